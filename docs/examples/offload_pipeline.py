@@ -1,0 +1,297 @@
+"""Run a diffusers pipeline in a quarter of the memory that its weights take, with the same output.
+
+The example builds a FluxPipeline of about 500 MB with random weights (nothing is downloaded) and saves it as a
+sharded checkpoint, as the hub would hold it. It then runs the checkpoint twice, each time in a fresh process:
+
+- plain: ``from_pretrained`` and a call, as usual;
+- tierstore: the same two lines, and ``enable_group_offload`` between them, under a RAM budget.
+
+At the end it prints what each run took, and whether the two images are equal bit for bit. Memory is what the process
+gained over its state just after ``from_pretrained``, read from /proc (so: Linux). Weights that diffusers has just
+loaded are mapped files; the plain run pages them in, which is why mapped memory has a row of its own.
+
+    python docs/examples/offload_pipeline.py
+    python docs/examples/offload_pipeline.py --budget 64MB --steps 8
+"""
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+IMAGE_SIZE = 128
+
+
+def main() -> int:
+    """Build the checkpoint unless there is one, run it both ways, compare."""
+    options = parse_arguments()
+    if options.role:
+        run_child(options)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="tierstore-example-", dir=options.workdir) as directory:
+        checkpoint = options.checkpoint or Path(directory, "checkpoint")
+        if not (checkpoint / "model_index.json").exists():
+            print(f"building a FluxPipeline in {checkpoint}", flush=True)
+            build_checkpoint(checkpoint)
+        size = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors"))
+        budget = options.budget or str(size // 4)
+        results = {}
+        for role in ("plain", "tierstore"):
+            print(f"running {role}", flush=True)
+            results[role] = run_in_fresh_process(role, checkpoint, budget, options.steps, Path(directory))
+    return report(results, size)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line. ``--role`` and ``--result`` are how the example starts itself for one run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget", help='RAM for the weights, such as "64MB" (default: a quarter of the weights)')
+    parser.add_argument("--steps", type=int, default=4, help="denoising steps, at least 2 (default: %(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="use this checkpoint, or build it here and keep it")
+    parser.add_argument("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    parser.add_argument("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps must be at least 2: the first step is not timed")
+    return options
+
+
+# --- the two runs -----------------------------------------------------------------------------------------------------
+
+
+def run_plain(checkpoint: Path, steps: int) -> dict[str, Any]:
+    """The pipeline as everyone runs it."""
+    pipe = load_pipeline(checkpoint)
+    with measure_memory() as memory:
+        image, seconds = generate(pipe, steps)
+    return {"image": image, "seconds": seconds, **memory}
+
+
+def run_offloaded(checkpoint: Path, steps: int, budget: int | str, disk_dir: Path) -> dict[str, Any]:
+    """The same, with the weights in a store that holds no more than ``budget`` bytes of them in RAM."""
+    from tierstore import TierStore, enable_group_offload
+
+    pipe = load_pipeline(checkpoint)
+    with measure_memory() as memory, TierStore(ram_budget=budget, disk_dir=disk_dir) as store:
+        enable_group_offload(pipe, store)
+        image, seconds = generate(pipe, steps)
+        stats = store.stats()
+    return {
+        "image": image,
+        "seconds": seconds,
+        **memory,
+        "host": stats.peak_bytes["HOST"],
+        "read": stats.bytes_read,
+        "written": stats.bytes_written,
+        "hits": stats.hits,
+        "late": stats.late,
+        "misses": stats.misses,
+    }
+
+
+def load_pipeline(checkpoint: Path) -> diffusers.FluxPipeline:
+    """From disk, at the dtype in which the checkpoint was saved."""
+    with warnings.catch_warnings():  # newer diffusers call the argument dtype
+        warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+        pipe = diffusers.FluxPipeline.from_pretrained(checkpoint, torch_dtype=torch.bfloat16)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generate(pipe: diffusers.FluxPipeline, steps: int) -> tuple[torch.Tensor, float]:
+    """One image, and the mean seconds of a step (without the first, which warms up)."""
+    ends = []
+
+    def step_ended(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        ends.append(time.perf_counter())
+        return tensors
+
+    image = pipe(
+        "a red boat on a calm lake",
+        height=IMAGE_SIZE,
+        width=IMAGE_SIZE,
+        num_inference_steps=steps,
+        max_sequence_length=32,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+        callback_on_step_end=step_ended,
+    ).images
+    return image, (ends[-1] - ends[0]) / (steps - 1)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def measure_memory() -> Iterator[dict[str, int]]:
+    """Fill a dict with the peaks of anonymous and of file-mapped memory over those at entry, sampled every 10 ms."""
+    start = resident_memory()
+    peak = dict(start)
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.wait(0.01):
+            for name, value in resident_memory().items():
+                peak[name] = max(peak[name], value)
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    gained: dict[str, int] = {}
+    try:
+        yield gained
+    finally:
+        done.set()
+        sampler.join()
+        gained.update({name: peak[name] - start[name] for name in start})
+
+
+def resident_memory() -> dict[str, int]:
+    """This process's anonymous and file-mapped bytes in RAM."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(lines[field].split()[0]) * 1024 for name, field in (("anon", "RssAnon"), ("mapped", "RssFile"))}
+
+
+def run_in_fresh_process(role: str, checkpoint: Path, budget: str, steps: int, directory: Path) -> dict[str, Any]:
+    """Start this file again for one run: nothing that an earlier run allocated is in its figures."""
+    result = directory / f"{role}.pt"
+    command = [sys.executable, __file__, "--role", role, "--result", str(result)]
+    command += ["--checkpoint", str(checkpoint), "--budget", budget, "--steps", str(steps)]
+    # malloc returns blocks over 128 KiB to the system when they are freed: what is resident is what is in use
+    subprocess.run(command, check=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"})
+    return torch.load(result)
+
+
+def run_child(options: argparse.Namespace) -> None:
+    """One run, in the process started for it."""
+    if options.role == "plain":
+        result = run_plain(options.checkpoint, options.steps)
+    else:
+        budget = int(options.budget) if options.budget.isdigit() else options.budget
+        result = run_offloaded(options.checkpoint, options.steps, budget, options.result.parent / "store")
+    torch.save(result, options.result)
+
+
+def report(results: dict[str, dict[str, Any]], size: int) -> int:
+    """The table, and a last line that says whether the example showed what it promises."""
+    plain, offloaded = results["plain"], results["tierstore"]
+    identical = torch.equal(plain["image"], offloaded["image"])
+    table = Table(title=f"FluxPipeline, {megabytes(size)} of weights")
+    table.add_column("")
+    table.add_column("plain", justify="right")
+    table.add_column("tierstore", justify="right")
+    table.add_row("weights in RAM, peak of the store", "-", megabytes(offloaded["host"]))
+    table.add_row("anonymous memory, peak over baseline", megabytes(plain["anon"]), megabytes(offloaded["anon"]))
+    table.add_row("mapped files, peak over baseline", megabytes(plain["mapped"]), megabytes(offloaded["mapped"]))
+    table.add_row("both", *(megabytes(run["anon"] + run["mapped"]) for run in (plain, offloaded)))
+    table.add_row("read from disk", "-", megabytes(offloaded["read"]))
+    table.add_row("written to disk", "-", megabytes(offloaded["written"]))
+    table.add_row("groups in time / late / missed", "-", "{hits} / {late} / {misses}".format(**offloaded))
+    table.add_row("seconds per step", f"{plain['seconds']:.2f}", f"{offloaded['seconds']:.2f}")
+    table.add_row("identical output", "-", "yes" if identical else "NO")
+    Console().print(table)
+    share = f"{megabytes(offloaded['host'])} of RAM for {megabytes(size)} of weights"
+    print(f"OK: the same image, bit for bit, with {share}" if identical else f"FAILED: another image, with {share}")
+    return 0 if identical else 1
+
+
+def megabytes(count: int) -> str:
+    """Bytes for a reader: 1 MB is 1,000,000 bytes."""
+    return f"{count / 1e6:,.1f} MB"
+
+
+# --- a checkpoint without a download ----------------------------------------------------------------------------------
+
+
+def build_checkpoint(directory: Path) -> None:
+    """A FluxPipeline with the parts and the layout of FLUX.1, narrower and with random weights."""
+    torch.manual_seed(0)
+    clip_width, t5_width, clip_vocabulary = 128, 256, clip_tokens()
+    transformer = diffusers.FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=5,
+        num_single_layers=16,
+        num_attention_heads=6,
+        joint_attention_dim=t5_width,
+        pooled_projection_dim=clip_width,
+        guidance_embeds=True,
+    )
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(32, 64, 128, 128),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        shift_factor=0.1,
+    )
+    text_encoder = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=len(clip_vocabulary),
+            hidden_size=clip_width,
+            intermediate_size=4 * clip_width,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            bos_token_id=clip_vocabulary["<|startoftext|>"],
+            eos_token_id=clip_vocabulary["<|endoftext|>"],
+            pad_token_id=clip_vocabulary["<|endoftext|>"],
+        )
+    )
+    text_encoder_2 = transformers.T5EncoderModel(
+        transformers.T5Config(
+            vocab_size=256, d_model=t5_width, d_ff=2 * t5_width, num_layers=4, num_heads=4, feed_forward_proj="gated-gelu"
+        )
+    )
+    pipe = diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=randomise(vae),
+        text_encoder=randomise(text_encoder),
+        tokenizer=transformers.CLIPTokenizer(vocab=clip_vocabulary, merges=[], model_max_length=77),
+        text_encoder_2=randomise(text_encoder_2),
+        tokenizer_2=transformers.T5TokenizerFast(vocab=t5_pieces(), model_max_length=512),
+        transformer=randomise(transformer),
+    )
+    pipe.save_pretrained(directory, max_shard_size="100MB")
+
+
+@torch.no_grad()
+def randomise(module: torch.nn.Module) -> torch.nn.Module:
+    """Matrices scaled by their fan-in, in bf16: random weights whose image depends on every one of them."""
+    module = module.to(torch.bfloat16)
+    for parameter in module.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=parameter[0].numel() ** -0.5)
+    return module
+
+
+def clip_tokens() -> dict[str, int]:
+    """A byte-level vocabulary: the 256 bytes as BPE writes them, inside and at the end of a word."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = [chr(code) for code in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return {word: index for index, word in enumerate(words)}
+
+
+def t5_pieces() -> list[tuple[str, float]]:
+    """Pieces of one character each, after T5's special tokens and before its sentinels."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    characters = [(chr(code), -3.0) for code in range(ord("!"), ord("~") + 1)]
+    return [*special, *characters, *((f"<extra_id_{n}>", 0.0) for n in reversed(range(100)))]
+
+
+if __name__ == "__main__":
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    sys.exit(main())

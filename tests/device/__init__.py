@@ -1,0 +1,1 @@
+"""The pretend accelerator that the tests use in place of a GPU."""

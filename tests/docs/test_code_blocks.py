@@ -1,0 +1,185 @@
+"""Every Python example in the documentation runs.
+
+The ```python blocks of one Markdown file run in order, in one namespace and a fresh process, in
+an empty directory and without network. A block below a comment `<!-- no-run: reason -->` is
+compiled only. Blocks in other languages are left alone. The examples in docstrings run too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS_PER_FILE = 300
+
+FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
+NO_RUN = re.compile(r"<!--\s*no-run:\s*(?P<reason>\S.*?)\s*-->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; `line` is the number of its first line of code in the file, from 1."""
+
+    language: str
+    line: int
+    code: str
+    runs: bool
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Every fenced block of a Markdown text, in order."""
+    blocks: list[Block] = []
+    lines = text.splitlines()
+    remark = ""  # the last line of prose that was not empty
+    position = 0
+    while position < len(lines):
+        opening = FENCE.match(lines[position])
+        if opening is None:
+            remark = lines[position].strip() or remark
+            position += 1
+            continue
+        first = position + 1
+        position = first
+        while position < len(lines) and not closes(lines[position], opening["fence"]):
+            position += 1
+        code = textwrap.dedent("\n".join(lines[first:position]))
+        runs = NO_RUN.fullmatch(remark) is None
+        blocks.append(Block(opening["language"].lower(), first + 1, code, runs))
+        remark = ""
+        position += 1
+    return blocks
+
+
+def closes(line: str, fence: str) -> bool:
+    mark = line.strip()
+    return len(mark) >= len(fence) and set(mark) == {fence[0]}
+
+
+def python_blocks(path: Path) -> list[Block]:
+    blocks = blocks_of(path.read_text(encoding="utf-8"))
+    return [block for block in blocks if block.language in {"py", "python"}]
+
+
+def program_of(blocks: list[Block]) -> str:
+    """The blocks that run, as one program whose line numbers are those of the Markdown file."""
+    lines: list[str] = []
+    for block in blocks:
+        if block.runs:
+            lines += [""] * (block.line - 1 - len(lines))
+            lines += block.code.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def documents_with_python() -> list[Path]:
+    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in documents if path.exists() and python_blocks(path)]
+
+
+def modules_with_examples() -> list[Path]:
+    modules = sorted((ROOT / "tierstore").rglob("*.py"))
+    return [path for path in modules if ">>> " in path.read_text(encoding="utf-8")]
+
+
+def name_in_repository(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def run_python(arguments: list[str], directory: Path) -> None:
+    """Run the interpreter as a reader would, save that the hub of models is out of reach."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_PER_FILE,
+        check=False,
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+
+
+@pytest.mark.parametrize("document", documents_with_python(), ids=name_in_repository)
+def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
+    blocks = python_blocks(document)
+    for block in blocks:
+        # Compiled one by one, so that a block cut short cannot borrow lines of the next.
+        compile(block.code, f"{document.name}, block at line {block.line}", "exec")
+    program = tmp_path / f"{document.stem}.py"
+    program.write_text(program_of(blocks), encoding="utf-8")
+    directory = tmp_path / "empty"
+    directory.mkdir()
+    run_python([str(program)], directory)
+
+
+@pytest.mark.parametrize("module", modules_with_examples(), ids=name_in_repository)
+def test_docstring_examples_run(module: Path, tmp_path: Path) -> None:
+    parts = list(module.relative_to(ROOT).with_suffix("").parts)
+    if parts[-1] == "__init__":
+        parts.pop()
+    check = (
+        "import doctest, importlib, sys\n"
+        "result = doctest.testmod(importlib.import_module(sys.argv[1]))\n"
+        "sys.exit(result.failed > 0 or result.attempted == 0)\n"
+    )
+    run_python(["-c", check, ".".join(parts)], tmp_path)
+
+
+MARKDOWN = """\
+# Title
+
+```python
+first = 1
+```
+
+```console
+$ not python
+```
+
+<!-- no-run: needs a GPU -->
+
+```python
+raise RuntimeError
+```
+
+<!-- no-run: -->
+```python
+second = first + 1
+```
+
+1. In a list:
+   ~~~python
+   if second:
+       third = 3
+   ~~~
+"""
+
+
+def test_blocks_are_found_with_their_line_numbers() -> None:
+    found = [(block.language, block.line, block.runs) for block in blocks_of(MARKDOWN)]
+    assert found == [
+        ("python", 4, True),
+        ("console", 8, True),
+        ("python", 14, False),
+        ("python", 19, True),  # a comment that gives no reason excuses nothing
+        ("python", 24, True),
+    ]
+
+
+def test_program_keeps_line_numbers_and_leaves_out_what_does_not_run() -> None:
+    blocks = [block for block in blocks_of(MARKDOWN) if block.language == "python"]
+    program = program_of(blocks).splitlines()
+    assert program[3] == "first = 1"
+    assert program[18] == "second = first + 1"
+    assert "raise RuntimeError" not in program
+    namespace: dict[str, int] = {}
+    exec("\n".join(program), namespace)
+    assert namespace["third"] == 3

@@ -1,0 +1,103 @@
+"""Every error the library raises on purpose. A message ends with what to do about it."""
+
+from __future__ import annotations
+
+
+class TierStoreError(Exception):
+    """The base of all errors of this library."""
+
+
+class UnknownKeyError(TierStoreError, KeyError):
+    """No group has this key."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"the store holds no group {self.key!r}; list what it holds with store.keys(), "
+            "or put or register the group first"
+        )
+
+
+class DuplicateKeyError(TierStoreError):
+    """A group of this key exists and may not be replaced by registering another."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"the store already holds a group {key!r}; discard it first, or register the new one "
+            "under another prefix"
+        )
+        self.key = key
+
+
+class BudgetError(TierStoreError):
+    """A budget cannot hold what was asked for.
+
+    Attributes: `key`, `tier` (its name), `nbytes` asked for, `budget` of that tier, in bytes.
+    """
+
+    def __init__(self, key: str, tier: str, nbytes: int, budget: int, advice: str) -> None:
+        super().__init__(
+            f"group {key!r} needs {nbytes:,} bytes on tier {tier}, whose budget is "
+            f"{budget:,} bytes: {advice}"
+        )
+        self.key = key
+        self.tier = tier
+        self.nbytes = nbytes
+        self.budget = budget
+
+
+class TransferError(TierStoreError):
+    """Bytes could not be moved. `__cause__` is the error of the system or the device."""
+
+    def __init__(self, message: str, *, key: str | None = None, path: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        self.path = path
+
+
+class TruncatedFileError(TransferError):
+    """A file ends before the bytes that it should hold."""
+
+
+class CorruptDataError(TransferError):
+    """Bytes are not the ones that were written. `expected` and `found` say how it was noticed."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        path: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+    ) -> None:
+        super().__init__(message, key=key, path=path)
+        self.expected = expected
+        self.found = found
+
+
+class InvalidHeaderError(CorruptDataError):
+    """A file's safetensors header is malformed."""
+
+
+class StaleCheckpointError(TransferError):
+    """A checkpoint file was changed after it was registered."""
+
+
+class DiskFullError(TransferError):
+    """The disk, or its quota, has no room left."""
+
+
+class LeaseError(TierStoreError):
+    """A lease was used in a way that it does not allow."""
+
+
+class StoreLockedError(TierStoreError):
+    """Another live store works on the same directory."""
+
+
+class ClosedError(TierStoreError):
+    """The store is closed."""

@@ -1,0 +1,324 @@
+"""Groups of tensors, how they lie packed in memory, and where their bytes lie in files.
+
+A *group* is what moves together. In memory it is one packed run of bytes in which every tensor
+has an offset. `pack` lays out tensors that came from memory: each at a multiple of 256 bytes, as
+devices want it (and so at a multiple of 64, as CPU allocations have it: the last bits of a matrix
+product depend on that). What comes from a file keeps its offset modulo the page instead, as a
+memory map of the file would have it, so a direct read needs no copy (`place`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tierstore.model.sizes import PAGE, round_up
+
+ALIGNMENT = 256
+
+
+def version_id(key: str, version: int) -> str:
+    """The name of one version of a group, for planner and carriers: replaced ones live on a while.
+
+    >>> name_of(version_id("weights/a", 3))
+    'weights/a'
+    """
+    return f"{key}\0{version}"
+
+
+def name_of(version: str) -> str:
+    """The key of a version's name. A name without a version is its own key."""
+    key, mark, _ = version.rpartition("\0")
+    return key if mark else version
+
+
+DTYPE_SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""Bytes per element of each dtype, under the names that the safetensors format gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a group.
+
+    `dtype` is a safetensors name, `shape` and `stride` count elements, `offset` is in bytes from
+    the start of the packed group. Two tensors may overlap: they are tied.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from the first element to the last, gaps of the stride included."""
+        return span(self.dtype, self.shape, self.stride)
+
+
+def span(dtype: str, shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Bytes of storage between the first and the last element, both included."""
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (last + 1) * DTYPE_SIZES[dtype]
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride, in elements, of a C-contiguous tensor of this shape."""
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that go from the host to the device in one piece."""
+
+    host_offset: int
+    device_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What moves together: `nbytes` is what one copy takes on any tier, padded to the page."""
+
+    key: str
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """How the packed bytes go to a device: few pieces, every tensor at 256 bytes there."""
+        return _device_runs(self.tensors)
+
+    @cached_property
+    def device_offsets(self) -> dict[str, int]:
+        """Where each tensor starts in the device's copy, in bytes."""
+        offsets = {}
+        for tensor in self.tensors:
+            if tensor.nbytes == 0:
+                offsets[tensor.name] = 0
+                continue
+            run = next(r for r in self.runs if 0 <= tensor.offset - r.host_offset < r.nbytes)
+            offsets[tensor.name] = tensor.offset - run.host_offset + run.device_offset
+        return offsets
+
+
+def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    end = 0
+    for start, stop in _blocks(tensors):
+        if runs and start - end < PAGE and (start - runs[-1].host_offset) % ALIGNMENT == 0:
+            last = runs.pop()
+            runs.append(Run(last.host_offset, last.device_offset, stop - last.host_offset))
+        else:
+            where = round_up(runs[-1].device_offset + runs[-1].nbytes, ALIGNMENT) if runs else 0
+            runs.append(Run(start, where, stop - start))
+        end = stop
+    return tuple(runs)
+
+
+def _blocks(tensors: Iterable[TensorSpec]) -> list[tuple[int, int]]:
+    """The byte ranges that tensors cover, overlapping (tied) ones merged, in order."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted((t.offset, t.offset + t.nbytes) for t in tensors if t.nbytes):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def group_of(key: str, tensors: Iterable[TensorSpec], nbytes: int) -> GroupSpec:
+    """A group of `nbytes` packed bytes on the host, padded so that it fits on every tier."""
+    tensors = tuple(tensors)
+    runs = _device_runs(tensors)
+    on_device = runs[-1].device_offset + runs[-1].nbytes if runs else 0
+    return GroupSpec(key, tensors, round_up(max(nbytes, on_device, 1), PAGE))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where bytes lie in a file: `nbytes` bytes from byte `offset` of `path`."""
+
+    path: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """An extent and the offset in the packed group at which its bytes are read."""
+
+    extent: Extent
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes to move inside the packed group once it is read: files are dense, memory aligned."""
+
+    src: int
+    dst: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What the xxh3_64 checksum of some bytes of the packed group must be."""
+
+    name: str
+    offset: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a group's bytes are had from files."""
+
+    segments: tuple[Segment, ...]
+    moves: tuple[Move, ...] = ()
+    checks: tuple[Check, ...] = field(default=(), repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read, without the rounding to pages."""
+        return sum(segment.extent.nbytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor that lies in a file as its contiguous bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+
+def place(tensors: Sequence[FileTensor], base: int = 0) -> tuple[list[TensorSpec], list[Segment], int]:
+    """Lay out tensors that are read straight from files, from offset `base` (a page multiple) on.
+
+    Neighbours in a file (less than a page apart) are read as one segment. Returns the specs, the
+    segments and the end of the layout in bytes, a page multiple. Each tensor sits at its file
+    offset modulo the page.
+    """
+    specs: list[TensorSpec] = []
+    segments: list[Segment] = []
+    here = base
+    for path, start, stop, members in _file_ranges(tensors):
+        at = here + start % PAGE
+        segments.append(Segment(Extent(path, start, stop - start), at))
+        for tensor in members:
+            offset = at + tensor.extent.offset - start
+            stride = contiguous_stride(tensor.shape)
+            specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, stride, offset))
+        here = round_up(at + stop - start, PAGE)
+    empty = [t for t in tensors if t.extent.nbytes == 0]
+    specs += [
+        TensorSpec(t.name, t.dtype, t.shape, contiguous_stride(t.shape), base) for t in empty
+    ]
+    return specs, segments, here
+
+
+def _file_ranges(
+    tensors: Sequence[FileTensor],
+) -> list[tuple[str, int, int, list[FileTensor]]]:
+    ranges: list[tuple[str, int, int, list[FileTensor]]] = []
+    filled = [t for t in tensors if t.extent.nbytes]
+    for tensor in sorted(filled, key=lambda t: (t.extent.path, t.extent.offset)):
+        extent = tensor.extent
+        stop = extent.offset + extent.nbytes
+        if ranges and ranges[-1][0] == extent.path and extent.offset - ranges[-1][2] < PAGE:
+            path, start, end, members = ranges[-1]
+            ranges[-1] = (path, start, max(end, stop), [*members, tensor])
+        else:
+            ranges.append((extent.path, extent.offset, stop, [tensor]))
+    return ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of storage that one or more tensors look at; the unit an object file stores.
+
+    `view` lists the tensors: (name, dtype, shape, stride, offset in bytes inside the block).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    views: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where each block lies in memory (`offsets`, aligned) and in its file (`dense`)."""
+
+    blocks: tuple[Block, ...]
+    offsets: tuple[int, ...]
+    dense: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the file's data."""
+        return self.dense[-1] + self.blocks[-1].nbytes if self.blocks else 0
+
+    def specs(self, base: int = 0) -> list[TensorSpec]:
+        """Every tensor of every block, at its offset in a group that has the packing at `base`."""
+        return [
+            TensorSpec(v.name, v.dtype, v.shape, v.stride, base + offset + v.offset)
+            for block, offset in zip(self.blocks, self.offsets, strict=True)
+            for v in block.views
+        ]
+
+    def moves(self, base: int = 0) -> tuple[Move, ...]:
+        """What spreads the file's dense bytes to the aligned offsets: last block first."""
+        rows = zip(self.blocks, self.offsets, self.dense, strict=True)
+        spread = [Move(base + d, base + o, b.nbytes) for b, o, d in rows if o != d and b.nbytes]
+        return tuple(reversed(spread))
+
+
+def pack(blocks: Iterable[Block]) -> Packing:
+    """Lay blocks out in memory: each at a multiple of 256 bytes.
+
+    Blocks that need no padding come first, so that all but the odd ones at the end lie in the
+    file as they lie in memory and are read and written without a copy.
+    """
+    ordered = sorted(blocks, key=lambda b: (b.nbytes % ALIGNMENT != 0, -DTYPE_SIZES[b.dtype]))
+    offsets, dense = [], []
+    here = file_here = 0
+    for block in ordered:
+        offsets.append(here)
+        dense.append(file_here)
+        here = round_up(here + block.nbytes, ALIGNMENT)
+        file_here += block.nbytes
+    return Packing(tuple(ordered), tuple(offsets), tuple(dense), here)

@@ -1,0 +1,129 @@
+"""Sizes as people write them, as a plain number of bytes.
+
+>>> parse_size("8GB"), parse_size("8GiB"), parse_size(1024)
+(8000000000, 8589934592, 1024)
+>>> parse_size("50%", total=1000), parse_size(0.25, total=1000)
+(500, 250)
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psutil
+
+PAGE = 4096
+
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[_letter + "b"] = 1000**_power
+    _UNITS[_letter + "ib"] = 1024**_power
+
+_WRITTEN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)\s*")
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+def parse_size(value: int | float | str, *, total: int | None = None, auto: int | None = None) -> int:
+    """Turn a size into bytes.
+
+    An int is bytes. `"8GB"` is 8·10⁹ and `"8GiB"` is 2³³ bytes, in any case of the letters.
+    `"50%"` and a float in (0, 1] are a share of `total` bytes (default: the memory this process
+    may use, see `usable_memory`). `"auto"` is `auto` bytes, where the caller offers that.
+
+    Raises ValueError or TypeError, saying how to write it, for anything that could be read in two
+    ways: `"8"`, `"0.5"`, `"8G"`, `1.5`, a bool, a negative number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(
+            f"a size is an int of bytes, a string such as '8GB', or a share such as 0.5, "
+            f"not {value!r}: pass one of those"
+        )
+    if isinstance(value, int):
+        return _positive(value, value)
+    if isinstance(value, float):
+        return _share(value, value, total)
+    if value.strip().lower() == "auto":
+        if auto is None:
+            raise ValueError("'auto' is not offered for this size: pass bytes, such as '8GB'")
+        return auto
+    return _parse_text(value, total)
+
+
+def _parse_text(text: str, total: int | None) -> int:
+    match = _WRITTEN.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no size: write it like '8GB', '8GiB' or '50%'")
+    number, unit = match.groups()
+    if unit == "%":
+        return _share(float(number) / 100, text, total)
+    if not unit:
+        raise ValueError(
+            f"{text!r} has no unit: write '{number}GB' for gigabytes, '50%' for a share, "
+            "or pass an int for bytes"
+        )
+    scale = _UNITS.get(unit.lower())
+    if scale is None:
+        raise ValueError(
+            f"{text!r} has the unknown unit {unit!r}: use B, KB, MB, GB, TB (powers of 1000) "
+            "or KiB, MiB, GiB, TiB (powers of 1024)"
+        )
+    return _positive(int(float(number) * scale) if "." in number else int(number) * scale, text)
+
+
+def _share(share: float, written: float | str, total: int | None) -> int:
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{written!r} is not a share: a float or percentage must lie above 0 and at most at "
+            "1 (100%); for bytes pass an int or a string such as '1.5GB'"
+        )
+    return _positive(int(share * (usable_memory() if total is None else total)), written)
+
+
+def _positive(nbytes: int, written: object) -> int:
+    if nbytes <= 0:
+        raise ValueError(f"{written!r} is not a positive number of bytes: pass at least 1")
+    return nbytes
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """The bytes of RAM this process may use: the machine's, or its cgroup's if that is less.
+
+    `root` is where /proc and /sys are looked for (tests point it at a made-up tree).
+    """
+    return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> list[int]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            limits += _limits_upwards(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits_upwards(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+    return limits
+
+
+def _limits_upwards(mount: Path, path: str, name: str) -> list[int]:
+    """Each limit from the process's cgroup up to the root: the tightest one binds."""
+    limits = []
+    here = mount / path.lstrip("/")
+    while True:
+        try:
+            text = (here / name).read_text().strip()
+        except OSError:
+            text = "max"
+        if text.isdigit():
+            limits.append(int(text))
+        if here == mount or mount not in here.parents:
+            return limits
+        here = here.parent

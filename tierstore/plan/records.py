@@ -1,0 +1,60 @@
+"""What the planner believes about each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tierstore.model.tiers import Access, Tier
+
+
+class State(Enum):
+    """How far a copy is. Room is taken from the first state on."""
+
+    RESERVED = "room is set aside, nothing is on its way yet"
+    ARRIVING = "bytes are on their way"
+    PRESENT = "complete and valid"
+
+
+@dataclass(slots=True)
+class CopyRecord:
+    """One group's copy on one tier.
+
+    `readers` counts transfers that read it. `unwanted` means that it goes as soon as nothing uses
+    it and another copy is valid.
+    """
+
+    state: State
+    readers: int = 0
+    unwanted: bool = False
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """One group. `backed` means that a checkpoint holds its bytes: that copy takes no room."""
+
+    key: str
+    nbytes: int
+    backed: bool = False
+    copies: dict[Tier, CopyRecord] = field(default_factory=dict)
+    leases: int = 0
+    exclusive: Access | None = None
+    forgotten: bool = False
+    error: BaseException | None = None
+
+    def present(self, tier: Tier) -> bool:
+        """Whether a complete copy is on `tier`."""
+        copy = self.copies.get(tier)
+        return copy is not None and copy.state is State.PRESENT
+
+    def valid_elsewhere(self, tier: Tier) -> bool:
+        """Whether the copy on `tier` could go without losing the group."""
+        return any(other is not tier and self.present(other) for other in self.copies)
+
+    def moving(self) -> bool:
+        """Whether any transfer reads or writes any of its copies."""
+        return any(c.readers or c.state is State.ARRIVING for c in self.copies.values())
+
+    def cost(self, tier: Tier) -> int:
+        """The bytes that a copy takes of the budget of `tier`."""
+        return 0 if self.backed and tier is Tier.DISK else self.nbytes
