@@ -1,13 +1,18 @@
 """Real diffusers pipelines and a transformers model, built from configs with random weights.
 
-Every ``build_*`` function saves a sharded checkpoint as the hub would hold it; ``load`` reads it back with
-``from_pretrained``; ``run`` computes one deterministic output from it. Nothing is downloaded.
+Every ``build_*`` function saves a sharded checkpoint as the hub would hold it; ``load`` reads it
+with ``from_pretrained``; ``run`` computes one deterministic output from it. Nothing is downloaded.
 
-Checkpoints are saved at the dtype in which they run (bf16, except the modules that Wan keeps in fp32), so that a
-reloaded pipeline's weights are views of the mapped safetensors files. Weights are drawn with one generator per
-component, scaled by the fan-in: outputs are finite and far from saturation, and every component of a pipeline
-changes them. The one exception is the last layer of SDXL's first text encoder: the pipeline reads the layer before it.
+Checkpoints are saved at the dtype in which they run (bf16, except the modules that Wan keeps in
+fp32), so that a reloaded pipeline's weights are views of the mapped safetensors files. Weights are
+scaled by their fan-in: outputs are finite and unsaturated, and every weight in use changes them.
+Not in use: the encoder and ``quant_conv`` of each VAE, the last layer and the final norm of SDXL's
+first text encoder, and the added queries of SD3's last block.
+
+``build_*`` take the seed of a component by its name: ``build_wan(directory, transformer_2=5)``.
 """
+
+from __future__ import annotations
 
 import json
 import warnings
@@ -26,22 +31,20 @@ NEGATIVE_PROMPT = "blurry, dark"
 DTYPE = torch.bfloat16
 LATENT_SIZE = 8  # latents are 8x8 (x2 frames for Wan)
 MAX_SEQUENCE_LENGTH = 32  # tokens of a T5 prompt
-RECIPE = "recipe.json"  # beside model_index.json: what perturbed_copy needs to build the checkpoint again
+RECIPE = "recipe.json"  # in a checkpoint: what perturbed_copy needs to build it again
 
 _CLIP_VOCABULARY = 514  # 256 bytes, 256 bytes that end a word, two special tokens
-_T5_VOCABULARY = 384  # the characters, 100 sentinels and some spare rows, as real checkpoints have
+_T5_VOCABULARY = 384  # characters, 100 sentinels, and spare rows as real checkpoints have
 
 transformers.utils.logging.disable_progress_bar()
 diffusers.utils.logging.disable_progress_bar()
 
-Components = dict[str, Any]
+
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def build_flux(directory: Path | str, size: str = "small", *, seed: int = 0, seeds: dict[str, int] | None = None) -> Path:
-    """FluxPipeline with guidance, as FLUX.1-dev: CLIP (pooled) and T5. ``size``: tiny, small, medium."""
+def build_flux(directory: Path | str, size: str = "small", **seeds: int) -> Path:
+    """FluxPipeline as FLUX.1-dev: guidance, CLIP (pooled), T5. ``size``: tiny, small, medium."""
     heads, head_dim, rope, double, single, shard, vae = {
         "tiny": (4, 16, (4, 4, 8), 3, 6, "512KB", (8, 16)),
         "small": (2, 128, (16, 56, 56), 5, 10, "10MB", (32, 32, 64, 64)),
@@ -68,11 +71,11 @@ def build_flux(directory: Path | str, size: str = "small", *, seed: int = 0, see
         "tokenizer_2": _t5_tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     }
-    return _save_pipeline(diffusers.FluxPipeline, parts, directory, "flux", size, shard, seed, seeds)
+    return _save_pipeline(diffusers.FluxPipeline, parts, directory, "flux", size, shard, seeds)
 
 
-def build_sd3(directory: Path | str, size: str = "small", *, seed: int = 0, seeds: dict[str, int] | None = None) -> Path:
-    """StableDiffusion3Pipeline as SD 3.5 medium: two CLIP encoders of one class and one shape, T5, dual attention."""
+def build_sd3(directory: Path | str, size: str = "small", **seeds: int) -> Path:
+    """StableDiffusion3Pipeline as SD 3.5 medium: two CLIPs of one class and shape, T5."""
     tiny = size == "tiny"
     heads, layers, shard, vae = {
         "tiny": (4, 6, "512KB", (8, 16)),
@@ -104,11 +107,13 @@ def build_sd3(directory: Path | str, size: str = "small", *, seed: int = 0, seed
         "tokenizer_3": _t5_tokenizer(),
         "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     }
-    return _save_pipeline(diffusers.StableDiffusion3Pipeline, parts, directory, "sd3", size, shard, seed, seeds)
+    return _save_pipeline(
+        diffusers.StableDiffusion3Pipeline, parts, directory, "sd3", size, shard, seeds
+    )
 
 
-def build_sdxl(directory: Path | str, size: str = "small", *, seed: int = 0, seeds: dict[str, int] | None = None) -> Path:
-    """StableDiffusionXLPipeline: a UNet with cross attention in two of three levels, CLIP without and with projection."""
+def build_sdxl(directory: Path | str, size: str = "small", **seeds: int) -> Path:
+    """StableDiffusionXLPipeline: a UNet with cross attention, CLIP without and with projection."""
     tiny = size == "tiny"
     channels, transformers_per_level, shard, vae = {
         "tiny": ((16, 32, 32), (1, 1, 2), "512KB", (8, 16)),
@@ -144,12 +149,19 @@ def build_sdxl(directory: Path | str, size: str = "small", *, seed: int = 0, see
         ),
     }
     return _save_pipeline(
-        diffusers.StableDiffusionXLPipeline, parts, directory, "sdxl", size, shard, seed, seeds, add_watermarker=False
+        diffusers.StableDiffusionXLPipeline,
+        parts,
+        directory,
+        "sdxl",
+        size,
+        shard,
+        seeds,
+        add_watermarker=False,
     )
 
 
-def build_wan(directory: Path | str, size: str = "small", *, seed: int = 0, seeds: dict[str, int] | None = None) -> Path:
-    """WanPipeline as Wan 2.2: two experts with different weights. The default 3 steps use the first one once."""
+def build_wan(directory: Path | str, size: str = "small", **seeds: int) -> Path:
+    """WanPipeline as Wan 2.2: two experts. Of three steps the first expert takes one."""
     tiny = size == "tiny"
     heads, head_dim, ffn, layers, shard = {
         "tiny": (4, 24, 256, 3, "512KB"),
@@ -157,7 +169,7 @@ def build_wan(directory: Path | str, size: str = "small", *, seed: int = 0, seed
     }[size]
     t5 = 64 if tiny else 256
 
-    def expert() -> nn.Module:
+    def expert() -> Any:
         return diffusers.WanTransformer3DModel(
             num_attention_heads=heads,
             attention_head_dim=head_dim,
@@ -179,11 +191,11 @@ def build_wan(directory: Path | str, size: str = "small", *, seed: int = 0, seed
         ),
     }
     return _save_pipeline(
-        diffusers.WanPipeline, parts, directory, "wan", size, shard, seed, seeds, boundary_ratio=0.875
+        diffusers.WanPipeline, parts, directory, "wan", size, shard, seeds, boundary_ratio=0.875
     )
 
 
-def build_llama(directory: Path | str, size: str = "small", *, seed: int = 0, seeds: dict[str, int] | None = None) -> Path:
+def build_llama(directory: Path | str, size: str = "small", **seeds: int) -> Path:
     """LlamaForCausalLM with grouped-query attention and an untied head."""
     hidden, intermediate, layers, vocabulary, shard = {
         "tiny": (128, 256, 4, 512, "512KB"),
@@ -202,12 +214,9 @@ def build_llama(directory: Path | str, size: str = "small", *, seed: int = 0, se
         pad_token_id=0,
     )
     model = transformers.LlamaForCausalLM(config)
-    seeds = seeds or {}
-    _randomise(model, "model", seeds.get("model", seed))
-    directory = Path(directory)
+    used = _randomise({"model": model}, seeds)
     model.save_pretrained(directory, max_shard_size=shard)
-    _write_recipe(directory, "llama", size, {"model": seeds.get("model", seed)})
-    return directory
+    return _write_recipe(directory, "llama", size, used)
 
 
 BUILDERS: dict[str, Callable[..., Path]] = {
@@ -221,51 +230,67 @@ KINDS = tuple(BUILDERS)
 
 
 def perturbed_copy(
-    kind: str, src_directory: Path | str, dst_directory: Path | str, *, only: Collection[str] | None = None
+    kind: str,
+    src_directory: Path | str,
+    dst_directory: Path | str,
+    *,
+    only: Collection[str] | None = None,
 ) -> Path:
-    """The checkpoint in ``src_directory`` again, with other random weights (in the components ``only``, or in all)."""
+    """The same checkpoint with other random weights in all components, or in those of ``only``."""
     recipe = json.loads((Path(src_directory) / RECIPE).read_text())
     if recipe["kind"] != kind:
         raise ValueError(f"{src_directory} holds a {recipe['kind']} checkpoint, not {kind}")
     seeds = dict(recipe["seeds"])
     for name in seeds if only is None else only:
-        seeds[name] += 1000  # an unknown name is a KeyError
-    return BUILDERS[kind](dst_directory, recipe["size"], seeds=seeds)
+        seeds[name] += 1  # an unknown name is a KeyError
+    return BUILDERS[kind](dst_directory, recipe["size"], **seeds)
 
 
 def _save_pipeline(
-    pipeline_class: type,
-    parts: Components,
+    pipeline_class: Any,
+    parts: dict[str, Any],
     directory: Path | str,
     kind: str,
     size: str,
     shard: str,
-    seed: int,
-    seeds: dict[str, int] | None,
+    seeds: dict[str, int],
     **config: Any,
 ) -> Path:
-    directory = Path(directory)
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    used = {name: (seeds or {}).get(name, seed) for name in modules}
-    for name, module in modules.items():
-        _randomise(module, name, used[name])
+    used = _randomise(modules, seeds)
     pipeline_class(**parts, **config).save_pretrained(directory, max_shard_size=shard)
-    _write_recipe(directory, kind, size, used)
-    return directory
+    return _write_recipe(directory, kind, size, used)
 
 
-def _write_recipe(directory: Path, kind: str, size: str, seeds: dict[str, int]) -> None:
-    (directory / RECIPE).write_text(json.dumps({"kind": kind, "size": size, "seeds": seeds}))
+def _write_recipe(directory: Path | str, kind: str, size: str, seeds: dict[str, int]) -> Path:
+    recipe = Path(directory, RECIPE)
+    recipe.write_text(json.dumps({"kind": kind, "size": size, "seeds": seeds}))
+    return recipe.parent
+
+
+def _randomise(modules: dict[str, nn.Module], seeds: dict[str, int]) -> dict[str, int]:
+    """Cast and draw the weights of all modules; the seeds used, 0 where none is given."""
+    if unknown := seeds.keys() - modules.keys():
+        raise ValueError(f"no such component: {', '.join(sorted(unknown))}")
+    used = {name: seeds.get(name, 0) for name in modules}
+    for name, module in modules.items():
+        _cast(module)
+        _draw(module, torch.Generator().manual_seed(zlib.crc32(f"{name}:{used[name]}".encode())))
+    return used
+
+
+def _cast(module: nn.Module) -> None:
+    """To the checkpoint's dtype, except what diffusers' ``from_pretrained`` keeps in fp32."""
+    diffusers_keeps = isinstance(module, diffusers.ModelMixin) and module._keep_in_fp32_modules
+    keep = set(diffusers_keeps or ())
+    for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_floating_point() and keep.isdisjoint(path.split(".")):
+            tensor.data = tensor.data.to(DTYPE)
 
 
 @torch.no_grad()
-def _randomise(module: nn.Module, name: str, seed: int) -> None:
-    """Cast to the checkpoint's dtype as ``from_pretrained`` does, then draw all weights, scaled by their fan-in."""
-    keep = tuple(getattr(module, "_keep_in_fp32_modules", None) or ()) if isinstance(module, diffusers.ModelMixin) else ()
-    for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.is_floating_point() and not any(part in keep for part in path.split(".")):
-            tensor.data = tensor.data.to(DTYPE)
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{seed}".encode()))
+def _draw(module: Any, generator: torch.Generator) -> None:
+    """Matrices scaled by their fan-in, norms around 1, small biases."""
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     for path, weight in module.named_parameters():  # a tied weight comes once
         weight.normal_(generator=generator)
@@ -279,11 +304,11 @@ def _randomise(module: nn.Module, name: str, seed: int) -> None:
             weight.mul_(weight[0].numel() ** -0.5)
         if path.endswith("SelfAttention.q.weight"):  # T5 does not scale its attention scores
             weight.mul_(module.config.d_kv**-0.5)
-        if path.endswith("decoder.conv_out.weight"):  # stay inside [-1, 1], where the pipeline clips images
+        if path.endswith("decoder.conv_out.weight"):  # images stay inside what is clipped: [-1, 1]
             weight.mul_(0.4)
 
 
-def _vae(channels: tuple[int, ...], latent_channels: int) -> nn.Module:
+def _vae(channels: tuple[int, ...], latent_channels: int) -> Any:
     return diffusers.AutoencoderKL(
         block_out_channels=channels,
         down_block_types=("DownEncoderBlock2D",) * len(channels),
@@ -300,7 +325,7 @@ def _vae(channels: tuple[int, ...], latent_channels: int) -> nn.Module:
     )
 
 
-def _clip(hidden: int, layers: int, *, projection: bool = False) -> nn.Module:
+def _clip(hidden: int, layers: int, *, projection: bool = False) -> Any:
     config = transformers.CLIPTextConfig(
         vocab_size=_CLIP_VOCABULARY,
         hidden_size=hidden,
@@ -312,10 +337,12 @@ def _clip(hidden: int, layers: int, *, projection: bool = False) -> nn.Module:
         eos_token_id=_CLIP_VOCABULARY - 1,
         pad_token_id=_CLIP_VOCABULARY - 1,
     )
-    return (transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel)(config)
+    if projection:
+        return transformers.CLIPTextModelWithProjection(config)
+    return transformers.CLIPTextModel(config)
 
 
-def _t5(d_model: int, layers: int, *, multilingual: bool = False) -> nn.Module:
+def _t5(d_model: int, layers: int, *, multilingual: bool = False) -> Any:
     """An encoder whose ``shared`` and ``encoder.embed_tokens`` are one tied weight."""
     config_class, model_class = (
         (transformers.UMT5Config, transformers.UMT5EncoderModel)
@@ -336,8 +363,8 @@ def _t5(d_model: int, layers: int, *, multilingual: bool = False) -> nn.Module:
 
 def _clip_tokenizer() -> transformers.CLIPTokenizer:
     """A byte-level CLIP tokenizer without merges: each byte is a token."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters = [chr(code) for code in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {word: index for index, word in enumerate(words)}
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
@@ -351,16 +378,22 @@ def _t5_tokenizer() -> transformers.T5TokenizerFast:
     return transformers.T5TokenizerFast(vocab=pieces, model_max_length=512)
 
 
-# --- use --------------------------------------------------------------------------------------------------------------
+# --- use ------------------------------------------------------------------------------------------
 
 
-def load(kind: str, directory: Path | str, *, torch_dtype: torch.dtype = DTYPE, **kwargs: Any) -> Any:
+def load(
+    kind: str, directory: Path | str, *, torch_dtype: torch.dtype = DTYPE, **kwargs: Any
+) -> Any:
     """The pipeline, or Llama, by ``from_pretrained``; silent and in eval mode."""
     if kind == "llama":
-        return transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch_dtype, **kwargs).eval()
+        return transformers.LlamaForCausalLM.from_pretrained(
+            directory, dtype=torch_dtype, **kwargs
+        ).eval()
     with warnings.catch_warnings():  # diffusers 0.42 prefers dtype=, which older ones ignore
         warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(directory, torch_dtype=torch_dtype, **kwargs)
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(
+            directory, torch_dtype=torch_dtype, **kwargs
+        )
     pipeline.set_progress_bar_config(disable=True)
     for module in components(pipeline).values():
         module.eval()
@@ -380,18 +413,25 @@ def run(
 ) -> torch.Tensor:
     """One output on the CPU; the same inputs whatever ``device`` is.
 
-    ``output_type="pt"`` decodes through the VAE, ``"latent"`` does not. More keywords go to the pipeline's call
-    (``callback_on_step_end``, for instance). Llama: ``steps`` new tokens (8 at the default) and the logits of one
-    more forward over all of them, as one vector.
+    ``output_type="pt"`` decodes through the VAE, ``"latent"`` does not. More keywords go to the
+    pipeline's call (``callback_on_step_end``, for instance). Llama: the tokens of a greedy
+    ``generate()``, 5 more than ``steps``, and the logits of one forward over them, as one vector.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     if kind == "llama":
-        return _run_llama(pipe, generator, 8 if steps == 3 else steps, device)
-    call = {"prompt": PROMPT, "num_inference_steps": steps, "output_type": output_type, "return_dict": False}
-    call |= {"flux": _call_flux, "sd3": _call_sd3, "sdxl": _call_sdxl, "wan": _call_wan}[kind](pipe, generator)
-    call |= kwargs
+        return _run_llama(pipe, generator, steps + 5, device)
+    arguments = {"flux": _call_flux, "sd3": _call_sd3, "sdxl": _call_sdxl, "wan": _call_wan}[kind]
+    call: dict[str, Any] = {
+        "prompt": PROMPT,
+        "num_inference_steps": steps,
+        "output_type": output_type,
+        "return_dict": False,
+        **arguments(pipe, generator),
+        **kwargs,
+    }
     call["latents"] = call["latents"].to(device)
-    return pipe(**call)[0].cpu()
+    output: torch.Tensor = pipe(**call)[0]
+    return output.cpu()
 
 
 def _call_flux(pipe: Any, generator: torch.Generator) -> dict[str, Any]:
@@ -406,7 +446,9 @@ def _call_flux(pipe: Any, generator: torch.Generator) -> dict[str, Any]:
 
 
 def _call_sd3(pipe: Any, generator: torch.Generator) -> dict[str, Any]:
-    latents = torch.randn(1, pipe.transformer.config.in_channels, LATENT_SIZE, LATENT_SIZE, generator=generator)
+    latents = torch.randn(
+        1, pipe.transformer.config.in_channels, LATENT_SIZE, LATENT_SIZE, generator=generator
+    )
     return {
         "latents": latents.to(DTYPE),
         "negative_prompt": NEGATIVE_PROMPT,
@@ -417,7 +459,9 @@ def _call_sd3(pipe: Any, generator: torch.Generator) -> dict[str, Any]:
 
 
 def _call_sdxl(pipe: Any, generator: torch.Generator) -> dict[str, Any]:
-    latents = torch.randn(1, pipe.unet.config.in_channels, LATENT_SIZE, LATENT_SIZE, generator=generator)
+    latents = torch.randn(
+        1, pipe.unet.config.in_channels, LATENT_SIZE, LATENT_SIZE, generator=generator
+    )
     return {
         "latents": latents.to(DTYPE),
         "negative_prompt": NEGATIVE_PROMPT,
@@ -472,9 +516,10 @@ def weights(pipe: Any) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
     for component, root in components(pipe).items():
         for path, module in root.named_modules():
-            persistent = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-            for name, tensor in {**module._parameters, **persistent}.items():
-                if tensor is not None and id(tensor) not in seen:
+            for name, tensor in {**module._parameters, **module._buffers}.items():
+                if name in module._non_persistent_buffers_set or tensor is None:
+                    continue
+                if id(tensor) not in seen:
                     seen.add(id(tensor))
                     yield ".".join(filter(None, (component, path, name))), tensor
 

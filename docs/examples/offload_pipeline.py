@@ -1,18 +1,22 @@
 """Run a diffusers pipeline in a quarter of the memory that its weights take, with the same output.
 
-The example builds a FluxPipeline of about 500 MB with random weights (nothing is downloaded) and saves it as a
-sharded checkpoint, as the hub would hold it. It then runs the checkpoint twice, each time in a fresh process:
+The example builds a FluxPipeline of about 500 MB with random weights (nothing is downloaded) and
+saves it as a sharded checkpoint, as the hub would hold it. It then runs the checkpoint twice, each
+time in a fresh process:
 
 - plain: ``from_pretrained`` and a call, as usual;
-- tierstore: the same two lines, and ``enable_group_offload`` between them, under a RAM budget.
+- tierstore: the same, with ``enable_group_offload`` between the two, under a RAM budget.
 
-At the end it prints what each run took, and whether the two images are equal bit for bit. Memory is what the process
-gained over its state just after ``from_pretrained``, read from /proc (so: Linux). Weights that diffusers has just
-loaded are mapped files; the plain run pages them in, which is why mapped memory has a row of its own.
+At the end it prints what each run took, and whether the two images are equal bit for bit. Memory is
+what the process gained over its state just after ``from_pretrained``, read from /proc (so: Linux).
+The weights that diffusers loads are mapped files, which a plain run pages in as it goes: that is
+why mapped memory has a row of its own.
 
     python docs/examples/offload_pipeline.py
     python docs/examples/offload_pipeline.py --budget 64MB --steps 8
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -48,30 +52,30 @@ def main() -> int:
             print(f"building a FluxPipeline in {checkpoint}", flush=True)
             build_checkpoint(checkpoint)
         size = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors"))
-        budget = options.budget or str(size // 4)
-        results = {}
-        for role in ("plain", "tierstore"):
-            print(f"running {role}", flush=True)
-            results[role] = run_in_fresh_process(role, checkpoint, budget, options.steps, Path(directory))
-    return report(results, size)
+        budget = options.budget or f"{size // 4}B"
+        arguments = ["--checkpoint", checkpoint, "--budget", budget, "--steps", options.steps]
+        plain = run_in_fresh_process("plain", Path(directory), arguments)
+        offloaded = run_in_fresh_process("tierstore", Path(directory), arguments)
+    return report(plain, offloaded, size)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line. ``--role`` and ``--result`` are how the example starts itself for one run."""
+    """The command line. With ``--role`` and ``--result`` the example starts itself for one run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", help='RAM for the weights, such as "64MB" (default: a quarter of the weights)')
-    parser.add_argument("--steps", type=int, default=4, help="denoising steps, at least 2 (default: %(default)s)")
-    parser.add_argument("--checkpoint", type=Path, help="use this checkpoint, or build it here and keep it")
-    parser.add_argument("--workdir", type=Path, help="where temporary files go (default: the system's place)")
-    parser.add_argument("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--budget", help='RAM for the weights, such as "64MB" (default: a quarter of them)')
+    add("--steps", type=int, default=4, help="denoising steps, 2 or more (default: %(default)s)")
+    add("--checkpoint", type=Path, help="use this checkpoint, or build it here and keep it")
+    add("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    add("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
+    add("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 2:
-        parser.error("--steps must be at least 2: the first step is not timed")
+        parser.error("--steps must be 2 or more: the first step is not timed")
     return options
 
 
-# --- the two runs -----------------------------------------------------------------------------------------------------
+# --- the two runs ---------------------------------------------------------------------------------
 
 
 def run_plain(checkpoint: Path, steps: int) -> dict[str, Any]:
@@ -82,8 +86,8 @@ def run_plain(checkpoint: Path, steps: int) -> dict[str, Any]:
     return {"image": image, "seconds": seconds, **memory}
 
 
-def run_offloaded(checkpoint: Path, steps: int, budget: int | str, disk_dir: Path) -> dict[str, Any]:
-    """The same, with the weights in a store that holds no more than ``budget`` bytes of them in RAM."""
+def run_offloaded(checkpoint: Path, steps: int, budget: str, disk_dir: Path) -> dict[str, Any]:
+    """The same, with the weights in a store that keeps at most ``budget`` of them in RAM."""
     from tierstore import TierStore, enable_group_offload
 
     pipe = load_pipeline(checkpoint)
@@ -106,9 +110,7 @@ def run_offloaded(checkpoint: Path, steps: int, budget: int | str, disk_dir: Pat
 
 def load_pipeline(checkpoint: Path) -> diffusers.FluxPipeline:
     """From disk, at the dtype in which the checkpoint was saved."""
-    with warnings.catch_warnings():  # newer diffusers call the argument dtype
-        warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
-        pipe = diffusers.FluxPipeline.from_pretrained(checkpoint, torch_dtype=torch.bfloat16)
+    pipe = diffusers.FluxPipeline.from_pretrained(checkpoint, torch_dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -117,7 +119,7 @@ def generate(pipe: diffusers.FluxPipeline, steps: int) -> tuple[torch.Tensor, fl
     """One image, and the mean seconds of a step (without the first, which warms up)."""
     ends = []
 
-    def step_ended(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    def step_ended(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> Any:
         ends.append(time.perf_counter())
         return tensors
 
@@ -134,12 +136,12 @@ def generate(pipe: diffusers.FluxPipeline, steps: int) -> tuple[torch.Tensor, fl
     return image, (ends[-1] - ends[0]) / (steps - 1)
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def measure_memory() -> Iterator[dict[str, int]]:
-    """Fill a dict with the peaks of anonymous and of file-mapped memory over those at entry, sampled every 10 ms."""
+    """Sample memory every 10 ms; the dict holds, after the block, the peaks over the beginning."""
     start = resident_memory()
     peak = dict(start)
     done = threading.Event()
@@ -162,50 +164,56 @@ def measure_memory() -> Iterator[dict[str, int]]:
 
 def resident_memory() -> dict[str, int]:
     """This process's anonymous and file-mapped bytes in RAM."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(lines[field].split()[0]) * 1024 for name, field in (("anon", "RssAnon"), ("mapped", "RssFile"))}
+    status = Path("/proc/self/status").read_text()
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    fields = {"anon": "RssAnon", "mapped": "RssFile"}
+    return {name: int(lines[field].split()[0]) * 1024 for name, field in fields.items()}
 
 
-def run_in_fresh_process(role: str, checkpoint: Path, budget: str, steps: int, directory: Path) -> dict[str, Any]:
-    """Start this file again for one run: nothing that an earlier run allocated is in its figures."""
+def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> dict[str, Any]:
+    """Start this file again for one run: nothing allocated earlier is in its figures."""
+    print(f"running: {role}", flush=True)
     result = directory / f"{role}.pt"
-    command = [sys.executable, __file__, "--role", role, "--result", str(result)]
-    command += ["--checkpoint", str(checkpoint), "--budget", budget, "--steps", str(steps)]
-    # malloc returns blocks over 128 KiB to the system when they are freed: what is resident is what is in use
-    subprocess.run(command, check=True, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"})
-    return torch.load(result)
+    command = [sys.executable, __file__, "--role", role, "--result", result, *arguments]
+    # freed blocks over 128 KiB go back to the system: what is resident is what is in use
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    subprocess.run([str(word) for word in command], check=True, env=environment)
+    figures: dict[str, Any] = torch.load(result)
+    return figures
 
 
 def run_child(options: argparse.Namespace) -> None:
     """One run, in the process started for it."""
     if options.role == "plain":
-        result = run_plain(options.checkpoint, options.steps)
+        figures = run_plain(options.checkpoint, options.steps)
     else:
-        budget = int(options.budget) if options.budget.isdigit() else options.budget
-        result = run_offloaded(options.checkpoint, options.steps, budget, options.result.parent / "store")
-    torch.save(result, options.result)
+        disk_dir = options.result.parent / "store"
+        figures = run_offloaded(options.checkpoint, options.steps, options.budget, disk_dir)
+    torch.save(figures, options.result)
 
 
-def report(results: dict[str, dict[str, Any]], size: int) -> int:
-    """The table, and a last line that says whether the example showed what it promises."""
-    plain, offloaded = results["plain"], results["tierstore"]
+def report(plain: dict[str, Any], offloaded: dict[str, Any], size: int) -> int:
+    """Print the table, and a last line that says whether the example showed what it promises."""
     identical = torch.equal(plain["image"], offloaded["image"])
     table = Table(title=f"FluxPipeline, {megabytes(size)} of weights")
-    table.add_column("")
+    table.add_column("RAM: gained since from_pretrained")
     table.add_column("plain", justify="right")
     table.add_column("tierstore", justify="right")
-    table.add_row("weights in RAM, peak of the store", "-", megabytes(offloaded["host"]))
-    table.add_row("anonymous memory, peak over baseline", megabytes(plain["anon"]), megabytes(offloaded["anon"]))
-    table.add_row("mapped files, peak over baseline", megabytes(plain["mapped"]), megabytes(offloaded["mapped"]))
-    table.add_row("both", *(megabytes(run["anon"] + run["mapped"]) for run in (plain, offloaded)))
-    table.add_row("read from disk", "-", megabytes(offloaded["read"]))
-    table.add_row("written to disk", "-", megabytes(offloaded["written"]))
-    table.add_row("groups in time / late / missed", "-", "{hits} / {late} / {misses}".format(**offloaded))
+    for name, key in (("peak RAM, anonymous", "anon"), ("peak RAM, mapped files", "mapped")):
+        table.add_row(name, megabytes(plain[key]), megabytes(offloaded[key]))
+    for name, key in (
+        ("peak of the store's weights in RAM", "host"),
+        ("read from disk", "read"),
+        ("written to disk", "written"),
+    ):
+        table.add_row(name, "-", megabytes(offloaded[key]))
+    waits = "{hits} / {late} / {misses}".format(**offloaded)
+    table.add_row("groups ready / late / missed", "-", waits)
     table.add_row("seconds per step", f"{plain['seconds']:.2f}", f"{offloaded['seconds']:.2f}")
     table.add_row("identical output", "-", "yes" if identical else "NO")
     Console().print(table)
-    share = f"{megabytes(offloaded['host'])} of RAM for {megabytes(size)} of weights"
-    print(f"OK: the same image, bit for bit, with {share}" if identical else f"FAILED: another image, with {share}")
+    outcome = "OK: the same image, bit for bit," if identical else "FAILED: another image"
+    print(f"{outcome} with {megabytes(offloaded['host'])} of {megabytes(size)} of weights in RAM")
     return 0 if identical else 1
 
 
@@ -214,7 +222,7 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-# --- a checkpoint without a download ----------------------------------------------------------------------------------
+# --- a checkpoint without a download --------------------------------------------------------------
 
 
 def build_checkpoint(directory: Path) -> None:
@@ -251,7 +259,12 @@ def build_checkpoint(directory: Path) -> None:
     )
     text_encoder_2 = transformers.T5EncoderModel(
         transformers.T5Config(
-            vocab_size=256, d_model=t5_width, d_ff=2 * t5_width, num_layers=4, num_heads=4, feed_forward_proj="gated-gelu"
+            vocab_size=256,
+            d_model=t5_width,
+            d_ff=2 * t5_width,
+            num_layers=4,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
         )
     )
     pipe = diffusers.FluxPipeline(
@@ -268,7 +281,7 @@ def build_checkpoint(directory: Path) -> None:
 
 @torch.no_grad()
 def randomise(module: torch.nn.Module) -> torch.nn.Module:
-    """Matrices scaled by their fan-in, in bf16: random weights whose image depends on every one of them."""
+    """Random bf16 matrices scaled by their fan-in, so that the image depends on all of them."""
     module = module.to(torch.bfloat16)
     for parameter in module.parameters():
         if parameter.ndim > 1:
@@ -277,9 +290,9 @@ def randomise(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def clip_tokens() -> dict[str, int]:
-    """A byte-level vocabulary: the 256 bytes as BPE writes them, inside and at the end of a word."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters = [chr(code) for code in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    """The 256 bytes as byte-level BPE writes them, inside and at the end of a word."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     return {word: index for index, word in enumerate(words)}
 
@@ -287,11 +300,18 @@ def clip_tokens() -> dict[str, int]:
 def t5_pieces() -> list[tuple[str, float]]:
     """Pieces of one character each, after T5's special tokens and before its sentinels."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    characters = [(chr(code), -3.0) for code in range(ord("!"), ord("~") + 1)]
+    characters = [(chr(code), -3.0) for code in range(0x21, 0x7F)]
     return [*special, *characters, *((f"<extra_id_{n}>", 0.0) for n in reversed(range(100)))]
 
 
+def quiet_libraries() -> None:
+    """Leave the terminal to the example: no bars, no warnings about parts that it does not use."""
+    for library in (transformers, diffusers):
+        library.utils.logging.disable_progress_bar()
+        library.utils.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
+
+
 if __name__ == "__main__":
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.disable_progress_bar()
+    quiet_libraries()
     sys.exit(main())

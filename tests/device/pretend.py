@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 
 NAME = "pretend"
 SOURCE = Path(__file__).with_name("pretend.cpp")
+PARTS = [SOURCE, *(SOURCE.with_name(f"{part}.h") for part in ("memory", "backend", "kernels"))]
 FLAGS = ["-std=c++20", "-shared", "-fPIC", "-O1", "-w"]
 KINDS = ("h2d", "d2h", "d2d")
 
@@ -31,10 +34,23 @@ _library: ctypes.CDLL | None = None
 # ------------------------------------------------------------------- building
 
 
+def ready() -> str | None:
+    """Load the accelerator if it can be used here; otherwise say why not.
+
+    Call it when a test module is imported, so before any test has run: see load().
+    """
+    reason = available()
+    if reason is None:
+        load()
+    return reason
+
+
 def available() -> str | None:
     """Why the accelerator cannot be used here, or None if it can."""
     if _library is not None:
         return None
+    if torch.accelerator.is_available():
+        return "torch has a real accelerator here, and one process can use only one kind"
     if os.name != "posix":
         return "the pretend accelerator is built for Linux only"
     if not _built_path().exists() and _compiler() is None:
@@ -105,7 +121,7 @@ def _torch_folder() -> Path:
 
 
 def _built_path() -> Path:
-    key = hashlib.sha256(SOURCE.read_bytes())
+    key = hashlib.sha256(b"".join(part.read_bytes() for part in PARTS))
     key.update(repr((torch.__version__, str(_torch_folder()), FLAGS)).encode())
     folder = f"tierstore-{NAME}-{os.getuid()}-{key.hexdigest()[:16]}"
     return Path(tempfile.gettempdir()) / folder / "pretend.so"
@@ -115,7 +131,11 @@ def _built_path() -> Path:
 
 
 def load() -> types.ModuleType:
-    """Register the accelerator, once in a process; return ``torch.pretend``."""
+    """Register the accelerator, once in a process; return ``torch.pretend``.
+
+    The first call must come before the first backward pass of the process, even
+    one on the CPU: that is when autograd starts its threads, one for each device.
+    """
     global _library
     with _lock:
         if _library is None:
@@ -126,8 +146,28 @@ def load() -> types.ModuleType:
             torch.utils.rename_privateuse1_backend(NAME)
             torch._register_device_module(NAME, _device_module())
             torch.utils.generate_methods_for_privateuse1_backend()
+            atexit.register(_let_autograd_threads_finish)
             _library = library
+            _check_autograd()
     return torch.get_device_module(NAME)
+
+
+def _check_autograd() -> None:
+    """Fail now, and say why, rather than with torch's internal assertion later."""
+    try:
+        (torch.ones(1, requires_grad=True).to(NAME) * 1).backward()
+    except RuntimeError as error:
+        raise RuntimeError("pretend.load() must come before the first backward pass") from error
+
+
+def _let_autograd_threads_finish() -> None:
+    """Keep the exit of a process that has just run a backward pass clean.
+
+    The thread that autograd keeps for each device drops its last references a
+    moment after backward() returns.  If Python is shutting down by then, the
+    process aborts: "terminate called without an active exception".
+    """
+    time.sleep(0.05)
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -146,7 +186,6 @@ def _device_module() -> types.ModuleType:
         setattr(module, function.__name__, function)
     module.Stream = torch.Stream
     module.Event = torch.Event
-    module.device = torch.accelerator.device_index
     return module
 
 
@@ -288,6 +327,11 @@ def set_device(device: int | str | torch.device) -> None:
     torch.accelerator.set_device_index(_index(device))
 
 
+def device(device: int | str | torch.device) -> torch.accelerator.device_index:
+    """A context in which this device is the current one."""
+    return torch.accelerator.device_index(_index(device))
+
+
 def synchronize(device: int | str | torch.device | None = None) -> None:
     torch.accelerator.synchronize(_index(device))
 
@@ -359,6 +403,7 @@ _EXPORTED = [
     device_count,
     current_device,
     set_device,
+    device,
     synchronize,
     current_stream,
     set_stream,

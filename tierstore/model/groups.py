@@ -10,7 +10,7 @@ memory map of the file would have it, so a direct read needs no copy (`place`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tierstore.model.sizes import PAGE, round_up
@@ -133,7 +133,7 @@ class GroupSpec:
 def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[Run, ...]:
     runs: list[Run] = []
     end = 0
-    for start, stop in _blocks(tensors):
+    for start, stop, _ in _covered(t for t in tensors if t.nbytes):
         if runs and start - end < PAGE and (start - runs[-1].host_offset) % ALIGNMENT == 0:
             last = runs.pop()
             runs.append(Run(last.host_offset, last.device_offset, stop - last.host_offset))
@@ -144,15 +144,17 @@ def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _blocks(tensors: Iterable[TensorSpec]) -> list[tuple[int, int]]:
-    """The byte ranges that tensors cover, overlapping (tied) ones merged, in order."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((t.offset, t.offset + t.nbytes) for t in tensors if t.nbytes):
-        if merged and start < merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+def _covered(tensors: Iterable[TensorSpec]) -> list[tuple[int, int, list[TensorSpec]]]:
+    """The byte ranges that tensors cover, in order, overlapping (tied) tensors sharing one."""
+    covered: list[tuple[int, int, list[TensorSpec]]] = []
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
+        start, stop = tensor.offset, tensor.offset + tensor.nbytes
+        if covered and start < covered[-1][1]:
+            first, last, members = covered[-1]
+            covered[-1] = (first, max(stop, last), [*members, tensor])
         else:
-            merged.append((start, stop))
-    return merged
+            covered.append((start, stop, [tensor]))
+    return covered
 
 
 def group_of(key: str, tensors: Iterable[TensorSpec], nbytes: int) -> GroupSpec:
@@ -223,12 +225,22 @@ class FileTensor:
     extent: Extent
 
 
-def place(tensors: Sequence[FileTensor], base: int = 0) -> tuple[list[TensorSpec], list[Segment], int]:
+@dataclass(frozen=True)
+class Placement:
+    """Where tensors that are read straight from files lie in a group, up to byte `end`."""
+
+    specs: tuple[TensorSpec, ...]
+    segments: tuple[Segment, ...]
+    moves: tuple[Move, ...]
+    end: int
+
+
+def place(tensors: Sequence[FileTensor], base: int = 0) -> Placement:
     """Lay out tensors that are read straight from files, from offset `base` (a page multiple) on.
 
-    Neighbours in a file (less than a page apart) are read as one segment. Returns the specs, the
-    segments and the end of the layout in bytes, a page multiple. Each tensor sits at its file
-    offset modulo the page.
+    Neighbours in a file (less than a page apart) are read as one segment. Each tensor sits at its
+    file offset modulo the page, but for those that a file holds at an offset that is no multiple
+    of the item size: no tensor may look at such memory, so they are moved behind the rest.
     """
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
@@ -236,16 +248,21 @@ def place(tensors: Sequence[FileTensor], base: int = 0) -> tuple[list[TensorSpec
     for path, start, stop, members in _file_ranges(tensors):
         at = here + start % PAGE
         segments.append(Segment(Extent(path, start, stop - start), at))
-        for tensor in members:
-            offset = at + tensor.extent.offset - start
-            stride = contiguous_stride(tensor.shape)
-            specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, stride, offset))
+        specs += [_placed(tensor, at + tensor.extent.offset - start) for tensor in members]
         here = round_up(at + stop - start, PAGE)
-    empty = [t for t in tensors if t.extent.nbytes == 0]
-    specs += [
-        TensorSpec(t.name, t.dtype, t.shape, contiguous_stride(t.shape), base) for t in empty
-    ]
-    return specs, segments, here
+    specs += [_placed(tensor, base) for tensor in tensors if not tensor.extent.nbytes]
+    moves = []
+    for i, spec in enumerate(specs):
+        if spec.offset % DTYPE_SIZES[spec.dtype]:
+            moves.append(Move(spec.offset, here, spec.nbytes))
+            specs[i] = replace(spec, offset=here)
+            here = round_up(here + spec.nbytes, ALIGNMENT)
+    return Placement(tuple(specs), tuple(segments), tuple(moves), round_up(here, PAGE))
+
+
+def _placed(tensor: FileTensor, offset: int) -> TensorSpec:
+    stride = contiguous_stride(tensor.shape)
+    return TensorSpec(tensor.name, tensor.dtype, tensor.shape, stride, offset)
 
 
 def _file_ranges(
@@ -313,12 +330,44 @@ def pack(blocks: Iterable[Block]) -> Packing:
     Blocks that need no padding come first, so that all but the odd ones at the end lie in the
     file as they lie in memory and are read and written without a copy.
     """
-    ordered = sorted(blocks, key=lambda b: (b.nbytes % ALIGNMENT != 0, -DTYPE_SIZES[b.dtype]))
+    return lay_out(
+        sorted(blocks, key=lambda b: (b.nbytes % ALIGNMENT != 0, -DTYPE_SIZES[b.dtype]))
+    )
+
+
+def lay_out(blocks: Sequence[Block]) -> Packing:
+    """Lay blocks out in the order given, each at a multiple of 256 bytes."""
     offsets, dense = [], []
     here = file_here = 0
-    for block in ordered:
+    for block in blocks:
         offsets.append(here)
         dense.append(file_here)
         here = round_up(here + block.nbytes, ALIGNMENT)
         file_here += block.nbytes
-    return Packing(tuple(ordered), tuple(offsets), tuple(dense), here)
+    return Packing(tuple(blocks), tuple(offsets), tuple(dense), here)
+
+
+def packing_of(spec: GroupSpec) -> Packing:
+    """How to write a group as an object file from the layout that it has now."""
+    blocks, offsets, dense = [], [], []
+    file_here = 0
+    for start, stop, members in _covered(spec.tensors):
+        blocks.append(block_of([replace(t, offset=t.offset - start) for t in members], stop - start))
+        offsets.append(start)
+        dense.append(file_here)
+        file_here += stop - start
+    return Packing(tuple(blocks), tuple(offsets), tuple(dense), spec.nbytes)
+
+
+def block_of(views: Sequence[TensorSpec], nbytes: int) -> Block:
+    """The block that these tensors (offsets inside the block) look at.
+
+    A single contiguous tensor is shown in the file as itself; strided or tied ones as a row of
+    bytes, so that no reader takes them for what they are not.
+    """
+    first = views[0]
+    if first.name == "__metadata__":  # a file cannot have a tensor of this name
+        return Block("tensor", "U8", (nbytes,), nbytes, tuple(views))
+    if len(views) == 1 and first.stride == contiguous_stride(first.shape):
+        return Block(first.name, first.dtype, first.shape, nbytes, tuple(views))
+    return Block(first.name, "U8", (nbytes,), nbytes, tuple(views))

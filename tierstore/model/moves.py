@@ -39,4 +39,11 @@ class Reserve:
     tier: Tier
 
 
-Instruction = Copy | Drop | Reserve
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Group `key` has no copy left and will not be mentioned again."""
+
+    key: str
+
+
+Instruction = Copy | Drop | Reserve | Forget

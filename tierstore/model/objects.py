@@ -18,7 +18,7 @@ from tierstore.model.groups import (
     Source,
     TensorSpec,
     group_of,
-    pack,
+    lay_out,
     span,
 )
 from tierstore.model.header import FORMAT, FORMAT_KEY, KEY, SUM_PREFIX, VIEWS, Header
@@ -74,11 +74,8 @@ def decode_object(header: Header, path: str) -> StoredObject:
             for e in header.entries
         ]
         _check_views(blocks, views)
-        packing = pack(blocks)
+        packing = lay_out(blocks)
         digests = tuple(metadata[SUM_PREFIX + block.name] for block in packing.blocks)
-        dense = {e.name: e.begin for e in header.entries}
-        if any(dense[b.name] != d for b, d in zip(packing.blocks, packing.dense, strict=True)):
-            raise ValueError("the blocks are not in packing order")
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptDataError(
             f"{path} has damaged metadata for key {key!r} ({error}): remove it with "

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
-from tierstore.model.moves import Copy, Drop, Instruction, Reserve
+from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
@@ -207,7 +207,7 @@ class Planner:
     # Questions ---------------------------------------------------------------------------------
 
     def __contains__(self, key: str) -> bool:
-        return key in self._groups
+        return key in self._groups and not self._groups[key].forgotten
 
     def state_of(self, key: str) -> State | None:
         """How far the copy on the fastest tier is; None if there is none."""
@@ -219,6 +219,10 @@ class Planner:
         group = self._groups[key]
         return tuple(tier for tier in self.tiers if group.present(tier))
 
+    def backed(self, key: str) -> bool:
+        """Whether a checkpoint holds the group's bytes."""
+        return self._groups[key].backed
+
     def idle(self) -> bool:
         """Whether nothing is on its way."""
         return self._in_flight == 0
@@ -227,18 +231,22 @@ class Planner:
 
     def _settle(self) -> None:
         """Pursue everything that is wanted, the most pressing first."""
-        for key in list(self._offloads):
-            self._pursue_offload(self._groups[key])
-        for key in list(self._demands):
-            self._pull(self._groups[key], None)
-        for key in list(self._claims):
-            self._grant(self._groups[key])
-        for key in list(self._saves):
-            self._pursue_save(self._groups[key])
-        self._pursue_hopes()
-        self._abandon_orphans()
+        if self._pursue_needs():  # else a hope would take the room that somebody waits for
+            self._pursue_hopes()
+        if self._abandon_orphans():
+            self._pursue_needs()
         if not self._in_flight and not self._leases:
             self._fail_what_is_stuck()
+
+    def _pursue_needs(self) -> bool:
+        """Pursue what somebody insists on. False if a demand or a claim waits for room."""
+        for key in list(self._offloads):
+            self._pursue_offload(self._groups[key])
+        roomy = [self._pull(self._groups[key], None) for key in list(self._demands)]
+        roomy += [self._grant(self._groups[key]) for key in list(self._claims)]
+        for key in list(self._saves):
+            self._pursue_save(self._groups[key])
+        return all(roomy)
 
     def _pull(self, group: GroupRecord, rival: str | None) -> bool:
         """Move `group` towards the fastest tier. False if there was no room to set aside."""
@@ -291,12 +299,17 @@ class Planner:
         budgets = (self.budgets[tier] for tier in self.tiers[:-1])
         return all(budget is None or group.nbytes <= budget for budget in budgets)
 
-    def _grant(self, group: GroupRecord) -> None:
+    def _grant(self, group: GroupRecord) -> bool:
         tier = self._put_tier()
-        if group.error is None and tier not in group.copies and self._set_aside(group, tier, None):
-            group.copies[tier].state = State.ARRIVING
-            self._in_flight += 1
-            self._instructions.append(Reserve(group.key, group.nbytes, tier))
+        if group.error is not None or tier in group.copies:
+            return True
+        if not self._set_aside(group, tier, None):
+            return False
+        group.copies[tier].state = State.ARRIVING
+        self._promised.discard(group.key)
+        self._in_flight += 1
+        self._instructions.append(Reserve(group.key, group.nbytes, tier))
+        return True
 
     def _put_tier(self) -> Tier:
         return self.tiers[-2]
@@ -315,8 +328,8 @@ class Planner:
             self._release_room(group, tier)
         self._promised.discard(group.key)
 
-    def _abandon_orphans(self) -> None:
-        """Give up room set aside for what nobody wants any more, and let others have it."""
+    def _abandon_orphans(self) -> bool:
+        """Give up room set aside for what nobody wants any more. True if there was any."""
         orphans = [
             self._groups[key]
             for key in self._promised
@@ -324,9 +337,7 @@ class Planner:
         ]
         for group in orphans:
             self._abandon(group)
-        if orphans:
-            for key in list(self._demands):
-                self._pull(self._groups[key], None)
+        return bool(orphans)
 
     # Putting groups away -----------------------------------------------------------------------
 
@@ -382,8 +393,8 @@ class Planner:
                 copy.unwanted = False
                 if tier is self.top:
                     self._offloads[group.key] = None
-        if group.forgotten and not group.copies:
-            self._groups.pop(group.key, None)
+        if group.forgotten and not group.copies and self._groups.pop(group.key, None):
+            self._instructions.append(Forget(group.key))
 
     def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
         copy = group.copies[tier]

@@ -1,0 +1,156 @@
+"""Directories to look into, written the way a store writes them, and ways to run the command."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tierstore.cli.commands import inspector
+from tierstore.model.groups import Block, TensorSpec, contiguous_stride, pack
+from tierstore.model.objects import StoredObject
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.transfer.directory import ObjectDirectory, object_name
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_COLOUR = {"NO_COLOR": "1"}
+
+
+def float_block(name: str, *shape: int) -> Block:
+    """A tensor of float32 on its own."""
+    spec = TensorSpec(name, "F32", shape, contiguous_stride(shape), 0)
+    return Block(name, "F32", shape, spec.nbytes, (spec,))
+
+
+def put(directory: ObjectDirectory, key: str, *blocks: Block) -> StoredObject:
+    """Write a group whose bytes follow from its key."""
+    packing = pack(blocks or (float_block("weight", 64, 64), float_block("bias", 3)))
+    room = memoryview(mmap.mmap(-1, max(round_up(packing.nbytes, PAGE), PAGE)))
+    room[: packing.nbytes] = hashlib.shake_128(key.encode()).digest(packing.nbytes)
+    return directory.write(key, packing, room, single=False)
+
+
+def path_of(store: Path, key: str) -> Path:
+    """The object file of a key."""
+    return store / "objects" / object_name(key)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file, and neither its size nor its time."""
+    times = path.stat()
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def tree(directory: Path) -> dict[str, tuple[Any, ...]]:
+    """Everything below a directory: kind, times, and what is in it."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for path in [directory, *sorted(directory.rglob("*"))]:
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        name = str(path.relative_to(directory))
+        found[name] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+    return found
+
+
+@pytest.fixture
+def store(disk_dir: Path) -> Path:
+    """A closed store's directory with three groups: a, b and layers/0."""
+    directory = ObjectDirectory(disk_dir)
+    for key in ("a", "b", "layers/0"):
+        put(directory, key)
+    directory.close()
+    return disk_dir
+
+
+@pytest.fixture
+def locked(store: Path) -> Iterator[Path]:
+    """The same directory, in use by another process."""
+    code = (
+        "import sys; from tierstore.transfer.directory import ObjectDirectory;"
+        "held = ObjectDirectory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, store],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    yield store
+    holder.communicate()
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Runs the command in this process."""
+
+    runner: CliRunner
+
+    def __call__(self, *args: object, env: dict[str, str] | None = None, typed: str = "") -> Result:
+        words = [str(arg) for arg in args]
+        return self.runner.invoke(
+            inspector, words, prog_name="tierstore-inspect", env={**NO_COLOUR, **(env or {})},
+            input=typed,
+        )  # fmt: skip
+
+    def json(self, *args: object, code: int = 0) -> Any:
+        """The document that the command prints; the exit code must be `code`."""
+        result = self(*args, "--json")
+        assert result.exit_code == code, result.output
+        document = json.loads(result.stdout)
+        assert document["schema"] == 1
+        return document
+
+
+@pytest.fixture
+def inspect() -> Inspect:
+    return Inspect(CliRunner())
+
+
+@pytest.fixture
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to let the command believe that somebody can answer its questions."""
+
+    def pretend() -> None:
+        # CliRunner puts its own stdin in place, whose class says that it is no terminal.
+        from click.testing import _NamedTextIOWrapper
+
+        monkeypatch.setattr(_NamedTextIOWrapper, "isatty", lambda _: True, raising=False)
+
+    return pretend
+
+
+def start(
+    args: Sequence[object], before: str = "", after: str = "", **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a fresh interpreter, with code before it and code when it exits."""
+    code = (
+        f"import atexit, sys\n{before}\n"
+        f"def after():\n    {after or 'pass'}\n"
+        "atexit.register(after)\n"
+        "from tierstore.cli import main\nmain()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})},
+        **options,
+    )

@@ -1,0 +1,755 @@
+"""The pretend accelerator keeps what it promises; other tests rely on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.device import pretend
+
+REASON = pretend.ready()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+@pytest.fixture
+def device() -> Iterator[ModuleType]:
+    """The device module, with nothing queued and counters at zero."""
+    module = pretend.load()
+    for index in range(2):
+        module.synchronize(index)
+        module.set_memory_limit(None, index)
+    module.reset_counters()
+    module.reset_peak_memory_stats()
+    module.reset_peak_pinned()
+    yield module
+    for index in range(2):
+        module.synchronize(index)
+        module.set_memory_limit(None, index)
+    module.set_pinned_limit(None)
+
+
+@pytest.fixture
+def side(device: ModuleType) -> torch.Stream:
+    return torch.Stream(device="pretend:0")
+
+
+def pinned(*size: int) -> torch.Tensor:
+    return torch.randn(*size).pin_memory()
+
+
+def is_poison(tensor: torch.Tensor) -> bool:
+    return bool((tensor.cpu().view(torch.uint8) == 0xFF).all())
+
+
+# ------------------------------------------------------------- what torch sees
+
+
+def test_torch_reports_two_devices(device: ModuleType) -> None:
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.current_accelerator() == torch.device("pretend")
+    assert torch.accelerator.device_count() == 2
+    assert torch.get_device_module("pretend") is device
+    assert torch.zeros(1, device="pretend").device == torch.device("pretend:0")
+
+
+def test_current_device_can_be_changed(device: ModuleType) -> None:
+    with torch.accelerator.device_index(1):
+        assert torch.zeros(1, device="pretend").device == torch.device("pretend:1")
+        assert device.current_device() == 1
+    assert device.current_device() == 0
+    device.set_device("pretend:1")
+    assert torch.zeros(1, device="pretend").get_device() == 1
+    device.set_device(0)
+
+
+def test_a_third_device_does_not_exist(device: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="no device 2"):
+        torch.zeros(1, device="pretend:2")
+
+
+MISMATCHES: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
+    lambda a, b: a + b,
+    lambda a, b: a @ b,
+    lambda a, b: functional.linear(a, b),
+    lambda a, b: torch.cat([a, b]),
+    lambda a, b: a.add_(b),
+    lambda a, b: functional.embedding(torch.zeros(1, dtype=torch.long, device=a.device), b),
+    lambda a, b: functional.conv1d(a[None], b[None]),
+    lambda a, b: functional.layer_norm(a, (4,), b[0], b[1]),
+    lambda a, b: functional.scaled_dot_product_attention(a[None], b[None], b[None]),
+    lambda a, b: torch.where(a > 0, a, b),
+]
+
+
+@pytest.mark.parametrize("operation", range(len(MISMATCHES)))
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("cpu", "pretend"), ("pretend", "cpu"), ("pretend:0", "pretend:1")],
+)
+def test_mixing_devices_is_an_error(
+    device: ModuleType, operation: int, left: str, right: str
+) -> None:
+    a, b = torch.randn(4, 4).to(left), torch.randn(4, 4).to(right)
+    with pytest.raises(RuntimeError, match="same device"):
+        MISMATCHES[operation](a, b)
+
+
+def test_cpu_scalars_and_cpu_indices_are_allowed(device: ModuleType) -> None:
+    x = torch.randn(4, 4)
+    y = x.to("pretend")
+    assert torch.equal((y * torch.tensor(2.0)).cpu(), x * 2)
+    index = torch.tensor([2, 0])
+    assert torch.equal(y[index].cpu(), x[index])
+    assert torch.equal(y[index.to("pretend")].cpu(), x[index])
+    with pytest.raises(RuntimeError, match="same device"):
+        x[index.to("pretend")]
+    with pytest.raises(RuntimeError, match="same device"):
+        y[index] = x[index]
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_bytes_and_peak_are_exact_for_each_device(device: ModuleType) -> None:
+    before = [device.memory_allocated(0), device.memory_allocated(1)]
+    a = torch.empty(1001, dtype=torch.uint8, device="pretend:0")
+    b = torch.empty(77, device="pretend:1")
+    assert device.memory_allocated(0) - before[0] == 1001
+    assert device.memory_allocated(1) - before[1] == 308
+    c = a + 1
+    del a, c
+    assert device.memory_allocated(0) == before[0]
+    assert device.max_memory_allocated(0) - before[0] == 2002
+    assert torch.accelerator.max_memory_allocated(1) - before[1] == 308
+    device.reset_peak_memory_stats()
+    assert device.max_memory_allocated(0) == before[0]
+    del b
+
+
+def test_operations_on_the_cpu_side_take_no_hidden_device_memory(device: ModuleType) -> None:
+    x = torch.randn(64, 64, device="pretend")
+    device.reset_peak_memory_stats()
+    before = device.memory_allocated()
+    y = x @ x
+    assert device.max_memory_allocated() - before == y.nbytes
+    y += x
+    y.t()[3:].mul_(2)
+    assert device.max_memory_allocated() - before == y.nbytes
+
+
+def test_memory_limit_raises_out_of_memory(device: ModuleType) -> None:
+    used = device.memory_allocated(0)
+    device.set_memory_limit(used + 4000, 0)
+    a = torch.empty(1000, device="pretend:0")
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        torch.empty(1, device="pretend:0")
+    torch.empty(5000, device="pretend:1")
+    assert device.mem_get_info(0) == (0, used + 4000)
+    del a
+    assert torch.empty(1000, device="pretend:0").numel() == 1000
+
+
+def test_new_and_freed_blocks_are_poisoned(device: ModuleType) -> None:
+    assert torch.empty(8, device="pretend").isnan().all()
+    assert torch.empty(8, pin_memory=True).isnan().all()
+
+
+def test_a_block_freed_before_a_side_stream_reads_it_is_poison(
+    device: ModuleType, side: torch.Stream
+) -> None:
+    source = torch.randn(8, device="pretend")
+    target = torch.zeros(8).pin_memory()
+    with side:
+        target.copy_(source, non_blocking=True)
+    del source  # no record_stream: its memory may be reused
+    side.synchronize()
+    assert target.isnan().all()
+    assert device.stale_copies() == 1
+
+
+def test_record_stream_keeps_a_freed_block(device: ModuleType, side: torch.Stream) -> None:
+    value = torch.randn(8)
+    source = value.to("pretend")
+    target = torch.zeros(8).pin_memory()
+    with side:
+        target.copy_(source, non_blocking=True)
+    source.record_stream(side)
+    allocated, reserved = device.memory_allocated(), device.memory_reserved()
+    del source
+    assert device.memory_allocated() == allocated - 32
+    assert device.memory_reserved() == reserved
+    side.synchronize()
+    assert device.memory_reserved() == reserved - 32
+    assert torch.equal(target, value)
+    assert device.stale_copies() == 0
+
+
+def test_a_held_block_is_waited_for_before_out_of_memory(
+    device: ModuleType, side: torch.Stream
+) -> None:
+    source = torch.randn(1000, device="pretend")
+    target = torch.zeros(1000).pin_memory()
+    with side:
+        target.copy_(source, non_blocking=True)
+    source.record_stream(side)
+    device.set_memory_limit(device.memory_allocated() + 100)
+    del source
+    again = torch.empty(1000, device="pretend")
+    assert side.query()
+    assert again.device.type == "pretend"
+
+
+def test_a_queued_copy_into_a_freed_block_is_harmless(
+    device: ModuleType, side: torch.Stream
+) -> None:
+    host = pinned(1000)
+    with side:
+        target = host.to("pretend", non_blocking=True)
+    del target, host
+    side.synchronize()
+    assert device.memory_reserved() == device.memory_allocated()
+
+
+# ---------------------------------------------------------------------- pinned
+
+
+def test_pinned_memory_is_exact_aligned_and_counted(device: ModuleType) -> None:
+    before = device.pinned_bytes()
+    a = torch.empty(1001, dtype=torch.uint8, pin_memory=True)
+    b = torch.randn(77).pin_memory()
+    assert a.is_pinned()
+    assert b[3:].is_pinned()
+    assert not torch.randn(3).is_pinned()
+    assert not torch.randn(3, device="pretend").is_pinned()
+    assert a.data_ptr() % 4096 == 0
+    assert b.data_ptr() % 4096 == 0
+    assert device.pinned_bytes() - before == 1001 + 308
+    del a
+    assert device.pinned_bytes() - before == 308
+    assert device.peak_pinned_bytes() - before == 1001 + 308
+    device.reset_peak_pinned()
+    assert device.peak_pinned_bytes() - before == 308
+    del b
+
+
+def test_pinned_limit(device: ModuleType) -> None:
+    device.set_pinned_limit(device.pinned_bytes() + 100)
+    with pytest.raises(RuntimeError, match="pinned"):
+        torch.empty(101, dtype=torch.uint8, pin_memory=True)
+
+
+def test_memory_of_the_caller_can_be_registered(device: ModuleType, side: torch.Stream) -> None:
+    slab = torch.randn(2048)
+    before = device.pinned_bytes()
+    device.register_host(slab.data_ptr(), slab.nbytes)
+    assert slab[100:].is_pinned()
+    assert device.pinned_bytes() - before == slab.nbytes
+    with side:
+        copy = slab.to("pretend", non_blocking=True)
+    assert copy.isnan().all()
+    device.unregister_host(slab.data_ptr())
+    assert not slab.is_pinned()
+    assert device.pinned_bytes() == before
+    assert torch.equal(copy.cpu(), slab)
+    with pytest.raises(RuntimeError):
+        device.unregister_host(slab.data_ptr())
+
+
+def test_a_queued_copy_keeps_its_pinned_source(device: ModuleType, side: torch.Stream) -> None:
+    value = torch.randn(16)
+    before = device.pinned_bytes()
+    with side:
+        target = value.pin_memory().to("pretend", non_blocking=True)
+    assert device.pinned_bytes() - before == 64
+    side.synchronize()
+    assert device.pinned_bytes() == before
+    assert torch.equal(target.cpu(), value)
+
+
+# --------------------------------------------------------------------- streams
+
+
+def test_a_copy_that_nobody_waited_for_has_not_run(device: ModuleType, side: torch.Stream) -> None:
+    host = pinned(16)
+    with side:
+        target = host.to("pretend", non_blocking=True)
+    assert not side.query()
+    assert target.isnan().all()
+    assert not side.query()
+    torch.accelerator.current_stream().wait_stream(side)
+    assert torch.equal(target.cpu(), host)
+    assert side.query()
+
+
+def test_wait_event_runs_only_what_came_before_the_event(
+    device: ModuleType, side: torch.Stream
+) -> None:
+    host = pinned(16)
+    with side:
+        first = host.to("pretend", non_blocking=True)
+        event = side.record_event()
+        second = host.to("pretend", non_blocking=True)
+    assert not event.query()
+    torch.accelerator.current_stream().wait_event(event)
+    assert not event.query()  # asking or queueing a wait runs nothing
+    assert torch.equal(first.cpu(), host)
+    assert event.query()
+    assert second.isnan().all()
+    side.synchronize()
+    assert torch.equal(second.cpu(), host)
+
+
+def test_event_synchronize_and_reuse(device: ModuleType, side: torch.Stream) -> None:
+    event = torch.Event(device="pretend:0")
+    assert event.query()
+    host = torch.zeros(16).pin_memory()
+    for value in (1.0, 2.0):
+        source = torch.full((16,), value, device="pretend")
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            host.copy_(source, non_blocking=True)
+            event.record(side)
+        assert not event.query()
+        assert not (host == value).any()
+        event.synchronize()
+        assert event.query()
+        assert (host == value).all()
+
+
+def test_a_wait_that_is_over_leaves_nothing_queued(device: ModuleType, side: torch.Stream) -> None:
+    host = pinned(16)
+    with side:
+        host.to("pretend", non_blocking=True)
+        event = side.record_event()
+    current = torch.accelerator.current_stream()
+    current.wait_event(event)
+    after = current.record_event()
+    assert not current.query()
+    assert not after.query()
+    event.synchronize()
+    assert after.query()
+    assert current.query()
+
+
+def test_waits_reach_through_several_streams(device: ModuleType) -> None:
+    streams = [torch.Stream(device="pretend:0") for _ in range(3)]
+    host = pinned(16)
+    with streams[0]:
+        target = host.to("pretend", non_blocking=True)
+    for earlier, later in pairwise(streams):
+        later.wait_stream(earlier)
+    assert not streams[2].query()
+    torch.accelerator.current_stream().wait_stream(streams[2])
+    assert torch.equal(target.cpu(), host)
+
+
+def test_an_operation_runs_its_own_stream_first(device: ModuleType, side: torch.Stream) -> None:
+    host = pinned(16)
+    target = host.to("pretend", non_blocking=True)
+    with side:
+        other = host.to("pretend", non_blocking=True)
+        assert target.isnan().all()  # the default stream has not run
+    assert torch.equal((target + 0).cpu(), host)
+    with side:
+        assert torch.equal(other.cpu(), host)
+
+
+def test_a_host_buffer_reused_too_early_corrupts(device: ModuleType, side: torch.Stream) -> None:
+    host = pinned(16)
+    with side:
+        target = host.to("pretend", non_blocking=True)
+    host.fill_(7)
+    side.synchronize()
+    assert (target == 7).all()
+
+
+def test_download_is_lazy_too(device: ModuleType) -> None:
+    value = torch.randn(16)
+    host = value.to("pretend").to("cpu", non_blocking=True)
+    assert host.is_pinned()
+    assert host.isnan().all()
+    device.synchronize()
+    assert torch.equal(host, value)
+
+
+def test_copies_that_cuda_would_stage_run_at_once(device: ModuleType) -> None:
+    value = torch.randn(16)
+    assert torch.equal(value.to("pretend", non_blocking=True).cpu(), value)
+    assert torch.accelerator.current_stream().query()
+    halves = value.pin_memory().to("pretend", torch.float16, non_blocking=True)
+    assert torch.accelerator.current_stream().query()
+    assert torch.equal(halves.cpu(), value.half())
+
+
+def test_blocking_copies_come_after_their_stream(device: ModuleType) -> None:
+    target = torch.zeros(4, device="pretend")
+    target.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+    target.copy_(torch.full((4,), 2.0))
+    assert (target == 2).all()
+
+
+def test_streams_are_current_for_one_thread(device: ModuleType, side: torch.Stream) -> None:
+    seen = []
+    with side:
+        thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_stream()))
+        thread.start()
+        thread.join()
+        assert torch.accelerator.current_stream(0) == side
+    assert torch.accelerator.current_stream() == seen[0] != side
+    torch.accelerator.set_stream(side)
+    assert torch.accelerator.current_stream("pretend:0") == side
+    torch.accelerator.set_stream(seen[0])
+
+
+def test_threads_may_copy_and_compute_at_the_same_time(device: ModuleType) -> None:
+    before = [device.memory_allocated(0), device.memory_allocated(1), device.pinned_bytes()]
+    wrong = []
+
+    def work(place: str) -> None:
+        stream = torch.Stream(device=place)
+        for _ in range(50):
+            value = torch.randn(100, 10)
+            with stream:
+                moved = value.pin_memory().to(place, non_blocking=True)
+                event = stream.record_event()
+            torch.accelerator.current_stream(place).wait_event(event)
+            back = (moved @ moved.t()).to("cpu", non_blocking=True)
+            torch.accelerator.current_stream(place).synchronize()
+            if not torch.equal(back, value @ value.t()):
+                wrong.append(place)
+
+    threads = [threading.Thread(target=work, args=(f"pretend:{i % 2}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for index in range(2):
+        device.synchronize(index)
+    after = [device.memory_allocated(0), device.memory_allocated(1), device.pinned_bytes()]
+    assert after == before
+
+
+def test_devices_have_their_own_streams(device: ModuleType) -> None:
+    stream = torch.Stream(device="pretend:1")
+    host = pinned(16)
+    with stream:
+        assert device.current_device() == 1
+        target = host.to("pretend:1", non_blocking=True)
+    device.synchronize(0)
+    assert not stream.query()
+    torch.accelerator.synchronize(1)
+    assert torch.equal(target.cpu(), host)
+
+
+def test_counters(device: ModuleType) -> None:
+    x = torch.randn(10, 10)
+    y = x.to("pretend")
+    y[2:4].copy_(x[2:4])
+    assert device.copied("h2d") == 400 + 80
+    (y @ y).relu_().sum()
+    assert device.copied("d2h") == 0
+    y.cpu()
+    assert device.copied("d2h") == 400
+    y.to("pretend:1")
+    assert device.copied("d2d") == 400
+    device.reset_counters()
+    assert [device.copied(kind) for kind in pretend.KINDS] == [0, 0, 0]
+
+
+# --------------------------------------------------------------------- tensors
+
+
+def test_data_of_a_parameter_moves_between_devices(device: ModuleType) -> None:
+    layer = nn.Linear(3, 3)
+    weight, value = layer.weight, layer.weight.detach().clone()
+    layer(torch.randn(2, 3)).sum().backward()
+    weight.grad = layer.bias.grad = None
+    for place in ("pretend:0", "pretend:1", "cpu", "pretend:0"):
+        layer.weight.data = value.to(place)
+        layer.bias.data = layer.bias.data.to(place)
+        assert layer.weight is weight
+        assert weight.device == torch.device(place)
+        layer(torch.randn(2, 3).to(place)).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.device == weight.device
+        weight.grad = layer.bias.grad = None
+    assert torch.equal(weight.cpu(), value)
+
+
+def test_module_to_keeps_parameters(device: ModuleType) -> None:
+    layer = nn.Linear(3, 3)
+    weight = layer.weight
+    assert layer.to("pretend").weight is weight
+    assert weight.device == torch.device("pretend:0")
+
+
+def test_views_share_storage(device: ModuleType) -> None:
+    base = torch.arange(24.0).to("pretend")
+    grid = base.view(4, 6)
+    views = [
+        grid,
+        base[3:],
+        base.as_strided((2, 3), (3, 1)),
+        base.view(torch.int32),
+        grid.t(),
+        base.unfold(0, 4, 2),
+        grid.select(0, 1),
+        base.detach(),
+        torch.view_as_complex(base.view(12, 2)),
+        grid.unbind(1)[2],
+        base.view(4, 3, 2).permute(2, 0, 1),
+        base.split(5)[1],
+        grid.diagonal(),
+    ]
+    for view in views:
+        assert view.device == base.device
+        assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    before = device.memory_allocated()
+    base.view(4, 6)[1].fill_(-1)
+    assert (base[6:12] == -1).all()
+    assert device.memory_allocated() == before
+
+
+def test_storage_can_be_emptied_grown_and_set(device: ModuleType) -> None:
+    value = torch.randn(100)
+    x = value.to("pretend")
+    before = device.memory_allocated()
+    x.untyped_storage().resize_(0)
+    assert device.memory_allocated() == before - 400
+    x.untyped_storage().resize_(400)
+    x.copy_(value)
+    assert torch.equal(x.cpu(), value)
+    y = torch.empty(0, device="pretend")
+    y.set_(x.untyped_storage(), 10, (5, 2), (2, 1))
+    assert torch.equal(y.cpu(), value[10:20].view(5, 2))
+    y.set_(x)
+    assert y.data_ptr() == x.data_ptr()
+    assert y.set_().numel() == 0
+    assert x.resize_(200)[:100].cpu().equal(value)
+
+
+def test_out_arguments_are_resized(device: ModuleType) -> None:
+    x = torch.randn(4, 4)
+    out = torch.empty(0, device="pretend")
+    torch.mul(x.to("pretend"), 2, out=out)
+    assert torch.equal(out.cpu(), x * 2)
+    values, indices = torch.sort(x.to("pretend"), out=(out.resize_(0), out.new_empty(0).long()))
+    assert torch.equal(values.cpu(), torch.sort(x).values)
+    assert torch.equal(indices.cpu(), torch.sort(x).indices)
+
+
+def test_random_numbers(device: ModuleType) -> None:
+    generator = torch.Generator(device="pretend").manual_seed(3)
+    assert generator.device.type == "pretend"
+    a = torch.randn(5, device="pretend", generator=generator)
+    b = torch.randn(5, device="pretend", generator=generator.manual_seed(3))
+    assert torch.equal(a.cpu(), b.cpu())
+    assert torch.equal(a.cpu(), torch.randn(5, generator=torch.Generator().manual_seed(3)))
+    torch.manual_seed(4)
+    c = torch.randn(5, device="pretend")
+    state = device.get_rng_state()
+    d = torch.rand(5, device="pretend")
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(5, device="pretend").cpu(), d.cpu())
+    torch.manual_seed(4)
+    assert torch.equal(torch.randn(5, device="pretend").cpu(), c.cpu())
+    assert torch.randperm(5, device="pretend").sort().values.tolist() == list(range(5))
+
+
+def test_saving_and_loading(device: ModuleType, tmp_path) -> None:
+    x = torch.randn(5)
+    torch.save(x.to("pretend:1"), tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt").device == torch.device("pretend:1")
+    assert torch.equal(torch.load(tmp_path / "x.pt", map_location="cpu"), x)
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    code = "import torch; from tests.device import pretend;" + code
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_loading_after_a_backward_pass_is_an_error(device: ModuleType) -> None:
+    done = run_python("torch.ones(1, requires_grad=True).backward(); pretend.load()")
+    assert done.stderr.endswith("must come before the first backward pass\n")
+
+
+def test_a_process_with_queued_work_exits_cleanly(device: ModuleType) -> None:
+    code = (
+        "pretend.load(); s = torch.Stream(device='pretend');"
+        "x = torch.ones(9, requires_grad=True); (x.to('pretend:1') * 2).sum().backward();"
+        "s.__enter__(); y = torch.ones(9).pin_memory().to('pretend', non_blocking=True);"
+        "z = s.record_event()"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ------------------------------------------------------------------ operations
+
+
+def rotary(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embeddings with complex numbers, in double, as in Wan and Flux."""
+    angles = torch.outer(
+        torch.arange(x.shape[-2], dtype=torch.float64, device=x.device),
+        torch.arange(x.shape[-1] // 2, dtype=torch.float64, device=x.device) / 7,
+    )
+    turns = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex(x.to(torch.float64).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
+
+
+OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
+    "conv1d": (functional.conv1d, [(2, 4, 9), (6, 4, 3)]),
+    "conv2d": (
+        lambda x, w, b: functional.conv2d(x, w, b, 2, 1),
+        [(2, 4, 9, 9), (6, 4, 3, 3), (6,)],
+    ),
+    "conv3d": (functional.conv3d, [(1, 4, 5, 5, 5), (6, 4, 3, 3, 3), (6,)]),
+    "grouped conv": (lambda x, w: functional.conv2d(x, w, groups=2), [(2, 4, 9, 9), (6, 2, 3, 3)]),
+    "transposed conv": (functional.conv_transpose2d, [(2, 4, 5, 5), (4, 3, 3, 3), (3,)]),
+    "linear": (functional.linear, [(5, 4), (3, 4), (3,)]),
+    "layer_norm": (lambda x, w, b: functional.layer_norm(x, (4,), w, b), [(5, 4), (4,), (4,)]),
+    "rms_norm": (lambda x, w: functional.rms_norm(x, (4,), w), [(5, 4), (4,)]),
+    "group_norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), [(2, 4, 5), (4,), (4,)]),
+    "batch_norm": (
+        lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+        [(3, 4, 5), (4,), (4,)],
+    ),
+    "attention": (functional.scaled_dot_product_attention, [(2, 3, 8, 16)] * 3),
+    "causal attention": (
+        lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 3, 8, 16)] * 3,
+    ),
+    "masked attention": (
+        lambda q, k, v, m: functional.scaled_dot_product_attention(q, k, v, m.detach()),
+        [(2, 3, 8, 16)] * 3 + [(8, 8)],
+    ),
+    "embedding": (
+        lambda w: functional.embedding(torch.tensor([[1, 3], [0, 1]]).to(w.device), w),
+        [(5, 4)],
+    ),
+    "softmax": (lambda x: x.softmax(-1), [(5, 4)]),
+    "gelu": (lambda x: functional.gelu(x, approximate="tanh"), [(5, 4)]),
+    "silu": (functional.silu, [(5, 4)]),
+    "cross_entropy": (
+        lambda x: functional.cross_entropy(x, torch.tensor([0, 2, 1]).to(x.device)),
+        [(3, 4)],
+    ),
+    "interpolate nearest": (lambda x: functional.interpolate(x, scale_factor=2), [(1, 2, 4, 4)]),
+    "interpolate bilinear": (
+        lambda x: functional.interpolate(x, size=(7, 5), mode="bilinear"),
+        [(1, 2, 4, 4)],
+    ),
+    "avg_pool": (lambda x: functional.avg_pool2d(x, 2), [(1, 2, 4, 4)]),
+    "max_pool": (lambda x: functional.max_pool2d(x, 2), [(1, 2, 4, 4)]),
+    "pad": (lambda x: functional.pad(x, (1, 2), mode="replicate"), [(1, 2, 4)]),
+    "rotary": (rotary, [(2, 6, 8)]),
+    "conj": (lambda x: torch.view_as_real(torch.view_as_complex(x).conj() * 2), [(5, 2)]),
+    "einsum": (lambda a, b: torch.einsum("ij,kj->ik", a, b), [(3, 4), (5, 4)]),
+    "cat and chunk": (lambda a, b: torch.cat(torch.cat([a, b]).chunk(3)[::-1]), [(3, 4), (3, 4)]),
+    "masked_fill": (lambda x: x.masked_fill(x > 0, -1), [(5, 4)]),
+    "cumsum": (lambda x: x.cumsum(0), [(5, 4)]),
+    "std": (lambda x: x.std(-1) + x.var(-1) + x.mean(-1) + x.norm(), [(5, 4)]),
+    "expand": (lambda x: x.expand(3, 5, 4).sum(0), [(5, 4)]),
+    "gather": (lambda x: x.gather(0, torch.tensor([[0, 1], [2, 0]]).to(x.device)), [(5, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operation_and_gradient_equal_the_cpu(device: ModuleType, name: str) -> None:
+    function, shapes = OPERATIONS[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    results = []
+    for place in ("cpu", "pretend:1"):
+        leaves = [x.clone().to(place).requires_grad_() for x in inputs]
+        output = function(*leaves)
+        output.square().sum().backward()
+        assert output.device == leaves[0].device
+        results.append(
+            [output.detach().cpu(), *[x.grad.cpu() for x in leaves if x.grad is not None]]
+        )
+    assert len(results[0]) == len(results[1])
+    for wanted, found in zip(*results, strict=True):
+        assert torch.equal(wanted, found)
+        assert wanted.stride() == found.stride()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.bool]
+)
+def test_dtypes(device: ModuleType, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 4) * 3).to(dtype)
+    assert torch.equal(x.to("pretend").cpu(), x)
+    assert torch.equal(x.to("pretend").float().sum(0).cpu(), x.float().sum(0))
+
+
+def test_float8_moves(device: ModuleType) -> None:
+    x = torch.randn(5, 4).to(torch.float8_e4m3fn)
+    assert torch.equal(x.to("pretend").float().cpu(), x.float())
+
+
+def test_packed_sequences(device: ModuleType) -> None:
+    x = torch.randn(3, 2, 4)
+    packed = nn.utils.rnn.pack_padded_sequence(x.to("pretend"), [3, 2])
+    assert packed.data.device.type == "pretend"
+    assert packed.batch_sizes.device.type == "cpu"
+
+
+def test_training_equals_the_cpu(device: ModuleType) -> None:
+    results = []
+    for place in ("cpu", "pretend:0"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 1)).to(
+            place
+        )
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.ones(4, 8, device=place)).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        results.append([p.detach().cpu() for p in net.parameters()])
+    for wanted, found in zip(*results, strict=True):
+        assert torch.equal(wanted, found)
+
+
+def test_checkpointing(device: ModuleType) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("pretend")
+    x = torch.randn(4, 8, device="pretend", requires_grad=True)
+    torch.manual_seed(1)
+    net(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    torch.manual_seed(1)
+    torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False).sum().backward()
+    assert torch.equal(x.grad.cpu(), wanted.cpu())
+
+
+def test_inference_mode_and_no_grad(device: ModuleType) -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4)
+    wanted = layer(x)
+    layer.to("pretend")
+    with torch.inference_mode():
+        y = layer(x.to("pretend"))
+        assert y.is_inference()
+        assert torch.equal(y.view(-1).relu_().view(3, 4).cpu(), wanted.relu())
+    with torch.no_grad():
+        assert not layer(x.to("pretend")).requires_grad
+
+
+def test_in_place_changes_are_noticed_by_autograd(device: ModuleType) -> None:
+    x = torch.randn(4, device="pretend", requires_grad=True)
+    y = x.exp()
+    y.view(2, 2).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

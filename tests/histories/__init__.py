@@ -1,0 +1,1 @@
+"""The planner against an independent account of everything it instructs."""

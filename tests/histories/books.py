@@ -1,0 +1,223 @@
+"""Independent books: what must be true if a carrier did exactly what the planner instructed.
+
+The books never look into the planner. They replay its instructions one by one, in order, and
+object to the first one that breaks a promise. Every copy carries the number of the version of the
+bytes that it holds, which an UPDATE increases: a stale copy is noticed when it is read or leased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
+from tierstore.model.tiers import Access, Tier
+
+
+@dataclass
+class Held:
+    """One copy: the version of the bytes it holds, None while they are on their way."""
+
+    cost: int
+    version: int | None = None
+    readers: int = 0
+    lost: bool = False  # its transfer failed, or its caller withdrew: it will never be complete
+
+
+@dataclass
+class Entry:
+    """All that the books know of one group."""
+
+    key: str
+    nbytes: int
+    backed: bool = False
+    version: int = 0
+    copies: dict[Tier, Held] = field(default_factory=dict)
+    leases: list[Access] = field(default_factory=list)
+    demands: int = 0
+    claimed: bool = False
+    discarded: bool = False
+    offloaded: bool = False
+
+    def complete(self, tier: Tier) -> bool:
+        """Whether the newest bytes are on `tier`."""
+        copy = self.copies.get(tier)
+        return copy is not None and copy.version == self.version
+
+    def moving(self) -> bool:
+        """Whether any of its copies is read or written by a transfer, or filled by its caller."""
+        return any(copy.readers or copy.version is None for copy in self.copies.values())
+
+    def exclusive(self) -> bool:
+        """Whether it is lent to somebody who must be alone."""
+        return any(access is not Access.READ for access in self.leases)
+
+
+class Books:
+    """Every group, the bytes on every tier, and the copies on their way."""
+
+    def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
+        self.budgets = dict(budgets)
+        self.tiers = sorted(budgets)
+        self.top = self.tiers[0]
+        self.used = dict.fromkeys(self.tiers, 0)
+        self.entries: dict[str, Entry] = {}
+        self.moving: list[Copy] = []
+        self.followed: list[Instruction] = []
+
+    # What the caller of the planner does -------------------------------------------------------
+
+    def registered(self, key: str, nbytes: int, backed: bool) -> None:
+        self.entries[key] = Entry(key, nbytes, backed)
+        self._take(self.entries[key], Tier.DISK)
+        self.entries[key].copies[Tier.DISK].version = 0
+
+    def claimed(self, key: str, nbytes: int) -> None:
+        self.entries[key] = Entry(key, nbytes, claimed=True)
+
+    def filled(self, key: str) -> None:
+        entry = self.entries[key]
+        entry.claimed = False
+        entry.copies[self.tiers[-2]].version = entry.version
+
+    def discarded(self, key: str) -> None:
+        entry = self.entries[key]
+        entry.discarded, entry.offloaded = True, False
+
+    def withdrew_claim(self, key: str) -> None:
+        self.discarded(key)
+        for copy in self.entries[key].copies.values():
+            copy.lost = True
+
+    def offloaded(self, key: str) -> None:
+        self.entries[key].offloaded = self.top in self.entries[key].copies
+
+    def may_lease(self, key: str, access: Access) -> bool:
+        """What the planner must answer: no more, no less."""
+        entry = self.entries[key]
+        if entry.discarded or entry.exclusive() or not entry.complete(self.top):
+            return False
+        return access is Access.READ or not (entry.leases or entry.moving())
+
+    def leased(self, key: str, access: Access) -> None:
+        entry = self.entries[key]
+        entry.leases.append(access)
+        if access is Access.UPDATE:
+            entry.version += 1
+            entry.backed = False
+            entry.copies[self.top].version = entry.version
+
+    def delivered(self, move: Copy) -> None:
+        entry = self._landed(move)
+        entry.copies[move.dst].version = entry.copies[move.src].version
+
+    def failed(self, move: Copy) -> None:
+        entry = self._landed(move)
+        entry.copies[move.dst].lost = True
+        entry.offloaded = False
+
+    def _landed(self, move: Copy) -> Entry:
+        self.moving.remove(move)
+        entry = self.entries[move.key]
+        entry.copies[move.src].readers -= 1
+        return entry
+
+    # What the planner instructs ----------------------------------------------------------------
+
+    def follow(self, instruction: Instruction) -> None:
+        """Do what is instructed, and object to it if it breaks a promise."""
+        self.followed.append(instruction)
+        assert instruction.key in self.entries, f"{instruction}: there is no such group"
+        entry = self.entries[instruction.key]
+        match instruction:
+            case Forget():
+                assert entry.discarded, f"{instruction}: nobody discarded it"
+                assert not (entry.copies or entry.leases), f"{instruction}: it is still there"
+                del self.entries[entry.key]
+            case Reserve(tier=tier):
+                assert entry.claimed, f"{instruction}: nobody claimed that"
+                self._take(entry, tier)
+            case Copy():
+                self._copy(entry, instruction)
+            case Drop(tier=tier):
+                self._drop(entry, tier)
+
+    def _copy(self, entry: Entry, move: Copy) -> None:
+        assert move.nbytes == entry.nbytes, f"{move}: not its size"
+        assert not entry.discarded, f"{move}: nobody wants that group any more"
+        assert entry.complete(move.src), f"{move}: its source is stale, incomplete or missing"
+        assert not entry.exclusive(), f"{move}: its group is lent to somebody who must be alone"
+        places = self.tiers.index(move.src), self.tiers.index(move.dst)
+        assert abs(places[0] - places[1]) == 1, f"{move}: skips a tier"
+        if move.dst > move.src:
+            clean = [tier for tier in self.tiers if tier >= move.dst and entry.complete(tier)]
+            assert not clean, f"{move}: a clean group is copied down"
+        self._take(entry, move.dst)
+        entry.copies[move.src].readers += 1
+        self.moving.append(move)
+
+    def _take(self, entry: Entry, tier: Tier) -> None:
+        assert tier not in entry.copies, f"{entry.key} is on {tier.name} already"
+        cost = 0 if entry.backed and tier is Tier.DISK else entry.nbytes
+        entry.copies[tier] = Held(cost)
+        self.used[tier] += cost
+        budget = self.budgets[tier]
+        over = budget is not None and self.used[tier] > budget
+        assert not over, f"{tier.name} holds {self.used[tier]} bytes of {budget}"
+
+    def _drop(self, entry: Entry, tier: Tier) -> None:
+        assert tier in entry.copies, f"{entry.key} is not on {tier.name}: dropped twice"
+        copy = entry.copies[tier]
+        assert not copy.readers, f"{entry.key} on {tier.name} is dropped while it is read"
+        if not copy.lost:
+            self._assert_may_go(entry, tier)
+        self.used[tier] -= copy.cost
+        del entry.copies[tier]
+        if tier is self.top:
+            entry.offloaded = False
+        others = any(entry.complete(other) for other in self.tiers)
+        assert others or entry.discarded, f"{entry.key} lost its last copy on {tier.name}"
+
+    def _assert_may_go(self, entry: Entry, tier: Tier) -> None:
+        where = f"{entry.key} on {tier.name}"
+        assert entry.copies[tier].version is not None, f"{where} is dropped while it is written"
+        if tier is self.top:
+            assert not entry.leases, f"{where} is dropped while it is leased"
+            awaited = entry.demands and not entry.discarded
+            assert not awaited, f"{where} is dropped before its waiter woke up"
+
+    # What must be true between steps -----------------------------------------------------------
+
+    def inspect(self) -> None:
+        """Assert what no single instruction can break."""
+        for entry in self.entries.values():
+            self._inspect(entry)
+            over = entry.discarded and not entry.copies
+            assert not over, f"{entry.key} should be forgotten"
+
+    def _inspect(self, entry: Entry) -> None:
+        where = sorted(entry.copies)
+        if entry.leases:
+            assert entry.complete(self.top), f"{entry.key} is lent, but not there"
+        if Access.UPDATE in entry.leases:
+            assert where == [self.top], f"{entry.key} is being changed and on {where}"
+        unused = [tier for tier in where if not self._in_use(entry, tier)]
+        assert not (entry.discarded and unused), f"{entry.key} is discarded, but on {unused}"
+        saved = any(entry.complete(tier) for tier in where if tier is not self.top)
+        if entry.offloaded and saved and not entry.demands:
+            assert self.top not in unused, f"{entry.key} was to leave {self.top.name}"
+
+    def _in_use(self, entry: Entry, tier: Tier) -> bool:
+        copy = entry.copies[tier]
+        leased = tier is self.top and bool(entry.leases)
+        return leased or copy.readers > 0 or copy.version is None
+
+    def known(self) -> list[str]:
+        """Keys of the groups that are there for anybody to use."""
+        return [k for k, e in self.entries.items() if not (e.discarded or e.claimed)]
+
+    def disk_is_tight(self) -> bool:
+        """Whether some group that no file holds would not fit on the disk any more."""
+        budget = self.budgets[Tier.DISK]
+        unsaved = [e.nbytes for e in self.entries.values() if not e.complete(Tier.DISK)]
+        return budget is not None and self.used[Tier.DISK] + max(unsaved, default=0) > budget

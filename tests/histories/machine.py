@@ -1,0 +1,438 @@
+"""A store and its carriers, played by a test: any caller, any order, any failure.
+
+`World` makes one planner step at a time and keeps the books beside it. `play` draws a random
+history of such steps from a seed. `World.finish` asserts liveness.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.histories.books import Books
+from tierstore.model.errors import BudgetError
+from tierstore.model.groups import name_of, version_id
+from tierstore.model.moves import Copy
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import Policy, policy_named
+from tierstore.plan.schedule import LearnedOrder
+
+ROUNDS = 2000
+"""More rounds than any history needs to come to rest: beyond them it never will."""
+
+
+@dataclass(eq=False)
+class Waiter:
+    """Somebody who demanded `key` and has not been answered yet."""
+
+    key: str
+    access: Access
+
+
+@dataclass(eq=False)
+class Saver:
+    """Somebody who waits for `key` to be on disk. The answer counts when it is first true."""
+
+    key: str
+    answer: BaseException | bool | None = None
+
+
+class InjectedError(Exception):
+    """A transfer failed because the test said so."""
+
+
+class World:
+    """The planner, its books, and everybody who waits for something."""
+
+    def __init__(
+        self,
+        budgets: Mapping[Tier, int | None],
+        policy: str | Callable[[LearnedOrder], Policy] = "next-use",
+        planner: type[Planner] = Planner,
+    ) -> None:
+        schedule = LearnedOrder(memory=64)
+        chosen = policy_named(policy, schedule) if isinstance(policy, str) else policy(schedule)
+        self.planner = planner(budgets, chosen, schedule)
+        self.books = Books(budgets)
+        self.waiters: list[Waiter] = []
+        self.leases: list[Waiter] = []
+        self.claims: list[str] = []
+        self.savers: list[Saver] = []
+        self.errors: list[tuple[str, BaseException]] = []
+        self.sound = True
+        self._versions = 0
+        self._injected: list[BaseException] = []
+        self._excused: set[int] = set()
+
+    # One step ----------------------------------------------------------------------------------
+
+    def _step(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call the planner, do as it says, and see whether all promises hold."""
+        self.sound = False
+        answer = method(*args, **options)
+        self._follow()
+        self.sound = True
+        return answer
+
+    def _follow(self) -> None:
+        for instruction in self.planner.instructions():
+            self.books.follow(instruction)
+        self.planner.check()
+        self.books.inspect()
+        self._compare()
+        self._excuse_what_is_full()
+        for saver in self.savers:
+            saver.answer = saver.answer or self._answer_to(saver.key)
+
+    def _answer_to(self, key: str) -> BaseException | bool | None:
+        """Whether a save of `key` is done, or why it never will be."""
+        entry = self.books.entries.get(key)
+        if entry is None or entry.discarded:
+            return KeyError(key)
+        return self.planner.saved(key) or self.planner.error_of(key)
+
+    def _compare(self) -> None:
+        books, planner = self.books, self.planner
+        for key in books.known():
+            there = tuple(tier for tier in books.tiers if books.entries[key].complete(tier))
+            assert planner.residence(key) == there, f"{key} is complete on {there}"
+        for tier in books.tiers:
+            assert planner.used[tier] >= books.used[tier], f"{tier.name} is counted too low"
+        filling = any(entry.claimed and entry.copies for entry in books.entries.values())
+        idle = not books.moving and not filling
+        assert planner.idle() == idle, f"idle is {idle}: an instruction was lost, or made twice"
+
+    def _excuse_what_is_full(self) -> None:
+        """A demand may fail for want of room only at a moment at which the disk has none."""
+        wanted = {w.key for w in self.waiters} | set(self.claims) | {s.key for s in self.savers}
+        for key in wanted & self.books.entries.keys():
+            error = self.planner.error_of(key) if key in self.planner else None
+            if isinstance(error, BudgetError) and id(error) not in self._excused:
+                assert self.books.disk_is_tight(), f"{key} failed though there is room: {error}"
+                self._excused.add(id(error))
+                self._injected.append(error)
+
+    # What callers do ---------------------------------------------------------------------------
+
+    def register(self, nbytes: int, *, backed: bool = True) -> str:
+        key = self._new_key("file")
+        self.books.registered(key, nbytes, backed)
+        self._step(self.planner.register, key, nbytes, backed=backed)
+        return key
+
+    def claim(self, nbytes: int, name: str = "put") -> str | None:
+        """Ask for room for a new group, or a new version of `name`. None if it can never fit."""
+        key = self._new_key(name)
+        budget = self.books.budgets[self.books.tiers[-2]]
+        never = budget is not None and nbytes > budget
+        self.books.claimed(key, nbytes)
+        self.claims.append(key)
+        try:
+            self._step(self.planner.claim, key, nbytes)
+        except BudgetError:
+            assert never, f"{key} would fit"
+            del self.books.entries[key]
+            self.claims.remove(key)
+            self._follow()
+            return None
+        assert not never, f"{key} can never fit"
+        return key
+
+    def _new_key(self, name: str) -> str:
+        self._versions += 1
+        if name in ("put", "file"):
+            name = f"{name} {self._versions}"
+        return version_id(name, self._versions)
+
+    def fill(self, key: str) -> bool:
+        """The caller of a claim looks again. True if it has its answer."""
+        error = self.planner.error_of(key)
+        if error is not None:
+            self.withdraw_claim(key)
+            self._answer(key, error)
+            return True
+        if not self.planner.granted(key) or not self.books.entries[key].copies:
+            return False
+        self.claims.remove(key)
+        self.books.filled(key)
+        self._step(self.planner.arrived, key, self.books.tiers[-2])
+        for older in self.books.known():
+            if older != key and name_of(older) == name_of(key):
+                self.discard(older)
+        return True
+
+    def withdraw_claim(self, key: str) -> None:
+        self.claims.remove(key)
+        self.books.withdrew_claim(key)
+        self._step(self.planner.withdraw, key)
+
+    def demand(self, key: str, access: Access = Access.READ) -> Waiter | None:
+        """Somebody waits for `key`. None if it can never fit."""
+        entry = self.books.entries[key]
+        budgets = [self.books.budgets[tier] for tier in self.books.tiers[:-1]]
+        never = any(budget is not None and entry.nbytes > budget for budget in budgets)
+        entry.demands += 1
+        was_offloaded, entry.offloaded = entry.offloaded, False
+        waiter = Waiter(key, access)
+        self.waiters.append(waiter)
+        try:
+            self._step(self.planner.demand, key)
+        except BudgetError:
+            assert never, f"{key} would fit"
+            self.waiters.remove(waiter)
+            entry.demands -= 1
+            entry.offloaded = was_offloaded
+            self._follow()
+            return None
+        assert not never, f"{key} can never fit"
+        return waiter
+
+    def wake(self, waiter: Waiter) -> bool:
+        """A waiter looks again. True if it has its answer: a lease or an error."""
+        entry = self.books.entries.get(waiter.key)
+        if entry is None or entry.discarded:
+            self.give_up(waiter)
+            self._answer(waiter.key, KeyError(waiter.key))
+            return True
+        error = self.planner.error_of(waiter.key)
+        if error is not None:
+            self.give_up(waiter)
+            self._answer(waiter.key, error)
+            return True
+        return self._lease(waiter)
+
+    def _answer(self, key: str, error: BaseException) -> None:
+        known = isinstance(error, KeyError) or any(error is e for e in self._injected)
+        assert known, f"{key} failed with an error from nowhere: {error!r}"
+        self.errors.append((key, error))
+
+    def _lease(self, waiter: Waiter) -> bool:
+        expected = self.books.may_lease(waiter.key, waiter.access)
+        self.sound = False
+        lent = self.planner.lease(waiter.key, waiter.access)
+        assert lent == expected, f"{waiter}: the planner says {lent}"
+        if lent:
+            self.books.leased(waiter.key, waiter.access)
+            self.leases.append(waiter)
+        self._follow()
+        self.sound = True
+        if lent:
+            self.give_up(waiter)
+        return lent
+
+    def give_up(self, waiter: Waiter) -> None:
+        """A waiter has its answer, or wants none any more."""
+        self.waiters.remove(waiter)
+        if waiter.key in self.books.entries:
+            self.books.entries[waiter.key].demands -= 1
+        self._step(self.planner.withdraw, waiter.key)
+        others = {w.key for w in [*self.waiters, *self.savers]}
+        if waiter.key in self.planner and waiter.key not in others:
+            error = self.planner.error_of(waiter.key)
+            assert error is None, f"{waiter.key} has an error that everybody was told: {error!r}"
+
+    def release(self, lease: Waiter) -> None:
+        self.leases.remove(lease)
+        self.books.entries[lease.key].leases.remove(lease.access)
+        if lease.access is Access.TAKE:
+            self.books.discarded(lease.key)
+        self._step(self.planner.release, lease.key, lease.access)
+
+    def prefetch(self, keys: list[str]) -> None:
+        for key in keys:
+            self.books.entries[key].offloaded = False
+        self._step(self.planner.prefetch, keys)
+
+    def offload(self, key: str) -> None:
+        self.books.offloaded(key)
+        self._step(self.planner.offload, key)
+
+    def save(self, key: str) -> Saver:
+        saver = Saver(key)
+        self.savers.append(saver)
+        self._step(self.planner.save, key)
+        return saver
+
+    def look_saved(self, saver: Saver) -> bool:
+        """Whoever waits for a save looks again. True if it has its answer."""
+        if saver.answer is None:
+            return False
+        self.savers.remove(saver)
+        if isinstance(saver.answer, BaseException):
+            self._answer(saver.key, saver.answer)
+            if saver.key in self.planner:
+                self._step(self.planner.forgive, saver.key)
+        return True
+
+    def discard(self, key: str) -> None:
+        self.books.discarded(key)
+        self._step(self.planner.discard, key)
+
+    # What carriers do --------------------------------------------------------------------------
+
+    def deliver(self, move: Copy) -> None:
+        self.books.delivered(move)
+        self._step(self.planner.arrived, move.key, move.dst, move.src)
+
+    def fail(self, move: Copy) -> None:
+        error = InjectedError(f"{move}")
+        self._injected.append(error)
+        self.books.failed(move)
+        self._step(self.planner.failed, move.key, move.dst, move.src, error)
+
+    # The end -----------------------------------------------------------------------------------
+
+    def round(self) -> bool:
+        """Everybody does what is left to do, once. False if nobody could do anything."""
+        acted = bool(self.leases or self.books.moving)
+        for lease in list(self.leases):
+            self.release(lease)
+        for move in self.books.moving[:1]:
+            self.deliver(move)
+        acted |= any([self.wake(waiter) for waiter in list(self.waiters)])
+        acted |= any([self.fill(key) for key in list(self.claims)])
+        acted |= any([self.look_saved(saver) for saver in list(self.savers)])
+        return acted
+
+    def finish(self) -> None:
+        """All leases come back, all transfers arrive: then everybody has an answer."""
+        for _ in range(ROUNDS):
+            if not (self.leases or self.waiters or self.claims or self.savers):
+                if not self.books.moving:
+                    break
+            left = [*self.waiters, *self.claims, *self.savers]
+            assert self.round(), f"nothing moves, nothing is lent, and these wait: {left}"
+        else:
+            raise AssertionError(f"no rest after {ROUNDS} rounds: {self.books.moving}")
+        assert self.planner.idle()
+        gone = [key for key, entry in self.books.entries.items() if entry.discarded]
+        assert not gone, f"{gone} were discarded and are still there"
+
+
+# Random histories ------------------------------------------------------------------------------
+
+
+class History:
+    """Draws steps from a seed."""
+
+    def __init__(self, seed: int, policy: str, planner: type[Planner] = Planner) -> None:
+        self.random = random.Random(seed)
+        self.world = World(self._budgets(), policy, planner)
+        for _ in range(self.random.randint(2, 8)):
+            self.register()
+
+    def _budgets(self) -> dict[Tier, int | None]:
+        choice = self.random.choice
+        budgets = {Tier.HOST: choice([12, 20, 40, 100]), Tier.DISK: choice([None, None, 30, 60])}
+        if self.random.random() < 0.6:
+            budgets[Tier.DEVICE] = choice([12, 20, 40])
+            if self.random.random() < 0.2:
+                budgets[Tier.HOST] = None
+        return budgets
+
+    def _size(self) -> int:
+        return self.random.randint(1, 14 if self.random.random() < 0.1 else 8)
+
+    def play(self, steps: int) -> None:
+        """Make `steps` steps; after each, some of those who wait look again."""
+        acts = {
+            self.demand: 22,
+            self.claim: 10,
+            self.prefetch: 8,
+            self.offload: 8,
+            self.save: 5,
+            self.discard: 2,
+            self.register: 2,
+            self.give_up: 4,
+            self.withdraw_claim: 2,
+            self.release: 14,
+            self.land: 23,
+        }
+        for act in self.random.choices(list(acts), list(acts.values()), k=steps):
+            act()
+            self.look()
+
+    def look(self) -> None:
+        """Each waiter wakes up sooner or later."""
+        world, chance = self.world, self.random.random
+        for waiter in list(world.waiters):
+            if chance() < 0.6:
+                world.wake(waiter)
+        for key in list(world.claims):
+            if chance() < 0.5:
+                world.fill(key)
+        for saver in list(world.savers):
+            if chance() < 0.5:
+                world.look_saved(saver)
+
+    def _any_key(self) -> str | None:
+        keys = self.world.books.known()
+        return self.random.choice(keys) if keys else None
+
+    def register(self) -> None:
+        books, nbytes = self.world.books, self._size()
+        budget = books.budgets[Tier.DISK]
+        room = budget is None or books.used[Tier.DISK] + nbytes <= budget // 2
+        free = budget is None or self.world.planner.used[Tier.DISK] + nbytes <= budget
+        self.world.register(nbytes, backed=not (room and free) or self.random.random() < 0.7)
+
+    def demand(self) -> None:
+        if key := self._any_key():
+            access = Access.READ
+            if self.random.random() < 0.4:
+                access = self.random.choice(list(Access))
+            self.world.demand(key, access)
+
+    def claim(self) -> None:
+        puts = [name_of(k) for k in self.world.books.known() if k.startswith("put")]
+        replace = puts and self.random.random() < 0.2
+        self.world.claim(self._size(), self.random.choice(puts) if replace else "put")
+
+    def prefetch(self) -> None:
+        keys = self.world.books.known()
+        self.world.prefetch(self.random.sample(keys, min(2, len(keys))))
+
+    def offload(self) -> None:
+        if key := self._any_key():
+            self.world.offload(key)
+
+    def save(self) -> None:
+        if key := self._any_key():
+            self.world.save(key)
+
+    def discard(self) -> None:
+        if key := self._any_key():
+            self.world.discard(key)
+
+    def give_up(self) -> None:
+        if self.world.waiters:
+            self.world.give_up(self.random.choice(self.world.waiters))
+
+    def withdraw_claim(self) -> None:
+        if self.world.claims:
+            self.world.withdraw_claim(self.random.choice(self.world.claims))
+
+    def release(self) -> None:
+        if self.world.leases:
+            self.world.release(self.random.choice(self.world.leases))
+
+    def land(self) -> None:
+        if self.world.books.moving:
+            move = self.random.choice(self.world.books.moving)
+            late = self.random.random() < 0.12
+            (self.world.fail if late else self.world.deliver)(move)
+
+
+def play(seed: int, policy: str, steps: int = 50, planner: type[Planner] = Planner) -> World:
+    """One random history, up to and including its end. The error of a failure names the seed."""
+    try:
+        history = History(seed, policy, planner)
+        history.play(steps)
+        history.world.finish()
+    except Exception as error:
+        error.add_note(f"to repeat: play({seed}, {policy!r}, {steps})")
+        raise
+    return history.world

@@ -1,0 +1,223 @@
+"""Faults that simulations found in this design, each as one short history.
+
+Every history is played twice: the planner passes, and a planner without the protection does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.histories import mutants
+from tests.histories.machine import World
+from tierstore.model.errors import BudgetError
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import FarthestNextUse
+from tierstore.plan.schedule import LearnedOrder
+
+SMALL = {Tier.HOST: 10, Tier.DISK: None}
+MANY = 50
+
+
+def land_all(world: World) -> None:
+    for _ in range(MANY):
+        if not world.books.moving:
+            return
+        world.deliver(world.books.moving[0])
+    raise AssertionError(f"it never comes to rest: {world.books.moving}")
+
+
+def put(world: World, nbytes: int) -> str:
+    key = world.claim(nbytes)
+    assert key is not None
+    assert world.fill(key), f"no room for {key}"
+    return key
+
+
+def use(world: World, key: str, access: Access = Access.READ) -> None:
+    waiter = world.demand(key, access)
+    assert waiter is not None
+    land_all(world)
+    assert world.wake(waiter), f"{key} does not come"
+    assert waiter in world.leases, f"{key} failed: {world.errors}"
+    world.release(waiter)
+    land_all(world)
+
+
+def a_full_put_keeps_the_spills_it_started(planner: type[Planner]) -> None:
+    world = World({Tier.HOST: 10, Tier.DISK: 8}, planner=planner)
+    a, b = put(world, 5), put(world, 5)
+    third = world.claim(10)  # both would have to go; the disk takes one
+    assert third is not None
+    assert [(m.key, m.dst) for m in world.books.moving] == [(a, Tier.DISK)]
+    land_all(world)
+    assert world.fill(third)
+    assert isinstance(world.errors[-1][1], BudgetError)
+    assert world.planner.residence(a) == (Tier.DISK,)
+    assert world.planner.residence(b) == (Tier.HOST,)
+    use(world, a)
+    use(world, b)
+    world.finish()
+
+
+def an_offload_is_taken_back_while_the_save_is_in_flight(planner: type[Planner]) -> None:
+    world = World(SMALL, planner=planner)
+    key = put(world, 5)
+    world.offload(key)
+    assert [(m.src, m.dst) for m in world.books.moving] == [(Tier.HOST, Tier.DISK)]
+    world.prefetch([key])
+    land_all(world)
+    assert world.planner.residence(key) == (Tier.HOST, Tier.DISK)
+    world.finish()
+
+
+def a_source_survives_making_room_for_its_copy(planner: type[Planner]) -> None:
+    world = World({Tier.DEVICE: 20, Tier.HOST: 10, Tier.DISK: None}, "lru", planner)
+    first, second = world.register(10), world.register(10)
+    waiters = [world.demand(first), world.demand(second)]
+    # Both have room set aside on the device; the host lets one through at a time.
+    assert [(m.key, m.dst) for m in world.books.moving] == [(first, Tier.HOST)]
+    before = len(world.books.followed)
+    land_all(world)
+    hops = [i.key for i in world.books.followed[before:] if getattr(i, "dst", None) is Tier.HOST]
+    assert hops == [second], "a copy on its way up was given up, and fetched again"
+    for waiter in waiters:
+        assert waiter is not None
+        assert world.wake(waiter)
+    world.finish()
+
+
+def an_offload_during_arrival_is_not_forgotten(planner: type[Planner]) -> None:
+    world = World(SMALL, planner=planner)
+    key = world.register(5)
+    waiter = world.demand(key)
+    assert waiter is not None
+    world.give_up(waiter)
+    world.offload(key)
+    land_all(world)
+    assert world.planner.residence(key) == (Tier.DISK,)
+    world.finish()
+
+
+def what_is_demanded_stays_until_its_waiter_wakes(planner: type[Planner]) -> None:
+    world = World(SMALL, planner=planner)
+    a, b = world.register(10), world.register(10)
+    first = world.demand(a)
+    land_all(world)
+    second = world.demand(b)
+    assert first is not None and second is not None
+    assert world.planner.residence(a) == (Tier.HOST, Tier.DISK)
+    assert world.wake(first)
+    world.release(first)
+    land_all(world)
+    assert world.wake(second)
+    world.finish()
+
+
+class RefusesTheUnexpected(FarthestNextUse):
+    """Never gives up what is needed soon, not even when the room must be had."""
+
+    def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
+        ranked = super().victims(tier, rival)
+        return iter([k for k in ranked if self._schedule.steps_until(k.split("\0")[0]) > 4])
+
+
+def use_out_of_order(policy: Callable[[LearnedOrder], FarthestNextUse]) -> None:
+    world = World({Tier.HOST: 20, Tier.DISK: None}, policy)
+    keys = [world.register(10) for _ in range(4)]
+    for key in keys * 3:
+        use(world, key)
+    missing = [key for key in keys if Tier.HOST not in world.planner.residence(key)]
+    assert missing
+    use(world, missing[-1])  # everything that is there is needed within four uses
+    world.finish()
+
+
+def a_claim_evicts_what_was_put_just_before(planner: type[Planner]) -> None:
+    world = World({Tier.HOST: 12, Tier.DISK: None}, planner=planner)
+    first, second = world.claim(8), world.claim(7)
+    assert first is not None and second is not None
+    assert world.fill(first)
+    assert [(m.key, m.dst) for m in world.books.moving] == [(first, Tier.DISK)]
+    land_all(world)
+    assert world.fill(second)
+    assert world.planner.residence(second) == (Tier.HOST,)
+    world.finish()
+
+
+def a_claim_gets_the_room_of_a_withdrawn_demand(planner: type[Planner]) -> None:
+    world = World({Tier.DEVICE: 12, Tier.HOST: 12, Tier.DISK: None}, planner=planner)
+    waiter = world.demand(world.register(8))
+    assert waiter is not None
+    world.give_up(waiter)
+    claim = world.claim(6)
+    assert claim is not None
+    land_all(world)
+    assert world.fill(claim)
+    assert not world.errors
+    world.finish()
+
+
+def a_hope_never_takes_the_room_that_a_claim_waits_for(planner: type[Planner]) -> None:
+    world = World({Tier.HOST: 12, Tier.DISK: 5}, planner=planner)
+    hoped = world.register(2)
+    put(world, 9)  # the disk has no room for it
+    world.prefetch([hoped])
+    claim = world.claim(12)
+    assert claim is not None
+    land_all(world)
+    assert world.fill(claim)
+    assert isinstance(world.errors[-1][1], BudgetError)
+    world.finish()
+
+
+class GivesUpItsSource(Planner):
+    """Evicts what is on its way up, while it waits for its second hop."""
+
+    def _evictable(self, group, tier, rival):  # type: ignore[no-untyped-def]
+        promised, self._promised = self._promised, set()
+        try:
+            return super()._evictable(group, tier, rival)
+        finally:
+            self._promised = promised
+
+    def _settle(self) -> None:
+        self._demands = dict(reversed(self._demands.items()))
+        super()._settle()
+
+
+FAULTS = [
+    (a_full_put_keeps_the_spills_it_started, mutants.LosesInstructions),
+    (an_offload_is_taken_back_while_the_save_is_in_flight, mutants.NeverChangesItsMind),
+    (a_source_survives_making_room_for_its_copy, GivesUpItsSource),
+    (an_offload_during_arrival_is_not_forgotten, mutants.LeavesTheUnwanted),
+    (what_is_demanded_stays_until_its_waiter_wakes, mutants.DropsBeforeTheWaiterWakes),
+    (a_claim_evicts_what_was_put_just_before, mutants.KeepsThePromiseOfAClaim),
+    (a_claim_gets_the_room_of_a_withdrawn_demand, mutants.OrphansKeepTheirRoom),
+    (a_hope_never_takes_the_room_that_a_claim_waits_for, mutants.HopesTakeNeededRoom),
+]
+NAMES = [history.__name__ for history, _ in FAULTS]
+
+
+@pytest.mark.parametrize("history", [history for history, _ in FAULTS], ids=NAMES)
+def test_the_planner_passes(history: Callable[[type[Planner]], None]) -> None:
+    history(Planner)
+
+
+@pytest.mark.parametrize(("history", "mutant"), FAULTS, ids=NAMES)
+def test_without_the_protection_it_fails(
+    history: Callable[[type[Planner]], None], mutant: type[Planner]
+) -> None:
+    with pytest.raises(AssertionError):
+        history(mutants.unchecked(mutant))
+
+
+def test_a_demand_out_of_schedule_order_gets_its_room() -> None:
+    use_out_of_order(FarthestNextUse)
+
+
+def test_a_policy_that_refuses_it_fails() -> None:
+    with pytest.raises(AssertionError, match="though there is room"):
+        use_out_of_order(RefusesTheUnexpected)

@@ -1,0 +1,136 @@
+"""Random histories of the planner: every promise after every step, and liveness at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.histories.machine import World, play
+from tests.histories.mutants import NeverAsksAgain
+from tierstore.model.groups import name_of
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.planner import Planner
+
+HISTORIES = 2000
+STEPS = 50
+
+
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+def test_every_promise_holds_in_random_histories(policy: str) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(HISTORIES):
+        world = play(seed, policy, STEPS)
+        seen.update(type(i).__name__ for i in world.books.followed)
+        seen.update(type(error).__name__ for _, error in world.errors)
+    # The histories reach what they are about, not just the easy middle.
+    for event in ("Copy", "Drop", "Reserve", "Forget", "InjectedError", "BudgetError", "KeyError"):
+        assert seen[event] > HISTORIES // 10, f"{event} hardly ever happened: {seen}"
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """The same world, driven by Hypothesis so that a failure shrinks to its essence."""
+
+    planner: type[Planner] = Planner
+    index = st.integers(0, 20)
+    size = st.integers(1, 9)
+
+    @initialize(
+        host=st.sampled_from([None, 8, 12, 20]),
+        disk=st.sampled_from([None, 20, 40]),
+        device=st.sampled_from([0, 8, 12, 20]),
+        policy=st.sampled_from(["next-use", "lru"]),
+        sizes=st.lists(size, min_size=1, max_size=4),
+    )
+    def start(
+        self, host: int | None, disk: int | None, device: int, policy: str, sizes: list[int]
+    ) -> None:
+        budgets = {Tier.HOST: host, Tier.DISK: disk}
+        if device:
+            budgets[Tier.DEVICE] = device
+        self.world = World(budgets, policy, self.planner)
+        for size in sizes:
+            self.world.register(size)
+
+    def _known(self, index: int) -> str | None:
+        keys = self.world.books.known()
+        return keys[index % len(keys)] if keys else None
+
+    @rule(index=index, access=st.sampled_from(Access))
+    def demand(self, index: int, access: Access) -> None:
+        if key := self._known(index):
+            self.world.demand(key, access)
+
+    @rule(size=size, index=index, replace=st.booleans())
+    def claim(self, size: int, index: int, replace: bool) -> None:
+        puts = [name_of(k) for k in self.world.books.known() if k.startswith("put")]
+        self.world.claim(size, puts[index % len(puts)] if replace and puts else "put")
+
+    @rule(size=size)
+    def register(self, size: int) -> None:
+        self.world.register(size)
+
+    @rule(indices=st.lists(index, max_size=3))
+    def prefetch(self, indices: list[int]) -> None:
+        keys = [self._known(index) for index in indices]
+        self.world.prefetch([key for key in keys if key])
+
+    @rule(index=index, act=st.sampled_from(["offload", "save", "discard"]))
+    def put_away(self, index: int, act: str) -> None:
+        if key := self._known(index):
+            getattr(self.world, act)(key)
+
+    @precondition(lambda self: self.world.books.moving)
+    @rule(index=index, fails=st.booleans())
+    def land(self, index: int, fails: bool) -> None:
+        moving = self.world.books.moving
+        (self.world.fail if fails else self.world.deliver)(moving[index % len(moving)])
+
+    @precondition(lambda self: self.world.waiters)
+    @rule(index=index, act=st.sampled_from(["wake", "wake", "give_up"]))
+    def wait(self, index: int, act: str) -> None:
+        getattr(self.world, act)(self.world.waiters[index % len(self.world.waiters)])
+
+    @precondition(lambda self: self.world.claims)
+    @rule(index=index, act=st.sampled_from(["fill", "fill", "withdraw_claim"]))
+    def fill(self, index: int, act: str) -> None:
+        getattr(self.world, act)(self.world.claims[index % len(self.world.claims)])
+
+    @precondition(lambda self: self.world.savers)
+    @rule(index=index)
+    def look_saved(self, index: int) -> None:
+        self.world.look_saved(self.world.savers[index % len(self.world.savers)])
+
+    @precondition(lambda self: self.world.leases)
+    @rule(index=index)
+    def release(self, index: int) -> None:
+        self.world.release(self.world.leases[index % len(self.world.leases)])
+
+    def teardown(self) -> None:
+        if hasattr(self, "world") and self.world.sound:
+            self.world.finish()
+
+
+MODERATE = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_every_promise_holds_under_hypothesis() -> None:
+    run_state_machine_as_test(PlannerMachine, settings=MODERATE)
+
+
+def test_hypothesis_finds_a_seeded_fault() -> None:
+    class Faulty(PlannerMachine):
+        planner: Any = NeverAsksAgain
+
+    with pytest.raises(AssertionError, match="nothing moves|failed though there is room"):
+        run_state_machine_as_test(Faulty, settings=MODERATE)

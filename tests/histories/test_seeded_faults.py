@@ -1,0 +1,58 @@
+"""The machine notices each of the seeded faults, from outside, with the planner's check off."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.histories import mutants
+from tests.histories.machine import play
+from tierstore.plan.planner import Planner
+
+SEEDS = 300
+RARE = {mutants.HopesTakeNeededRoom}  # has a test of its own in test_known_faults.py
+
+SYMPTOMS = {
+    mutants.EvictsTheOnlyCopy: "lost its last copy",
+    mutants.OffloadsTheOnlyCopy: "lost its last copy",
+    mutants.TrustsAFailedCopy: "is complete on",
+    mutants.ForgetsWhatIsArriving: r"holds \d+ bytes of",
+    mutants.CountsACopyTwiceGone: r"counted too low|holds \d+ bytes of",
+    mutants.EvictsTheLeased: "dropped while it is leased",
+    mutants.DropsWhatIsRead: "dropped while it is read",
+    mutants.DropsWhatIsWritten: "dropped while it is written",
+    mutants.KeepsStaleCopies: "is being changed and on|stale",
+    mutants.LendsWhileItMoves: "the planner says True",
+    mutants.LendsToTwo: "the planner says True",
+    mutants.SavesWhatIsBeingChanged: "somebody who must be alone",
+    mutants.LeavesTheUnwanted: "was to leave",
+    mutants.LeavesTheForgotten: "is discarded, but on",
+    mutants.DropsBeforeTheWaiterWakes: "before its waiter woke up",
+    mutants.CopiesTheCleanDown: "a clean group is copied down",
+    mutants.NeverAsksAgain: "nothing moves|though there is room|was to leave",
+    mutants.NeverGivesUp: "nothing moves",
+    mutants.OrphansKeepTheirRoom: "though there is room",
+    mutants.LosesInstructions: "an instruction was lost",
+    mutants.KeepsAnOldError: "an error that everybody was told",
+    mutants.NeverChangesItsMind: "before its waiter woke up",
+    mutants.KeepsThePromiseOfAClaim: "though there is room",
+    mutants.LosesDemands: "nothing moves|before its waiter woke up|though there is room",
+    mutants.LosesSaves: "nothing moves",
+}
+
+
+def test_every_mutant_is_listed() -> None:
+    assert set(mutants.all_of(vars(mutants), RARE)) == SYMPTOMS.keys()
+
+
+@pytest.mark.parametrize("mutant", SYMPTOMS, ids=lambda mutant: mutant.__name__)
+def test_the_machine_notices(mutant: type[Planner]) -> None:
+    blind = mutants.unchecked(mutant)
+    with pytest.raises(AssertionError, match=SYMPTOMS[mutant]):
+        for seed in range(SEEDS):
+            play(seed, ("next-use", "lru")[seed % 2], planner=blind)
+
+
+def test_the_right_planner_passes_the_same_histories() -> None:
+    """The control: what the machine objects to is the fault, not the history."""
+    for seed in range(SEEDS):
+        play(seed, ("next-use", "lru")[seed % 2], planner=mutants.unchecked(Planner))

@@ -1,0 +1,74 @@
+"""A tensor store for models that do not fit: one cache over GPU, pinned RAM and NVMe.
+
+>>> from tierstore import TierStore, enable_group_offload
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from tierstore.model.errors import (
+    BudgetError,
+    ClosedError,
+    CorruptDataError,
+    DiskFullError,
+    DuplicateKeyError,
+    InvalidHeaderError,
+    LeaseError,
+    StaleCheckpointError,
+    StoreLockedError,
+    TierStoreError,
+    TransferError,
+    TruncatedFileError,
+    UnknownKeyError,
+)
+from tierstore.model.tiers import Access, Tier
+
+if TYPE_CHECKING:
+    from tierstore.adapters.diffusers import OffloadHandle, enable_group_offload
+    from tierstore.lease import Lease
+    from tierstore.metrics import Snapshot, Stats
+    from tierstore.store import TierStore
+
+__version__ = "0.1.0"
+
+# Imported at first use: the command line must not wait for torch, nor anybody for diffusers.
+_LAZY = {
+    "TierStore": "tierstore.store",
+    "Lease": "tierstore.lease",
+    "Stats": "tierstore.metrics",
+    "Snapshot": "tierstore.metrics",
+    "enable_group_offload": "tierstore.adapters.diffusers",
+    "OffloadHandle": "tierstore.adapters.diffusers",
+}
+
+__all__ = [
+    "Access",
+    "BudgetError",
+    "ClosedError",
+    "CorruptDataError",
+    "DiskFullError",
+    "DuplicateKeyError",
+    "InvalidHeaderError",
+    "Lease",
+    "LeaseError",
+    "OffloadHandle",
+    "Snapshot",
+    "StaleCheckpointError",
+    "Stats",
+    "StoreLockedError",
+    "Tier",
+    "TierStore",
+    "TierStoreError",
+    "TransferError",
+    "TruncatedFileError",
+    "UnknownKeyError",
+    "enable_group_offload",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,162 @@
+"""From tensors, or a checkpoint's files, to groups whose bytes stay where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from tierstore.checkpoints import CheckpointFile
+from tierstore.model.errors import UnknownKeyError
+from tierstore.model.groups import (
+    Check,
+    FileTensor,
+    GroupSpec,
+    Source,
+    TensorSpec,
+    group_of,
+    place,
+)
+from tierstore.model.objects import StoredObject
+from tierstore.transfer.directory import read_object
+from tierstore.transfer.disk import FileStamp
+from tierstore.transfer.maps import AddressSpace, map_file
+from tierstore.transfer.views import DTYPES, blocks_of, dtype_name
+
+if TYPE_CHECKING:
+    from tierstore.store import TierStore
+
+WEIGHTS = "weights/"
+"""Objects under this prefix hold weights that no checkpoint holds, named by their content."""
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """A group made of tensors that lie in files.
+
+    `homes` shows each tensor's true value on the CPU without taking memory; `stamps` is what the
+    files look like now.
+    """
+
+    spec: GroupSpec
+    source: Source
+    homes: dict[str, torch.Tensor]
+    stamps: dict[str, FileStamp]
+
+
+def checkpoint_groups(
+    files: list[CheckpointFile], prefix: str, groups: Mapping[str, Iterable[str]] | None
+) -> dict[str, tuple[GroupSpec, Source]]:
+    """The groups of a checkpoint by key: one for each tensor, or as `groups` says."""
+    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
+    wanted = {name: [name] for name in tensors} if groups is None else groups
+    found = {}
+    for key, names in wanted.items():
+        names = list(names)
+        for name in names:
+            if name not in tensors:
+                raise UnknownKeyError(name)
+        placement = place([tensors[name] for name in names])
+        spec = group_of(prefix + key, placement.specs, placement.end)
+        found[prefix + key] = (spec, Source(placement.segments, placement.moves))
+    return found
+
+
+def adopt(
+    tensors: Mapping[str, torch.Tensor], store: TierStore, space: AddressSpace
+) -> Adoption:
+    """Find the file bytes behind each tensor; have the store write the rest."""
+    in_files: list[FileTensor] = []
+    rest: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        found = _file_tensor(name, tensor, space)
+        if found is None:
+            rest[name] = tensor.detach()
+        else:
+            in_files.append(found)
+    homes = {name: tensor.detach() for name, tensor in tensors.items() if name not in rest}
+    stamps = {t.extent.path: FileStamp.of(os.stat(t.extent.path)) for t in in_files}
+    placement = place(in_files)
+    specs, segments, moves = list(placement.specs), placement.segments, placement.moves
+    checks: tuple[Check, ...] = ()
+    end = placement.end
+    if rest:
+        path, stored = write_once(rest, store)
+        written = stored.source(path, end)
+        specs += stored.packing.specs(end)
+        segments, moves = segments + written.segments, moves + written.moves
+        checks = written.checks
+        end += stored.packing.nbytes
+        homes.update(object_views(path, stored))
+    by_name = {spec.name: spec for spec in specs}
+    spec = group_of("", [by_name[name] for name in tensors], end)
+    return Adoption(spec, Source(segments, moves, checks), homes, stamps)
+
+
+def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTensor | None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or hasattr(tensor, "__tensor_flatten__"):
+        return None
+    extent = space.extent_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    if extent is None:
+        return None
+    return FileTensor(name, dtype_name(tensor, name), tuple(tensor.shape), extent)
+
+
+def write_once(
+    tensors: Mapping[str, torch.Tensor], store: TierStore
+) -> tuple[str, StoredObject]:
+    """The object file with exactly these tensors: found by the hash of their content, or written."""
+    key = WEIGHTS + content_hash(tensors)
+    path = store._directory.path_of(key)
+    if key not in store:
+        store.put(key, tensors)
+        store._flush_one(key)
+        store.offload(key)
+    found = read_object(path)
+    if found.stored is None:
+        assert found.error is not None
+        raise found.error
+    return path, found.stored
+
+
+def content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Names, dtypes, shapes, strides and bytes of tensors as 32 hex digits."""
+    description = []
+    for block, data in blocks_of(tensors):
+        views = [(v.name, v.dtype, v.shape, v.stride, v.offset) for v in block.views]
+        content = xxhash.xxh3_128_hexdigest(memoryview(data.cpu().numpy()))
+        description.append((views, content))
+    return hashlib.sha256(json.dumps(sorted(description)).encode()).hexdigest()[:32]
+
+
+def object_views(path: str, stored: StoredObject) -> dict[str, torch.Tensor]:
+    """The tensors of an object file as copy-on-write maps of it."""
+    packing = stored.packing
+    if not packing.dense_nbytes:
+        return {v.name: _empty(v) for b in packing.blocks for v in b.views}
+    mapped = map_file(path, stored.data_start, packing.dense_nbytes)
+    views = {}
+    for block, dense in zip(packing.blocks, packing.dense, strict=True):
+        for view in block.views:
+            views[view.name] = _mapped(view, mapped, dense + view.offset)
+    return views
+
+
+def _mapped(view: TensorSpec, mapped: memoryview, offset: int) -> torch.Tensor:
+    if view.nbytes == 0:
+        return _empty(view)
+    dtype = DTYPES[view.dtype]
+    flat = torch.frombuffer(mapped, dtype=dtype, count=view.nbytes // dtype.itemsize, offset=offset)
+    return flat.as_strided(view.shape, view.stride)
+
+
+def _empty(view: TensorSpec) -> torch.Tensor:
+    return torch.empty(0, dtype=DTYPES[view.dtype]).as_strided(view.shape, view.stride)
+
+

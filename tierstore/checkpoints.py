@@ -1,0 +1,131 @@
+"""Safetensors checkpoints by reference: their headers, and the files that belong together.
+
+A checkpoint is one `.safetensors` file, or a directory with one, with several, or with an
+`*.index.json` that says which shard holds which tensor. Nothing is copied: what comes back are the
+tensors' places in the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiofiles
+
+from tierstore.model.errors import InvalidHeaderError, TransferError
+from tierstore.model.groups import Extent, FileTensor
+from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
+from tierstore.transfer.disk import FileStamp, transfer_error
+
+MAX_INDEX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """One file of a checkpoint and the tensors in it."""
+
+    path: str
+    stamp: FileStamp
+    tensors: tuple[FileTensor, ...]
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
+    """The files of the checkpoint at `path` with all their tensors.
+
+    Raises TransferError if a file cannot be read, InvalidHeaderError if a header or the index is
+    malformed, ValueError if two files hold a tensor of the same name.
+    """
+    return _without_repeats([read_file(name) for name in checkpoint_files(path)])
+
+
+async def aread_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
+    """`read_checkpoint` for coroutines: no file access on the event loop's thread."""
+    return _without_repeats([await aread_file(name) for name in checkpoint_files(path)])
+
+
+def checkpoint_files(path: str | os.PathLike[str]) -> list[str]:
+    """The safetensors files of a checkpoint: absolute paths, links resolved."""
+    place = Path(path)
+    if place.is_file() and not place.name.endswith(".index.json"):
+        return [os.path.realpath(place)]
+    indexes = [place] if place.is_file() else sorted(place.glob("*.index.json"))
+    indexes = [index for index in indexes if "safetensors" in index.name]
+    if len(indexes) > 1:
+        raise ValueError(f"{place} has {len(indexes)} index files: pass the one that is meant")
+    names = _indexed(indexes[0]) if indexes else sorted(place.glob("*.safetensors"))
+    if not names:
+        raise TransferError(
+            f"{place} holds no safetensors checkpoint: pass a .safetensors file or a directory "
+            "with one (torch pickles are not supported: convert them with safetensors)",
+            path=str(place),
+        )
+    return [os.path.realpath(name) for name in names]
+
+
+def _indexed(index: Path) -> list[Path]:
+    def refuse(why: str) -> InvalidHeaderError:
+        return InvalidHeaderError(f"{index}: {why}; download or save it again", path=str(index))
+
+    try:
+        if index.stat().st_size > MAX_INDEX_BYTES:
+            raise refuse("the index is too large to be one")
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except OSError as error:
+        raise transfer_error(error, "reading", key=None, path=str(index)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise refuse("the index is malformed") from error
+    if not all(isinstance(name, str) and os.path.basename(name) == name for name in names):
+        raise refuse("the index names files outside its directory")
+    return [index.parent / name for name in sorted(names)]
+
+
+def read_file(path: str) -> CheckpointFile:
+    """One safetensors file, its header validated."""
+    try:
+        with open(path, "rb") as file:
+            stamp = FileStamp.of(os.fstat(file.fileno()))
+            length = header_length(file.read(LENGTH_BYTES), stamp.size, path)
+            raw = file.read(length)
+    except OSError as error:
+        raise transfer_error(error, "reading", key=None, path=path) from error
+    return _checkpoint_file(path, stamp, parse_header(raw, stamp.size, path))
+
+
+async def aread_file(path: str) -> CheckpointFile:
+    """`read_file` for coroutines."""
+    try:
+        async with aiofiles.open(path, "rb") as file:
+            stamp = FileStamp.of(os.fstat(file.fileno()))
+            length = header_length(await file.read(LENGTH_BYTES), stamp.size, path)
+            raw = await file.read(length)
+    except OSError as error:
+        raise transfer_error(error, "reading", key=None, path=path) from error
+    return _checkpoint_file(path, stamp, parse_header(raw, stamp.size, path))
+
+
+def _checkpoint_file(path: str, stamp: FileStamp, header: Header) -> CheckpointFile:
+    tensors = tuple(
+        FileTensor(
+            entry.name,
+            entry.dtype,
+            entry.shape,
+            Extent(path, header.data_start + entry.begin, entry.end - entry.begin),
+        )
+        for entry in header.entries
+    )
+    return CheckpointFile(path, stamp, tensors)
+
+
+def _without_repeats(files: list[CheckpointFile]) -> list[CheckpointFile]:
+    seen: dict[str, str] = {}
+    for file in files:
+        for tensor in file.tensors:
+            if tensor.name in seen:
+                raise ValueError(
+                    f"{seen[tensor.name]} and {file.path} both hold a tensor {tensor.name!r}: "
+                    "register them one by one, under different prefixes"
+                )
+            seen[tensor.name] = file.path
+    return files

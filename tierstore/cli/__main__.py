@@ -1,0 +1,5 @@
+"""`python -m tierstore.cli` is `tierstore-inspect`."""
+
+from tierstore.cli import main
+
+main()

@@ -1,0 +1,107 @@
+"""Reading every byte of every group, and comparing checksums.
+
+Each file is read once from start to end through one buffer of a few mebibytes, past the page cache
+where the file system allows it: what is checked is what lies on the disk, and nothing that other
+programs have cached is pushed out.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+import xxhash
+
+from tierstore.cli.report import Group, Problem, find_group
+from tierstore.model.errors import TruncatedFileError
+from tierstore.model.objects import StoredObject
+from tierstore.model.sizes import round_up
+from tierstore.transfer.disk import CHUNK, DataFile
+
+_ATTEMPTS = 5
+"""How often a group is looked at again if a live store replaces it while it is being read."""
+
+Advance = Callable[[int], None]
+"""Is told of every so many bytes that were read."""
+
+
+class Digest(Protocol):
+    """The part of xxhash that is used here."""
+
+    def update(self, data: memoryview, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class Checker:
+    """Checks the data of groups, one after the other, with one buffer for all of them."""
+
+    def __init__(self, directory: str, advance: Advance) -> None:
+        self._directory = directory
+        self._advance = advance
+        self._room = memoryview(mmap.mmap(-1, CHUNK))  # page-aligned, as direct reads want it
+        self.read = 0
+
+    def check(self, group: Group) -> list[Group]:
+        """The group, once for each of its problems; an empty list if it is whole (or gone)."""
+        for _ in range(_ATTEMPTS):
+            if group.stored is None or group.key is None:
+                return [group]
+            problems = self._problems(group, group.stored)
+            if not problems:
+                return []
+            # What was found may be the group's successor, which has other checksums.
+            latest = find_group(self._directory, group.key)
+            if latest is None:
+                return []
+            if latest.item == group.item:
+                return [replace(group, stored=None, problem=problem) for problem in problems]
+            group = latest
+        return []
+
+    def _problems(self, group: Group, stored: StoredObject) -> list[Problem]:
+        path = f"{self._directory}/{group.item.name}"
+        try:
+            found = list(self._digests(DataFile(path, follow_links=False), stored))
+        except TruncatedFileError as error:
+            return [Problem(str(error), damaged=True)]
+        except OSError as error:
+            return [Problem(f"{path} cannot be read: {error.strerror or error}", damaged=False)]
+        blocks = zip(stored.packing.blocks, stored.digests, found, strict=True)
+        return [
+            Problem(
+                f"{path} holds other bytes than were written: remove it with "
+                "tierstore-inspect rm, and put the group again",
+                damaged=True,
+                expected=expected,
+                found=digest,
+                tensor=block.name,
+            )
+            for block, expected, digest in blocks
+            if digest != expected
+        ]
+
+    def _digests(self, file: DataFile, stored: StoredObject) -> Iterator[str]:
+        """The checksum of each block, in order: the blocks lie in the file without gaps."""
+        data = self._chunks(file, stored.data_start, stored.packing.dense_nbytes)
+        chunk = memoryview(b"")
+        for block in stored.packing.blocks:
+            digest: Digest = xxhash.xxh3_64()
+            missing = block.nbytes
+            while missing:
+                chunk = chunk or next(data)
+                part = chunk[:missing]
+                digest.update(part)
+                missing -= len(part)
+                chunk = chunk[len(part) :]
+            yield digest.hexdigest()
+
+    def _chunks(self, file: DataFile, start: int, nbytes: int) -> Iterator[memoryview]:
+        for done in range(0, nbytes, len(self._room)):
+            needed = min(len(self._room), nbytes - done)
+            file.read_at_least(self._room[: round_up(needed, mmap.PAGESIZE)], start + done, needed)
+            self.read += needed
+            self._advance(needed)
+            yield self._room[:needed]

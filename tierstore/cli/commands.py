@@ -1,0 +1,47 @@
+"""`tierstore-inspect` and its commands."""
+
+from __future__ import annotations
+
+import click
+
+from tierstore.cli.frame import Inspector
+from tierstore.cli.look import disk_use, environment, list_groups, show
+from tierstore.cli.tidy import prune, remove_groups
+from tierstore.cli.verify import verify
+
+
+def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or ctx.resilient_parsing:
+        return
+    from tierstore.cli.machine import version_of
+
+    click.echo(f"tierstore-inspect {version_of('tierstore') or '(not installed)'}")
+    ctx.exit()
+
+
+@click.group(
+    cls=Inspector,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\n"
+    "Exit codes:\n"
+    "  0 done, 1 unexpected failure, 2 wrong usage (or DIR is no store), 3 damage found,\n"
+    "  4 no such key, 11 the directory is in use by a live process",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
+def inspector() -> None:
+    """Look into a tierstore directory: what it holds, whether it is whole, what can go.
+
+    `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. Only `prune` and `rm` change
+    anything.
+    """
+
+
+for _command in (list_groups, show, disk_use, verify, prune, remove_groups, environment):
+    inspector.add_command(_command)

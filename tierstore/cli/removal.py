@@ -1,0 +1,94 @@
+"""Removing files from a store's directory: the only part of the command that changes anything.
+
+What is removed is a regular file below the directory that bears one of the store's own names, and
+is still the file that was looked at. It is removed by its name in an open directory, so that no
+link, whenever it was planted, can lead to another file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from tierstore.cli.failures import Code, Failure, system_failure
+from tierstore.cli.report import Item, look_at, opened_below, opened_store
+from tierstore.transfer.directory import LOCK, describe_owner
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@contextmanager
+def only_user(directory: str) -> Iterator[int]:
+    """Hold the directory's lock, as a live store does. Gives a descriptor of the directory."""
+    with opened_store(directory) as root:
+        try:
+            descriptor = os.open(LOCK, _FLAGS, 0o600, dir_fd=root)
+        except OSError as error:
+            raise system_failure(error, f"opening {directory}/{LOCK}") from error
+        try:
+            _take(descriptor, directory)
+            yield root
+        finally:
+            os.close(descriptor)
+
+
+def _take(descriptor: int, directory: str) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        # Our process id is written into it: never into a file that has another name elsewhere.
+        raise Failure(
+            f"{directory}/{LOCK} is no regular file with only this name",
+            f"Remove it by hand if no store uses {directory}.",
+            Code.UNEXPECTED,
+        )
+    if not _try(descriptor):
+        raise Failure(
+            f"{directory} is in use by {describe_owner(descriptor)}",
+            "Close that store first (end that process), then try again.",
+            Code.LOCKED,
+        )
+    owner = {"pid": os.getpid(), "host": socket.gethostname()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+
+
+def _try(descriptor: int) -> bool:
+    """Somebody who only looks whether the lock is held holds it for an instant: try again then."""
+    for _ in range(5):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+    return False
+
+
+def remove(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
+    """Remove files for good. Returns those that were removed; the others were gone already."""
+    try:
+        return [item for item in items if _remove_one(root, item)]
+    except OSError as error:
+        raise system_failure(error, f"removing from {directory}") from error
+
+
+def _remove_one(root: int, item: Item) -> bool:
+    *parents, leaf = item.name.split("/")
+    with ExitStack() as stack:
+        here: int | None = root
+        for parent in parents:
+            assert here is not None
+            here = stack.enter_context(opened_below(here, parent))
+            if here is None:
+                return False
+        assert here is not None
+        if item.kind != "file" or look_at(here, leaf, item.name) != item:
+            return False
+        os.unlink(leaf, dir_fd=here)
+        os.fsync(here)
+        return True

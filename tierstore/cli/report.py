@@ -1,0 +1,334 @@
+"""What is in a store's directory, found without a lock and without changing anything.
+
+Only regular files that bear the store's own names are opened. Each directory on the way is opened
+relative to the one above it and never through a link, so nothing outside the store is looked at,
+whatever somebody planted. Files that vanish while we look were removed or replaced by a live store.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tierstore.cli.failures import Code, Failure, system_failure
+from tierstore.model.errors import CorruptDataError, TierStoreError, TransferError
+from tierstore.model.groups import TensorSpec
+from tierstore.model.objects import StoredObject
+from tierstore.transfer.directory import (
+    LOCK,
+    MARKER,
+    OBJECTS,
+    TEMPORARY,
+    is_locked,
+    object_name,
+    read_marker,
+    read_object,
+)
+
+# The names that tierstore gives files. Whatever has another name is not ours: never opened, never
+# removed.
+_SHARD_NAME = re.compile(r"[0-9a-f]{2}")
+_OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_TEMPORARY_NAME = re.compile(r"(object|marker)-[0-9a-f]{16}")
+_SPILL_NAME = re.compile(r"\.spill-[0-9]+-[0-9a-f]{16}")
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_KINDS = (
+    (stat.S_ISREG, "file"),
+    (stat.S_ISDIR, "directory"),
+    (stat.S_ISLNK, "link"),
+    (stat.S_ISFIFO, "fifo"),
+    (stat.S_ISSOCK, "socket"),
+    (stat.S_ISBLK, "device"),
+    (stat.S_ISCHR, "device"),
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something in the directory. `name` is its path from there; `inode` tells it from a successor.
+
+    Only regular files count bytes.
+    """
+
+    name: str
+    kind: str
+    nbytes: int
+    modified: float
+    inode: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why an object cannot be used.
+
+    `damaged` is False if the file could not be read at all: it may be whole, so it is never pruned.
+    """
+
+    reason: str
+    damaged: bool
+    expected: str | None = None
+    found: str | None = None
+    tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """An object file and what its header says: `stored`, or else a `problem`."""
+
+    item: Item
+    key: str | None
+    stored: StoredObject | None
+    problem: Problem | None
+
+    @property
+    def state(self) -> str:
+        """In one word, whether the group can be used (as far as its header tells)."""
+        if self.problem is None:
+            return "ok"
+        return "damaged" if self.problem.damaged else "unreadable"
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Its tensors; none if the header cannot be believed."""
+        blocks = self.stored.packing.blocks if self.stored else ()
+        return tuple(tensor for block in blocks for tensor in block.views)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtypes of its tensors."""
+        return sorted({tensor.dtype for tensor in self.tensors})
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything in a store's directory. `locked_by` names the live process that uses it."""
+
+    directory: str
+    groups: tuple[Group, ...]
+    temporary: tuple[Item, ...]
+    stray: tuple[Item, ...]
+    locked_by: str | None
+    free: int
+
+    @property
+    def unusable(self) -> list[Group]:
+        """The objects that cannot be used."""
+        return [group for group in self.groups if group.problem is not None]
+
+    @property
+    def damaged(self) -> list[Group]:
+        """The objects that are known to be worth nothing."""
+        return [group for group in self.groups if group.state == "damaged"]
+
+
+def total(items: Iterable[Item]) -> int:
+    """The bytes of some files."""
+    return sum(item.nbytes for item in items)
+
+
+# Opening -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened_store(directory: str) -> Iterator[int]:
+    """A descriptor of a store's directory. Fails if there is none, or if it is no store."""
+    try:
+        descriptor = os.open(directory, _DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Failure(
+            f"{directory} is no directory",
+            "Give the directory that the store was opened with (its disk_dir).",
+            Code.USAGE,
+        ) from error
+    except OSError as error:
+        raise system_failure(error, f"opening {directory}") from error
+    try:
+        _check_marker(directory)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _check_marker(directory: str) -> None:
+    advice = "Give the directory that the store was opened with (its disk_dir)."
+    try:
+        marker = read_marker(directory)
+    except TierStoreError as error:
+        raise Failure(str(error), advice, Code.USAGE) from error
+    except PermissionError as error:
+        raise system_failure(error, f"reading {directory}/{MARKER}") from error
+    except OSError as error:  # a link or a directory has taken its place
+        raise Failure(f"{directory}/{MARKER} is no regular file", advice, Code.USAGE) from error
+    if marker is None:
+        raise Failure(f"{directory} is no store: it has no {MARKER}", advice, Code.USAGE)
+
+
+@contextmanager
+def opened_below(parent: int, name: str) -> Iterator[int | None]:
+    """A descriptor of a directory's directory; None if it is missing or is something else."""
+    descriptor = None
+    try:
+        descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY:
+            raise
+    try:
+        yield descriptor
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def look_at(parent: int, leaf: str, name: str) -> Item | None:
+    """What `leaf` in an open directory is, without opening it; None if there is no such name."""
+    try:
+        status = os.stat(leaf, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    kind = next((kind for test, kind in _KINDS if test(status.st_mode)), "device")
+    nbytes = status.st_size if kind == "file" else 0
+    return Item(name, kind, nbytes, status.st_mtime, status.st_ino)
+
+
+def _items(descriptor: int, prefix: str) -> Iterator[tuple[str, Item]]:
+    for leaf in sorted(os.listdir(descriptor)):
+        item = look_at(descriptor, leaf, prefix + leaf)
+        if item is not None:
+            yield leaf, item
+
+
+# Looking through it ------------------------------------------------------------------------------
+
+
+class _Finder:
+    """Walks through one directory and sorts what it finds."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.groups: list[Group] = []
+        self.temporary: list[Item] = []
+        self.stray: list[Item] = []
+
+    def walk(self, root: int) -> None:
+        for leaf, item in _items(root, ""):
+            if leaf == OBJECTS and item.kind == "directory":
+                self._walk_objects(root)
+            elif leaf == TEMPORARY and item.kind == "directory":
+                self._walk_temporary(root)
+            elif leaf not in (MARKER, LOCK) or item.kind != "file":
+                self._sort(item, _SPILL_NAME.fullmatch(leaf))
+
+    def _sort(self, item: Item, ours: re.Match[str] | None) -> None:
+        is_ours = ours is not None and item.kind == "file"
+        (self.temporary if is_ours else self.stray).append(item)
+
+    def _walk_temporary(self, root: int) -> None:
+        with opened_below(root, TEMPORARY) as descriptor:
+            if descriptor is not None:
+                for leaf, item in _items(descriptor, f"{TEMPORARY}/"):
+                    self._sort(item, _TEMPORARY_NAME.fullmatch(leaf))
+
+    def _walk_objects(self, root: int) -> None:
+        with opened_below(root, OBJECTS) as objects:
+            if objects is None:
+                return
+            for shard, item in _items(objects, f"{OBJECTS}/"):
+                if item.kind == "directory" and _SHARD_NAME.fullmatch(shard):
+                    self._walk_shard(objects, shard)
+                else:
+                    self.stray.append(item)
+
+    def _walk_shard(self, objects: int, shard: str) -> None:
+        with opened_below(objects, shard) as descriptor:
+            if descriptor is None:
+                return
+            for leaf, item in _items(descriptor, f"{OBJECTS}/{shard}/"):
+                if item.kind != "file" or not _OBJECT_NAME.fullmatch(leaf):
+                    self.stray.append(item)
+                    continue
+                group = _read_group(self._directory, descriptor, item)
+                if group is not None:
+                    self.groups.append(group)
+
+
+def survey(directory: str) -> Contents:
+    """Look through a store's directory."""
+    with opened_store(directory) as root:
+        finder = _Finder(directory)
+        try:
+            finder.walk(root)
+            room = os.fstatvfs(root)
+        except OSError as error:
+            raise system_failure(error, f"reading {directory}") from error
+        return Contents(
+            directory,
+            tuple(finder.groups),
+            tuple(finder.temporary),
+            tuple(finder.stray),
+            _owner(directory),
+            room.f_bavail * room.f_frsize,
+        )
+
+
+def _owner(directory: str) -> str | None:
+    try:
+        return is_locked(directory)
+    except OSError:  # some network file systems know no locks
+        return None
+
+
+def find_group(directory: str, key: str) -> Group | None:
+    """The group of a key, or what is left of it; None if no file has the name of that key."""
+    with opened_store(directory) as root:
+        try:
+            return find_group_below(directory, root, key)
+        except OSError as error:
+            raise system_failure(error, f"reading {directory}") from error
+
+
+def find_group_below(directory: str, root: int, key: str) -> Group | None:
+    """As `find_group`, in a directory that is open."""
+    shard, _, leaf = object_name(key).partition("/")
+    with opened_below(root, OBJECTS) as objects:
+        if objects is None:
+            return None
+        with opened_below(objects, shard) as descriptor:
+            if descriptor is None:
+                return None
+            item = look_at(descriptor, leaf, f"{OBJECTS}/{shard}/{leaf}")
+            if item is None or item.kind != "file":
+                return None
+            return _read_group(directory, descriptor, item)
+
+
+def _read_group(directory: str, shard: int, item: Item) -> Group | None:
+    path = os.path.join(directory, item.name)
+    try:
+        found = read_object(path, shard, os.path.basename(path))
+    except FileNotFoundError:
+        return None
+    if found.error is not None:
+        return Group(item, found.error.key, None, _problem(found.error, item))
+    if found.stored is not None and item.name != _path_of(found.stored.key):
+        misplaced = CorruptDataError(f"{path} lies in the wrong directory", key=found.stored.key)
+        return Group(item, found.stored.key, None, _problem(misplaced, item))
+    return Group(item, found.stored.key if found.stored else None, found.stored, None)
+
+
+def _path_of(key: str) -> str:
+    return f"{OBJECTS}/{object_name(key)}"
+
+
+def _problem(error: TransferError, item: Item) -> Problem:
+    damaged = isinstance(error, CorruptDataError)
+    expected, found = getattr(error, "expected", None), getattr(error, "found", None)
+    if damaged and expected is None and error.key and _path_of(error.key) != item.name:
+        expected, found = _path_of(error.key), item.name
+    return Problem(str(error), damaged, expected, found)

@@ -1,0 +1,88 @@
+"""What a caller holds while it uses a group's tensors."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from tierstore.model.errors import LeaseError
+from tierstore.model.tiers import Access
+
+if TYPE_CHECKING:
+    from tierstore.store import TierStore
+
+
+class Lease:
+    """A group on the fastest tier, held there until the lease is released.
+
+    `tensors` maps names to tensors on the store's device: views of the store's memory, valid until
+    `release` and not a moment longer. Change them only with `Access.UPDATE`. Use it as a context
+    manager, on the thread (or task) that acquired it:
+
+        with store.acquire("blocks.0") as lease:
+            y = torch.nn.functional.linear(x, lease.tensors["weight"])
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        key: str,
+        version: str,
+        access: Access,
+        owner: object,
+        tensors: dict[str, torch.Tensor],
+    ) -> None:
+        self.key = key
+        self.access = access
+        self._store = store
+        self._version = version
+        self._owner = owner
+        self._tensors: dict[str, torch.Tensor] | None = tensors
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name. Raises LeaseError after the release."""
+        if self._tensors is None:
+            raise LeaseError(
+                f"the lease of {self.key!r} is released: use its tensors before that, or take "
+                "copies with store.get()"
+            )
+        return self._tensors
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The only tensor of the group. Raises LeaseError if it has several."""
+        if len(self.tensors) != 1:
+            raise LeaseError(f"group {self.key!r} has {len(self.tensors)} tensors: use .tensors")
+        return next(iter(self.tensors.values()))
+
+    def release(self) -> None:
+        """Give the group back. A second call does nothing."""
+        if self._tensors is not None:
+            self._tensors = None
+            self._store._release(self._version, self.access, self._owner)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_tensors", None) is not None:
+            self._tensors = None
+            # Not released here: this may run inside the store's own code.
+            self._store._lost(self._version, self.access, self._owner)
+            warnings.warn(
+                f"a lease of {self.key!r} was lost without release(): use it in a with statement",
+                ResourceWarning,
+                stacklevel=2,
+            )

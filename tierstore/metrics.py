@@ -1,0 +1,54 @@
+"""Numbers about a store, as plain frozen data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a store has done so far. Sizes are in bytes; dicts go by the name of a tier.
+
+    `hits`, `late` and `misses` count acquires of groups that were on the fastest tier, on their
+    way, or had to be asked for; `stalled_seconds` is how long acquires waited in all.
+    `bytes_onloaded` and `bytes_offloaded` crossed the link to and from an accelerator.
+    `peak_bytes` is memory that really existed at once (and was page-locked, where an accelerator
+    wants that), staging included.
+    """
+
+    hits: int
+    late: int
+    misses: int
+    stalled_seconds: float
+    bytes_read: int
+    bytes_written: int
+    bytes_onloaded: int
+    bytes_offloaded: int
+    used_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+    budget_bytes: dict[str, int | None]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as a dict of plain values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class GroupSnapshot:
+    """One group: its size (`nbytes`, what a copy takes) and the tiers with a complete copy."""
+
+    key: str
+    nbytes: int
+    tiers: tuple[str, ...]
+    tensors: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is where at one moment."""
+
+    groups: tuple[GroupSnapshot, ...]
+    used_bytes: dict[str, int]
+    budget_bytes: dict[str, int | None]

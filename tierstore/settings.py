@@ -1,0 +1,79 @@
+"""From what a user writes to what the store works with: the device and the budgets."""
+
+from __future__ import annotations
+
+import shutil
+
+import psutil
+import torch
+
+from tierstore.model.sizes import PAGE, parse_size, usable_memory
+from tierstore.model.tiers import Tier
+
+Size = int | float | str
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device, with its index. None: the current accelerator, or else the CPU."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator if accelerator is not None else "cpu"
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type == "meta":
+        raise ValueError("the meta device holds no bytes: pass 'cpu' or an accelerator")
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.device(device.type, index)
+
+
+def resolve_budgets(
+    device: torch.device, ram: Size, on_device: Size | None, disk: Size | None, disk_dir: str
+) -> dict[Tier, int | None]:
+    """Bytes per tier. There is no DEVICE tier when the device is the CPU: host memory is it."""
+    budgets: dict[Tier, int | None] = {Tier.HOST: _whole_pages(ram_bytes(ram), "ram_budget")}
+    if device.type != "cpu":
+        budgets[Tier.DEVICE] = _whole_pages(_device_bytes(device, on_device), "device_budget")
+    elif on_device is not None:
+        raise ValueError(
+            "device_budget is for accelerators; on the CPU ram_budget covers everything: leave "
+            "device_budget out"
+        )
+    if disk is None:
+        budgets[Tier.DISK] = None
+    else:
+        usage = shutil.disk_usage(disk_dir)
+        budgets[Tier.DISK] = parse_size(disk, total=usage.total, auto=usage.free // 2)
+    return budgets
+
+
+def ram_bytes(ram: Size) -> int:
+    """`ram_budget` in bytes; `"auto"` is half of what is available now."""
+    usable = usable_memory()
+    available = min(usable, psutil.virtual_memory().available)
+    return parse_size(ram, total=usable, auto=available // 2)
+
+
+def _device_bytes(device: torch.device, budget: Size | None) -> int:
+    if isinstance(budget, int) and not isinstance(budget, bool):
+        return parse_size(budget)
+    free, total = device_memory(device)
+    # Half of what is free is left to activations.
+    return parse_size("auto" if budget is None else budget, total=total, auto=free // 2)
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of an accelerator. Raises ValueError if it cannot tell."""
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{device} does not tell how much memory it has: pass device_budget in bytes"
+        ) from error
+    return int(free), int(total)
+
+
+def _whole_pages(nbytes: int, name: str) -> int:
+    if nbytes < PAGE:
+        raise ValueError(f"{name} is {nbytes} bytes, less than one page: pass at least {PAGE}")
+    return nbytes // PAGE * PAGE

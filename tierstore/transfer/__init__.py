@@ -1,0 +1,1 @@
+"""MOVE: arenas, files, copies and the carrier that makes them. Decides nothing."""

@@ -1,0 +1,134 @@
+"""Between torch tensors and packed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tierstore.model.groups import Block, GroupSpec, TensorSpec, block_of
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(tensor: torch.Tensor, name: str) -> str:
+    """The safetensors name of a tensor's dtype. Raises TypeError if it has none."""
+    found = NAMES.get(tensor.dtype)
+    if found is None:
+        raise TypeError(
+            f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors files cannot hold: "
+            "convert it first"
+        )
+    return found
+
+
+def view_all(spec: GroupSpec, memory: torch.Tensor, offsets: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The tensors of a group as views of its packed bytes (uint8, 1-d)."""
+    return {t.name: view_one(t, memory, offsets[t.name]) for t in spec.tensors}
+
+
+def view_one(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor:
+    """One tensor as a view of `memory` from byte `offset` on."""
+    dtype = DTYPES[spec.dtype]
+    if spec.nbytes == 0:
+        return torch.empty(0, dtype=dtype, device=memory.device).as_strided(spec.shape, spec.stride)
+    flat = memory[offset : offset + spec.nbytes].view(dtype)
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+def clone_all(spec: GroupSpec, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies that share no memory with `views`, but among themselves where `views` do."""
+    blocks = blocks_of(views)
+    copies: dict[str, torch.Tensor] = {}
+    for block, source in blocks:
+        memory = source.clone()
+        for view in block.views:
+            copies[view.name] = view_one(view, memory, view.offset)
+    return {tensor.name: copies[tensor.name] for tensor in spec.tensors}
+
+
+def byte_view(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """`nbytes` bytes of a tensor's storage from byte `start` on, as uint8."""
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Tensor]]:
+    """Cut tensors into blocks of storage, those that overlap sharing one, with their bytes.
+
+    Raises TypeError for what is no plain strided tensor of a dtype that safetensors knows.
+    """
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
+    for name, tensor in plain.items():
+        start = tensor.storage_offset() * tensor.element_size()
+        spec = _spec(name, tensor, 0)
+        place = (tensor.device, tensor.untyped_storage().data_ptr())
+        spans.setdefault(place, []).append((start, start + spec.nbytes, name))
+    blocks = []
+    for found in spans.values():
+        for start, stop, names in _merge(found):
+            members = {name: plain[name] for name in names}
+            blocks.append((_block(members, start, stop), byte_view(members[names[0]], start, stop - start)))
+    return blocks
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor: pass tensors")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise TypeError(
+            f"tensor {name!r} ({tensor.layout}, {tensor.dtype}, on {tensor.device}) is no plain "
+            "strided tensor with data: convert it first"
+        )
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(
+            f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: store "
+            "those instead"
+        )
+    dtype_name(tensor, name)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _spec(name: str, tensor: torch.Tensor, block_start: int) -> TensorSpec:
+    offset = tensor.storage_offset() * tensor.element_size() - block_start
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return TensorSpec(name, dtype_name(tensor, name), shape, stride, max(offset, 0))
+
+
+def _merge(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]]:
+    merged: list[tuple[int, int, list[str]]] = []
+    for start, stop, name in sorted(spans):
+        if merged and start < merged[-1][1]:
+            first, last, names = merged[-1]
+            merged[-1] = (first, max(last, stop), [*names, name])
+        else:
+            merged.append((start, stop, [name]))
+    return merged
+
+
+def _block(members: Mapping[str, torch.Tensor], start: int, stop: int) -> Block:
+    return block_of([_spec(name, tensor, start) for name, tensor in members.items()], stop - start)
