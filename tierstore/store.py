@@ -363,8 +363,8 @@ class TierStore:
     def _begin(self, key: str, access: Access) -> _Request:
         with self._locked():
             request = _Request(key, _caller(), Access(access), since=time.monotonic())
+            state = self._planner.state_of(self._lookup(key))
             self._demand(request)
-            state = self._planner.state_of(request.version)
             count = {State.PRESENT: "hits", None: "misses"}.get(state, "late")
             self._counts[count] += 1
             return request
@@ -621,6 +621,11 @@ class TierStore:
                 self._closed = True
                 self._notify()
             self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def __enter__(self) -> TierStore:
         return self

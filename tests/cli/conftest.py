@@ -6,9 +6,10 @@ import hashlib
 import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from tierstore.model.sizes import PAGE, round_up
 from tierstore.transfer.directory import ObjectDirectory, object_name
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_COLOUR = {"NO_COLOR": "1"}
 
 
 def float_block(name: str, *shape: int) -> Block:
@@ -97,16 +97,13 @@ def locked(store: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Runs the command in this process."""
+    """Runs the command in this process, without a terminal."""
 
     runner: CliRunner
 
-    def __call__(self, *args: object, env: dict[str, str] | None = None, typed: str = "") -> Result:
+    def __call__(self, *args: object, **env: str) -> Result:
         words = [str(arg) for arg in args]
-        return self.runner.invoke(
-            inspector, words, prog_name="tierstore-inspect", env={**NO_COLOUR, **(env or {})},
-            input=typed,
-        )  # fmt: skip
+        return self.runner.invoke(inspector, words, env={"COLUMNS": None, **env})
 
     def json(self, *args: object, code: int = 0) -> Any:
         """The document that the command prints; the exit code must be `code`."""
@@ -122,35 +119,73 @@ def inspect() -> Inspect:
     return Inspect(CliRunner())
 
 
-@pytest.fixture
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to let the command believe that somebody can answer its questions."""
+def command(args: Sequence[object], before: str = "", after: str = "pass") -> list[str]:
+    """The command in a fresh interpreter, with code that runs before it and when it exits."""
+    code = (
+        f"import atexit, sys\n{before}\n"
+        f"atexit.register(lambda: exec({after!r}))\n"
+        "from tierstore.cli import main\nmain()\n"
+    )
+    return [sys.executable, "-c", code, *map(str, args)]
 
-    def pretend() -> None:
-        # CliRunner puts its own stdin in place, whose class says that it is no terminal.
-        from click.testing import _NamedTextIOWrapper
 
-        monkeypatch.setattr(_NamedTextIOWrapper, "isatty", lambda _: True, raising=False)
-
-    return pretend
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a fresh interpreter; what would change a table's look is left out."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
+    return {**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm", **more}
 
 
 def start(
-    args: Sequence[object], before: str = "", after: str = "", **options: Any
+    *args: object, before: str = "", after: str = "pass", **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a fresh interpreter, with code before it and code when it exits."""
-    code = (
-        f"import atexit, sys\n{before}\n"
-        f"def after():\n    {after or 'pass'}\n"
-        "atexit.register(after)\n"
-        "from tierstore.cli import main\nmain()\n"
-    )
+    """Run the command without a terminal."""
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
+        command(args, before, after),
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})},
-        **options,
+        env=environment(**more),
     )
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a terminal showed."""
+
+    exit_code: int
+    output: str
+
+
+def on_terminal(
+    *args: object, typed: str = "", interrupt: bool = False, before: str = "", **more: str
+) -> Shown:
+    """Run the command on a terminal of its own. Once it asks, type an answer or interrupt it."""
+    ours, its = os.openpty()
+    process = subprocess.Popen(
+        command(args, before), stdin=its, stdout=its, stderr=its, env=environment(**more)
+    )
+    os.close(its)
+    output = b""
+    asked = False
+    try:
+        while chunk := _read(ours):
+            output += chunk
+            if not asked and b"[y/N]" in output:
+                asked = True
+                os.write(ours, typed.encode())
+                if interrupt:
+                    process.send_signal(signal.SIGINT)
+        return Shown(process.wait(60), output.decode().replace("\r\n", "\n"))
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # the other end was closed
+        return b""

@@ -134,6 +134,17 @@ class LeavesTheForgotten(Planner):
             super()._tidy(group)
 
 
+class GivesUpItsSource(Planner):
+    """Evicts what is on its way up, between its two hops."""
+
+    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
+        promised, self._promised = self._promised, set()
+        try:
+            return super()._evictable(group, tier, rival)
+        finally:
+            self._promised = promised
+
+
 class DropsBeforeTheWaiterWakes(Planner):
     def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
         demands, self._demands = self._demands, {}
@@ -162,7 +173,7 @@ class NeverAsksAgain(Planner):
 
     def _settle(self) -> None:
         if self._in_flight or self._leases:
-            self._pursue_hopes()
+            self._pursue_hopes(begin=True)
         else:
             super()._settle()
 

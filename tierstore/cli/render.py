@@ -51,7 +51,12 @@ def draw(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for column, width in zip(columns, widths, strict=True):
-        table.add_column(Text(column.title), justify="right" if column.right else "left", no_wrap=True, min_width=width)
+        table.add_column(
+            Text(column.title),
+            justify="right" if column.right else "left",
+            no_wrap=True,
+            min_width=width,
+        )
     for row in cells:
         table.add_row(*(_cell(c, w, ellipsis) for c, w in zip(row, widths, strict=True)))
     console.print(table, soft_wrap=False)

@@ -231,8 +231,8 @@ class Planner:
 
     def _settle(self) -> None:
         """Pursue everything that is wanted, the most pressing first."""
-        if self._pursue_needs():  # else a hope would take the room that somebody waits for
-            self._pursue_hopes()
+        roomy = self._pursue_needs()
+        self._pursue_hopes(begin=roomy)  # a hope must not take the room that somebody waits for
         if self._abandon_orphans():
             self._pursue_needs()
         if not self._in_flight and not self._leases:
@@ -266,8 +266,10 @@ class Planner:
         self._start(group, fastest, above, urgent=rival is None)
         return True
 
-    def _pursue_hopes(self) -> None:
+    def _pursue_hopes(self, *, begin: bool) -> None:
         """Fetch what is needed next, as far ahead as two large groups, but no further.
+
+        Unless `begin`, only finish what has its room on the fastest tier already.
 
         A longer horizon would fetch sooner what could stay on disk for longer: a scan that does
         not fit would then be read whole on every pass.
@@ -276,7 +278,7 @@ class Planner:
         ahead = 0
         for name in self._schedule.upcoming(LOOKAHEAD):
             group = self._hope(name)
-            if group is None:
+            if group is None or not (begin or group.key in self._promised):
                 continue
             if ahead and ahead + group.nbytes > self._horizon():
                 return

@@ -1,0 +1,474 @@
+"""`ls`, `show`, `df` and `env`: what they say, and that they change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from tests.cli.conftest import (
+    Inspect,
+    flip,
+    float_block,
+    on_terminal,
+    path_of,
+    put,
+    start,
+    tree,
+)
+from tierstore.cli import machine
+from tierstore.model.groups import Block, TensorSpec
+from tierstore.transfer.directory import ObjectDirectory
+
+EVIL = "a \x1b[31mb\x07 [bold]c[/] [red] \u202e d"
+EVIL_AS_SHOWN = r"a \x1b[31mb\x07 [bold]c[/] [red] \u202e d"
+
+
+def add(store: Path, key: str, *blocks: Block) -> None:
+    directory = ObjectDirectory(store)
+    put(directory, key, *blocks)
+    directory.close()
+
+
+# ls ----------------------------------------------------------------------------------------------
+
+
+def test_ls_lists_each_group_with_its_size(store: Path, inspect: Inspect) -> None:
+    document = inspect.json("ls", store)
+    assert [group["key"] for group in document["groups"]] == ["a", "b", "layers/0"]
+    for group in document["groups"]:
+        status = path_of(store, group["key"]).stat()
+        assert group == {
+            "key": group["key"],
+            "path": str(path_of(store, group["key"])),
+            "nbytes": status.st_size,
+            "modified": status.st_mtime,
+            "tensors": 2,
+            "dtypes": ["F32"],
+            "state": "ok",
+            "problem": None,
+        }
+    assert document["nbytes"] == sum(group["nbytes"] for group in document["groups"])
+    assert document["group_count"] == 3
+    assert document["unusable_count"] == 0
+    assert document["locked_by"] is None
+    assert document["free"] > 0
+
+
+def test_ls_draws_a_table_and_a_summary(store: Path, inspect: Inspect) -> None:
+    result = inspect("ls", store)
+    assert result.exit_code == 0
+    title, *rows, summary = result.stdout.splitlines()
+    assert title.split() == ["KEY", "TENSORS", "DTYPES", "SIZE", "MODIFIED", "STATE"]
+    assert [row.split()[0] for row in rows] == ["a", "b", "layers/0"]
+    assert all(row.split()[-1] == "ok" for row in rows)
+    assert summary.startswith("3 groups, 60.0 KiB; ")
+    assert summary.endswith(" free")
+    assert not result.stderr
+
+
+def test_a_directory_alone_means_ls(store: Path, inspect: Inspect) -> None:
+    assert inspect(store).stdout == inspect("ls", store).stdout
+    assert inspect.json(store)["group_count"] == 3
+
+
+def test_ls_sorts_limits_and_filters(store: Path, inspect: Inspect) -> None:
+    add(store, "layers/10", float_block("weight", 8192))
+    add(store, "layers/9", float_block("weight", 4))
+    os.utime(path_of(store, "b"), (2e9, 2e9))
+
+    def keys(*options: object) -> list[str]:
+        return [group["key"] for group in inspect.json("ls", store, *options)["groups"]]
+
+    assert keys() == ["a", "b", "layers/0", "layers/9", "layers/10"]
+    assert keys("--sort", "size", "--limit", 1) == ["layers/10"]
+    assert keys("--sort", "modified", "--limit", 1) == ["b"]
+    assert keys("--prefix", "layers/") == ["layers/0", "layers/9", "layers/10"]
+    assert keys("--limit", 0) == []
+    assert "; 1 shown; " in inspect("ls", store, "--limit", 1).stdout
+
+
+def test_ls_of_an_empty_store(disk_dir: Path, inspect: Inspect) -> None:
+    ObjectDirectory(disk_dir).close()
+    assert inspect("ls", disk_dir).stdout.startswith("0 groups, 0 B; ")
+    assert inspect.json("ls", disk_dir)["groups"] == []
+
+
+def test_ls_says_who_uses_the_directory(locked: Path, inspect: Inspect) -> None:
+    document = inspect.json("ls", locked)
+    assert document["group_count"] == 3
+    assert document["locked_by"].startswith("process ")
+    assert f"in use by {document['locked_by']}" in inspect("ls", locked).stdout
+
+
+def test_ls_counts_what_holds_no_group(store: Path, inspect: Inspect) -> None:
+    (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(100))
+    (store / "tmp" / "marker-0123456789abcdef").write_bytes(bytes(10))
+    (store / ".spill-12-0123456789abcdef").write_bytes(bytes(1))
+    (store / "tmp" / "notes").write_bytes(bytes(20))
+    (store / "notes").write_bytes(bytes(30))
+    (store / "objects" / "readme").write_bytes(bytes(40))
+    document = inspect.json("ls", store)
+    assert sum(item["nbytes"] for item in document["temporary"]) == 111
+    assert sum(item["nbytes"] for item in document["stray"]) == 90
+    assert document["reclaimable"] == {
+        "nbytes": 201,
+        "damaged": 0,
+        "temporary": 111,
+        "stray": 90,
+    }
+    summary = inspect("ls", store).stdout.splitlines()[-1]
+    assert "3 temporary files (111 B); 3 stray files (90 B)" in summary
+
+
+def test_a_vanished_file_is_left_out(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierstore.cli import report
+
+    read = report.read_object
+
+    def removed_meanwhile(path: str, *rest: Any) -> Any:
+        if path == str(path_of(store, "b")):
+            os.unlink(path)
+        return read(path, *rest)
+
+    monkeypatch.setattr(report, "read_object", removed_meanwhile)
+    assert [group["key"] for group in inspect.json("ls", store)["groups"]] == ["a", "layers/0"]
+
+
+# Names that may hold anything --------------------------------------------------------------------
+
+
+def test_keys_can_neither_steer_the_terminal_nor_the_table(store: Path, inspect: Inspect) -> None:
+    add(store, EVIL, float_block(EVIL, 4))
+    flip(path_of(store, EVIL), 4096)
+    for args in (
+        ("ls", store),
+        ("show", store, EVIL),
+        ("show", store, EVIL + "?"),
+        ("verify", store, "--data"),
+        ("rm", store, EVIL + "?", "--dry-run"),
+    ):
+        result = inspect(*args)
+        assert EVIL_AS_SHOWN in result.output, args
+        assert not set(result.output) & {"\x1b", "\x07", "\u202e"}, args
+    assert inspect.json("ls", store)["groups"][1]["key"] == EVIL
+    assert "\x1b" not in inspect("ls", store, "--json").stdout
+
+
+def test_keys_are_escaped_on_a_terminal_too(store: Path) -> None:
+    add(store, EVIL)
+    shown = on_terminal("ls", store, COLUMNS="150")
+    assert shown.exit_code == 0
+    assert EVIL_AS_SHOWN in shown.output
+    assert "\x1b[31mb" not in shown.output
+
+
+def test_strange_file_names_are_escaped(store: Path, inspect: Inspect) -> None:
+    (store / os.fsdecode(b"\x1b[31m \xff")).touch()
+    assert inspect.json("ls", store)["stray"][0]["kind"] == "file"
+    assert "\x1b" not in inspect("ls", store).stdout
+
+
+def test_an_encoding_that_lacks_a_letter_is_no_failure(store: Path) -> None:
+    add(store, "größe 界")
+    run = start("ls", store, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0, run.stderr
+    assert r"gr\xf6\xdfe \u754c" in run.stdout
+
+
+def test_long_keys_are_shortened_in_the_middle(store: Path, inspect: Inspect) -> None:
+    key = "begin/" + "x" * 300 + "/界/end"
+    add(store, key)
+    lines = inspect("ls", store, COLUMNS="80").stdout.splitlines()
+    assert max(len(line) for line in lines[:-1]) <= 80
+    assert any("begin/" in line and "…" in line and "end" in line for line in lines)
+    assert key in inspect("ls", store).stdout, "another program gets whole keys"
+
+
+def test_a_narrow_terminal_loses_no_column(store: Path, inspect: Inspect) -> None:
+    assert inspect("ls", store, COLUMNS="20").stdout.splitlines()[0].split()[-1] == "STATE"
+
+
+def test_colours_can_be_turned_off(store: Path) -> None:
+    os.truncate(path_of(store, "a"), 5000)
+    red = "\x1b[1;31mdamaged"
+    assert red in on_terminal("ls", store, COLUMNS="100").output
+    plain = on_terminal("ls", store, COLUMNS="100", NO_COLOR="1").output
+    assert red not in plain
+    assert "damaged" in plain
+
+
+# show --------------------------------------------------------------------------------------------
+
+
+def test_show_tells_where_each_tensor_lies(store: Path, inspect: Inspect) -> None:
+    document = inspect.json("show", store, "a")
+    assert [tensor["name"] for tensor in document["tensors"]] == ["weight", "bias"]
+    raw = path_of(store, "a").read_bytes()
+    for tensor in document["tensors"]:
+        data = raw[tensor["offset"] :][: tensor["nbytes"]]
+        assert xxhash.xxh3_64_hexdigest(data) == tensor["xxh3"]
+        assert tensor["contiguous"]
+        assert tensor["tied"] is None
+    assert document["tensors"][0]["shape"] == [64, 64]
+    assert document["tensors"][0]["stride"] == [64, 1]
+    assert document["tensors"][0]["nbytes"] == 64 * 64 * 4
+
+
+def test_show_tells_of_strides_and_ties(store: Path, inspect: Inspect) -> None:
+    views = (
+        TensorSpec("whole", "F32", (16, 32), (32, 1), 0),
+        TensorSpec("turned", "F32", (32, 16), (1, 32), 0),
+    )
+    halves = (
+        TensorSpec("left", "F32", (8,), (1,), 0),
+        TensorSpec("right", "F32", (8,), (1,), 32),
+    )
+    add(
+        store,
+        "tied",
+        Block("whole", "F32", (16, 32), 2048, views),
+        Block("left", "F32", (16,), 64, halves),
+    )
+    rows = {tensor["name"]: tensor for tensor in inspect.json("show", store, "tied")["tensors"]}
+    assert rows["whole"]["tied"] == rows["turned"]["tied"] == 1
+    assert rows["left"]["tied"] is rows["right"]["tied"] is None
+    assert rows["right"]["offset"] == rows["left"]["offset"] + 32
+    assert not rows["turned"]["contiguous"]
+    lines = inspect("show", store, "tied").stdout.splitlines()
+    (turned,) = (line for line in lines if line.startswith("turned"))
+    assert "[32, 16]  [1, 32]  #1" in turned
+    (left,) = (line for line in lines if line.startswith("left"))
+    assert "#" not in left
+
+
+def test_show_of_an_unknown_key(store: Path, inspect: Inspect) -> None:
+    result = inspect("show", store, "c")
+    assert result.exit_code == 4
+    assert result.stderr.splitlines() == [
+        f"Error: {store} holds no group 'c'",
+        f"List the keys with: tierstore-inspect ls {store}",
+    ]
+    assert not result.stdout
+
+
+def test_show_of_a_damaged_group(store: Path, inspect: Inspect) -> None:
+    os.truncate(path_of(store, "a"), 5000)
+    result = inspect("show", store, "a")
+    assert result.exit_code == 3
+    assert result.stderr.startswith("Error: the group 'a' is damaged: ")
+
+
+@pytest.mark.parametrize("key", ["", "x" * 2000, "\udcff"])
+def test_what_cannot_be_a_key_is_wrong_usage(store: Path, inspect: Inspect, key: str) -> None:
+    assert inspect("show", store, key).exit_code == 2
+
+
+# df, env -----------------------------------------------------------------------------------------
+
+
+def test_df_tells_what_is_held_and_what_can_go(store: Path, inspect: Inspect) -> None:
+    size = path_of(store, "a").stat().st_size
+    before = inspect.json("df", store, store)["directories"]
+    assert before[0] == before[1]
+    assert before[0]["nbytes"] == 3 * size
+    assert before[0]["reclaimable"]["nbytes"] == 0
+    assert before[0]["file_system"]
+    os.truncate(path_of(store, "b"), size - 1)
+    (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(100))
+    (after,) = inspect.json("df", store)["directories"]
+    assert after["reclaimable"]["damaged"] == size - 1
+    assert after["reclaimable"]["nbytes"] == size - 1 + 100
+    title, row = inspect("df", store).stdout.splitlines()
+    assert title.split()[:4] == ["DIRECTORY", "GROUPS", "OBJECTS", "RECLAIMABLE"]
+    assert row.split()[:2] == [str(store), "3"]
+    assert row.split()[-1] == before[0]["file_system"]
+
+
+MOUNTS = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:50 / /data rw - xfs /dev/sdb rw
+31 22 0:51 / /data/with\040space rw shared:7 master:2 - btrfs /dev/sdc rw
+32 22 0:52 / /data/with\040space rw - fuse.sshfs host: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("directory", "kind"),
+    [
+        ("/data", "xfs"),
+        ("/data/store", "xfs"),
+        ("/database", "ext4"),
+        ("/data/with space/store", "fuse.sshfs"),
+        ("/", "ext4"),
+    ],
+)
+def test_the_file_system_is_that_of_the_closest_mount(
+    tmp_path: Path, directory: str, kind: str
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS)
+    assert machine.file_system_of(directory, str(mounts)) == kind
+    assert machine.file_system_of(directory, str(tmp_path / "missing")) is None
+
+
+def test_env_tells_of_the_machine(tmp_path: Path, inspect: Inspect) -> None:
+    from importlib.metadata import version
+
+    before = tree(tmp_path)
+    document = inspect.json("env", "--dir", tmp_path)
+    assert document["packages"]["torch"] == version("torch")
+    assert document["cores"] == len(os.sched_getaffinity(0))
+    assert document["usable_memory"] > 0
+    assert document["direct_reads"] == "no" or document["direct_reads"].startswith(("yes", "not"))
+    lines = inspect("env", "--dir", tmp_path).stdout.splitlines()
+    assert f"torch          {version('torch')}" in lines
+    assert tree(tmp_path) == before
+    assert inspect("env", "--dir", tmp_path / "missing").exit_code == 2
+
+
+def test_gpus_and_huge_pages_are_read_from_the_system(tmp_path: Path) -> None:
+    assert machine.gpus(tmp_path) == []
+    assert machine.gpu_driver(tmp_path) is None
+    assert machine.huge_pages(tmp_path) is None
+    driver = tmp_path / "proc/driver/nvidia"
+    (driver / "gpus/0000:01:00.0").mkdir(parents=True)
+    (driver / "gpus/0000:01:00.0/information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    (driver / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\nGCC 12.3.0\n"
+    )
+    setting = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    setting.mkdir(parents=True)
+    (setting / "enabled").write_text("always [madvise] never\n")
+    assert machine.gpus(tmp_path) == ["NVIDIA H200"]
+    assert machine.gpu_driver(tmp_path) == "570.86.15"
+    assert machine.huge_pages(tmp_path) == "madvise"
+
+
+# Wrong usage, and what looking must not do -------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "df"])
+def test_what_is_no_store_is_wrong_usage(tmp_path: Path, inspect: Inspect, command: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "STORE.json").write_text('{"format": 2}')
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "STORE.json").symlink_to("/etc/passwd")
+    for name in ("missing", "file", ".", "newer", "planted"):
+        result = inspect(command, tmp_path / name)
+        assert result.exit_code == 2, name
+        assert result.stderr.startswith("Error: "), name
+        assert len(result.stderr.splitlines()) == 2, name
+        assert not result.stdout, name
+
+
+@pytest.mark.parametrize(
+    "args", [["nothing"], ["ls"], ["ls", "a", "b"], ["ls", ".", "--sort", "x"], ["--wrong"]]
+)
+def test_wrong_words_are_wrong_usage(inspect: Inspect, args: list[str]) -> None:
+    result = inspect(*args)
+    assert result.exit_code == 2
+    assert "Error: " in result.stderr
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "df", "verify", "prune", "rm", "env"])
+def test_help_gives_examples(inspect: Inspect, command: str) -> None:
+    result = inspect(command, "--help")
+    assert result.exit_code == 0
+    assert f"Examples:\n    tierstore-inspect {command}" in result.stdout
+    assert "--json" in result.stdout
+    assert command in inspect("--help").stdout
+
+
+LOOKING: list[tuple[str, ...]] = [
+    ("ls", "DIR"),
+    ("ls", "DIR", "--json"),
+    ("show", "DIR", "a"),
+    ("df", "DIR"),
+    ("verify", "DIR", "--data"),
+    ("prune", "DIR", "--damaged", "--dry-run"),
+    ("rm", "DIR", "a", "--dry-run"),
+    ("env", "--dir", "DIR"),
+]
+
+
+def test_looking_changes_nothing(store: Path, inspect: Inspect) -> None:
+    (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(100))
+    for path in sorted(store.rglob("*"), reverse=True):
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    store.chmod(0o500)
+    before = tree(store)
+    for args in LOOKING:
+        result = inspect(*(store if arg == "DIR" else arg for arg in args))
+        assert result.exit_code == 0, result.output
+        assert tree(store) == before, args
+    for path in [store, *store.rglob("*")]:
+        path.chmod(0o700)
+    before = tree(store)
+    assert inspect("prune", store, "-y").exit_code == 0
+    assert tree(store) != before, "a change would have been noticed"
+
+
+def plant_link(at: Path, valid: Path) -> None:
+    at.symlink_to(valid)
+
+
+def plant_fifo(at: Path, _: Path) -> None:
+    os.mkfifo(at)
+
+
+def plant_directory(at: Path, valid: Path) -> None:
+    at.mkdir()
+    shutil.copy(valid, at / valid.name)
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_fifo, plant_directory])
+def test_what_is_planted_at_an_objects_name_is_stray(
+    store: Path, tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    place = path_of(store, "a")
+    valid = tmp_path / place.name
+    shutil.move(place, valid)
+    plant(place, valid)
+    run = start("ls", store, "--json")
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout)
+    assert [group["key"] for group in document["groups"]] == ["b", "layers/0"]
+    assert [item["path"] for item in document["stray"]] == [str(place)]
+    assert start("show", store, "a").returncode == 4
+    assert start("verify", store, "--data").returncode == 0
+    shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
+    shutil.copy(valid, place)
+    assert len(json.loads(start("ls", store, "--json").stdout)["groups"]) == 3
+
+
+@pytest.mark.parametrize("name", ["objects", "shard"])
+def test_linked_directories_are_not_followed(
+    store: Path, tmp_path: Path, inspect: Inspect, name: str
+) -> None:
+    place = store / "objects" if name == "objects" else path_of(store, "a").parent
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(place, elsewhere)
+    place.symlink_to(elsewhere)
+    document = inspect.json("ls", store)
+    assert "a" not in [group["key"] for group in document["groups"]]
+    assert [(item["path"], item["kind"]) for item in document["stray"]] == [(str(place), "link")]
+    assert inspect("show", store, "a").exit_code == 4
+    place.unlink()
+    shutil.move(elsewhere, place)
+    assert len(inspect.json("ls", store)["groups"]) == 3
+
+
+def test_a_link_to_the_directory_itself_is_the_users_own(
+    store: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    (tmp_path / "short").symlink_to(store)
+    assert inspect.json("ls", tmp_path / "short")["group_count"] == 3

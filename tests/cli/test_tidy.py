@@ -1,0 +1,307 @@
+"""`prune` and `rm` remove what they should, ask first, and never touch anything else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Inspect, flip, on_terminal, path_of, put, tree
+from tierstore.cli import report
+from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.transfer.directory import FoundObject, ObjectDirectory
+
+LEFTOVER = "object-0123456789abcdef"
+
+
+@pytest.fixture
+def leftover(store: Path) -> Path:
+    """A file that a killed store left behind."""
+    path = store / "tmp" / LEFTOVER
+    path.write_bytes(bytes(1000))
+    return path
+
+
+def keys(inspect: Inspect, store: Path) -> list[str]:
+    return [group["key"] for group in inspect.json("ls", store)["groups"]]
+
+
+# prune -------------------------------------------------------------------------------------------
+
+
+def test_prune_removes_leftovers(store: Path, leftover: Path, inspect: Inspect) -> None:
+    (store / ".spill-12-0123456789abcdef").write_bytes(bytes(24))
+    document = inspect.json("prune", store, "-y")
+    assert not document["dry_run"]
+    assert document["nbytes"] == 1024
+    assert not leftover.exists()
+    assert keys(inspect, store) == ["a", "b", "layers/0"]
+    assert inspect.json("ls", store)["temporary"] == []
+    assert inspect.json("prune", store, "-y")["removed"] == []
+
+
+def test_prune_tells_what_it_would_remove(store: Path, leftover: Path, inspect: Inspect) -> None:
+    before = tree(store)
+    result = inspect("prune", store, "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout == f"{leftover}\n"
+    assert result.stderr == "1 file (1000 B) would be removed.\n"
+    assert tree(store) == before
+    assert inspect("prune", store, "-y").stdout == result.stdout
+    assert not leftover.exists()
+
+
+def test_damaged_objects_go_only_when_asked_for(store: Path, inspect: Inspect) -> None:
+    path = path_of(store, "b")
+    flip(path, 50)
+    assert inspect("prune", store, "-y").exit_code == 0
+    assert path.exists()
+    document = inspect.json("prune", store, "--damaged", "-y")
+    assert [item["path"] for item in document["removed"]] == [str(path)]
+    assert not path.exists()
+    assert keys(inspect, store) == ["a", "layers/0"]
+
+
+@pytest.mark.parametrize(
+    ("error", "goes"), [(TransferError("no permission"), False), (CorruptDataError("rot"), True)]
+)
+def test_what_could_not_be_read_is_never_pruned(
+    store: Path,
+    inspect: Inspect,
+    monkeypatch: pytest.MonkeyPatch,
+    error: TransferError,
+    goes: bool,
+) -> None:
+    def fail(path: str, *_: Any) -> FoundObject:
+        return FoundObject(path, 1, 1.0, None, error)
+
+    monkeypatch.setattr(report, "read_object", fail)
+    assert inspect("verify", store).exit_code == 3
+    assert inspect("prune", store, "--damaged", "-y").exit_code == 0
+    assert path_of(store, "a").exists() is not goes
+
+
+def test_prune_leaves_alone_what_is_not_the_stores_own(
+    store: Path, leftover: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (store / "tmp" / "notes.txt").write_text("mine")
+    (store / "tmp" / "object-fedcba9876543210").symlink_to(victim)
+    (store / "tmp" / "object-aaaaaaaaaaaaaaaa").mkdir()
+    os.mkfifo(store / "tmp" / "object-bbbbbbbbbbbbbbbb")
+    (store / "checkpoint.safetensors").write_text("mine")
+    (store / "objects" / "notes").write_text("mine")
+    os.mkfifo(path_of(store, "a").with_name("c" * 32 + ".safetensors"))
+    before = tree(tmp_path)
+    document = inspect.json("prune", store, "--damaged", "-y")
+    assert [item["path"] for item in document["removed"]] == [str(leftover)]
+    after = tree(tmp_path)
+    assert set(before) - set(after) == {str(leftover.relative_to(tmp_path))}
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("linked", ["tmp", "objects"])
+def test_prune_does_not_follow_links_out_of_the_directory(
+    store: Path, leftover: Path, tmp_path: Path, inspect: Inspect, linked: str
+) -> None:
+    flip(path_of(store, "b"), 50)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(store / linked, elsewhere)
+    (store / linked).symlink_to(elsewhere)
+    before = tree(elsewhere)
+    assert inspect("prune", store, "--damaged", "-y").exit_code == 0
+    assert inspect("rm", store, "a", "-y").exit_code == (4 if linked == "objects" else 0)
+    assert tree(elsewhere) == before
+    (store / linked).unlink()
+    shutil.move(elsewhere, store / linked)
+    assert inspect("prune", store, "--damaged", "-y").exit_code == 0
+    assert not leftover.exists()
+    assert not path_of(store, "b").exists()
+
+
+def test_a_file_that_was_exchanged_meanwhile_stays(
+    store: Path, leftover: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierstore.cli import tidy
+
+    def exchanged(directory: str) -> report.Contents:
+        contents = report.survey(directory)
+        leftover.rename(leftover.with_name("kept"))
+        leftover.write_text("another")
+        return contents
+
+    monkeypatch.setattr(tidy, "survey", exchanged)
+    assert inspect.json("prune", store, "-y")["removed"] == []
+    assert leftover.read_text() == "another"
+    monkeypatch.undo()
+    assert len(inspect.json("prune", store, "-y")["removed"]) == 1
+
+
+def test_a_lock_file_with_another_name_elsewhere_is_not_written(
+    store: Path, leftover: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (store / "LOCK").unlink()
+    os.link(victim, store / "LOCK")
+    result = inspect("prune", store, "-y")
+    assert result.exit_code == 1
+    assert "LOCK" in result.stderr
+    assert victim.read_text() == "precious"
+    assert leftover.exists()
+    (store / "LOCK").unlink()
+    (store / "LOCK").symlink_to(victim)
+    assert inspect("prune", store, "-y").exit_code == 1
+    assert victim.read_text() == "precious"
+    (store / "LOCK").unlink()
+    assert inspect("prune", store, "-y").exit_code == 0
+    assert not leftover.exists()
+
+
+# rm ----------------------------------------------------------------------------------------------
+
+
+def test_rm_removes_groups(store: Path, leftover: Path, inspect: Inspect) -> None:
+    document = inspect.json("rm", store, "b", "layers/0", "b", "-y")
+    assert [item["path"] for item in document["removed"]] == [
+        str(path_of(store, "b")),
+        str(path_of(store, "layers/0")),
+    ]
+    assert keys(inspect, store) == ["a"]
+    assert leftover.exists(), "rm removes nothing else"
+
+
+def test_rm_removes_a_damaged_group_by_its_key(store: Path, inspect: Inspect) -> None:
+    os.truncate(path_of(store, "b"), 0)
+    assert inspect("show", store, "b").exit_code == 3
+    assert inspect("rm", store, "b", "-y").exit_code == 0
+    assert not path_of(store, "b").exists()
+    assert inspect("verify", store).exit_code == 0
+
+
+@pytest.mark.parametrize("how", ["-y", "--dry-run"])
+def test_rm_of_an_unknown_key_removes_nothing(store: Path, inspect: Inspect, how: str) -> None:
+    result = inspect("rm", store, "a", "c", how)
+    assert result.exit_code == 4
+    assert "'c'" in result.stderr
+    assert "'a'" not in result.stderr
+    assert keys(inspect, store) == ["a", "b", "layers/0"]
+
+
+def test_rm_tells_what_it_would_remove(store: Path, inspect: Inspect) -> None:
+    before = tree(store)
+    document = inspect.json("rm", store, "a", "--dry-run")
+    assert document["dry_run"]
+    assert [item["path"] for item in document["removed"]] == [str(path_of(store, "a"))]
+    assert tree(store) == before
+
+
+def test_rm_does_not_remove_a_link(store: Path, tmp_path: Path, inspect: Inspect) -> None:
+    victim = tmp_path / "victim"
+    shutil.move(path_of(store, "a"), victim)
+    path_of(store, "a").symlink_to(victim)
+    before = tree(tmp_path)
+    assert inspect("rm", store, "a", "-y").exit_code == 4
+    after = tree(tmp_path)
+    del before["store/LOCK"], after["store/LOCK"]  # it names the last process that held it
+    assert after == before
+    path_of(store, "a").unlink()
+    shutil.move(victim, path_of(store, "a"))
+    assert inspect("rm", store, "a", "-y").exit_code == 0
+
+
+def test_a_store_opens_after_removal(store: Path, leftover: Path, inspect: Inspect) -> None:
+    assert inspect("prune", store, "-y").exit_code == 0
+    assert inspect("rm", store, "a", "-y").exit_code == 0
+    directory = ObjectDirectory(store)
+    assert sorted(stored.key for stored in directory.objects()) == ["b", "layers/0"]
+    put(directory, "a")
+    directory.close()
+    assert inspect("verify", store, "--data").exit_code == 0
+
+
+# Asking ------------------------------------------------------------------------------------------
+
+REMOVALS = [("prune", "DIR"), ("rm", "DIR", "a")]
+
+
+def arguments(words: tuple[str, ...], store: Path) -> list[object]:
+    return [store if word == "DIR" else word for word in words]
+
+
+def target(words: tuple[str, ...], store: Path) -> Path:
+    return store / "tmp" / LEFTOVER if words[0] == "prune" else path_of(store, "a")
+
+
+@pytest.mark.parametrize("words", REMOVALS)
+def test_nobody_to_ask_is_wrong_usage(
+    store: Path, leftover: Path, inspect: Inspect, words: tuple[str, ...]
+) -> None:
+    before = tree(store)
+    result = inspect(*arguments(words, store))
+    assert result.exit_code == 2
+    assert "-y" in result.stderr
+    assert tree(store) == before
+    assert inspect(*arguments(words, store), "-y").exit_code == 0
+    assert not target(words, store).exists()
+
+
+@pytest.mark.parametrize("words", REMOVALS)
+@pytest.mark.parametrize(("answer", "goes"), [("y\n", True), ("n\n", False), ("\n", False)])
+def test_a_person_is_asked(
+    store: Path, leftover: Path, words: tuple[str, ...], answer: str, goes: bool
+) -> None:
+    shown = on_terminal(*arguments(words, store), typed=answer)
+    assert shown.exit_code == 0
+    assert "Remove 1 file (" in shown.output
+    assert target(words, store).name in shown.output
+    assert ("Nothing was removed." in shown.output) is not goes
+    assert target(words, store).exists() is not goes
+
+
+def test_an_interrupt_ends_it_quietly(store: Path, leftover: Path) -> None:
+    shown = on_terminal("prune", store, interrupt=True)
+    assert shown.exit_code == 130
+    assert "Traceback" not in shown.output
+    assert leftover.exists()
+
+
+# The lock ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", REMOVALS)
+def test_a_directory_in_use_is_left_alone(
+    locked: Path, inspect: Inspect, words: tuple[str, ...]
+) -> None:
+    leftover = locked / "tmp" / LEFTOVER  # may be what the live store is writing
+    leftover.touch()
+    before = tree(locked)
+    result = inspect(*arguments(words, locked), "-y")
+    assert result.exit_code == 11
+    assert result.stderr.startswith(f"Error: {locked} is in use by process ")
+    assert tree(locked) == before
+    assert inspect(*arguments(words, locked), "--dry-run").exit_code == 0
+    assert tree(locked) == before
+
+
+def test_the_lock_is_held_while_removing(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tierstore.cli import tidy
+
+    seen: list[report.Contents] = []
+
+    def look(directory: str) -> report.Contents:
+        seen.append(report.survey(directory))
+        return seen[-1]
+
+    monkeypatch.setattr(tidy, "survey", look)
+    assert inspect("prune", store, "-y").exit_code == 0
+    assert inspect("prune", store, "--dry-run").exit_code == 0
+    owners = [contents.locked_by or "" for contents in seen]
+    assert owners[0].startswith(f"process {os.getpid()} on ")
+    assert owners[1] == ""

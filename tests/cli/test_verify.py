@@ -1,0 +1,272 @@
+"""`verify` finds every kind of damage, and no other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Inspect, flip, float_block, on_terminal, path_of, put, start
+from tierstore.cli import checking
+from tierstore.cli.report import survey
+from tierstore.model.header import LENGTH_BYTES
+from tierstore.transfer.directory import ObjectDirectory, object_name
+from tierstore.transfer.disk import DataFile
+
+
+def test_a_whole_store_passes(store: Path, inspect: Inspect) -> None:
+    for options in ([], ["--data"]):
+        result = inspect("verify", store, *options)
+        assert result.exit_code == 0
+        assert result.stdout == "3 groups: no damage found\n"
+    document = inspect.json("verify", store, "--data")
+    assert document["problems"] == []
+    assert document["nbytes_read"] == 3 * (64 * 64 * 4 + 3 * 4)
+    assert inspect.json("verify", store)["nbytes_read"] == 0
+
+
+def data_of(path: Path) -> int:
+    return LENGTH_BYTES + int.from_bytes(path.read_bytes()[:LENGTH_BYTES], "little")
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_a_flipped_bit_in_the_data_is_found_by_reading_it(
+    store: Path, inspect: Inspect, where: str
+) -> None:
+    path = path_of(store, "b")
+    last = path.stat().st_size - 1
+    offset = {"first": data_of(path), "middle": data_of(path) + 5000, "last": last}[where]
+    flip(path, offset)
+    assert inspect("verify", store).exit_code == 0, "headers and sizes are intact"
+    result = inspect("verify", store, "--data")
+    assert result.exit_code == 3
+    (problem,) = inspect.json("verify", store, "--data", code=3)["problems"]
+    shown = inspect.json("show", store, "b")["tensors"]
+    tensor = "bias" if where == "last" else "weight"
+    (expected,) = (row["xxh3"] for row in shown if row["name"] == tensor)
+    assert problem["key"] == "b"
+    assert problem["path"] == str(path)
+    assert problem["tensor"] == tensor
+    assert problem["expected"] == expected
+    assert problem["found"] != expected
+    for value in ("damaged: b", str(path), tensor, expected, problem["found"]):
+        assert value in result.stdout
+    assert result.stdout.endswith("3 groups: 1 damaged\n")
+
+
+def test_every_damaged_tensor_is_listed(store: Path, inspect: Inspect) -> None:
+    for key in ("a", "b"):
+        path = path_of(store, key)
+        flip(path, data_of(path))
+        flip(path, path.stat().st_size - 1)
+    document = inspect.json("verify", store, "--data", code=3)
+    found = [(problem["key"], problem["tensor"]) for problem in document["problems"]]
+    assert sorted(found) == [("a", "bias"), ("a", "weight"), ("b", "bias"), ("b", "weight")]
+    assert inspect("verify", store, "--data").stdout.endswith("3 groups: 2 damaged\n")
+
+
+def test_a_flipped_bit_anywhere_in_the_header_is_found(store: Path) -> None:
+    path = path_of(store, "b")
+    assert not survey(str(store)).damaged
+    for offset in range(0, data_of(path), 13):
+        flip(path, offset)
+        assert [group.item.name for group in survey(str(store)).damaged] == [
+            f"objects/{object_name('b')}"
+        ], offset
+        flip(path, offset)
+    assert not survey(str(store)).damaged
+
+
+def truncate(path: Path, _: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def extend(path: Path, _: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
+def empty(path: Path, _: Path) -> None:
+    os.truncate(path, 0)
+
+
+def cut_header(path: Path, _: Path) -> None:
+    os.truncate(path, 100)
+
+
+def flip_header(path: Path, _: Path) -> None:
+    flip(path, 50)
+
+
+def replace_by_another(path: Path, other: Path) -> None:
+    shutil.copy(other, path)
+
+
+DAMAGES = [truncate, extend, empty, cut_header, flip_header, replace_by_another]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_structural_damage_is_found_at_once(
+    store: Path, inspect: Inspect, damage: Callable[[Path, Path], None]
+) -> None:
+    assert inspect("verify", store).exit_code == 0
+    path = path_of(store, "b")
+    damage(path, path_of(store, "a"))
+    for options in ([], ["--data"]):
+        (problem,) = inspect.json("verify", store, *options, code=3)["problems"]
+        assert problem["path"] == str(path)
+        assert problem["reason"]
+    result = inspect("verify", store)
+    assert result.exit_code == 3
+    assert str(path) in result.stdout
+    listing = inspect.json("ls", store)
+    assert listing["unusable_count"] == 1
+    assert sorted(group["state"] for group in listing["groups"]) == ["damaged", "ok", "ok"]
+    assert "1 damaged" in inspect("ls", store).stdout
+
+
+def test_a_flipped_header_tells_both_checksums(store: Path, inspect: Inspect) -> None:
+    raw = path_of(store, "b").read_bytes()
+    flip(path_of(store, "b"), raw.index(b'"weight"') - 2)
+    padding = raw.index(b"  ") + 10
+    shutil.copy(path_of(store, "a"), path_of(store, "b"))
+    (problem,) = inspect.json("verify", store, code=3)["problems"]
+    assert problem["expected"] == f"objects/{object_name('a')}"
+    assert problem["found"] == f"objects/{object_name('b')}"
+    path_of(store, "b").write_bytes(raw)
+    flip(path_of(store, "b"), padding)
+    assert inspect("verify", store).exit_code == 3
+
+
+def test_a_renamed_file_is_damage(store: Path, inspect: Inspect) -> None:
+    shutil.move(path_of(store, "b"), path_of(store, "b").with_name("b" * 32 + ".safetensors"))
+    (problem,) = inspect.json("verify", store, code=3)["problems"]
+    assert problem["key"] == "b"
+    assert problem["expected"] == f"objects/{object_name('b')}"
+    assert problem["found"].endswith(f"{'b' * 32}.safetensors")
+
+
+def test_a_file_in_the_wrong_directory_is_damage(store: Path, inspect: Inspect) -> None:
+    path = path_of(store, "b")
+    other = path.parent.with_name("00" if path.parent.name != "00" else "01")
+    other.mkdir(exist_ok=True)
+    shutil.move(path, other / path.name)
+    (problem,) = inspect.json("verify", store, code=3)["problems"]
+    assert problem["key"] == "b"
+    assert problem["expected"] == f"objects/{object_name('b')}"
+
+
+# Meanwhile ---------------------------------------------------------------------------------------
+
+
+class Meanwhile(DataFile):
+    """Does something just before a file is opened for reading."""
+
+    def __init__(self, path: str, *, follow_links: bool) -> None:
+        happens.pop()() if happens else None
+        super().__init__(path, follow_links=follow_links)
+
+
+happens: list[Callable[[], None]] = []
+
+
+def test_a_group_that_is_replaced_meanwhile_is_looked_at_again(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "DataFile", Meanwhile)
+
+    def replace() -> None:
+        for key in ("a", "b", "layers/0"):
+            directory = ObjectDirectory(store)
+            put(directory, key, float_block("weight", 90, 50), float_block("bias", 5))
+            directory.close()
+
+    happens.append(replace)
+    assert inspect.json("verify", store, "--data")["problems"] == []
+    assert not happens
+    # Without looking again, the new bytes are taken for damaged old ones.
+    stale = {group.key: group for group in survey(str(store)).groups}
+    monkeypatch.setattr(checking, "find_group", lambda _, key: stale[key])
+    happens.append(lambda: put_back(store))
+    assert inspect("verify", store, "--data").exit_code == 3
+
+
+def put_back(store: Path) -> None:
+    directory = ObjectDirectory(store)
+    for key in ("a", "b", "layers/0"):
+        put(directory, key)
+    directory.close()
+
+
+def test_a_group_that_is_removed_meanwhile_is_no_damage(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "DataFile", Meanwhile)
+    happens.append(lambda: [path_of(store, k).unlink() for k in ("a", "b")] and None)
+    assert inspect.json("verify", store, "--data")["problems"] == []
+    assert not happens
+
+
+def test_an_error_of_the_disk_is_reported_but_is_no_damage(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checking.DataFile, "read_at_least", fail)
+    problems = inspect.json("verify", store, "--data", code=3)["problems"]
+    assert [problem["state"] for problem in problems] == ["unreadable"] * 3
+    assert all("Input/output error" in problem["reason"] for problem in problems)
+
+
+# How it reads ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def large(disk_dir: Path) -> Path:
+    """A store with a group of 40 MiB and a few odd bytes."""
+    directory = ObjectDirectory(disk_dir)
+    put(directory, "large", float_block("a", 10 << 20), float_block("b", 7), float_block("c", 9))
+    directory.close()
+    return disk_dir
+
+
+def test_blocks_that_span_several_reads_are_checked(large: Path, inspect: Inspect) -> None:
+    assert inspect("verify", large, "--data").exit_code == 0
+    path = path_of(large, "large")
+    for offset in (data_of(path) + (8 << 20), data_of(path) + (40 << 20) - 1):
+        flip(path, offset)
+        (problem,) = inspect.json("verify", large, "--data", code=3)["problems"]
+        assert problem["tensor"] == "a"
+        flip(path, offset)
+
+
+def test_memory_is_bounded(large: Path) -> None:
+    tell = (
+        "print([line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line][0],"
+        "file=sys.stderr)"
+    )
+
+    def peak(*options: str, before: str = "") -> int:
+        run = start("verify", large, "--json", *options, before=before, after=tell)
+        assert run.returncode == 0, run.stderr
+        return int(run.stderr) << 10
+
+    usual = peak()
+    assert peak("--data") - usual < 16 << 20
+    whole = "import tierstore.transfer.disk as disk; disk.CHUNK = 64 << 20"
+    assert peak("--data", before=whole) - usual > 16 << 20
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(large: Path) -> None:
+    shown = on_terminal("verify", large, "--data", COLUMNS="100")
+    assert shown.exit_code == 0
+    assert "Reading" in shown.output
+    assert "40.0 MiB" in shown.output
+    run = start("verify", large, "--data")
+    assert run.returncode == 0
+    assert "Reading" not in run.stdout + run.stderr
+    assert run.stderr.startswith("Read 40.0 MiB in ")

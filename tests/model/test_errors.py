@@ -1,0 +1,106 @@
+"""Errors: a sentence that names key and numbers, and ends with what to do."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from tierstore.model import errors
+from tierstore.model.errors import (
+    BudgetError,
+    CorruptDataError,
+    DuplicateKeyError,
+    InvalidHeaderError,
+    TierStoreError,
+    TransferError,
+    UnknownKeyError,
+)
+from tierstore.model.header import Header, header_length, parse_header
+from tierstore.model.objects import decode_object
+
+# The last clause of a message tells the reader what to do.
+ADVICE = re.compile(
+    r"(;|:|,)[^;:]*\b(discard|raise|put|register|use|download|save|list|pass|write|remove|move|check|retry|start)\b[^;:]*$"
+)
+
+
+def raised_by(act: object, *args: object) -> TierStoreError:
+    with pytest.raises(TierStoreError) as caught:
+        act(*args)  # type: ignore[operator]
+    return caught.value
+
+
+MESSAGES = {
+    "unknown": (UnknownKeyError("blocks.7"), ["'blocks.7'"]),
+    "duplicate": (DuplicateKeyError("blocks.7"), ["'blocks.7'"]),
+    "budget": (
+        BudgetError("blocks.7", "HOST", 12345678, 1000, "raise ram_budget to at least 12,345,678"),
+        ["'blocks.7'", "12,345,678 bytes", "HOST", "1,000 bytes"],
+    ),
+    "too short": (raised_by(header_length, b"abc", 3, "m.st"), ["m.st", "3 bytes"]),
+    "length": (raised_by(header_length, b"\xff" * 8, 99, "m.st"), ["m.st", "99 bytes", str(2**64 - 1)]),
+    "malformed": (raised_by(parse_header, b"[]", 10, "m.st"), ["m.st", "begin with '{'"]),
+    "foreign": (
+        raised_by(decode_object, Header((), {"tierstore.format": "9"}, 10, ""), "m.st"),
+        ["m.st", "format 1", "'9'"],
+    ),
+    "damaged": (
+        raised_by(
+            decode_object,
+            Header(
+                (),
+                {"tierstore.format": "1", "tierstore.key": "k", "tierstore.views": "["},
+                10,
+                "",
+            ),
+            "m.st",
+        ),
+        ["m.st", "'k'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_names_what_it_is_about_and_ends_with_advice(name: str) -> None:
+    error, parts = MESSAGES[name]
+    message = str(error)
+    assert all(part in message for part in parts), message
+    assert ADVICE.search(message), message
+
+
+def test_the_pattern_for_advice_can_fail() -> None:
+    assert not ADVICE.search("group 'a' is 12 bytes too large")
+    assert not ADVICE.search("pass an int: it was 12 bytes too large")
+
+
+def test_a_budget_error_carries_its_numbers() -> None:
+    error = BudgetError("k", "HOST", 5, 3, "raise it")
+    assert (error.key, error.tier, error.nbytes, error.budget) == ("k", "HOST", 5, 3)
+
+
+def test_corrupt_data_says_what_was_expected_and_found() -> None:
+    error = CorruptDataError("m", key="k", path="p", expected="1", found="2")
+    assert (error.key, error.path, error.expected, error.found) == ("k", "p", "1", "2")
+
+
+def test_an_unknown_key_is_a_key_error_with_a_readable_message() -> None:
+    error = UnknownKeyError("k")
+    assert isinstance(error, KeyError)
+    assert error.key == "k"
+    assert not str(error).startswith("'"), "KeyError shows the repr of its argument"
+
+
+def test_every_error_can_be_caught_as_one() -> None:
+    classes = [c for c in vars(errors).values() if isinstance(c, type)]
+    assert len(classes) > 10
+    assert all(issubclass(c, TierStoreError) for c in classes)
+    assert issubclass(InvalidHeaderError, CorruptDataError)
+    assert issubclass(CorruptDataError, TransferError)
+
+
+def test_an_unknown_key_error_survives_pickling() -> None:
+    """Errors cross process borders, in data loaders and test runners."""
+    again = pickle.loads(pickle.dumps(UnknownKeyError("k")))
+    assert (type(again), again.key, str(again)) == (UnknownKeyError, "k", str(UnknownKeyError("k")))

@@ -1,0 +1,166 @@
+"""Sizes as people write them, and the memory that a process may use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.model.sizes import PAGE, parse_size, round_up, usable_memory
+
+POWERS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "nbytes"),
+    [
+        (1, 1),
+        (8 * 2**30, 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("8GiB", 2**33),
+        ("8 gib", 2**33),
+        ("  1.5 KB ", 1500),
+        ("0.5KiB", 512),
+        ("700B", 700),
+        ("50%", 500),
+        ("100%", 1000),
+        ("12.5 %", 125),
+        (0.25, 250),
+        (1.0, 1000),
+    ],
+)
+def test_a_size(written: Any, nbytes: int) -> None:
+    assert parse_size(written, total=1000) == nbytes
+
+
+AMBIGUOUS = ["8", "0.5", "1", "8G", "8M", "8Gb/s", "8 giga", "GB", "", "  ", "1e9", "1e9B", "8,5GB"]
+IMPOSSIBLE = ["-8GB", "+8GB", "0GB", "0.0001B", "0%", "101%", "nan%", "inf", "NaNGB", "½GB", "٨GB"]
+
+
+@pytest.mark.parametrize("written", AMBIGUOUS + IMPOSSIBLE)
+def test_what_could_mean_two_things_or_nothing_is_refused(written: str) -> None:
+    with pytest.raises(ValueError, match=r"write|pass|use"):
+        parse_size(written, total=1000)
+
+
+@pytest.mark.parametrize("written", [0, -1, 0.0, 1.5, -0.5, float("nan"), float("inf"), 1e-9])
+def test_a_number_that_is_no_size_is_refused(written: float) -> None:
+    with pytest.raises(ValueError, match="pass"):
+        parse_size(written, total=1000)
+
+
+@pytest.mark.parametrize("written", [True, False, None, b"8GB", [8], 8 + 0j])
+def test_another_type_is_refused(written: Any) -> None:
+    with pytest.raises(TypeError, match="a size is an int of bytes"):
+        parse_size(written)
+
+
+def test_the_message_shows_how_to_write_what_was_meant() -> None:
+    with pytest.raises(ValueError, match="write '8GB' for gigabytes"):
+        parse_size("8")
+
+
+def test_auto_is_only_what_the_caller_offers() -> None:
+    assert parse_size(" AUTO ", auto=7) == 7
+    with pytest.raises(ValueError, match="not offered"):
+        parse_size("auto")
+
+
+def test_a_share_is_one_of_usable_memory() -> None:
+    assert parse_size("50%") == int(0.5 * usable_memory())
+
+
+@given(st.integers(1, 2**60), st.sampled_from(sorted(POWERS)), st.randoms())
+def test_whole_numbers_are_exact_in_any_case_of_the_letters(
+    number: int, unit: str, rnd: Any
+) -> None:
+    written = "".join(rnd.choice([c.lower(), c.upper()]) for c in f"{number}{unit}")
+    assert parse_size(written) == number * POWERS[unit]
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_positive_size_or_a_value_error(text: str) -> None:
+    try:
+        nbytes = parse_size(text, total=1000, auto=5)
+    except ValueError:
+        return
+    assert type(nbytes) is int
+    assert nbytes > 0
+
+
+@given(st.integers(0, 2**62), st.integers(1, 2**20))
+def test_round_up_is_the_smallest_multiple_not_below(nbytes: int, multiple: int) -> None:
+    rounded = round_up(nbytes, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - nbytes < multiple
+
+
+# Usable memory, in made-up trees ------------------------------------------------------------------
+
+MACHINE = psutil.virtual_memory().total
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_without_cgroups_it_is_the_machine(tmp_path: Path) -> None:
+    assert usable_memory(tmp_path) == MACHINE
+
+
+@pytest.mark.parametrize(("limit", "usable"), [(5 * PAGE, 5 * PAGE), (2 * MACHINE, MACHINE)])
+def test_version_2(tmp_path: Path, limit: int, usable: int) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/user.slice/job\n")
+    write(tmp_path, "sys/fs/cgroup/user.slice/job/memory.max", f"{limit}\n")
+    assert usable_memory(tmp_path) == usable
+
+
+def test_version_2_the_tightest_limit_on_the_way_to_the_root_binds(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/user.slice/job\n")
+    write(tmp_path, "sys/fs/cgroup/user.slice/job/memory.max", "max\n")
+    write(tmp_path, "sys/fs/cgroup/user.slice/memory.max", "40960\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", "81920\n")
+    assert usable_memory(tmp_path) == 40960
+
+
+def test_version_2_in_a_container_that_is_its_own_root(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", "40960\n")
+    assert usable_memory(tmp_path) == 40960
+
+
+def test_version_1_takes_the_memory_controller_only(tmp_path: Path) -> None:
+    lines = "12:cpu,cpuacct:/a\n11:hugetlb,memory:/docker/job\n1:name=systemd:/b\n"
+    write(tmp_path, "proc/self/cgroup", lines)
+    write(tmp_path, "sys/fs/cgroup/memory/docker/job/memory.limit_in_bytes", "40960\n")
+    write(tmp_path, "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "4096\n")
+    assert usable_memory(tmp_path) == 40960
+
+
+def test_version_1_without_a_limit_writes_a_huge_number(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "11:memory:/\n")
+    write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    assert usable_memory(tmp_path) == MACHINE
+
+
+def test_a_path_outside_the_mount_still_finds_the_mount(tmp_path: Path) -> None:
+    """In a cgroup namespace /proc may name a path above the one that is mounted."""
+    write(tmp_path, "proc/self/cgroup", "0::/../../elsewhere\n")
+    write(tmp_path, "sys/fs/cgroup/memory.max", "40960\n")
+    assert usable_memory(tmp_path) == 40960

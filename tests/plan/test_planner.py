@@ -1,0 +1,251 @@
+"""The planner on plain names: what it reads, what it evicts, and that `check` can fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.histories.machine import InjectedError, World
+from tests.plan.scans import Scan
+from tierstore.model.errors import BudgetError
+from tierstore.model.moves import Copy, Drop
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import policy_named
+from tierstore.plan.records import CopyRecord, State
+from tierstore.plan.schedule import LearnedOrder
+
+PASSES = 8
+rnd = random.Random(1)
+EQUAL = [100] * 20
+MIXED = [rnd.randint(20, 100) for _ in range(60)]
+
+# What fits in the budget need not be read again: sizes, host budget, device budget.
+SCANS = {
+    "half": (EQUAL, 1000, None),
+    "a quarter": (EQUAL, 500, None),
+    "most": (EQUAL, 1600, None),
+    "mixed sizes, few": (MIXED, 1000, None),
+    "mixed sizes, most": (MIXED, 2500, None),
+    "with a device": (EQUAL, 1000, 400),
+}
+
+
+def budgets_of(host: int, device: int | None) -> dict[Tier, int | None]:
+    budgets: dict[Tier, int | None] = {Tier.HOST: host, Tier.DISK: None}
+    return budgets if device is None else budgets | {Tier.DEVICE: device}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_cyclic_scan_reads_only_what_does_not_fit(name: str) -> None:
+    sizes, host, device = SCANS[name]
+    scan = Scan(sizes, budgets_of(host, device))
+    read = [scan.read_by(scan.keys) for _ in range(PASSES)]
+    bound = 1.05 * (sum(sizes) - host + 3 * max(sizes))
+    assert bound < sum(sizes), "this bound could not fail"
+    assert max(read[2:]) <= bound, read
+
+
+@pytest.mark.parametrize("name", ["half", "a quarter", "most"])
+def test_lru_reads_all_of_it(name: str) -> None:
+    sizes, host, device = SCANS[name]
+    scan = Scan(sizes, budgets_of(host, device), "lru")
+    read = [scan.read_by(scan.keys) for _ in range(PASSES)]
+    assert min(read) >= sum(sizes), read
+
+
+def test_a_scan_that_fits_is_read_once() -> None:
+    scan = Scan(EQUAL, budgets_of(2000, None))
+    assert [scan.read_by(scan.keys) for _ in range(3)] == [2000, 0, 0]
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_no_clean_copy_is_copied_down(name: str) -> None:
+    sizes, host, device = SCANS[name]
+    scan = Scan(sizes, budgets_of(host, device))
+    scan.read_by(scan.keys * PASSES)
+    assert all(dst < src for src, dst in scan.moved), scan.moved
+
+
+def hopes_and_victims(policy: str) -> list[tuple[float, float]]:
+    """For each prefetch that evicted something: uses until it is needed, and until its victim."""
+    schedule = LearnedOrder()
+    planner = Planner(budgets_of(1000, None), policy_named(policy, schedule), schedule)
+    keys = [f"g{i}" for i in range(20)]
+    for key in keys:
+        planner.register(key, 100, backed=True)
+    pairs: list[tuple[float, float]] = []
+
+    def carry() -> None:
+        while batch := planner.instructions():
+            victims = [i.key for i in batch if isinstance(i, Drop)]
+            hopes = [i for i in batch if isinstance(i, Copy)]
+            if schedule.trusted and not any(copy.urgent for copy in hopes):
+                soonest = [schedule.steps_until(copy.key) for copy in hopes]
+                pairs.extend((h, schedule.steps_until(v)) for h in soonest for v in victims)
+            for copy in hopes:
+                planner.arrived(copy.key, copy.dst, copy.src)
+
+    for key in keys * PASSES:
+        planner.demand(key)
+        carry()
+        assert planner.lease(key, Access.READ)
+        planner.withdraw(key)
+        carry()
+        planner.release(key, Access.READ)
+        carry()
+    return pairs
+
+
+def test_a_prefetch_never_evicts_what_is_needed_sooner() -> None:
+    pairs = hopes_and_victims("next-use")
+    assert len(pairs) > 20, "hardly any prefetch evicted anything"
+    assert all(victim > hope for hope, victim in pairs)
+
+
+def test_ranked_by_last_use_a_prefetch_does() -> None:
+    """The control. Even then, what is to be fetched before it is left alone (`_ahead`)."""
+    lookahead = 2  # groups that `_ahead` protects
+    pairs = hopes_and_victims("lru")
+    distances = sorted({victim for _, victim in pairs})
+    assert distances[0] > lookahead
+    assert distances[0] < hopes_and_victims("next-use")[-1][1]
+
+
+def test_a_failed_prefetch_is_raised_once_by_the_acquire_that_needed_it() -> None:
+    world = World({Tier.HOST: 10, Tier.DISK: None})
+    key = world.register(5)
+    world.prefetch([key])
+    world.fail(world.books.moving[0])
+    assert not world.books.moving, "a failed prefetch is not tried again by itself"
+    waiter = world.demand(key)
+    assert waiter is not None
+    assert not world.books.moving, "the error is there to be told"
+    assert world.wake(waiter)
+    assert [type(error) for _, error in world.errors] == [InjectedError]
+    again = world.demand(key)
+    assert again is not None
+    world.deliver(world.books.moving[0])
+    assert world.wake(again)
+    assert again in world.leases
+    world.finish()
+
+
+def test_every_waiter_of_a_failed_group_is_told() -> None:
+    world = World({Tier.HOST: 10, Tier.DISK: None})
+    key = world.register(5)
+    waiters = [world.demand(key) for _ in range(3)]
+    world.fail(world.books.moving[0])
+    for waiter in waiters:
+        assert waiter is not None
+        assert world.wake(waiter)
+    assert len(world.errors) == 3
+    assert not world.leases
+
+
+@pytest.mark.parametrize("device", [None, 8])
+def test_what_never_fits_is_refused_at_once_with_advice(device: int | None) -> None:
+    schedule = LearnedOrder()
+    planner = Planner(budgets_of(10, device), policy_named("lru", schedule), schedule)
+    planner.register("weights", 11, backed=True)
+    with pytest.raises(BudgetError, match=r"_budget to at least 11 bytes") as caught:
+        planner.demand("weights")
+    error = caught.value
+    expected = ("HOST", 10) if device is None else ("DEVICE", 8)
+    assert (error.key, error.tier, error.budget, error.nbytes) == ("weights", *expected, 11)
+    assert planner.instructions() == []
+    planner.check()
+
+
+def test_activations_taken_while_they_fit_are_never_written() -> None:
+    world = World({Tier.HOST: 100, Tier.DISK: None})
+    keys = [world.claim(10) for _ in range(10)]
+    assert all(key is not None and world.fill(key) for key in keys)
+    for key in reversed(keys):
+        waiter = world.demand(key or "", Access.TAKE)
+        assert waiter is not None
+        assert world.wake(waiter)
+        world.release(waiter)
+    assert not [i for i in world.books.followed if isinstance(i, Copy)]
+    assert not world.books.known()
+
+
+# `check` can fail --------------------------------------------------------------------------------
+
+
+def busy_planner() -> Planner:
+    """`read` is leased, `changed` is being changed, `idle` lies on both tiers."""
+    schedule = LearnedOrder()
+    planner = Planner(budgets_of(100, None), policy_named("lru", schedule), schedule)
+    for key, access in (("read", Access.READ), ("changed", Access.UPDATE), ("idle", Access.READ)):
+        planner.register(key, 10, backed=True)
+        planner.demand(key)
+        planner.arrived(key, Tier.HOST, Tier.DISK)
+        assert planner.lease(key, access)
+        planner.withdraw(key)
+    planner.release("idle", Access.READ)
+    planner.check()
+    return planner
+
+
+def lose_a_copy(planner: Planner) -> None:
+    planner._groups["changed"].copies.clear()
+    planner.used[Tier.HOST] -= 10
+
+
+def miscount(planner: Planner) -> None:
+    planner.used[Tier.HOST] -= 1
+
+
+def shrink_the_budget(planner: Planner) -> None:
+    planner.budgets[Tier.HOST] = 29
+
+
+def drop_the_leased(planner: Planner) -> None:
+    del planner._groups["read"].copies[Tier.HOST]
+    planner.used[Tier.HOST] -= 10
+
+
+def keep_a_stale_copy(planner: Planner) -> None:
+    planner._groups["changed"].backed = True
+    planner._groups["changed"].copies[Tier.DISK] = CopyRecord(State.PRESENT)
+
+
+def lend_beside_a_changer(planner: Planner) -> None:
+    planner._groups["changed"].leases = 2
+
+
+def leave_the_unwanted(planner: Planner) -> None:
+    planner._groups["idle"].copies[Tier.HOST].unwanted = True
+
+
+def leave_the_forgotten(planner: Planner) -> None:
+    planner._groups["idle"].forgotten = True
+
+
+def read_what_is_arriving(planner: Planner) -> None:
+    copy = planner._groups["idle"].copies[Tier.HOST]
+    copy.state, copy.readers = State.ARRIVING, 1
+
+
+BREAKAGES: dict[Callable[[Planner], None], str] = {
+    lose_a_copy: "changed is nowhere",
+    miscount: "HOST: holds 30, counts 29",
+    shrink_the_budget: "HOST: 30 over 29",
+    drop_the_leased: "read is leased but not there",
+    keep_a_stale_copy: "changed is being changed and has several copies",
+    lend_beside_a_changer: "changed is lent to 2 beside its changer",
+    leave_the_unwanted: "idle on HOST should be gone",
+    leave_the_forgotten: "idle on DISK is forgotten",
+    read_what_is_arriving: "idle is read before it is there",
+}
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
+def test_check_notices(breakage: Callable[[Planner], None]) -> None:
+    planner = busy_planner()
+    breakage(planner)
+    with pytest.raises(AssertionError, match=BREAKAGES[breakage]):
+        planner.check()

@@ -1,0 +1,160 @@
+"""Policies: their rankings, and what they miss against an exact optimum (Belady, 1966)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from tests.plan.scans import cycle, forward_backward, prompts, two_experts
+from tierstore.model.groups import version_id
+from tierstore.model.tiers import Tier
+from tierstore.plan.policy import POLICIES, FarthestNextUse, LeastRecentlyUsed, policy_named
+from tierstore.plan.schedule import LearnedOrder
+
+
+def misses(trace: Sequence[str], room: int, policy: str) -> int:
+    """How often a cache of `room` equal groups misses. No prefetch."""
+    schedule = LearnedOrder()
+    ranking = policy_named(policy, schedule)
+    here: set[str] = set()
+    missed = 0
+    for key in trace:
+        if key not in here:
+            missed += 1
+            if len(here) == room:
+                victim = next(ranking.victims(Tier.HOST, None))
+                here.remove(victim)
+                ranking.dropped(victim, Tier.HOST)
+            here.add(key)
+            ranking.admitted(key, Tier.HOST)
+        ranking.used(key)
+        schedule.advance_past(key)
+    return missed
+
+
+def fewest_misses(trace: Sequence[str], room: int) -> int:
+    """The optimum, knowing the future: evict what is used farthest ahead."""
+    here: set[str] = set()
+    missed = 0
+    for now, key in enumerate(trace):
+        if key in here:
+            continue
+        missed += 1
+        if len(here) == room:
+            ahead = {k: next_use(trace, k, now) for k in here}
+            here.remove(max(ahead, key=ahead.__getitem__))
+        here.add(key)
+    return missed
+
+
+def next_use(trace: Sequence[str], key: str, now: int) -> float:
+    try:
+        return trace.index(key, now + 1)
+    except ValueError:
+        return math.inf
+
+
+def test_the_optimum_is_one() -> None:
+    # a b c with room for 2: a, b, c miss (c replaces b), a hits, b misses (replaces a), c hits.
+    assert fewest_misses(["a", "b", "c", "a", "b", "c"], 2) == 4
+
+
+TRACES = {
+    "cycle, half": (cycle(57, 14), 28),
+    "cycle, nearly all": (cycle(57, 20), 51),
+    "prompts": (prompts(6, encoder=12, blocks=40, steps=6), 26),
+    "two experts": (two_experts(8, blocks=20, steps=8), 12),
+    "forward and backward": (forward_backward(40, 12), 28),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_next_use_misses_at_most_a_tenth_more_than_the_optimum(name: str) -> None:
+    trace, room = TRACES[name]
+    assert misses(trace, room, "next-use") <= 1.10 * fewest_misses(trace, room)
+
+
+def test_once_learned_two_experts_that_fit_one_at_a_time_are_read_as_the_optimum_reads_them() -> None:
+    early, late = (two_experts(runs, blocks=20, steps=8) for runs in (9, 10))
+    assert misses(late, 20, "next-use") - misses(early, 20, "next-use") == 40
+    assert fewest_misses(late, 20) - fewest_misses(early, 20) == 40
+
+
+def test_lru_misses_all_of_a_cycle_that_does_not_fit() -> None:
+    """The control: on these traces it takes more than any policy to come near the optimum."""
+    trace, room = TRACES["cycle, half"]
+    assert misses(trace, room, "lru") == len(trace)
+    assert misses(trace, room, "lru") > 1.5 * fewest_misses(trace, room)
+
+
+def test_lru_ranks_by_the_last_use() -> None:
+    lru = LeastRecentlyUsed()
+    for key in "abcd":
+        lru.admitted(key, Tier.HOST)
+    lru.used("b")
+    lru.used("a")
+    lru.dropped("c", Tier.HOST)
+    assert list(lru.victims(Tier.HOST, None)) == ["d", "b", "a"]
+    assert list(lru.victims(Tier.HOST, "b")) == ["d", "a"]
+    assert list(lru.victims(Tier.DEVICE, None)) == []
+
+
+def test_a_key_keeps_its_rank_while_any_tier_holds_it() -> None:
+    lru = LeastRecentlyUsed()
+    for key in "ab":
+        lru.admitted(key, Tier.DISK)
+    lru.admitted("a", Tier.HOST)
+    lru.dropped("a", Tier.HOST)
+    assert list(lru.victims(Tier.DISK, None)) == ["b", "a"]
+
+
+def learned_cycle(present: str) -> FarthestNextUse:
+    """After two passes over a, b, c, d, e: a comes next. `present` are on the host."""
+    schedule = LearnedOrder()
+    policy = FarthestNextUse(schedule)
+    for key in present:
+        policy.admitted(version_id(key, 1), Tier.HOST)
+    for key in "abcde" * 2:
+        schedule.advance_past(key)
+    return policy
+
+
+def names(keys: Sequence[str]) -> list[str]:
+    return [key[0] for key in keys]
+
+
+def test_next_use_ranks_versions_by_the_schedule_of_their_names() -> None:
+    policy = learned_cycle("bade")
+    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "b", "a"]
+
+
+def test_a_prefetch_gets_only_what_is_needed_later() -> None:
+    policy = learned_cycle("bade")
+    assert names(list(policy.victims(Tier.HOST, version_id("c", 1)))) == ["e", "d"]
+    assert names(list(policy.victims(Tier.HOST, version_id("e", 1)))) == []
+
+
+def test_what_the_schedule_does_not_expect_goes_first_the_oldest_first() -> None:
+    policy = learned_cycle("xbya")
+    assert names(list(policy.victims(Tier.HOST, None))) == ["x", "y", "b", "a"]
+
+
+def test_before_anything_is_known_a_prefetch_may_replace_the_least_recently_used() -> None:
+    schedule = LearnedOrder()
+    policy = FarthestNextUse(schedule)
+    for key in "abc":
+        policy.admitted(key, Tier.HOST)
+        schedule.advance_past(key)
+    assert list(policy.victims(Tier.HOST, "d")) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_has_a_name(policy: str) -> None:
+    assert misses(["a", "b", "a"], 2, policy) == 2
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="no policy 'mru': choose one of next-use, lru"):
+        policy_named("mru", LearnedOrder())
