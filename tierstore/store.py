@@ -180,11 +180,7 @@ class TierStore:
             self._deliver()
         try:
             self._wait(_Request(key, _caller(), version=version), self._granted)
-            slot = self._carrier.cargo(version).slots[Tier.HOST]
-            memory = self._carrier.arenas[Tier.HOST].fill(slot)
-            slot.wait()
-            for block, at in zip(packing.blocks, packing.offsets, strict=True):
-                memory[at : at + block.nbytes].copy_(sources[block.name][1])
+            self._carrier.fill(version, {name: data for name, (_, data) in sources.items()})
         except BaseException:
             with self._changed:
                 self._planner.withdraw(version)

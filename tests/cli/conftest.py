@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +35,11 @@ def float_block(name: str, *shape: int) -> Block:
     return Block(name, "F32", shape, spec.nbytes, (spec,))
 
 
-def put(directory: ObjectDirectory, key: str, *blocks: Block) -> StoredObject:
-    """Write a group whose bytes follow from its key."""
+def put(directory: ObjectDirectory, key: str, *blocks: Block, version: int = 0) -> StoredObject:
+    """Write a group whose bytes follow from its key and version."""
     packing = pack(blocks or (float_block("weight", 64, 64), float_block("bias", 3)))
     room = memoryview(mmap.mmap(-1, max(round_up(packing.nbytes, PAGE), PAGE)))
-    room[: packing.nbytes] = hashlib.shake_128(key.encode()).digest(packing.nbytes)
+    room[: packing.nbytes] = hashlib.shake_128(f"{version} {key}".encode()).digest(packing.nbytes)
     return directory.write(key, packing, room, single=False)
 
 
@@ -168,15 +171,16 @@ def on_terminal(
     )
     os.close(its)
     output = b""
-    asked = False
+    typed_to = False
+    deadline = time.monotonic() + 60
     try:
-        while chunk := _read(ours):
+        while chunk := _read(ours, deadline):
             output += chunk
-            if not asked and b"[y/N]" in output:
-                asked = True
+            if b"[y/N]" in output and not typed_to:
+                typed_to = True
                 os.write(ours, typed.encode())
                 if interrupt:
-                    process.send_signal(signal.SIGINT)
+                    _interrupt(process, deadline)
         return Shown(process.wait(60), output.decode().replace("\r\n", "\n"))
     finally:
         process.kill()
@@ -184,7 +188,17 @@ def on_terminal(
         os.close(ours)
 
 
-def _read(descriptor: int) -> bytes:
+def _interrupt(process: subprocess.Popen[bytes], deadline: float) -> None:
+    """Interrupt until it ends: a signal between Python's last look and its read does not end it."""
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+
+
+def _read(descriptor: int, deadline: float) -> bytes:
+    if not select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))[0]:
+        raise TimeoutError("the command neither said anything nor ended")
     try:
         return os.read(descriptor, 4096)
     except OSError:  # the other end was closed

@@ -24,6 +24,7 @@ from tests.cli.conftest import (
 )
 from tierstore.cli import machine
 from tierstore.model.groups import Block, TensorSpec
+from tierstore.model.header import LENGTH_BYTES
 from tierstore.transfer.directory import ObjectDirectory
 
 EVIL = "a \x1b[31mb\x07 [bold]c[/] [red] \u202e d"
@@ -448,6 +449,42 @@ def test_what_is_planted_at_an_objects_name_is_stray(
     shutil.rmtree(place) if place.is_dir() and not place.is_symlink() else place.unlink()
     shutil.copy(valid, place)
     assert len(json.loads(start("ls", store, "--json").stdout)["groups"]) == 3
+
+
+def test_what_is_planted_among_temporary_files_is_stray(store: Path, inspect: Inspect) -> None:
+    place = store / "tmp" / "object-0123456789abcdef"
+    place.symlink_to(path_of(store, "a"))
+    document = inspect.json("ls", store)
+    assert document["temporary"] == []
+    assert document["stray"] == [{"path": str(place), "kind": "link", "nbytes": 0}]
+    place.unlink()
+    place.touch()
+    document = inspect.json("ls", store)
+    assert document["stray"] == []
+    assert document["temporary"] == [{"path": str(place), "kind": "file", "nbytes": 0}]
+
+
+@pytest.mark.parametrize("views", ["[]", "null", "[" * 100_000, '{"x":["weight","F32",1,1,0]}'])
+def test_a_file_made_to_trip_the_reader_hides_no_other(
+    store: Path, inspect: Inspect, views: str
+) -> None:
+    directory = ObjectDirectory(store)
+    stored = put(directory, "evil")
+    directory.close()
+    path = path_of(store, "evil")
+    header = path.read_bytes()[LENGTH_BYTES : stored.data_start]
+    document = json.loads(header)
+    document["__metadata__"]["tierstore.views"] = views
+    raw = json.dumps(document).encode()
+    data = path.read_bytes()[stored.data_start :]
+    path.write_bytes(len(raw).to_bytes(LENGTH_BYTES, "little") + raw + data)
+    states = {group["key"]: group["state"] for group in inspect.json("ls", store)["groups"]}
+    assert [states.pop(key) for key in ("a", "b", "layers/0")] == ["ok"] * 3
+    assert len(states) == 1
+    assert "ok" not in states.values()
+    assert inspect("verify", store, "--data").exit_code == 3
+    assert inspect("rm", store, "evil", "-y").exit_code == 0
+    assert inspect("verify", store, "--data").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["objects", "shard"])

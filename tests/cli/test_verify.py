@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -178,26 +179,20 @@ def test_a_group_that_is_replaced_meanwhile_is_looked_at_again(
 ) -> None:
     monkeypatch.setattr(checking, "DataFile", Meanwhile)
 
-    def replace() -> None:
-        for key in ("a", "b", "layers/0"):
-            directory = ObjectDirectory(store)
-            put(directory, key, float_block("weight", 90, 50), float_block("bias", 5))
-            directory.close()
-
-    happens.append(replace)
+    happens.append(lambda: put_all(store, version=1))
     assert inspect.json("verify", store, "--data")["problems"] == []
     assert not happens
     # Without looking again, the new bytes are taken for damaged old ones.
     stale = {group.key: group for group in survey(str(store)).groups}
     monkeypatch.setattr(checking, "find_group", lambda _, key: stale[key])
-    happens.append(lambda: put_back(store))
+    happens.append(lambda: put_all(store, version=2))
     assert inspect("verify", store, "--data").exit_code == 3
 
 
-def put_back(store: Path) -> None:
+def put_all(store: Path, version: int) -> None:
     directory = ObjectDirectory(store)
     for key in ("a", "b", "layers/0"):
-        put(directory, key)
+        put(directory, key, version=version)
     directory.close()
 
 
@@ -205,7 +200,7 @@ def test_a_group_that_is_removed_meanwhile_is_no_damage(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checking, "DataFile", Meanwhile)
-    happens.append(lambda: [path_of(store, k).unlink() for k in ("a", "b")] and None)
+    happens.append(lambda: shutil.rmtree(store / "objects"))
     assert inspect.json("verify", store, "--data")["problems"] == []
     assert not happens
 
@@ -270,3 +265,10 @@ def test_a_bar_is_drawn_on_a_terminal_only(large: Path) -> None:
     assert run.returncode == 0
     assert "Reading" not in run.stdout + run.stderr
     assert run.stderr.startswith("Read 40.0 MiB in ")
+
+
+def test_the_bar_stays_out_of_the_data(large: Path, tmp_path: Path) -> None:
+    to_file = f"import os; os.dup2(os.open({str(tmp_path / 'out')!r}, os.O_WRONLY | os.O_CREAT), 1)"
+    shown = on_terminal("verify", large, "--data", "--json", before=to_file)
+    assert "Reading" in shown.output
+    assert json.loads((tmp_path / "out").read_text())["problems"] == []

@@ -248,6 +248,7 @@ bool is_plain_copy(const at::Tensor& from, const at::Tensor& to) {
 }
 
 void queue_copy(const at::Tensor& from, const at::Tensor& to, c10::DeviceIndex index) {
+  Lock lock(state().mutex);
   Copy copy{find_block(to.const_data_ptr()), find_block(from.const_data_ptr()),
             static_cast<char*>(to.mutable_data_ptr()),
             static_cast<const char*>(from.const_data_ptr()), to.nbytes()};
@@ -255,12 +256,12 @@ void queue_copy(const at::Tensor& from, const at::Tensor& to, c10::DeviceIndex i
 }
 
 void count_copy(bool from_device, bool to_device, size_t size) {
+  Lock lock(state().mutex);
   state().copied[from_device && to_device ? 2 : from_device ? 1 : 0] += int64_t(size);
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
-  Lock lock(state().mutex);
   count_copy(on_device(from), on_device(to), to.nbytes());
   auto index = (on_device(to) ? to : from).device().index();
   const auto& host = on_device(to) ? from : to;
@@ -270,6 +271,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     queue_copy(from, to, index);
     return to;
   }
+  // No lock from here on: a tensor's reference count may need the interpreter's lock, and another
+  // thread may hold that while it waits for ours.
   if (on_device(from)) drain_current(from.device().index());
   if (on_device(to)) drain_current(to.device().index());
   StandIns stand_ins;

@@ -300,10 +300,9 @@ class World:
     def finish(self) -> None:
         """All leases come back, all transfers arrive: then everybody has an answer."""
         for _ in range(ROUNDS):
-            if not (self.leases or self.waiters or self.claims or self.savers):
-                if not self.books.moving:
-                    break
             left = [*self.waiters, *self.claims, *self.savers]
+            if not (left or self.leases or self.books.moving):
+                break
             assert self.round(), f"nothing moves, nothing is lent, and these wait: {left}"
         else:
             raise AssertionError(f"no rest after {ROUNDS} rounds: {self.books.moving}")
@@ -326,7 +325,7 @@ class History:
 
     def _budgets(self) -> dict[Tier, int | None]:
         choice = self.random.choice
-        budgets = {Tier.HOST: choice([12, 20, 40, 100]), Tier.DISK: choice([None, None, 30, 60])}
+        budgets = {Tier.HOST: choice([12, 20, 40, 100]), Tier.DISK: choice([None, None, 12, 24])}
         if self.random.random() < 0.6:
             budgets[Tier.DEVICE] = choice([12, 20, 40])
             if self.random.random() < 0.2:

@@ -145,6 +145,17 @@ class GivesUpItsSource(Planner):
             self._promised = promised
 
 
+class EvictsTheSourceOfADemand(Planner):
+    """Follows the policy, even where that gives up the source of the very copy that wants room."""
+
+    def _evict(self, tier: Tier, nbytes: int, rival: str | None, keep: GroupRecord) -> bool:
+        demands, self._demands = self._demands, {}
+        try:
+            return super()._evict(tier, nbytes, rival, keep)
+        finally:
+            self._demands = demands
+
+
 class DropsBeforeTheWaiterWakes(Planner):
     def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
         demands, self._demands = self._demands, {}

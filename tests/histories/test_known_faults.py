@@ -91,6 +91,23 @@ def a_source_survives_making_room_for_its_copy(planner: type[Planner]) -> None:
     world.finish()
 
 
+def a_demand_evicts_anything_rather_than_its_own_source(planner: type[Planner]) -> None:
+    world = World({Tier.DEVICE: 10, Tier.HOST: 20, Tier.DISK: None}, "lru", planner)
+    changed = put(world, 10)
+    use(world, changed, Access.UPDATE)  # only the device has it: to leave, it needs host memory
+    source, other = put(world, 10), put(world, 10)
+    for key in (source, other):
+        world.save(key)
+    land_all(world)
+    waiter = world.demand(source)  # the least recently used on the host
+    land_all(world)
+    assert waiter is not None
+    assert world.wake(waiter)
+    read = [i for i in world.books.followed if isinstance(i, Copy) and i.src is Tier.DISK]
+    assert not read, "it was in host memory, and was dropped and read again"
+    world.finish()
+
+
 def an_offload_during_arrival_is_not_forgotten(planner: type[Planner]) -> None:
     world = World(SMALL, planner=planner)
     key = world.register(5)
@@ -179,6 +196,7 @@ FAULTS = [
     (a_full_put_keeps_the_spills_it_started, mutants.LosesInstructions),
     (an_offload_is_taken_back_while_the_save_is_in_flight, mutants.NeverChangesItsMind),
     (a_source_survives_making_room_for_its_copy, mutants.GivesUpItsSource),
+    (a_demand_evicts_anything_rather_than_its_own_source, mutants.EvictsTheSourceOfADemand),
     (an_offload_during_arrival_is_not_forgotten, mutants.LeavesTheUnwanted),
     (what_is_demanded_stays_until_its_waiter_wakes, mutants.DropsBeforeTheWaiterWakes),
     (a_claim_evicts_what_was_put_just_before, mutants.KeepsThePromiseOfAClaim),

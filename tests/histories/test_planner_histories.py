@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -17,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from tests.histories.machine import World, play
-from tests.histories.mutants import NeverAsksAgain
+from tests.histories.mutants import DropsWhatIsRead, unchecked
 from tierstore.model.groups import name_of
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.planner import Planner
@@ -35,7 +34,7 @@ def test_every_promise_holds_in_random_histories(policy: str) -> None:
         seen.update(type(error).__name__ for _, error in world.errors)
     # The histories reach what they are about, not just the easy middle.
     for event in ("Copy", "Drop", "Reserve", "Forget", "InjectedError", "BudgetError", "KeyError"):
-        assert seen[event] > HISTORIES // 10, f"{event} hardly ever happened: {seen}"
+        assert seen[event] > HISTORIES // 20, f"{event} hardly ever happened: {seen}"
 
 
 class PlannerMachine(RuleBasedStateMachine):
@@ -121,7 +120,8 @@ class PlannerMachine(RuleBasedStateMachine):
             self.world.finish()
 
 
-MODERATE = settings(max_examples=150, stateful_step_count=40)
+MODERATE = settings(max_examples=300, stateful_step_count=40)
+UNSHRUNK = settings(MODERATE, phases=[Phase.generate])
 
 
 def test_every_promise_holds_under_hypothesis() -> None:
@@ -130,7 +130,7 @@ def test_every_promise_holds_under_hypothesis() -> None:
 
 def test_hypothesis_finds_a_seeded_fault() -> None:
     class Faulty(PlannerMachine):
-        planner: Any = NeverAsksAgain
+        planner = unchecked(DropsWhatIsRead)
 
-    with pytest.raises(AssertionError, match="nothing moves|failed though there is room"):
-        run_state_machine_as_test(Faulty, settings=MODERATE)
+    with pytest.raises(AssertionError, match="dropped while it is read"):
+        run_state_machine_as_test(Faulty, settings=UNSHRUNK)

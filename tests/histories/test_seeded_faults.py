@@ -29,6 +29,7 @@ SYMPTOMS = {
     mutants.LeavesTheForgotten: "is discarded, but on",
     mutants.DropsBeforeTheWaiterWakes: "before its waiter woke up",
     mutants.CopiesTheCleanDown: "a clean group is copied down",
+    mutants.EvictsTheSourceOfADemand: "before its waiter woke up",
     mutants.NeverAsksAgain: "nothing moves|though there is room|was to leave",
     mutants.NeverGivesUp: "nothing moves",
     mutants.OrphansKeepTheirRoom: "though there is room",

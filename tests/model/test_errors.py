@@ -40,7 +40,10 @@ MESSAGES = {
         ["'blocks.7'", "12,345,678 bytes", "HOST", "1,000 bytes"],
     ),
     "too short": (raised_by(header_length, b"abc", 3, "m.st"), ["m.st", "3 bytes"]),
-    "length": (raised_by(header_length, b"\xff" * 8, 99, "m.st"), ["m.st", "99 bytes", str(2**64 - 1)]),
+    "length": (
+        raised_by(header_length, b"\xff" * 8, 99, "m.st"),
+        ["m.st", "99 bytes", str(2**64 - 1)],
+    ),
     "malformed": (raised_by(parse_header, b"[]", 10, "m.st"), ["m.st", "begin with '{'"]),
     "foreign": (
         raised_by(decode_object, Header((), {"tierstore.format": "9"}, 10, ""), "m.st"),

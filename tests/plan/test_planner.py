@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -13,8 +13,8 @@ from tierstore.model.errors import BudgetError
 from tierstore.model.moves import Copy, Drop
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.planner import Planner
-from tierstore.plan.policy import policy_named
-from tierstore.plan.records import CopyRecord, State
+from tierstore.plan.policy import FarthestNextUse, Policy, policy_named
+from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import LearnedOrder
 
 PASSES = 8
@@ -69,10 +69,19 @@ def test_no_clean_copy_is_copied_down(name: str) -> None:
     assert all(dst < src for src, dst in scan.moved), scan.moved
 
 
-def hopes_and_victims(policy: str) -> list[tuple[float, float]]:
+class EvictsTheSoonest(FarthestNextUse):
+    """The worst of all policies."""
+
+    def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
+        return iter(list(super().victims(tier, None))[::-1])
+
+
+def hopes_and_victims(
+    policy: Callable[[LearnedOrder], Policy], planner_class: type[Planner] = Planner
+) -> list[tuple[float, float]]:
     """For each prefetch that evicted something: uses until it is needed, and until its victim."""
     schedule = LearnedOrder()
-    planner = Planner(budgets_of(1000, None), policy_named(policy, schedule), schedule)
+    planner = planner_class(budgets_of(1000, None), policy(schedule), schedule)
     keys = [f"g{i}" for i in range(20)]
     for key in keys:
         planner.register(key, 100, backed=True)
@@ -99,19 +108,22 @@ def hopes_and_victims(policy: str) -> list[tuple[float, float]]:
     return pairs
 
 
-def test_a_prefetch_never_evicts_what_is_needed_sooner() -> None:
-    pairs = hopes_and_victims("next-use")
+@pytest.mark.parametrize("policy", [FarthestNextUse, EvictsTheSoonest])
+def test_a_prefetch_never_evicts_what_is_needed_sooner(policy: type[FarthestNextUse]) -> None:
+    pairs = hopes_and_victims(policy)
     assert len(pairs) > 20, "hardly any prefetch evicted anything"
     assert all(victim > hope for hope, victim in pairs)
 
 
-def test_ranked_by_last_use_a_prefetch_does() -> None:
-    """The control. Even then, what is to be fetched before it is left alone (`_ahead`)."""
-    lookahead = 2  # groups that `_ahead` protects
-    pairs = hopes_and_victims("lru")
-    distances = sorted({victim for _, victim in pairs})
-    assert distances[0] > lookahead
-    assert distances[0] < hopes_and_victims("next-use")[-1][1]
+class ForgetsWhatIsAhead(Planner):
+    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
+        self._ahead.clear()
+        return super()._evictable(group, tier, rival)
+
+
+def test_without_the_protection_it_does() -> None:
+    pairs = hopes_and_victims(EvictsTheSoonest, ForgetsWhatIsAhead)
+    assert any(victim <= hope for hope, victim in pairs)
 
 
 def test_a_failed_prefetch_is_raised_once_by_the_acquire_that_needed_it() -> None:

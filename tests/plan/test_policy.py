@@ -76,7 +76,9 @@ def test_next_use_misses_at_most_a_tenth_more_than_the_optimum(name: str) -> Non
     assert misses(trace, room, "next-use") <= 1.10 * fewest_misses(trace, room)
 
 
-def test_once_learned_two_experts_that_fit_one_at_a_time_are_read_as_the_optimum_reads_them() -> None:
+def test_once_learned_two_experts_that_fit_one_at_a_time_are_read_as_the_optimum_reads_them() -> (
+    None
+):
     early, late = (two_experts(runs, blocks=20, steps=8) for runs in (9, 10))
     assert misses(late, 20, "next-use") - misses(early, 20, "next-use") == 40
     assert fewest_misses(late, 20) - fewest_misses(early, 20) == 40

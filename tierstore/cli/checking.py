@@ -72,7 +72,7 @@ class Checker:
         blocks = zip(stored.packing.blocks, stored.digests, found, strict=True)
         return [
             Problem(
-                f"{path} holds other bytes than were written: remove it with "
+                "its bytes are not the ones that were written: remove it with "
                 "tierstore-inspect rm, and put the group again",
                 damaged=True,
                 expected=expected,

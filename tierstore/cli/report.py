@@ -68,7 +68,7 @@ class Item:
 class Problem:
     """Why an object cannot be used.
 
-    `damaged` is False if the file could not be read at all: it may be whole, so it is never pruned.
+    `damaged` is False if it could not be read at all: it may be whole, so it is never pruned.
     """
 
     reason: str
@@ -314,6 +314,9 @@ def _read_group(directory: str, shard: int, item: Item) -> Group | None:
         found = read_object(path, shard, os.path.basename(path))
     except FileNotFoundError:
         return None
+    except Exception as error:  # one file that trips the reader must not hide all others
+        reason = f"{path} cannot be understood ({type(error).__name__})"
+        return Group(item, None, None, Problem(reason, damaged=False))
     if found.error is not None:
         return Group(item, found.error.key, None, _problem(found.error, item))
     if found.stored is not None and item.name != _path_of(found.stored.key):

@@ -76,7 +76,7 @@ def decode_object(header: Header, path: str) -> StoredObject:
         _check_views(blocks, views)
         packing = lay_out(blocks)
         digests = tuple(metadata[SUM_PREFIX + block.name] for block in packing.blocks)
-    except (KeyError, ValueError, TypeError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CorruptDataError(
             f"{path} has damaged metadata for key {key!r} ({error}): remove it with "
             "tierstore-inspect rm, and put the group again",

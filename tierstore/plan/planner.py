@@ -453,7 +453,8 @@ class Planner:
         """Make room on `tier`. True if it is there now; False if it is not, or not yet."""
         short = self.used[tier] + nbytes - (self.budgets[tier] or 0)
         chosen = []
-        for key in self._policy.victims(tier, rival):
+        ranked = self._policy.victims(tier, rival)
+        for key in sorted(ranked, key=self._to_go_up):  # a demand's own source last
             if short <= 0:
                 break
             group = self._groups[key]
@@ -490,6 +491,9 @@ class Planner:
         if tier is self.top and group.key in self._demands:
             return False  # its waiter is about to wake up and lease it
         return rival is None or group.valid_elsewhere(tier)
+
+    def _to_go_up(self, key: str) -> bool:
+        return key in self._demands and not self._groups[key].present(self.top)
 
     def _leaving(self, tier: Tier) -> int:
         """Bytes of `tier` that go as soon as a save that is under way is done."""

@@ -117,10 +117,10 @@ class Arena:
             condemned, self._condemned = self._condemned, []
         for slot in condemned:
             slot.wait()
-            memory, slot.memory = slot.memory, None
-            self.bytes_held -= slot.nbytes
-            if memory is not None:
-                self._unmake(memory)
+            if slot.memory is not None:
+                self._unmake(slot.memory)
+                slot.memory = None
+                self.bytes_held -= slot.nbytes
 
     def clear(self) -> None:
         """Unmake every idle slot."""

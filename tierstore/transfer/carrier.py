@@ -15,7 +15,7 @@ import heapq
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -274,6 +274,16 @@ class ThreadCarrier:
             self.totals.add(copy.src, copy.dst, nbytes)
         self._report(copy, error)
 
+    def fill(self, key: str, blocks: Mapping[str, torch.Tensor]) -> None:
+        """Copy a group's blocks (uint8, any device) into the host memory reserved for it."""
+        cargo = self._cargo[key]
+        assert cargo.packing is not None
+        slot = cargo.slots[Tier.HOST]
+        memory = self.arenas[Tier.HOST].fill(slot)
+        slot.wait()
+        for block, at in zip(cargo.packing.blocks, cargo.packing.offsets, strict=True):
+            memory[at : at + block.nbytes].copy_(blocks[block.name])
+
     # Between host and device -------------------------------------------------------------------
 
     def _onload(self, cargo: Cargo, src: Slot, dst: Slot) -> None:
@@ -493,9 +503,7 @@ class _Reading:
     def _read(self, piece: ReadPiece) -> None:
         try:
             if self._error is None:
-                room = self._slot.bytes()[piece.at : piece.at + piece.nbytes]
-                file = self._carrier.files.get(piece.path)
-                file.read_at_least(room, piece.offset, piece.needed)
+                self._read_piece(piece)
         except OSError as error:
             self._error = transfer_error(error, "reading", key=None, path=piece.path)
         except BaseException as error:  # reported, like every failure of a job
@@ -505,6 +513,11 @@ class _Reading:
             last = self._left == 0
         if last:
             self._end()
+
+    def _read_piece(self, piece: ReadPiece) -> None:
+        # A function of its own: no reference to the memory may outlive the report of its arrival.
+        room = self._slot.bytes()[piece.at : piece.at + piece.nbytes]
+        self._carrier.files.get(piece.path).read_at_least(room, piece.offset, piece.needed)
 
     def _end(self) -> None:
         error = self._error
