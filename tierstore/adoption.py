@@ -24,9 +24,9 @@ from tierstore.model.groups import (
     place,
 )
 from tierstore.model.objects import StoredObject
-from tierstore.transfer.directory import read_object
 from tierstore.transfer.disk import FileStamp
 from tierstore.transfer.maps import AddressSpace, map_file
+from tierstore.transfer.objects import read_object
 from tierstore.transfer.views import DTYPES, blocks_of, dtype_name
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def checkpoint_groups(
     return found
 
 
-def adopt(
-    tensors: Mapping[str, torch.Tensor], store: TierStore, space: AddressSpace
-) -> Adoption:
+def adopt(tensors: Mapping[str, torch.Tensor], store: TierStore, space: AddressSpace) -> Adoption:
     """Find the file bytes behind each tensor; have the store write the rest."""
     in_files: list[FileTensor] = []
     rest: dict[str, torch.Tensor] = {}
@@ -100,7 +98,11 @@ def adopt(
 
 
 def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTensor | None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or hasattr(tensor, "__tensor_flatten__"):
+    if (
+        tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or hasattr(tensor, "__tensor_flatten__")
+    ):
         return None
     extent = space.extent_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     if extent is None:
@@ -108,10 +110,8 @@ def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTe
     return FileTensor(name, dtype_name(tensor, name), tuple(tensor.shape), extent)
 
 
-def write_once(
-    tensors: Mapping[str, torch.Tensor], store: TierStore
-) -> tuple[str, StoredObject]:
-    """The object file with exactly these tensors: found by the hash of their content, or written."""
+def write_once(tensors: Mapping[str, torch.Tensor], store: TierStore) -> tuple[str, StoredObject]:
+    """The object file with exactly these tensors: found by their content's hash, or written."""
     key = WEIGHTS + content_hash(tensors)
     path = store._directory.path_of(key)
     if key not in store:
@@ -130,7 +130,7 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     description = []
     for block, data in blocks_of(tensors):
         views = [(v.name, v.dtype, v.shape, v.stride, v.offset) for v in block.views]
-        content = xxhash.xxh3_128_hexdigest(memoryview(data.cpu().numpy()))
+        content = xxhash.xxh3_128_hexdigest(data.cpu().numpy().data)
         description.append((views, content))
     return hashlib.sha256(json.dumps(sorted(description)).encode()).hexdigest()[:32]
 
@@ -158,5 +158,3 @@ def _mapped(view: TensorSpec, mapped: memoryview, offset: int) -> torch.Tensor:
 
 def _empty(view: TensorSpec) -> torch.Tensor:
     return torch.empty(0, dtype=DTYPES[view.dtype]).as_strided(view.shape, view.stride)
-
-

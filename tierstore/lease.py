@@ -12,7 +12,7 @@ from tierstore.model.errors import LeaseError
 from tierstore.model.tiers import Access
 
 if TYPE_CHECKING:
-    from tierstore.store import TierStore
+    from tierstore.serving import Serving
 
 
 class Lease:
@@ -28,7 +28,7 @@ class Lease:
 
     def __init__(
         self,
-        store: TierStore,
+        store: Serving,
         key: str,
         version: str,
         access: Access,

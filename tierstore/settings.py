@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import psutil
 import torch
@@ -13,12 +14,11 @@ from tierstore.model.tiers import Tier
 Size = int | float | str
 
 
-def resolve_device(device: str | torch.device | None) -> torch.device:
+def resolve_device(wanted: str | torch.device | None) -> torch.device:
     """The device, with its index. None: the current accelerator, or else the CPU."""
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = accelerator if accelerator is not None else "cpu"
-    device = torch.device(device)
+    if wanted is None:
+        wanted = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = torch.device(wanted)
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
@@ -28,7 +28,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_budgets(
-    device: torch.device, ram: Size, on_device: Size | None, disk: Size | None, disk_dir: str
+    device: torch.device, ram: Size, on_device: Size | None, disk: Size | None, disk_dir: Path
 ) -> dict[Tier, int | None]:
     """Bytes per tier. There is no DEVICE tier when the device is the CPU: host memory is it."""
     budgets: dict[Tier, int | None] = {Tier.HOST: _whole_pages(ram_bytes(ram), "ram_budget")}
@@ -42,7 +42,8 @@ def resolve_budgets(
     if disk is None:
         budgets[Tier.DISK] = None
     else:
-        usage = shutil.disk_usage(disk_dir)
+        there = next(p for p in (disk_dir.absolute(), *disk_dir.absolute().parents) if p.exists())
+        usage = shutil.disk_usage(there)
         budgets[Tier.DISK] = parse_size(disk, total=usage.total, auto=usage.free // 2)
     return budgets
 

@@ -1,24 +1,15 @@
 """The store: one cache of named groups of tensors over device, RAM and disk.
 
-This is the only module that knows both the planner, which decides, and the carrier, which moves.
-Every call follows one pattern: under the lock, ask the planner and hand its instructions to the
-carrier, so that their order is kept; outside the lock, wait. The carrier's threads report back in
-the same way. Only `put`, `acquire`, `get`, `flush`, `close` and their async twins may wait.
+Only `put`, `acquire`, `get`, `flush`, `close` and their async twins may wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
-import time
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 
@@ -27,43 +18,22 @@ from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpo
 from tierstore.lease import Lease
 from tierstore.metrics import GroupSnapshot, Snapshot, Stats
 from tierstore.model.errors import (
-    BudgetError,
-    ClosedError,
-    DuplicateKeyError,
-    LeaseError,
     TierStoreError,
-    UnknownKeyError,
 )
-from tierstore.model.groups import GroupSpec, Source, group_of, name_of, pack, version_id
-from tierstore.model.moves import Copy
+from tierstore.model.groups import group_of, pack
 from tierstore.model.tiers import Access, Tier
-from tierstore.plan.planner import Planner
-from tierstore.plan.policy import policy_named
-from tierstore.plan.records import State
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.serving import Serving
 from tierstore.settings import Size, resolve_budgets, resolve_device
-from tierstore.transfer.carrier import Cargo, Report, ThreadCarrier
-from tierstore.transfer.directory import ObjectDirectory, check_key, object_name
+from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.maps import AddressSpace
+from tierstore.transfer.objects import check_key
 from tierstore.transfer.views import blocks_of, clone_all
+from tierstore.waiting import Request
 
-T = TypeVar("T")
 VERIFY = ("first", "always", "never")
 
 
-@dataclass(eq=False)
-class _Request:
-    """A caller that wants something of `key`. `tried` is the epoch of its last vain attempt."""
-
-    key: str
-    owner: object
-    access: Access = Access.READ
-    version: str = ""
-    since: float = 0.0
-    tried: int = -1
-
-
-class TierStore:
+class TierStore(Serving):
     """Serves groups of tensors by key, within hard budgets.
 
     Args:
@@ -84,7 +54,7 @@ class TierStore:
     Thread-safe. Use it as a context manager, or call `close`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but two are optional and by name
         self,
         ram_budget: Size,
         disk_dir: str | os.PathLike[str],
@@ -97,55 +67,9 @@ class TierStore:
     ) -> None:
         if verify not in VERIFY:
             raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
-        schedule = LearnedOrder()
-        ranking = policy_named(policy, schedule)
-        self.device = resolve_device(device)
-        self._directory = ObjectDirectory(Path(disk_dir))
-        try:
-            budgets = resolve_budgets(
-                self.device, ram_budget, device_budget, disk_budget, self._directory.path
-            )
-            self._planner = Planner(budgets, ranking, schedule)
-            self._versions: dict[str, str] = {}
-            self._next_version = 1
-            report = _weak_report(weakref.WeakMethod(self._arrived))
-            self._carrier = ThreadCarrier(self.device, budgets, self._directory, verify, report)
-            self._changed = threading.Condition()
-            self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-            self._requests: set[_Request] = set()
-            self._epoch = 0
-            self._held: dict[object, Counter[str]] = {}
-            self._lost_leases: deque[tuple[str, Access, object]] = deque()
-            self._counts: Counter[str] = Counter()
-            self._stalled = 0.0
-            self._pid = os.getpid()
-            self._closed = False
-            self._recover()
-        except BaseException:
-            self._directory.close()
-            raise
-        self._finalizer = weakref.finalize(self, _shut_down, self._carrier, self._directory)
-
-    def _recover(self) -> None:
-        for stored in self._directory.objects():
-            version = version_id(stored.key, 0)
-            spec = stored.spec(version)
-            source = stored.source(self._directory.path_of(stored.key))
-            self._carrier.add(
-                Cargo(version, spec, source, stored.packing, single=stored.single)
-            )
-            self._planner.register(version, spec.nbytes, backed=False)
-            self._carrier.add_file(stored.key)
-            self._versions[stored.key] = version
-        budget, held = self._planner.budgets[Tier.DISK], self._planner.used[Tier.DISK]
-        if budget is not None and held > budget:
-            raise BudgetError(
-                self._directory.path,
-                Tier.DISK.name,
-                held,
-                budget,
-                "raise disk_budget, or remove groups with tierstore-inspect rm",
-            )
+        device = resolve_device(device)
+        budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(disk_dir))
+        super().__init__(device, budgets, os.fspath(disk_dir), policy, verify)
 
     # Putting -----------------------------------------------------------------------------------
 
@@ -179,7 +103,7 @@ class TierStore:
             self._carrier.add(Cargo(version, spec, None, packing, durable, single))
             self._deliver()
         try:
-            self._wait(_Request(key, _caller(), version=version), self._granted)
+            self._waiting.wait(Request(key, version=version), self._granted)
             self._carrier.fill(version, {name: data for name, (_, data) in sources.items()})
         except BaseException:
             with self._changed:
@@ -278,21 +202,6 @@ class TierStore:
             self._know(key, adoption.spec, adoption.source, single=False)
         return adoption.homes
 
-    def _refuse_duplicate(self, key: str) -> None:
-        if key in self._versions:
-            raise DuplicateKeyError(key)
-
-    def _know(self, key: str, spec: GroupSpec, source: Source, *, single: bool) -> None:
-        version = self._new_version(key)
-        spec = GroupSpec(version, spec.tensors, spec.nbytes)
-        self._carrier.add(Cargo(version, spec, source, single=single))
-        self._planner.register(version, spec.nbytes, backed=True)
-        self._versions[key] = version
-
-    def _new_version(self, key: str) -> str:
-        self._next_version += 1
-        return version_id(key, self._next_version - 1)
-
     # Getting -----------------------------------------------------------------------------------
 
     def acquire(self, key: str, access: Access = Access.READ) -> Lease:
@@ -304,36 +213,19 @@ class TierStore:
         """
         request = self._begin(key, access)
         try:
-            return self._wait(request, self._attempt)
+            return self._waiting.wait(request, self._attempt)
         except BaseException:
             self._give_up(request)
             raise
 
     async def aacquire(self, key: str, access: Access = Access.READ) -> Lease:
         """`acquire` for coroutines: never blocks the event loop; cancelled, it leaves nothing."""
-        loop = asyncio.get_running_loop()
         request = self._begin(key, access)
-        woken = asyncio.Event()
-        with self._changed:
-            self._listeners.add((loop, woken))
-            self._requests.add(request)
         try:
-            while True:
-                woken.clear()
-                with self._changed:
-                    lease = self._attempt(request)
-                    if lease is None:
-                        self._refuse_the_hopeless(request)
-                if lease is not None:
-                    return lease
-                await woken.wait()
+            return await self._waiting.wait_async(request, self._attempt)
         except BaseException:
             self._give_up(request)
             raise
-        finally:
-            with self._changed:
-                self._listeners.discard((loop, woken))
-                self._requests.discard(request)
 
     def get(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
         """Copies, on the store's device, that the caller owns: what was put, tensor or dict.
@@ -355,134 +247,6 @@ class TierStore:
         cargo = self._carrier.cargo(lease._version)
         copies = clone_all(cargo.spec, lease.tensors)
         return next(iter(copies.values())) if cargo.single else copies
-
-    def _begin(self, key: str, access: Access) -> _Request:
-        with self._locked():
-            request = _Request(key, _caller(), Access(access), since=time.monotonic())
-            state = self._planner.state_of(self._lookup(key))
-            self._demand(request)
-            count = {State.PRESENT: "hits", None: "misses"}.get(state, "late")
-            self._counts[count] += 1
-            return request
-
-    def _demand(self, request: _Request) -> None:
-        """Insist on the newest version of the key."""
-        request.version = self._lookup(request.key)
-        self._planner.demand(request.version)
-        self._deliver()
-
-    def _attempt(self, request: _Request) -> Lease | None:
-        """Lease the group if it is there. With the lock held."""
-        self._check_open()
-        self._collect_lost()
-        if self._versions.get(request.key) != request.version:
-            self._demand(request)  # it was replaced (or discarded, which raises) meanwhile
-        version = request.version
-        error = self._planner.error_of(version)
-        if error is not None:
-            raise error
-        if not self._planner.lease(version, request.access):
-            return None
-        self._planner.withdraw(version)
-        self._deliver()
-        self._held.setdefault(request.owner, Counter())[version] += 1
-        if request.tried >= 0:
-            self._stalled += time.monotonic() - request.since
-        request.version = ""
-        tensors = self._carrier.view(version)
-        self._order_after_arrival(version)
-        return Lease(self, request.key, version, request.access, request.owner, dict(tensors))
-
-    def _order_after_arrival(self, version: str) -> None:
-        arrival = self._carrier.cargo(version).arrival
-        if arrival is not None:
-            torch.accelerator.current_stream(self.device).wait_event(arrival)
-
-    def _wait(self, request: _Request, attempt: Callable[[_Request], T | None]) -> T:
-        """Try until `attempt` gives something, sleeping until something has changed."""
-        with self._changed:
-            self._requests.add(request)
-            try:
-                while (result := attempt(request)) is None:
-                    self._refuse_the_hopeless(request)
-                    self._changed.wait()
-                return result
-            finally:
-                self._requests.discard(request)
-
-    def _granted(self, request: _Request) -> bool | None:
-        """Whether the room for a put is there. With the lock held."""
-        self._check_open()
-        self._collect_lost()
-        error = self._planner.error_of(request.version)
-        if error is not None:
-            raise error
-        return self._planner.granted(request.version) or None
-
-    def _give_up(self, request: _Request) -> None:
-        with self._changed:
-            if request.version in self._planner:
-                self._planner.withdraw(request.version)
-                self._deliver()
-
-    def _refuse_the_hopeless(self, request: _Request) -> None:
-        """Raise if whoever could give the room back is waiting too, and nothing is on its way."""
-        request.tried = self._epoch
-        holders = {owner for owner, held in self._held.items() if +held}
-        waiting = {r.owner for r in self._requests}
-        all_tried = all(r.tried == self._epoch for r in self._requests)
-        if not holders or not holders <= waiting or not all_tried or not self._planner.idle():
-            return
-        held = {version for owner in holders for version in +self._held[owner]}
-        if request.version in held:
-            raise LeaseError(
-                f"group {request.key!r} is leased by callers that all wait for something: release "
-                "those leases first"
-            )
-        nbytes = sum(self._carrier.cargo(version).spec.nbytes for version in held)
-        top = self._planner.top
-        raise BudgetError(
-            request.key,
-            top.name,
-            self._carrier.cargo(request.version).spec.nbytes,
-            self._planner.budgets[top] or 0,
-            f"the leases of callers that all wait hold {nbytes:,} bytes; release some of them "
-            "first, or raise the budget",
-        )
-
-    def _release(self, version: str, access: Access, owner: object) -> None:
-        with self._changed:
-            self._end_lease(version, access, owner)
-
-    def _end_lease(self, version: str, access: Access, owner: object) -> None:
-        if self._closed:
-            return
-        held = self._held[owner]
-        held[version] -= 1
-        if not +held:
-            del self._held[owner]
-        if self.device.type != "cpu":
-            event = torch.accelerator.current_stream(self.device).record_event()
-            self._carrier.used_on(version, event)
-        durable = self._carrier.cargo(version).durable
-        self._planner.release(version, access)
-        self._deliver()
-        key = name_of(version)
-        if access is Access.TAKE and self._versions.get(key) == version:
-            del self._versions[key]
-            self._remove_file(key, durable)
-
-    def _remove_file(self, key: str, durable: bool) -> None:
-        """No version made so far may be on disk from now on."""
-        self._next_version += 1
-        self._carrier.remove(key, self._next_version - 1, durable)
-
-    def _lost(self, version: str, access: Access, owner: object) -> None:
-        self._lost_leases.append((version, access, owner))
-
-    def _collect_lost(self) -> None:
-        while self._lost_leases:
-            self._end_lease(*self._lost_leases.popleft())
 
     # Hints and housekeeping --------------------------------------------------------------------
 
@@ -524,31 +288,6 @@ class TierStore:
             self._flush_one(key)
         except TierStoreError as error:
             return error
-        return None
-
-    def _flush_one(self, key: str) -> None:
-        with self._changed:
-            version = self._versions.get(key)
-            if version is None or not self._is_dirty(version):
-                return
-            self._planner.save(version)
-            self._deliver()
-        self._wait(_Request(key, _caller(), version=version), self._saved)
-
-    def _is_dirty(self, version: str) -> bool:
-        return self._carrier.cargo(version).durable and not self._planner.saved(version)
-
-    def _saved(self, request: _Request) -> bool | None:
-        """Whether a save is over. With the lock held."""
-        version = request.version
-        self._check_open()
-        self._collect_lost()
-        if version not in self._planner or self._planner.saved(version):
-            return True
-        error = self._planner.error_of(version)
-        if error is not None:
-            self._planner.forgive(version)
-            raise error
         return None
 
     def __contains__(self, key: object) -> bool:
@@ -615,7 +354,7 @@ class TierStore:
         finally:
             with self._changed:
                 self._closed = True
-                self._notify()
+                self._waiting.changed()
             self._finalizer()
 
     @property
@@ -633,73 +372,3 @@ class TierStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    # Between the planner and the carrier -------------------------------------------------------
-
-    def _locked(self) -> threading.Condition:
-        """The lock, once it is known that the store may be used."""
-        self._check_open()
-        return self._changed
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the store is closed: open a new TierStore on its disk_dir")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                "this process was forked from the one that opened the store: open a TierStore of "
-                "its own, with another disk_dir, after the fork"
-            )
-
-    def _lookup(self, key: str) -> str:
-        version = self._versions.get(key)
-        if version is None:
-            damage = self._directory.damaged.get(object_name(key)) if key else None
-            raise damage or UnknownKeyError(key)
-        return version
-
-    def _deliver(self) -> None:
-        """Hand the planner's instructions on, in order, and wake whoever waits. With the lock."""
-        instructions = self._planner.instructions()
-        if instructions:
-            self._carrier.accept(instructions)
-        self._notify()
-
-    def _notify(self) -> None:
-        self._epoch += 1
-        self._changed.notify_all()
-        for loop, woken in self._listeners:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(woken.set)
-
-    def _arrived(self, copy: Copy, error: BaseException | None) -> None:
-        with self._changed:
-            if error is None:
-                self._planner.arrived(copy.key, copy.dst, copy.src)
-            else:
-                self._planner.failed(copy.key, copy.dst, copy.src, error)
-            self._deliver()
-
-
-def _caller() -> object:
-    """Who is asking: the running task, or else the thread."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
-    return task if task is not None else threading.get_ident()
-
-
-def _weak_report(method: weakref.WeakMethod[Report]) -> Report:
-    """Carrier threads must not keep a forgotten store alive."""
-
-    def report(copy: Copy, error: BaseException | None) -> None:
-        arrived = method()
-        if arrived is not None:
-            arrived(copy, error)
-
-    return report
-
-
-def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory) -> None:
-    carrier.stop()
-    directory.close()

@@ -24,7 +24,8 @@ from tierstore.cli.commands import inspector
 from tierstore.model.groups import Block, TensorSpec, contiguous_stride, pack
 from tierstore.model.objects import StoredObject
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.transfer.directory import ObjectDirectory, object_name
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.objects import object_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,8 @@ import pytest
 from tests.cli.conftest import Inspect, flip, on_terminal, path_of, put, tree
 from tierstore.cli import report
 from tierstore.model.errors import CorruptDataError, TransferError
-from tierstore.transfer.directory import FoundObject, ObjectDirectory
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.objects import FoundObject
 
 LEFTOVER = "object-0123456789abcdef"
 

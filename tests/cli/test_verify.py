@@ -15,7 +15,8 @@ from tests.cli.conftest import Inspect, flip, float_block, on_terminal, path_of,
 from tierstore.cli import checking
 from tierstore.cli.report import survey
 from tierstore.model.header import LENGTH_BYTES
-from tierstore.transfer.directory import ObjectDirectory, object_name
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.objects import object_name
 from tierstore.transfer.disk import DataFile
 
 

@@ -113,7 +113,8 @@ def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     for block in blocks:
         # Compiled one by one, so that a block cut short cannot borrow lines of the next.
         compile(block.code, f"{document.name}, block at line {block.line}", "exec")
-    program = tmp_path / f"{document.stem}.py"
+    # Not the bare stem: `inspect.py` would stand in for the standard library's module.
+    program = tmp_path / f"{document.stem}_blocks.py"
     program.write_text(program_of(blocks), encoding="utf-8")
     directory = tmp_path / "empty"
     directory.mkdir()

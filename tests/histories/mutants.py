@@ -148,10 +148,10 @@ class GivesUpItsSource(Planner):
 class EvictsTheSourceOfADemand(Planner):
     """Follows the policy, even where that gives up the source of the very copy that wants room."""
 
-    def _evict(self, tier: Tier, nbytes: int, rival: str | None, keep: GroupRecord) -> bool:
+    def _evict(self, tier: Tier, nbytes: int, rival: str | None) -> bool:
         demands, self._demands = self._demands, {}
         try:
-            return super()._evict(tier, nbytes, rival, keep)
+            return super()._evict(tier, nbytes, rival)
         finally:
             self._demands = demands
 

@@ -96,7 +96,7 @@ class OffloadHandle:
         return self.store.stats()
 
     def disable(self) -> None:
-        """Undo the offloading: every weight is back on the CPU, bit-equal, as an ordinary tensor."""
+        """Undo the offloading: the weights are ordinary CPU tensors again, bit-equal."""
         target = self._target()
         if target is not None and _handles.get(target) is self:
             del _handles[target]
@@ -139,7 +139,9 @@ class OffloadHandle:
         self._chosen = _components(target, self._settings["exclude_modules"] or [], self.store)
         try:
             for component, module in self._chosen.items():
-                prefix = f"{name}-{self._number}/{component}" if component else f"{name}-{self._number}"
+                prefix = (
+                    f"{name}-{self._number}/{component}" if component else f"{name}-{self._number}"
+                )
                 self._offloaded[component] = self._offload(module, prefix)
                 _mark(module, self.store.device)
         except BaseException:
@@ -235,7 +237,7 @@ class SuspendingMethod:
         return types.MethodType(self._function, memo.get(id(owner), owner))
 
 
-def enable_group_offload(
+def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffusers
     target: Any,
     store: TierStore,
     *,
@@ -278,7 +280,9 @@ def enable_group_offload(
         "offload_type": offload_type,
         "num_blocks_per_group": num_blocks_per_group,
         "group_size": None if group_size is None else parse_size(group_size),
-        "exclude_modules": [exclude_modules] if isinstance(exclude_modules, str) else exclude_modules,
+        "exclude_modules": [exclude_modules]
+        if isinstance(exclude_modules, str)
+        else exclude_modules,
         "exclude_kwargs": exclude_kwargs,
         "block_modules": block_modules,
     }
@@ -306,7 +310,7 @@ def _refuse_replaced(arguments: dict[str, Any]) -> None:
 def _check_settings(
     settings: dict[str, Any], store: TierStore, onload_device: str | torch.device | None
 ) -> None:
-    if not isinstance(store, TierStore):
+    if not isinstance(store, TierStore):  # type: ignore[redundant-expr]
         raise TypeError(
             f"store is a {type(store).__name__}: pass a TierStore(ram_budget, disk_dir)"
         )

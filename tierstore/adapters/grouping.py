@@ -148,7 +148,9 @@ def group_units(
     for unit in units:
         own = ties.unclaimed(unit)
         nbytes = unique_bytes(own.values())
-        full = count >= blocks_per_group if blocks_per_group and unit.block else size + nbytes > target
+        full = (
+            count >= blocks_per_group if blocks_per_group and unit.block else size + nbytes > target
+        )
         if open_group is None or full or unit.encloses or unit.block != ties.block_of(open_group):
             open_group, size, count = GroupPlan(unit.name or "root"), 0, 0
             ties.remember(open_group, unit.block)

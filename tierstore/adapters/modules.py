@@ -65,7 +65,7 @@ class Loan:
         self._bindings = bindings
         self._lock = lock
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self) -> list[Lease]:
         """Bring the tensors in. Undone by `leave`; nothing is held if it raises.
 
@@ -86,7 +86,7 @@ class Loan:
             raise
         return leases
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, leases: list[Lease]) -> None:
         """The opposite of `enter`."""
         self._send_back(self._bindings, leases)
@@ -148,7 +148,11 @@ class OffloadedForward:
         if module is None:
             return self.original
         method = getattr(type(module), self.name)
-        return copy.deepcopy(self.replaced, memo) if self.replaced else types.MethodType(method, module)
+        return (
+            copy.deepcopy(self.replaced, memo)
+            if self.replaced
+            else types.MethodType(method, module)
+        )
 
 
 class OffloadedModule:
@@ -194,7 +198,12 @@ class OffloadedModule:
         space = AddressSpace()
         total = sum(tensor_bytes(t) for plan in plans for t in plan.tensors.values())
         with tqdm(
-            total=total, unit="B", unit_scale=True, delay=QUIET_SECONDS, desc=self._prefix, leave=False
+            total=total,
+            unit="B",
+            unit_scale=True,
+            delay=QUIET_SECONDS,
+            desc=self._prefix,
+            leave=False,
         ) as bar:
             for plan in plans:
                 key = f"{self._prefix}/{plan.name}"
@@ -218,7 +227,7 @@ class OffloadedModule:
             if callable(getattr(self.root, name, None)):
                 self._wrappers.append(OffloadedForward(self.root, name, None, self._move_inputs))
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         moved = {
             name: value if name in self._skip else to_device(value, self.store.device)

@@ -14,7 +14,7 @@ import click
 
 from tierstore.cli import words
 from tierstore.cli.failures import Code, Failure
-from tierstore.transfer.directory import check_key
+from tierstore.transfer.objects import check_key
 
 
 class Inspector(click.Group):

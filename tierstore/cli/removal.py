@@ -18,7 +18,8 @@ from contextlib import ExitStack, contextmanager
 
 from tierstore.cli.failures import Code, Failure, system_failure
 from tierstore.cli.report import Item, look_at, opened_below, opened_store
-from tierstore.transfer.directory import LOCK, describe_owner
+from tierstore.transfer.directory import describe_owner
+from tierstore.transfer.objects import LOCK
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

@@ -19,12 +19,14 @@ from tierstore.cli.failures import Code, Failure, system_failure
 from tierstore.model.errors import CorruptDataError, TierStoreError, TransferError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.objects import StoredObject
-from tierstore.transfer.directory import (
+from tierstore.transfer.directory import TEMPORARY_NAME, is_locked
+from tierstore.transfer.objects import (
     LOCK,
     MARKER,
+    OBJECT_NAME,
     OBJECTS,
+    SHARD_NAME,
     TEMPORARY,
-    is_locked,
     object_name,
     read_marker,
     read_object,
@@ -32,9 +34,6 @@ from tierstore.transfer.directory import (
 
 # The names that tierstore gives files. Whatever has another name is not ours: never opened, never
 # removed.
-_SHARD_NAME = re.compile(r"[0-9a-f]{2}")
-_OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
-_TEMPORARY_NAME = re.compile(r"(object|marker)-[0-9a-f]{16}")
 _SPILL_NAME = re.compile(r"\.spill-[0-9]+-[0-9a-f]{16}")
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -233,14 +232,14 @@ class _Finder:
         with opened_below(root, TEMPORARY) as descriptor:
             if descriptor is not None:
                 for leaf, item in _items(descriptor, f"{TEMPORARY}/"):
-                    self._sort(item, _TEMPORARY_NAME.fullmatch(leaf))
+                    self._sort(item, TEMPORARY_NAME.fullmatch(leaf))
 
     def _walk_objects(self, root: int) -> None:
         with opened_below(root, OBJECTS) as objects:
             if objects is None:
                 return
             for shard, item in _items(objects, f"{OBJECTS}/"):
-                if item.kind == "directory" and _SHARD_NAME.fullmatch(shard):
+                if item.kind == "directory" and SHARD_NAME.fullmatch(shard):
                     self._walk_shard(objects, shard)
                 else:
                     self.stray.append(item)
@@ -250,7 +249,7 @@ class _Finder:
             if descriptor is None:
                 return
             for leaf, item in _items(descriptor, f"{OBJECTS}/{shard}/"):
-                if item.kind != "file" or not _OBJECT_NAME.fullmatch(leaf):
+                if item.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
                     self.stray.append(item)
                     continue
                 group = _read_group(self._directory, descriptor, item)

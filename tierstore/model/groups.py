@@ -330,9 +330,7 @@ def pack(blocks: Iterable[Block]) -> Packing:
     Blocks that need no padding come first, so that all but the odd ones at the end lie in the
     file as they lie in memory and are read and written without a copy.
     """
-    return lay_out(
-        sorted(blocks, key=lambda b: (b.nbytes % ALIGNMENT != 0, -DTYPE_SIZES[b.dtype]))
-    )
+    return lay_out(sorted(blocks, key=lambda b: (b.nbytes % ALIGNMENT != 0, -DTYPE_SIZES[b.dtype])))
 
 
 def lay_out(blocks: Sequence[Block]) -> Packing:
@@ -352,7 +350,9 @@ def packing_of(spec: GroupSpec) -> Packing:
     blocks, offsets, dense = [], [], []
     file_here = 0
     for start, stop, members in _covered(spec.tensors):
-        blocks.append(block_of([replace(t, offset=t.offset - start) for t in members], stop - start))
+        blocks.append(
+            block_of([replace(t, offset=t.offset - start) for t in members], stop - start)
+        )
         offsets.append(start)
         dense.append(file_here)
         file_here += stop - start

@@ -175,9 +175,7 @@ def _overflows(shape: list[int]) -> bool:
     return False
 
 
-def _check_cover(
-    entries: list[Entry], data_bytes: int, refuse: Callable[[str], NoReturn]
-) -> None:
+def _check_cover(entries: list[Entry], data_bytes: int, refuse: Callable[[str], NoReturn]) -> None:
     here = 0
     for entry in entries:
         if entry.begin != here:

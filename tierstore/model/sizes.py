@@ -28,7 +28,9 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-def parse_size(value: int | float | str, *, total: int | None = None, auto: int | None = None) -> int:
+def parse_size(
+    value: int | float | str, *, total: int | None = None, auto: int | None = None
+) -> int:
     """Turn a size into bytes.
 
     An int is bytes. `"8GB"` is 8·10⁹ and `"8GiB"` is 2³³ bytes, in any case of the letters.
@@ -95,7 +97,7 @@ def usable_memory(root: Path = Path("/")) -> int:
 
     `root` is where /proc and /sys are looked for (tests point it at a made-up tree).
     """
-    return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
 
 
 def _cgroup_limits(root: Path) -> list[int]:

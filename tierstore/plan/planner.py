@@ -29,17 +29,18 @@ from collections.abc import Iterable, Mapping
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
-from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
+from tierstore.model.moves import Forget, Instruction, Reserve
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import Schedule
+from tierstore.plan.shelves import Shelves
 
 LOOKAHEAD = 16
 """How many uses ahead are looked at for something to fetch early."""
 
 
-class Planner:
+class Planner(Shelves):
     """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them."""
 
     def __init__(
@@ -48,26 +49,13 @@ class Planner:
         policy: Policy,
         schedule: Schedule,
     ) -> None:
-        self.tiers = tuple(sorted(budgets))
-        self.top = self.tiers[0]
-        self.budgets = dict(budgets)
-        self.used = {tier: 0 for tier in self.tiers}
-        self.peak = {tier: 0 for tier in self.tiers}
-        self._policy = policy
+        super().__init__(budgets, policy)
         self._schedule = schedule
         self._largest = 0
-        self._groups: dict[str, GroupRecord] = {}
         self._newest: dict[str, str] = {}  # name -> the version of it that was made last
-        self._demands: dict[str, int] = {}
-        self._claims: dict[str, None] = {}
         self._saves: dict[str, None] = {}
         self._offloads: dict[str, None] = {}
-        self._instructions: list[Instruction] = []
-        self._parting: set[tuple[str, Tier]] = set()  # copies that go when their save is done
-        self._promised: set[str] = set()  # groups with room set aside on the fastest tier
-        self._ahead: set[str] = set()  # groups needed sooner than the one being fetched early
         self._leases = 0
-        self._in_flight = 0
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -122,9 +110,8 @@ class Planner:
         group = self._groups[key]
         if not group.present(self.top) or group.exclusive or group.forgotten:
             return False
-        if access is not Access.READ:
-            if group.leases or group.moving():
-                return False
+        if access is not Access.READ and (group.leases or group.moving()):
+            return False
         if access is Access.UPDATE:
             self._keep_only(group, self.top)
         group.exclusive = None if access is Access.READ else access
@@ -160,6 +147,10 @@ class Planner:
     def forgive(self, key: str) -> None:
         """The error of a save was told: forget it, so that the group can be used again."""
         self._groups[key].error = None
+
+    def saving(self, key: str) -> bool:
+        """Whether a save is still being pursued."""
+        return key in self._saves
 
     def saved(self, key: str) -> bool:
         """Whether a valid copy is on disk."""
@@ -316,20 +307,6 @@ class Planner:
     def _put_tier(self) -> Tier:
         return self.tiers[-2]
 
-    def _start(self, group: GroupRecord, src: Tier, dst: Tier, *, urgent: bool) -> None:
-        group.copies[dst].state = State.ARRIVING
-        if dst is self.top:
-            self._promised.discard(group.key)
-        group.copies[src].readers += 1
-        self._in_flight += 1
-        self._instructions.append(Copy(group.key, group.nbytes, src, dst, urgent))
-
-    def _abandon(self, group: GroupRecord) -> None:
-        """Give up room that was set aside and that nothing is on its way to."""
-        for tier in [t for t, c in group.copies.items() if c.state is State.RESERVED]:
-            self._release_room(group, tier)
-        self._promised.discard(group.key)
-
     def _abandon_orphans(self) -> bool:
         """Give up room set aside for what nobody wants any more. True if there was any."""
         orphans = [
@@ -356,18 +333,6 @@ class Planner:
             del self._offloads[group.key]
             self._tidy(group)
 
-    def _put_away(self, group: GroupRecord, tier: Tier) -> bool:
-        """See that the copy on `tier` may go: True if it may, or will when a save is done."""
-        if group.valid_elsewhere(tier) or group.exclusive:
-            return True
-        below = self.tiers[self.tiers.index(tier) + 1]
-        if below in group.copies:
-            return True
-        if not self._set_aside(group, below, None):
-            return False
-        self._start(group, tier, below, urgent=True)
-        return True
-
     def _pursue_save(self, group: GroupRecord) -> None:
         if group.present(Tier.DISK) or group.forgotten or group.error is not None:
             self._saves.pop(group.key, None)
@@ -387,21 +352,15 @@ class Planner:
             copy = group.copies[tier]
             if self._in_use(group, tier):
                 continue
-            if group.forgotten:
-                self._drop(group, tier)
-            elif copy.unwanted and group.valid_elsewhere(tier):
+            if group.forgotten or (copy.unwanted and group.valid_elsewhere(tier)):
                 self._drop(group, tier)
             elif copy.unwanted:
                 copy.unwanted = False
                 if tier is self.top:
                     self._offloads[group.key] = None
-        if group.forgotten and not group.copies and self._groups.pop(group.key, None):
+        if group.forgotten and not group.copies and group.key in self._groups:
+            del self._groups[group.key]
             self._instructions.append(Forget(group.key))
-
-    def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        copy = group.copies[tier]
-        leased = tier is self.top and group.leases > 0
-        return leased or copy.readers > 0 or copy.state is State.ARRIVING
 
     def _withdraw_claim(self, group: GroupRecord) -> None:
         tier = self._put_tier()
@@ -427,102 +386,6 @@ class Planner:
             if tier in group.copies:
                 group.copies[tier].unwanted = False
 
-    def _keep_only(self, group: GroupRecord, tier: Tier) -> None:
-        for other in [t for t in group.copies if t is not tier]:
-            self._drop(group, other)
-        group.backed = False
-
-    # Room --------------------------------------------------------------------------------------
-
-    def _set_aside(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
-        """Take room for a copy of `group` on `tier`, evicting what must and may go."""
-        nbytes = group.cost(tier)
-        if not self._free(tier, nbytes) and not self._evict(tier, nbytes, rival, group):
-            return False
-        group.copies[tier] = CopyRecord(State.RESERVED)
-        if tier is self.top:
-            self._promised.add(group.key)
-        self._take_room(tier, nbytes)
-        return True
-
-    def _free(self, tier: Tier, nbytes: int) -> bool:
-        budget = self.budgets[tier]
-        return budget is None or self.used[tier] + nbytes <= budget
-
-    def _evict(self, tier: Tier, nbytes: int, rival: str | None, keep: GroupRecord) -> bool:
-        """Make room on `tier`. True if it is there now; False if it is not, or not yet."""
-        short = self.used[tier] + nbytes - (self.budgets[tier] or 0)
-        chosen = []
-        ranked = self._policy.victims(tier, rival)
-        for key in sorted(ranked, key=self._to_go_up):  # a demand's own source last
-            if short <= 0:
-                break
-            group = self._groups[key]
-            if group is keep or not self._evictable(group, tier, rival):
-                continue
-            chosen.append(group)
-            short -= group.cost(tier)
-        if rival is None:
-            short -= self._leaving(tier)
-        if short > 0:
-            return False
-        for group in chosen:
-            if self._free(tier, nbytes):
-                break
-            self._evict_copy(group, tier, nbytes)
-        return self._free(tier, nbytes)
-
-    def _evict_copy(self, group: GroupRecord, tier: Tier, nbytes: int) -> None:
-        if group.valid_elsewhere(tier):
-            self._drop(group, tier)
-        elif not self._free(tier, nbytes - self._leaving(tier)) and self._put_away(group, tier):
-            group.copies[tier].unwanted = True
-            self._note_parting(group, tier)
-
-    def _note_parting(self, group: GroupRecord, tier: Tier) -> None:
-        self._parting.add((group.key, tier))
-
-    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
-        copy = group.copies[tier]
-        if self._in_use(group, tier) or copy.unwanted or tier is Tier.DISK:
-            return False
-        if group.key in self._promised or (rival is not None and group.key in self._ahead):
-            return False  # it is the source of a copy on its way up, or needed sooner
-        if tier is self.top and group.key in self._demands:
-            return False  # its waiter is about to wake up and lease it
-        return rival is None or group.valid_elsewhere(tier)
-
-    def _to_go_up(self, key: str) -> bool:
-        return key in self._demands and not self._groups[key].present(self.top)
-
-    def _leaving(self, tier: Tier) -> int:
-        """Bytes of `tier` that go as soon as a save that is under way is done."""
-        self._parting = {(key, t) for key, t in self._parting if self._is_parting(key, t)}
-        return sum(self._groups[key].nbytes for key, t in self._parting if t is tier)
-
-    def _is_parting(self, key: str, tier: Tier) -> bool:
-        group = self._groups.get(key)
-        copy = group.copies.get(tier) if group else None
-        return group is not None and copy is not None and copy.unwanted and copy.readers > 0
-
-    def _take_room(self, tier: Tier, nbytes: int) -> None:
-        self.used[tier] += nbytes
-        self.peak[tier] = max(self.peak[tier], self.used[tier])
-
-    def _release_room(self, group: GroupRecord, tier: Tier) -> None:
-        self.used[tier] -= group.cost(tier)
-        copy = group.copies.pop(tier)
-        if copy.state is not State.RESERVED:
-            self._instructions.append(Drop(group.key, group.nbytes, tier))
-
-    def _drop(self, group: GroupRecord, tier: Tier) -> None:
-        self._release_room(group, tier)
-        self._policy.dropped(group.key, tier)
-
-    def _done_reading(self, group: GroupRecord, src: Tier | None) -> None:
-        if src is not None:
-            group.copies[src].readers -= 1
-
     # Giving up ---------------------------------------------------------------------------------
 
     def _refuse_what_never_fits(self, key: str, nbytes: int, tiers: Iterable[Tier]) -> None:
@@ -547,7 +410,8 @@ class Planner:
         """The copy on `src` stays; whoever waits for the save, or for its room, is told why."""
         group.copies[src].unwanted = False
         waiting = self._unmet()
-        if self._saves.pop(group.key, False) is None:
+        if group.key in self._saves:
+            del self._saves[group.key]
             waiting.append(group)
         for other in waiting:
             other.error = error
@@ -569,40 +433,12 @@ class Planner:
             f"{self.used[tier]:,} bytes are in use there and nothing may be dropped; raise "
             "disk_budget, or discard groups that are not needed"
         )
-        budget = self.budgets[tier] or 0
+        budget = self.budgets[tier]
+        if budget is None:
+            budget = self.used[tier]
         return BudgetError(name_of(group.key), tier.name, group.nbytes, budget, advice)
 
     def _know(self, group: GroupRecord) -> None:
         self._groups[group.key] = group
         self._largest = max(self._largest, group.nbytes)
         self._newest[name_of(group.key)] = group.key
-
-    # The promises ------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Assert the five promises. Costs a walk over all groups: for tests."""
-        for tier in self.tiers:
-            groups = [g for g in self._groups.values() if tier in g.copies]
-            held = sum(g.cost(tier) for g in groups)
-            budget = self.budgets[tier]
-            assert held == self.used[tier], f"{tier.name}: holds {held}, counts {self.used[tier]}"
-            assert budget is None or held <= budget, f"{tier.name}: {held} over {budget}"
-        for group in self._groups.values():
-            self._check_group(group)
-
-    def _check_group(self, group: GroupRecord) -> None:
-        key = name_of(group.key)
-        valid = [tier for tier in self.tiers if group.present(tier)]
-        known = not group.forgotten and group.key not in self._claims
-        assert valid or not known, f"{key} is nowhere"
-        assert group.present(self.top) or not group.leases, f"{key} is leased but not there"
-        for tier, copy in group.copies.items():
-            reading = copy.readers > 0
-            assert copy.state is State.PRESENT or not reading, f"{key} is read before it is there"
-            unused = not self._in_use(group, tier)
-            assert not (copy.unwanted and unused), f"{key} on {tier.name} should be gone"
-            assert not (group.forgotten and unused), f"{key} on {tier.name} is forgotten"
-        if group.exclusive:
-            assert group.leases == 1, f"{key} is lent to {group.leases} beside its changer"
-        if group.exclusive is Access.UPDATE:
-            assert len(group.copies) == 1, f"{key} is being changed and has several copies"

@@ -110,7 +110,7 @@ class LearnedOrder:
         self._append(self._id(key))
 
     def _last(self) -> str:
-        return self._keys[self._history[self._length - 1]]
+        return self._keys[int(self._history[self._length - 1])]
 
     def _count(self, key: str) -> None:
         self._clock += 1

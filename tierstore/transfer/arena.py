@@ -9,22 +9,16 @@ want: into 4 KiB pages a disk delivers about half of its speed.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tierstore.model.sizes import PAGE
-
-
-class Event(Protocol):
-    """A point in a device stream's work; `torch.Event` is one."""
-
-    def synchronize(self) -> None:
-        """Wait until the work before it is done."""
 
 
 @dataclass(eq=False)
@@ -37,12 +31,12 @@ class Slot:
 
     nbytes: int
     memory: torch.Tensor | None = None
-    pending: list[Event] = field(default_factory=list)
+    pending: list[torch.Event] = field(default_factory=list)
 
     def bytes(self) -> memoryview:
         """The memory of a host slot."""
         assert self.memory is not None
-        return memoryview(self.memory.numpy())
+        return self.memory.numpy().data
 
     def wait(self) -> None:
         """Wait for the device work that still uses the memory."""
@@ -136,10 +130,8 @@ class Arena:
 def plain_memory(nbytes: int) -> torch.Tensor:
     """Page-aligned host memory in 2 MiB pages where that is possible."""
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # the kernel has no transparent huge pages: slower, not wrong
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 

@@ -11,62 +11,28 @@ for that event. Nothing ever synchronises a whole stream or device.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from tierstore.model.errors import CorruptDataError, TransferError
-from tierstore.model.groups import (
-    Check,
-    Extent,
-    GroupSpec,
-    Packing,
-    Segment,
-    Source,
-    name_of,
-    packing_of,
-)
+from tierstore.model.groups import Check, Extent, Segment, Source, name_of, packing_of
 from tierstore.model.header import digest
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier
-from tierstore.transfer.arena import Arena, Slot, device_arena, host_arena
+from tierstore.transfer.arena import Slot, device_arena, host_arena
+from tierstore.transfer.cargo import Cargo, Totals
 from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.disk import FileTable, ReadPiece, Spill, pieces, transfer_error
+from tierstore.transfer.disk import FileTable, Spill
+from tierstore.transfer.reading import Reader, Reading, explained
 from tierstore.transfer.views import view_all
+from tierstore.transfer.workers import EARLY, URGENT, Workers
 
 DISK_THREADS = 4
-URGENT, EARLY = 0, 1
 
 Report = Callable[[Copy, BaseException | None], None]
-
-
-@dataclass(eq=False)
-class Cargo:
-    """One version of a group, as the carrier needs to know it.
-
-    `source` says how to read it from disk; None while it is not there. `packing` is how to write
-    it; None for what came from checkpoints, which is written only once it was changed. `durable` groups are written as object files, others
-    into the spill.
-    """
-
-    key: str
-    spec: GroupSpec
-    source: Source | None = None
-    packing: Packing | None = None
-    durable: bool = True
-    single: bool = False
-    verified: bool = False
-    spilled_at: int | None = None
-    slots: dict[Tier, Slot] = field(default_factory=dict)
-    views: dict[str, torch.Tensor] | None = None
-    arrival: Any = None
-    first_digests: list[str] | None = None
 
 
 class Carrier(Protocol):
@@ -77,68 +43,6 @@ class Carrier(Protocol):
 
     def view(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors of a group's copy on the fastest tier."""
-
-
-@dataclass
-class Totals:
-    """What was moved so far, in bytes, by (source, destination)."""
-
-    moved: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, src: Tier, dst: Tier, nbytes: int) -> None:
-        """Count `nbytes` bytes."""
-        with self.lock:
-            self.moved[src, dst] = self.moved.get((src, dst), 0) + nbytes
-
-    def get(self, src: Tier, dst: Tier) -> int:
-        """Bytes moved from `src` to `dst`."""
-        return self.moved.get((src, dst), 0)
-
-
-class Workers:
-    """Daemon threads that take jobs by priority, then age.
-
-    Daemons, because a thread stuck in a dead disk must not keep the interpreter from ending; what
-    they leave half-written has a temporary name.
-    """
-
-    def __init__(self, count: int, name: str) -> None:
-        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
-        self._age = itertools.count()
-        self._ready = threading.Condition()
-        self._stopping = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"tierstore-{name}-{i}", daemon=True)
-            for i in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, priority: int, job: Callable[[], None]) -> None:
-        """Have `job` run on some thread. It must not raise."""
-        with self._ready:
-            heapq.heappush(self._jobs, (priority, next(self._age), job))
-            self._ready.notify()
-
-    def _work(self) -> None:
-        while True:
-            with self._ready:
-                while not self._jobs and not self._stopping:
-                    self._ready.wait()
-                if not self._jobs:
-                    return
-                job = heapq.heappop(self._jobs)[2]
-            job()
-            del job  # it may hold the last reference to a buffer
-
-    def stop(self) -> None:
-        """Finish what is queued, then end."""
-        with self._ready:
-            self._stopping = True
-            self._ready.notify_all()
-        for thread in self._threads:
-            thread.join(timeout=10)
 
 
 class ThreadCarrier:
@@ -161,7 +65,6 @@ class ThreadCarrier:
         self.totals = Totals()
         self.files = FileTable(directory.path)
         self._directory = directory
-        self._verify = verify
         self._report = report
         self._cargo: dict[str, Cargo] = {}
         self._spill: Spill | None = None
@@ -171,6 +74,7 @@ class ThreadCarrier:
         self._commit_lock = threading.Lock()
         self.arenas = {Tier.HOST: host_arena(budgets[Tier.HOST], device)}
         self._disk = Workers(DISK_THREADS, "disk")
+        self._reader = Reader(self.arenas[Tier.HOST], self.files, self._disk, verify)
         self._links: dict[Tier, Workers] = {}
         if self.top is Tier.DEVICE:
             self._up, self._down = torch.Stream(device), torch.Stream(device)
@@ -198,7 +102,9 @@ class ThreadCarrier:
                 self._begin(instruction, self._cargo[instruction.key])
             elif isinstance(instruction, Reserve):
                 cargo = self._cargo[instruction.key]
-                cargo.slots[instruction.tier] = self.arenas[instruction.tier].take(cargo.spec.nbytes)
+                cargo.slots[instruction.tier] = self.arenas[instruction.tier].take(
+                    cargo.spec.nbytes
+                )
             elif isinstance(instruction, Drop):
                 self._drop(instruction.tier, self._cargo[instruction.key])
             else:
@@ -240,7 +146,7 @@ class ThreadCarrier:
             cargo.slots[copy.dst] = slot
         if copy.src is Tier.DISK:
             assert slot is not None
-            reading = _Reading(self, copy, cargo, slot, priority)
+            reading = Reading(self._reader, copy, cargo, slot, self.finish)
             self._disk.submit(priority, reading.begin)
         elif copy.dst is Tier.DISK:
             self._disk.submit(priority, self._reported(copy, cargo, cargo.slots[copy.src], None))
@@ -261,7 +167,7 @@ class ThreadCarrier:
                 else:
                     self._offload(cargo, src, dst)
             except BaseException as failure:  # every failure must reach whoever waits
-                error = _explained(failure, copy)
+                error = explained(failure, copy)
             self.finish(copy, error)
 
         return job
@@ -369,47 +275,6 @@ class ThreadCarrier:
                 self._directory.remove(key)
                 self.files.forget(self._directory.path_of(key))
 
-    # What was read -----------------------------------------------------------------------------
-
-    def check(self, cargo: Cargo, slot: Slot, source: Source) -> None:
-        """Put bytes that were read into place, and see that they are the ones written."""
-        data = slot.bytes()
-        for move in source.moves:
-            # Not a plain slice copy: where the two ranges overlap, that would be a guess.
-            data[move.dst : move.dst + move.nbytes] = bytes(data[move.src : move.src + move.nbytes])
-        if self._verify == "never" or (self._verify == "first" and cargo.verified):
-            return
-        for check in source.checks:
-            found = digest(data[check.offset : check.offset + check.nbytes])
-            if found != check.digest:
-                raise self._corrupt(cargo, source, check.name, check.digest, found)
-        if self._verify == "always" and not source.checks:
-            self._check_against_first_read(cargo, source, data)
-        cargo.verified = True
-
-    def _check_against_first_read(self, cargo: Cargo, source: Source, data: memoryview) -> None:
-        """A checkpoint carries no checksums: what it held at the first read must remain so."""
-        found = [digest(data[s.at : s.at + s.extent.nbytes]) for s in source.segments]
-        if cargo.first_digests is None:
-            cargo.first_digests = found
-        for expected, now in zip(cargo.first_digests, found, strict=True):
-            if expected != now:
-                raise self._corrupt(cargo, source, "the checkpoint's bytes", expected, now)
-
-    def _corrupt(
-        self, cargo: Cargo, source: Source, what: str, expected: str, found: str
-    ) -> CorruptDataError:
-        path = source.segments[0].extent.path if source.segments else ""
-        return CorruptDataError(
-            f"group {name_of(cargo.key)!r}: {what!r} in {path} is not what was written (checksum "
-            f"{found} instead of {expected}): the disk or somebody changed it; remove it with "
-            "tierstore-inspect rm and put the group again, or download the checkpoint again",
-            key=name_of(cargo.key),
-            path=path,
-            expected=expected,
-            found=found,
-        )
-
     # Looking -----------------------------------------------------------------------------------
 
     def view(self, key: str) -> dict[str, torch.Tensor]:
@@ -419,7 +284,9 @@ class ThreadCarrier:
             assert memory is not None
             offsets = {t.name: t.offset for t in cargo.spec.tensors}
             on_device = self.top is Tier.DEVICE
-            cargo.views = view_all(cargo.spec, memory, cargo.spec.device_offsets if on_device else offsets)
+            cargo.views = view_all(
+                cargo.spec, memory, cargo.spec.device_offsets if on_device else offsets
+            )
         return cargo.views
 
     def used_on(self, key: str, event: Any) -> None:
@@ -442,89 +309,3 @@ class ThreadCarrier:
 
 def _version(key: str) -> int:
     return int(key.rpartition("\0")[2])
-
-
-def _explained(error: BaseException, copy: Copy) -> BaseException:
-    """The library's error for a failed copy, with the cause attached."""
-    key = name_of(copy.key)
-    if isinstance(error, TransferError):
-        error.key = error.key or key
-        return error
-    if isinstance(error, OSError):
-        doing = "reading" if copy.src is Tier.DISK else "writing"
-        return transfer_error(error, doing, key=key, path=str(error.filename or f"group {key!r}"))
-    failed = TransferError(
-        f"moving group {key!r} from {copy.src.name} to {copy.dst.name} failed "
-        f"({type(error).__name__}: {error}): free memory on that tier or lower its budget",
-        key=key,
-    )
-    failed.__cause__ = error
-    return failed
-
-
-class _Reading:
-    """One group on its way from disk to host memory, in pieces that several threads read."""
-
-    def __init__(
-        self, carrier: ThreadCarrier, copy: Copy, cargo: Cargo, slot: Slot, priority: int
-    ) -> None:
-        assert cargo.source is not None
-        self._carrier = carrier
-        self._copy = copy
-        self._cargo = cargo
-        self._source = cargo.source
-        self._slot = slot
-        self._priority = priority
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._left = 0
-
-    def begin(self) -> None:
-        try:
-            self._carrier.arenas[Tier.HOST].fill(self._slot)
-            self._slot.wait()
-            self._check_files()
-        except BaseException as error:  # reported, like every failure of a job
-            self._carrier.finish(self._copy, _explained(error, self._copy))
-            return
-        todo = list(pieces(self._source))
-        self._left = len(todo)
-        for piece in todo[1:]:
-            self._carrier._disk.submit(self._priority, lambda piece=piece: self._read(piece))  # type: ignore[misc]
-        if todo:
-            self._read(todo[0])
-        else:
-            self._end()
-
-    def _check_files(self) -> None:
-        for path in {segment.extent.path for segment in self._source.segments}:
-            self._carrier.files.check(self._carrier.files.get(path))
-
-    def _read(self, piece: ReadPiece) -> None:
-        try:
-            if self._error is None:
-                self._read_piece(piece)
-        except OSError as error:
-            self._error = transfer_error(error, "reading", key=None, path=piece.path)
-        except BaseException as error:  # reported, like every failure of a job
-            self._error = error
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._end()
-
-    def _read_piece(self, piece: ReadPiece) -> None:
-        # A function of its own: no reference to the memory may outlive the report of its arrival.
-        room = self._slot.bytes()[piece.at : piece.at + piece.nbytes]
-        self._carrier.files.get(piece.path).read_at_least(room, piece.offset, piece.needed)
-
-    def _end(self) -> None:
-        error = self._error
-        try:
-            if error is None:
-                self._check_files()  # what changed while it was read is no good either
-                self._carrier.check(self._cargo, self._slot, self._source)
-        except BaseException as failure:  # reported, like every failure of a job
-            error = failure
-        self._carrier.finish(self._copy, None if error is None else _explained(error, self._copy))

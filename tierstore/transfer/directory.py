@@ -14,9 +14,9 @@ else needs to agree with anything, so there is no manifest. Keys are data; names
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -29,177 +29,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.model.errors import (
-    CorruptDataError,
-    InvalidHeaderError,
-    StoreLockedError,
-    TierStoreError,
-    TransferError,
-)
+from tierstore.model.errors import StoreLockedError, TransferError
 from tierstore.model.groups import Packing
-from tierstore.model.header import (
-    LENGTH_BYTES,
-    Header,
-    build_header,
-    digest,
-    header_is_intact,
-    header_length,
-    parse_header,
-)
-from tierstore.model.objects import SINGLE, StoredObject, decode_object
+from tierstore.model.header import build_header, digest
+from tierstore.model.objects import SINGLE, StoredObject
 from tierstore.model.sizes import PAGE
 from tierstore.transfer.disk import transfer_error, write_all
+from tierstore.transfer.objects import (
+    LOCK,
+    MARKER,
+    OBJECTS,
+    READ,
+    STORE_FORMAT,
+    TEMPORARY,
+    find_objects,
+    object_name,
+    read_marker,
+)
 
-STORE_FORMAT = 1
-MARKER, LOCK, OBJECTS, TEMPORARY = "STORE.json", "LOCK", "objects", "tmp"
-MAX_KEY_BYTES = 1024
-_OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
-_SHARD_NAME = re.compile(r"[0-9a-f]{2}")
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-def object_name(key: str) -> str:
-    """Where the object of `key` lies below `objects/`."""
-    name = hashlib.sha256(key.encode()).hexdigest()[:32]
-    return f"{name[:2]}/{name}.safetensors"
-
-
-def check_key(key: object) -> str:
-    """A key as it may be used: any text of 1 to 1,024 bytes of UTF-8."""
-    if not isinstance(key, str):
-        raise TypeError(f"a key is a str, not {type(key).__name__}: pass text")
-    try:
-        length = len(key.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{key!r} cannot be written as UTF-8: use another key") from error
-    if not 1 <= length <= MAX_KEY_BYTES:
-        raise ValueError(
-            f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8, this one {length}: use another key"
-        )
-    return key
-
-
-# Reading: no lock, no write. tierstore-inspect needs no more than this. -------------------------
-
-
-@dataclass(frozen=True)
-class FoundObject:
-    """An object file: what it holds, or the error that says why that cannot be told."""
-
-    path: str
-    nbytes: int
-    modified: float
-    stored: StoredObject | None
-    error: TransferError | None = None
-
-
-def read_header(descriptor: int, path: str) -> tuple[Header, bytes]:
-    """Read and validate the safetensors header of an open file."""
-    size = os.fstat(descriptor).st_size
-    prefix = os.pread(descriptor, LENGTH_BYTES, 0)
-    length = header_length(prefix, size, path)
-    raw = os.pread(descriptor, length, LENGTH_BYTES)
-    if len(raw) != length:
-        raise InvalidHeaderError(f"{path} ends inside its header: save it again", path=path)
-    return parse_header(raw, size, path), raw
-
-
-def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -> FoundObject:
-    """Look into one object file. Errors of the file are told in the result, not raised.
-
-    Raises FileNotFoundError if it has just vanished.
-    """
-    descriptor = None
-    nbytes, modified = 0, 0.0
-    try:
-        descriptor = os.open(name or path, _READ, dir_fd=dir_fd)
-        status = os.fstat(descriptor)
-        nbytes, modified = status.st_size, status.st_mtime
-        if not stat.S_ISREG(status.st_mode):
-            raise CorruptDataError(f"{path} is no regular file: remove it", path=path)
-        header, raw = read_header(descriptor, path)
-        stored = decode_object(header, path)
-        if not header_is_intact(raw, header):
-            raise CorruptDataError(
-                f"{path} (key {stored.key!r}) has a header that does not match its checksum: "
-                "remove it with tierstore-inspect rm, and put the group again",
-                key=stored.key,
-                path=path,
-                expected=header.metadata.get("tierstore.header_xxh3"),
-                found=digest(raw),
-            )
-        if object_name(stored.key).rpartition("/")[2] != os.path.basename(path):
-            raise CorruptDataError(
-                f"{path} says it holds key {stored.key!r}, whose file has another name: it was "
-                "copied or renamed; remove it",
-                key=stored.key,
-                path=path,
-            )
-        return FoundObject(path, nbytes, modified, stored)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        failed = transfer_error(error, "opening", key=None, path=path)
-        return FoundObject(path, nbytes, modified, None, failed)
-    except TransferError as error:
-        return FoundObject(path, nbytes, modified, None, error)
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
-    """Every object file of a directory, in the order of names. Links are not followed."""
-    root = os.path.join(disk_dir, OBJECTS)
-    for shard in _names(root, None, _SHARD_NAME):
-        try:
-            shard_fd = os.open(os.path.join(root, shard), _READ | os.O_DIRECTORY)
-        except OSError:
-            continue
-        try:
-            for name in _names(root, shard_fd, _OBJECT_NAME):
-                try:
-                    yield read_object(os.path.join(root, shard, name), shard_fd, name)
-                except FileNotFoundError:
-                    continue  # replaced or removed while we looked
-        finally:
-            os.close(shard_fd)
-
-
-def _names(root: str, descriptor: int | None, pattern: re.Pattern[str]) -> list[str]:
-    try:
-        names = os.listdir(root if descriptor is None else descriptor)
-    except OSError:
-        return []
-    return sorted(name for name in names if pattern.fullmatch(name))
-
-
-def read_marker(disk_dir: str | Path) -> dict[str, object] | None:
-    """What STORE.json says; None if the directory is no store.
-
-    Raises TierStoreError if it is damaged or of a newer format.
-    """
-    path = os.path.join(disk_dir, MARKER)
-    try:
-        descriptor = os.open(path, _READ)
-    except FileNotFoundError:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        raw = file.read(65536)
-    try:
-        marker = json.loads(raw)
-        version = marker["format"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise TierStoreError(f"{path} is damaged: use an empty disk_dir") from error
-    if version != STORE_FORMAT:
-        raise TierStoreError(
-            f"{path} says format {version!r}, this version of tierstore knows {STORE_FORMAT}: "
-            "upgrade tierstore, or use another disk_dir"
-        )
-    return dict(marker)
-
-
-# Writing: only under the lock. -------------------------------------------------------------------
+TEMPORARY_NAME = re.compile(r"(object|marker)-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -240,20 +88,19 @@ class ObjectDirectory:
 
     def _prepare(self) -> None:
         for name in (OBJECTS, TEMPORARY):
-            try:
+            with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(self.path, name), mode=0o700)
-            except FileExistsError:
-                pass
         self._objects = self._open_directory(OBJECTS)
         self._temporary = self._open_directory(TEMPORARY)
-        for name in os.listdir(self._temporary):
-            os.unlink(name, dir_fd=self._temporary)
+        for name in filter(TEMPORARY_NAME.fullmatch, os.listdir(self._temporary)):
+            with contextlib.suppress(OSError):  # not ours after all, such as a directory
+                os.unlink(name, dir_fd=self._temporary)
         if read_marker(self.path) is None:
             self._write_marker()
         _sync_directory(self.path)
 
     def _open_directory(self, name: str) -> int:
-        return os.open(os.path.join(self.path, name), _READ | os.O_DIRECTORY)
+        return os.open(os.path.join(self.path, name), READ | os.O_DIRECTORY)
 
     def _write_marker(self) -> None:
         marker = {"format": STORE_FORMAT, "uuid": str(uuid.uuid4()), "created_by": "tierstore"}
@@ -315,9 +162,7 @@ class ObjectDirectory:
         shard, _, leaf = name.partition("/")
         try:
             with self._explained("writing to", key), self._shard(shard) as descriptor:
-                os.rename(
-                    staged.temporary, leaf, src_dir_fd=self._temporary, dst_dir_fd=descriptor
-                )
+                os.rename(staged.temporary, leaf, src_dir_fd=self._temporary, dst_dir_fd=descriptor)
                 os.fsync(descriptor)
         except BaseException:
             self.abandon(staged)
@@ -327,10 +172,9 @@ class ObjectDirectory:
 
     def abandon(self, staged: Staged) -> None:
         """Remove a staged group that will not be committed."""
-        try:
+        # It may not exist yet, or be renamed already; opening the directory cleans up what remains.
+        with contextlib.suppress(OSError):
             os.unlink(staged.temporary, dir_fd=self._temporary)
-        except OSError:
-            pass  # never made, or renamed already; opening the directory cleans up what remains
 
     def write(self, key: str, packing: Packing, data: memoryview, *, single: bool) -> StoredObject:
         """Stage and commit."""
@@ -379,7 +223,7 @@ class ObjectDirectory:
             os.fsync(self._objects)
         except FileExistsError:
             pass
-        descriptor = os.open(shard, _READ | os.O_DIRECTORY, dir_fd=self._objects)
+        descriptor = os.open(shard, READ | os.O_DIRECTORY, dir_fd=self._objects)
         try:
             yield descriptor
         finally:
@@ -419,6 +263,10 @@ def _sync_directory(path: str) -> None:
 def _lock(disk_dir: str) -> int:
     flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(os.path.join(disk_dir, LOCK), flags, 0o600)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "LOCK is no file of its own", os.path.join(disk_dir, LOCK))
     if not _try_lock(descriptor):
         owner = describe_owner(descriptor)
         os.close(descriptor)
@@ -427,7 +275,9 @@ def _lock(disk_dir: str) -> int:
             "between pipelines, or choose another disk_dir"
         ) from None
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    os.pwrite(
+        descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0
+    )
     return descriptor
 
 
@@ -454,7 +304,7 @@ def describe_owner(descriptor: int) -> str:
 def is_locked(disk_dir: str | Path) -> str | None:
     """Who holds the directory's lock now; None if nobody does. Changes nothing."""
     try:
-        descriptor = os.open(os.path.join(disk_dir, LOCK), _READ)
+        descriptor = os.open(os.path.join(disk_dir, LOCK), READ)
     except OSError:
         return None
     try:
@@ -462,5 +312,7 @@ def is_locked(disk_dir: str | Path) -> str | None:
         return None
     except BlockingIOError:
         return describe_owner(descriptor)
+    except OSError:
+        return None  # the file system knows no locks
     finally:
         os.close(descriptor)

@@ -8,6 +8,7 @@ exception then, where a memory map would kill the process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -79,10 +80,8 @@ class DataFile:
         self.path = path
         self._cached = os.open(path, flags)
         self._direct: int | None = None
-        try:
+        with contextlib.suppress(OSError):  # the file system may know no direct reads
             self._direct = os.open(path, flags | os.O_DIRECT)
-        except OSError:
-            pass  # the file system knows no direct reads
 
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_cached", None), getattr(self, "_direct", None)):
@@ -206,7 +205,9 @@ def _segment_pieces(segment: Segment, chunk: int) -> Iterator[ReadPiece]:
     for offset in range(start, stop, chunk):
         end = min(offset + chunk, stop)
         nbytes = round_up(end - offset, PAGE)
-        yield ReadPiece(extent.path, offset, segment.at - lead + offset - start, nbytes, end - offset)
+        yield ReadPiece(
+            extent.path, offset, segment.at - lead + offset - start, nbytes, end - offset
+        )
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:

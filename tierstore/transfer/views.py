@@ -45,7 +45,9 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     return found
 
 
-def view_all(spec: GroupSpec, memory: torch.Tensor, offsets: Mapping[str, int]) -> dict[str, torch.Tensor]:
+def view_all(
+    spec: GroupSpec, memory: torch.Tensor, offsets: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     """The tensors of a group as views of its packed bytes (uint8, 1-d)."""
     return {t.name: view_one(t, memory, offsets[t.name]) for t in spec.tensors}
 
@@ -84,7 +86,7 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
     spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
     plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in plain.items():
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         spec = _spec(name, tensor, 0)
         place = (tensor.device, tensor.untyped_storage().data_ptr())
         spans.setdefault(place, []).append((start, start + spec.nbytes, name))
@@ -92,7 +94,9 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
     for found in spans.values():
         for start, stop, names in _merge(found):
             members = {name: plain[name] for name in names}
-            blocks.append((_block(members, start, stop), byte_view(members[names[0]], start, stop - start)))
+            blocks.append(
+                (_block(members, start, stop), byte_view(members[names[0]], start, stop - start))
+            )
     return blocks
 
 
@@ -114,7 +118,7 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spec(name: str, tensor: torch.Tensor, block_start: int) -> TensorSpec:
-    offset = tensor.storage_offset() * tensor.element_size() - block_start
+    offset = int(tensor.storage_offset()) * tensor.element_size() - block_start
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     return TensorSpec(name, dtype_name(tensor, name), shape, stride, max(offset, 0))
 

@@ -1,0 +1,192 @@
+"""Which copies exist, how far they are, and the room they take: the planner's books.
+
+Room is taken from the moment a copy is planned, and given back the moment it is dropped. Making
+room drops copies that are valid elsewhere, and has others saved one tier down first; which ones go
+is the policy's choice, among those that nobody uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierstore.model.groups import name_of
+from tierstore.model.moves import Copy, Drop, Instruction
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.policy import Policy
+from tierstore.plan.records import CopyRecord, GroupRecord, State
+
+
+class Shelves:
+    """The copies on the tiers of `budgets` (bytes; None for no limit), and what moves them."""
+
+    def __init__(self, budgets: Mapping[Tier, int | None], policy: Policy) -> None:
+        self.tiers = tuple(sorted(budgets))
+        self.top = self.tiers[0]
+        self.budgets = dict(budgets)
+        self.used = {tier: 0 for tier in self.tiers}
+        self.peak = {tier: 0 for tier in self.tiers}
+        self._policy = policy
+        self._groups: dict[str, GroupRecord] = {}
+        self._demands: dict[str, int] = {}  # what somebody insists on, and how many do
+        self._claims: dict[str, None] = {}  # what somebody wants to put
+        self._parting: set[tuple[str, Tier]] = set()  # copies that go when their save is done
+        self._promised: set[str] = set()  # groups with room set aside on the fastest tier
+        self._ahead: set[str] = set()  # groups needed sooner than the one being fetched early
+        self._instructions: list[Instruction] = []
+        self._in_flight = 0
+
+    def _start(self, group: GroupRecord, src: Tier, dst: Tier, *, urgent: bool) -> None:
+        group.copies[dst].state = State.ARRIVING
+        if dst is self.top:
+            self._promised.discard(group.key)
+        group.copies[src].readers += 1
+        self._in_flight += 1
+        self._instructions.append(Copy(group.key, group.nbytes, src, dst, urgent))
+
+    def _abandon(self, group: GroupRecord) -> None:
+        """Give up room that was set aside and that nothing is on its way to."""
+        for tier in [t for t, c in group.copies.items() if c.state is State.RESERVED]:
+            self._release_room(group, tier)
+        self._promised.discard(group.key)
+
+    def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
+        copy = group.copies[tier]
+        leased = tier is self.top and group.leases > 0
+        return leased or copy.readers > 0 or copy.state is State.ARRIVING
+
+    def _done_reading(self, group: GroupRecord, src: Tier | None) -> None:
+        if src is not None:
+            group.copies[src].readers -= 1
+
+    # Room --------------------------------------------------------------------------------------
+
+    def _set_aside(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
+        """Take room for a copy of `group` on `tier`, evicting what must and may go."""
+        nbytes = group.cost(tier)
+        if not self._free(tier, nbytes) and not self._evict(tier, nbytes, rival):
+            return False
+        group.copies[tier] = CopyRecord(State.RESERVED)
+        if tier is self.top:
+            self._promised.add(group.key)
+        self._take_room(tier, nbytes)
+        return True
+
+    def _free(self, tier: Tier, nbytes: int) -> bool:
+        budget = self.budgets[tier]
+        return budget is None or self.used[tier] + nbytes <= budget
+
+    def _take_room(self, tier: Tier, nbytes: int) -> None:
+        self.used[tier] += nbytes
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+
+    def _release_room(self, group: GroupRecord, tier: Tier) -> None:
+        self.used[tier] -= group.cost(tier)
+        copy = group.copies.pop(tier)
+        if copy.state is not State.RESERVED:
+            self._instructions.append(Drop(group.key, group.nbytes, tier))
+
+    def _drop(self, group: GroupRecord, tier: Tier) -> None:
+        self._release_room(group, tier)
+        self._policy.dropped(group.key, tier)
+
+    def _keep_only(self, group: GroupRecord, tier: Tier) -> None:
+        for other in [t for t in group.copies if t is not tier]:
+            self._drop(group, other)
+        group.backed = False
+
+    def _evict(self, tier: Tier, nbytes: int, rival: str | None) -> bool:
+        """Make room on `tier`. True if it is there now; False if it is not, or not yet."""
+        short = self.used[tier] + nbytes - (self.budgets[tier] or 0)
+        chosen = []
+        ranked = self._policy.victims(tier, rival)
+        for key in sorted(ranked, key=self._to_go_up):  # a demand's own source last
+            if short <= 0:
+                break
+            group = self._groups[key]
+            if self._evictable(group, tier, rival):
+                chosen.append(group)
+                short -= group.cost(tier)
+        if rival is None:
+            short -= self._leaving(tier)
+        if short > 0:
+            return False
+        for group in chosen:
+            if self._free(tier, nbytes):
+                break
+            self._evict_copy(group, tier, nbytes)
+        return self._free(tier, nbytes)
+
+    def _evict_copy(self, group: GroupRecord, tier: Tier, nbytes: int) -> None:
+        if group.valid_elsewhere(tier):
+            self._drop(group, tier)
+        elif not self._free(tier, nbytes - self._leaving(tier)) and self._put_away(group, tier):
+            group.copies[tier].unwanted = True
+            self._note_parting(group, tier)
+
+    def _put_away(self, group: GroupRecord, tier: Tier) -> bool:
+        """See that the copy on `tier` may go: True if it may, or will when a save is done."""
+        if group.valid_elsewhere(tier) or group.exclusive:
+            return True
+        below = self.tiers[self.tiers.index(tier) + 1]
+        if below in group.copies:
+            return True
+        if not self._set_aside(group, below, None):
+            return False
+        self._start(group, tier, below, urgent=True)
+        return True
+
+    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
+        copy = group.copies[tier]
+        if self._in_use(group, tier) or copy.unwanted or tier is Tier.DISK:
+            return False
+        if group.key in self._promised or (rival is not None and group.key in self._ahead):
+            return False  # it is the source of a copy on its way up, or needed sooner
+        if tier is self.top and group.key in self._demands:
+            return False  # its waiter is about to wake up and lease it
+        return rival is None or group.valid_elsewhere(tier)
+
+    def _to_go_up(self, key: str) -> bool:
+        return key in self._demands and not self._groups[key].present(self.top)
+
+    def _note_parting(self, group: GroupRecord, tier: Tier) -> None:
+        self._parting.add((group.key, tier))
+
+    def _leaving(self, tier: Tier) -> int:
+        """Bytes of `tier` that go as soon as a save that is under way is done."""
+        self._parting = {(key, t) for key, t in self._parting if self._is_parting(key, t)}
+        return sum(self._groups[key].nbytes for key, t in self._parting if t is tier)
+
+    def _is_parting(self, key: str, tier: Tier) -> bool:
+        group = self._groups.get(key)
+        copy = group.copies.get(tier) if group else None
+        return group is not None and copy is not None and copy.unwanted and copy.readers > 0
+
+    # The promises ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert the five promises. Costs a walk over all groups: for tests."""
+        for tier in self.tiers:
+            groups = [g for g in self._groups.values() if tier in g.copies]
+            held = sum(g.cost(tier) for g in groups)
+            budget = self.budgets[tier]
+            assert held == self.used[tier], f"{tier.name}: holds {held}, counts {self.used[tier]}"
+            assert budget is None or held <= budget, f"{tier.name}: {held} over {budget}"
+        for group in self._groups.values():
+            self._check_group(group)
+
+    def _check_group(self, group: GroupRecord) -> None:
+        key = name_of(group.key)
+        valid = [tier for tier in self.tiers if group.present(tier)]
+        known = not group.forgotten and group.key not in self._claims
+        assert valid or not known, f"{key} is nowhere"
+        assert group.present(self.top) or not group.leases, f"{key} is leased but not there"
+        for tier, copy in group.copies.items():
+            reading = copy.readers > 0
+            assert copy.state is State.PRESENT or not reading, f"{key} is read before it is there"
+            unused = not self._in_use(group, tier)
+            assert not (copy.unwanted and unused), f"{key} on {tier.name} should be gone"
+            assert not (group.forgotten and unused), f"{key} on {tier.name} is forgotten"
+        if group.exclusive:
+            assert group.leases == 1, f"{key} is lent to {group.leases} beside its changer"
+        if group.exclusive is Access.UPDATE:
+            assert len(group.copies) == 1, f"{key} is being changed and has several copies"

@@ -1,0 +1,298 @@
+"""The planner and the carrier under one lock: how groups are served.
+
+This is the only module that knows both. Every step follows one pattern: under the lock, ask the
+planner and hand its instructions to the carrier, so that their order is kept; outside the lock,
+wait. The carrier's threads report back in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter, deque
+from threading import Condition
+
+import torch
+
+from tierstore.lease import Lease
+from tierstore.model.errors import (
+    BudgetError,
+    ClosedError,
+    DuplicateKeyError,
+    LeaseError,
+    UnknownKeyError,
+)
+from tierstore.model.groups import GroupSpec, Source, name_of, version_id
+from tierstore.model.moves import Copy
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import policy_named
+from tierstore.plan.records import State
+from tierstore.plan.schedule import LearnedOrder
+from tierstore.transfer.cargo import Cargo
+from tierstore.transfer.carrier import Report, ThreadCarrier
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.objects import object_name
+from tierstore.waiting import Request, WaitingRoom
+
+
+class Serving:
+    """What a store does under its lock. `TierStore` is what its users see of it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        budgets: dict[Tier, int | None],
+        disk_dir: str,
+        policy: str,
+        verify: str,
+    ) -> None:
+        schedule = LearnedOrder()
+        self.device = device
+        self._planner = Planner(budgets, policy_named(policy, schedule), schedule)
+        self._waiting = WaitingRoom(self._planner.idle, self._refuse_the_hopeless)
+        self._changed = self._waiting.condition
+        self._versions: dict[str, str] = {}  # key -> the version that readers see
+        self._next_version = 1
+        self._lost_leases: deque[tuple[str, Access, object]] = deque()
+        self._counts: Counter[str] = Counter()
+        self._stalled = 0.0
+        self._pid = os.getpid()
+        self._closed = False
+        self._directory = ObjectDirectory(disk_dir)
+        report = _weak_report(weakref.WeakMethod(self._arrived))
+        self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report)
+        self._finalizer = weakref.finalize(self, _shut_down, self._carrier, self._directory)
+        try:
+            self._recover()
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def _recover(self) -> None:
+        for stored in self._directory.objects():
+            version = version_id(stored.key, 0)
+            spec = stored.spec(version)
+            source = stored.source(self._directory.path_of(stored.key))
+            self._carrier.add(Cargo(version, spec, source, stored.packing, single=stored.single))
+            self._planner.register(version, spec.nbytes, backed=False)
+            self._carrier.add_file(stored.key)
+            self._versions[stored.key] = version
+        budget, held = self._planner.budgets[Tier.DISK], self._planner.used[Tier.DISK]
+        if budget is not None and held > budget:
+            raise BudgetError(
+                self._directory.path,
+                Tier.DISK.name,
+                held,
+                budget,
+                "raise disk_budget, or remove groups with tierstore-inspect rm",
+            )
+
+    def _know(self, key: str, spec: GroupSpec, source: Source, *, single: bool) -> None:
+        version = self._new_version(key)
+        spec = GroupSpec(version, spec.tensors, spec.nbytes)
+        self._carrier.add(Cargo(version, spec, source, single=single))
+        self._planner.register(version, spec.nbytes, backed=True)
+        self._versions[key] = version
+
+    def _refuse_duplicate(self, key: str) -> None:
+        if key in self._versions:
+            raise DuplicateKeyError(key)
+
+    def _new_version(self, key: str) -> str:
+        self._next_version += 1
+        return version_id(key, self._next_version - 1)
+
+    # Lending -----------------------------------------------------------------------------------
+
+    def _begin(self, key: str, access: Access) -> Request:
+        with self._locked():
+            request = Request(key, Access(access))
+            state = self._planner.state_of(self._lookup(key))
+            self._demand(request)
+            count = {State.PRESENT: "hits", None: "misses"}.get(state, "late")
+            self._counts[count] += 1
+            return request
+
+    def _demand(self, request: Request) -> None:
+        """Insist on the newest version of the key."""
+        request.version = self._lookup(request.key)
+        self._planner.demand(request.version)
+        self._deliver()
+
+    def _attempt(self, request: Request) -> Lease | None:
+        """Lease the group if it is there. With the lock held."""
+        self._check_open()
+        self._collect_lost()
+        if self._versions.get(request.key) != request.version:
+            self._demand(request)  # it was replaced (or discarded, which raises) meanwhile
+        version = request.version
+        error = self._planner.error_of(version)
+        if error is not None:
+            raise error
+        if not self._planner.lease(version, request.access):
+            return None
+        self._planner.withdraw(version)
+        self._deliver()
+        self._waiting.lend(request.owner, version)
+        if request.tried >= 0:
+            self._stalled += time.monotonic() - request.since
+        request.version = ""
+        tensors = self._carrier.view(version)
+        self._order_after_arrival(version)
+        return Lease(self, request.key, version, request.access, request.owner, dict(tensors))
+
+    def _order_after_arrival(self, version: str) -> None:
+        arrival = self._carrier.cargo(version).arrival
+        if arrival is not None:
+            torch.accelerator.current_stream(self.device).wait_event(arrival)
+
+    def _granted(self, request: Request) -> bool | None:
+        """Whether the room for a put is there. With the lock held."""
+        self._check_open()
+        self._collect_lost()
+        error = self._planner.error_of(request.version)
+        if error is not None:
+            raise error
+        return self._planner.granted(request.version) or None
+
+    def _give_up(self, request: Request) -> None:
+        with self._changed:
+            if request.version in self._planner:
+                self._planner.withdraw(request.version)
+                self._deliver()
+
+    def _refuse_the_hopeless(self, request: Request, held: set[str]) -> None:
+        """Raise: whoever could give the room (or the group) back is waiting too."""
+        if request.version in held:
+            raise LeaseError(
+                f"group {request.key!r} is leased by callers that all wait for something: release "
+                "those leases first"
+            )
+        nbytes = sum(self._carrier.cargo(version).spec.nbytes for version in held)
+        top = self._planner.top
+        raise BudgetError(
+            request.key,
+            top.name,
+            self._carrier.cargo(request.version).spec.nbytes,
+            self._planner.budgets[top] or 0,
+            f"the leases of callers that all wait hold {nbytes:,} bytes; release some of them "
+            "first, or raise the budget",
+        )
+
+    def _release(self, version: str, access: Access, owner: object) -> None:
+        with self._changed:
+            self._end_lease(version, access, owner)
+
+    def _end_lease(self, version: str, access: Access, owner: object) -> None:
+        if self._closed:
+            return
+        self._waiting.give_back(owner, version)
+        if self.device.type != "cpu":
+            event = torch.accelerator.current_stream(self.device).record_event()
+            self._carrier.used_on(version, event)
+        durable = self._carrier.cargo(version).durable
+        self._planner.release(version, access)
+        self._deliver()
+        key = name_of(version)
+        if access is Access.TAKE and self._versions.get(key) == version:
+            del self._versions[key]
+            self._remove_file(key, durable)
+
+    def _remove_file(self, key: str, durable: bool) -> None:
+        """No version made so far may be on disk from now on."""
+        self._next_version += 1
+        self._carrier.remove(key, self._next_version - 1, durable)
+
+    def _lost(self, version: str, access: Access, owner: object) -> None:
+        self._lost_leases.append((version, access, owner))
+
+    def _collect_lost(self) -> None:
+        while self._lost_leases:
+            self._end_lease(*self._lost_leases.popleft())
+
+    # Saving ------------------------------------------------------------------------------------
+
+    def _flush_one(self, key: str) -> None:
+        with self._changed:
+            version = self._versions.get(key)
+            if version is None or not self._is_dirty(version):
+                return
+            self._planner.save(version)
+            self._deliver()
+        self._waiting.wait(Request(key, version=version), self._saved)
+
+    def _is_dirty(self, version: str) -> bool:
+        return self._carrier.cargo(version).durable and not self._planner.saved(version)
+
+    def _saved(self, request: Request) -> bool | None:
+        """Whether a save is over. With the lock held."""
+        version = request.version
+        self._check_open()
+        self._collect_lost()
+        if version not in self._planner or self._planner.saved(version):
+            return True
+        error = self._planner.error_of(version)
+        if error is not None:
+            self._planner.forgive(version)
+            raise error
+        if not self._planner.saving(version):
+            # Changed again before we woke up, or somebody else was told of a failure.
+            self._planner.save(version)
+            self._deliver()
+        return None
+
+    # Between the planner and the carrier -------------------------------------------------------
+
+    def _locked(self) -> Condition:
+        """The lock, once it is known that the store may be used."""
+        self._check_open()
+        return self._changed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed: open a new TierStore on its disk_dir")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                "this process was forked from the one that opened the store: open a TierStore of "
+                "its own, with another disk_dir, after the fork"
+            )
+
+    def _lookup(self, key: str) -> str:
+        version = self._versions.get(key)
+        if version is None:
+            damage = self._directory.damaged.get(object_name(key)) if key else None
+            raise damage or UnknownKeyError(key)
+        return version
+
+    def _deliver(self) -> None:
+        """Hand the planner's instructions on, in order, and wake whoever waits. With the lock."""
+        instructions = self._planner.instructions()
+        if instructions:
+            self._carrier.accept(instructions)
+        self._waiting.changed()
+
+    def _arrived(self, copy: Copy, error: BaseException | None) -> None:
+        with self._changed:
+            if error is None:
+                self._planner.arrived(copy.key, copy.dst, copy.src)
+            else:
+                self._planner.failed(copy.key, copy.dst, copy.src, error)
+            self._deliver()
+
+
+def _weak_report(method: weakref.WeakMethod[Report]) -> Report:
+    """Carrier threads must not keep a forgotten store alive."""
+
+    def report(copy: Copy, error: BaseException | None) -> None:
+        arrived = method()
+        if arrived is not None:
+            arrived(copy, error)
+
+    return report
+
+
+def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory) -> None:
+    carrier.stop()
+    directory.close()

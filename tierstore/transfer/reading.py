@@ -1,0 +1,158 @@
+"""Groups on their way from files to host memory, and the proof that they arrived as written."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.model.groups import Source, name_of
+from tierstore.model.header import digest
+from tierstore.model.moves import Copy
+from tierstore.model.tiers import Tier
+from tierstore.transfer.arena import Arena, Slot
+from tierstore.transfer.cargo import Cargo
+from tierstore.transfer.disk import FileTable, ReadPiece, pieces, transfer_error
+from tierstore.transfer.workers import EARLY, URGENT, Workers
+
+
+def explained(error: BaseException, copy: Copy) -> BaseException:
+    """The library's error for a failed copy, with the cause attached."""
+    key = name_of(copy.key)
+    if isinstance(error, TransferError):
+        error.key = error.key or key
+        return error
+    if isinstance(error, OSError):
+        doing = "reading" if copy.src is Tier.DISK else "writing"
+        return transfer_error(error, doing, key=key, path=str(error.filename or f"group {key!r}"))
+    failed = TransferError(
+        f"moving group {key!r} from {copy.src.name} to {copy.dst.name} failed "
+        f"({type(error).__name__}: {error}): free memory on that tier or lower its budget",
+        key=key,
+    )
+    failed.__cause__ = error
+    return failed
+
+
+class Reader:
+    """Reads groups with several threads and checks what was read, as `verify` says."""
+
+    def __init__(self, arena: Arena, files: FileTable, workers: Workers, verify: str) -> None:
+        self.arena = arena
+        self.files = files
+        self.workers = workers
+        self._verify = verify
+
+    def check(self, cargo: Cargo, slot: Slot, source: Source) -> None:
+        """Put bytes that were read into place, and see that they are the ones written."""
+        data = slot.bytes()
+        for move in source.moves:
+            # Not a plain slice copy: where the two ranges overlap, that would be a guess.
+            data[move.dst : move.dst + move.nbytes] = bytes(data[move.src : move.src + move.nbytes])
+        if self._verify == "never" or (self._verify == "first" and cargo.verified):
+            return
+        for check in source.checks:
+            found = digest(data[check.offset : check.offset + check.nbytes])
+            if found != check.digest:
+                raise self._corrupt(cargo, source, check.name, check.digest, found)
+        if self._verify == "always" and not source.checks:
+            self._check_against_first_read(cargo, source, data)
+        cargo.verified = True
+
+    def _check_against_first_read(self, cargo: Cargo, source: Source, data: memoryview) -> None:
+        """A checkpoint carries no checksums: what it held at the first read must remain so."""
+        found = [digest(data[s.at : s.at + s.extent.nbytes]) for s in source.segments]
+        if cargo.first_digests is None:
+            cargo.first_digests = found
+        for expected, now in zip(cargo.first_digests, found, strict=True):
+            if expected != now:
+                raise self._corrupt(cargo, source, "the checkpoint's bytes", expected, now)
+
+    def _corrupt(
+        self, cargo: Cargo, source: Source, what: str, expected: str, found: str
+    ) -> CorruptDataError:
+        path = source.segments[0].extent.path if source.segments else ""
+        return CorruptDataError(
+            f"group {name_of(cargo.key)!r}: {what!r} in {path} is not what was written (checksum "
+            f"{found} instead of {expected}): the disk or somebody changed it; remove it with "
+            "tierstore-inspect rm and put the group again, or download the checkpoint again",
+            key=name_of(cargo.key),
+            path=path,
+            expected=expected,
+            found=found,
+        )
+
+
+class Reading:
+    """One group on its way from disk to host memory, in pieces that several threads read."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        copy: Copy,
+        cargo: Cargo,
+        slot: Slot,
+        done: Callable[[Copy, BaseException | None], None],
+    ) -> None:
+        assert cargo.source is not None
+        self._reader = reader
+        self._done = done
+        self._copy = copy
+        self._cargo = cargo
+        self._source = cargo.source
+        self._slot = slot
+        self._priority = URGENT if copy.urgent else EARLY
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._left = 0
+
+    def begin(self) -> None:
+        try:
+            self._reader.arena.fill(self._slot)
+            self._slot.wait()
+            self._check_files()
+        except BaseException as error:  # reported, like every failure of a job
+            self._done(self._copy, explained(error, self._copy))
+            return
+        todo = list(pieces(self._source))
+        self._left = len(todo)
+        for piece in todo[1:]:
+            self._reader.workers.submit(self._priority, functools.partial(self._read, piece))
+        if todo:
+            self._read(todo[0])
+        else:
+            self._end()
+
+    def _check_files(self) -> None:
+        for path in {segment.extent.path for segment in self._source.segments}:
+            self._reader.files.check(self._reader.files.get(path))
+
+    def _read(self, piece: ReadPiece) -> None:
+        try:
+            if self._error is None:
+                self._read_piece(piece)
+        except OSError as error:
+            self._error = transfer_error(error, "reading", key=None, path=piece.path)
+        except BaseException as error:  # reported, like every failure of a job
+            self._error = error
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._end()
+
+    def _read_piece(self, piece: ReadPiece) -> None:
+        # A function of its own: no reference to the memory may outlive the report of its arrival.
+        room = self._slot.bytes()[piece.at : piece.at + piece.nbytes]
+        self._reader.files.get(piece.path).read_at_least(room, piece.offset, piece.needed)
+
+    def _end(self) -> None:
+        error = self._error
+        try:
+            if error is None:
+                self._check_files()  # what changed while it was read is no good either
+                self._reader.check(self._cargo, self._slot, self._source)
+        except BaseException as failure:  # reported, like every failure of a job
+            error = failure
+        self._done(self._copy, None if error is None else explained(error, self._copy))
