@@ -23,8 +23,9 @@ def resolve_device(wanted: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if device.type == "meta":
         raise ValueError("the meta device holds no bytes: pass 'cpu' or an accelerator")
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return torch.device(device.type, index)
+    if str(device) != device.type:  # the index is part of the name
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def resolve_budgets(

@@ -26,6 +26,7 @@ from tierstore.metrics import Stats
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import parse_size
 from tierstore.model.tiers import Tier
+from tierstore.settings import resolve_device
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")
@@ -310,7 +311,7 @@ def _refuse_replaced(arguments: dict[str, Any]) -> None:
 def _check_settings(
     settings: dict[str, Any], store: TierStore, onload_device: str | torch.device | None
 ) -> None:
-    if not isinstance(store, TierStore):  # type: ignore[redundant-expr]
+    if not isinstance(store, TierStore):
         raise TypeError(
             f"store is a {type(store).__name__}: pass a TierStore(ram_budget, disk_dir)"
         )
@@ -323,14 +324,11 @@ def _check_settings(
         raise ValueError(f"num_blocks_per_group={count!r}: pass a positive int, or None")
     if count is not None and settings["group_size"] is not None:
         raise ValueError("num_blocks_per_group and group_size exclude each other: pass one")
-    if onload_device is not None:
-        wanted = torch.device(onload_device)
-        index = store.device.index if wanted.index is None else wanted.index
-        if (wanted.type, index) != (store.device.type, store.device.index):
-            raise ValueError(
-                f"onload_device={onload_device!r}, but the store serves {store.device}: make the "
-                f"store with TierStore(..., device={str(onload_device)!r})"
-            )
+    if onload_device is not None and resolve_device(onload_device) != store.device:
+        raise ValueError(
+            f"onload_device={onload_device!r}, but the store serves {store.device}: make the "
+            f"store with TierStore(..., device={str(onload_device)!r})"
+        )
 
 
 def _target_bytes(store: TierStore, settings: dict[str, Any]) -> int:

@@ -67,6 +67,7 @@ class LearnedOrder:
         self._rate: dict[str, tuple[float, int]] = {}
         self._clock = 0
         self._registered: dict[str, str | None] = {}  # key -> the one registered after it
+        self._before: dict[str, str | None] = {}  # key -> the one registered before it
         self._newest: str | None = None
         self._expected: dict[str, int] = {}  # key -> the use by which it must have come
 
@@ -81,15 +82,28 @@ class LearnedOrder:
         return self._place < 0 and self._confidence >= TRUSTED
 
     def introduce(self, key: str) -> None:
-        if self._newest is not None and self._newest in self._registered:
+        if key in self._registered:
+            self._unlink(key)
+        if self._newest is not None:
             self._registered[self._newest] = key
+        self._before[key] = self._newest
         self._registered[key] = None
         self._newest = key
 
     def forget(self, key: str) -> None:
-        self._registered.pop(key, None)
+        if key in self._registered:
+            self._unlink(key)
         self._rate.pop(key, None)
         self._expected.pop(key, None)
+
+    def _unlink(self, key: str) -> None:
+        before, after = self._before.pop(key), self._registered.pop(key)
+        if before is not None:
+            self._registered[before] = after
+        if after is None:
+            self._newest = before
+        else:
+            self._before[after] = before
 
     def expect(self, keys: Iterable[str]) -> None:
         for key in keys:

@@ -1,0 +1,109 @@
+"""Checkpoints and un-offloaded runs, each made once for all tests of the adapters."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import pipelines
+from tests.device import pretend
+
+REASON = pretend.ready()
+NEEDS_PRETEND = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+DEVICES = ("cpu", pytest.param("pretend", marks=NEEDS_PRETEND))
+OFFLOAD_TYPES = ("block_level", "leaf_level")
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """`checkpoint(kind, size="tiny", **seeds)`: a directory that nobody may change."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def build(kind: str, size: str = "tiny", **seeds: int) -> Path:
+        name = "-".join([kind, size, *(f"{part}{seed}" for part, seed in seeds.items())])
+        return pipelines.BUILDERS[kind](root / name, size, **seeds)
+
+    return build
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The un-offloaded run of a reloaded pipeline.
+
+    `weights` are the bytes of all its weights, `needed` those of the parameters whose modules ran.
+    On an accelerator, `activations` is how far the run took the peak above what weights and
+    buffers take there, and `read_back` how many bytes it copied from there.
+    """
+
+    output: torch.Tensor
+    weights: int
+    needed: int
+    activations: int = 0
+    read_back: int = 0
+
+
+References = Callable[..., Reference]
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Checkpoints) -> References:
+    """`reference(kind, size="tiny", device="cpu")`."""
+
+    @functools.cache
+    def run(kind: str, size: str = "tiny", device: str = "cpu") -> Reference:
+        pipe = pipelines.load(kind, checkpoint(kind, size))
+        weights = pipelines.weight_bytes(pipe)
+        if device == "cpu":
+            output, needed = run_and_count(kind, pipe, device)
+            return Reference(output, weights, needed)
+        pipe.to(device)
+        start_measuring()
+        resident = pretend.memory_allocated()
+        output, needed = run_and_count(kind, pipe, device)
+        activations = pretend.max_memory_allocated() - resident
+        return Reference(output, weights, needed, activations, pretend.copied("d2h"))
+
+    return run
+
+
+def start_measuring() -> None:
+    """Let what is garbage go, then set the counters and peaks of the accelerator back."""
+    gc.collect()
+    pretend.reset_counters()
+    pretend.reset_peak_memory_stats()
+    pretend.reset_peak_pinned()
+
+
+def run_and_count(kind: str, pipe: Any, device: str) -> tuple[torch.Tensor, int]:
+    """The output, and the bytes of the parameters of all modules whose forward ran."""
+    parts = pipelines.components(pipe).values()
+    with called_modules(*parts) as called:
+        output = pipelines.run(kind, pipe, device=device)
+    used = {id(p): p.nbytes for module in called for p in module.parameters(recurse=False)}
+    return output, sum(used.values())
+
+
+@contextmanager
+def called_modules(*roots: nn.Module) -> Iterator[set[nn.Module]]:
+    """Collects every module below `roots` that is called inside."""
+    called: set[nn.Module] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args: called.add(module))
+        for root in roots
+        for module in root.modules()
+    ]
+    yield called
+    for hook in hooks:
+        hook.remove()

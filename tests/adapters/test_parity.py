@@ -1,0 +1,95 @@
+"""Offloaded, every pipeline computes bit for bit what it computes without a store.
+
+Small pipelines under budgets below, around and above the size of their weights. The first run
+learns the order of use, the second one follows it.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import pipelines
+from tests.adapters.conftest import (
+    NEEDS_PRETEND,
+    OFFLOAD_TYPES,
+    Checkpoints,
+    Reference,
+    References,
+    start_measuring,
+)
+from tests.device import pretend
+from tierstore import TierStore, enable_group_offload
+from tierstore.metrics import Stats
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.parametrize("share", (0.15, 0.4, 1.5)),
+    pytest.mark.parametrize("offload_type", OFFLOAD_TYPES),
+    pytest.mark.parametrize("kind", pipelines.KINDS),
+]
+
+
+def assert_bytes_moved(stats: Stats, expected: Reference, share: float) -> None:
+    """What a run needs was read; what did not stay was read again; nothing was written."""
+    assert stats.bytes_read >= expected.needed
+    if share < 1:
+        assert stats.bytes_read > expected.weights
+    assert stats.bytes_written == 0
+    assert stats.bytes_offloaded == 0
+
+
+def test_on_the_cpu(
+    kind: str,
+    offload_type: str,
+    share: float,
+    checkpoint: Checkpoints,
+    reference: References,
+    disk_dir: Path,
+) -> None:
+    expected = reference(kind, "small")
+    budget = int(expected.weights * share)
+    pipe = pipelines.load(kind, checkpoint(kind, "small"))
+    with (
+        TierStore(budget, disk_dir, device="cpu") as store,
+        enable_group_offload(pipe, store, offload_type=offload_type) as handle,
+    ):
+        for _ in range(2):
+            assert torch.equal(pipelines.run(kind, pipe), expected.output)
+            assert_bytes_moved(handle.stats(), expected, share)
+        assert handle.stats().peak_bytes["HOST"] <= budget
+
+
+@NEEDS_PRETEND
+def test_on_an_accelerator(
+    kind: str,
+    offload_type: str,
+    share: float,
+    checkpoint: Checkpoints,
+    reference: References,
+    disk_dir: Path,
+) -> None:
+    expected = reference(kind, "small", "pretend")
+    budget = int(expected.weights * share)
+    pipe = pipelines.load(kind, checkpoint(kind, "small"))
+    start_measuring()
+    device_before, pinned_before = pretend.memory_allocated(), pretend.pinned_bytes()
+    with (
+        TierStore(budget, disk_dir, device="pretend", device_budget=budget) as store,
+        enable_group_offload(pipe, store, offload_type=offload_type) as handle,
+    ):
+        for run in (1, 2):
+            assert torch.equal(pipelines.run(kind, pipe, device="pretend"), expected.output)
+            gc.collect()
+            assert_bytes_moved(handle.stats(), expected, share)
+            # No clean weight went back: all that was copied from the device is what the
+            # pipeline itself reads from there.
+            assert pretend.copied("d2h") == run * expected.read_back
+        assert pretend.copied("h2d") >= expected.needed
+        assert pretend.stale_copies() == 0
+        assert pretend.peak_pinned_bytes() - pinned_before <= budget
+        device_peak = pretend.max_memory_allocated() - device_before
+        assert device_peak <= budget + expected.activations
