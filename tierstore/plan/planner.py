@@ -51,7 +51,7 @@ class Planner(Shelves):
     ) -> None:
         super().__init__(budgets, policy)
         self._schedule = schedule
-        self._largest = 0
+        self._known_bytes = 0  # of all groups together
         self._newest: dict[str, str] = {}  # name -> the version of it that was made last
         self._saves: dict[str, None] = {}
         self._offloads: dict[str, None] = {}
@@ -258,7 +258,7 @@ class Planner(Shelves):
         return True
 
     def _pursue_hopes(self, *, begin: bool) -> None:
-        """Fetch what is needed next, as far ahead as two large groups, but no further.
+        """Fetch what is needed next, about two groups ahead, but no further.
 
         Unless `begin`, only finish what has its room on the fastest tier already.
 
@@ -271,7 +271,7 @@ class Planner(Shelves):
             group = self._hope(name)
             if group is None or not (begin or group.key in self._promised):
                 continue
-            if ahead and ahead + group.nbytes > self._horizon():
+            if self._far_enough(ahead, group.nbytes):
                 return
             if not self._pull(group, group.key):
                 return
@@ -284,9 +284,14 @@ class Planner(Shelves):
         usable = group is not None and group.error is None and self._fits(group)
         return group if usable else None
 
-    def _horizon(self) -> int:
+    def _far_enough(self, ahead: int, nbytes: int) -> bool:
+        """Whether a further group is beyond the horizon: two groups, or two average ones."""
+        if not ahead:
+            return False
         budget = self.budgets[self.top]
-        return 2 * self._largest if budget is None else min(2 * self._largest, budget // 4)
+        if budget is not None and ahead + nbytes > budget // 4:
+            return True
+        return len(self._ahead) >= 2 and ahead + nbytes > 2 * self._known_bytes // len(self._groups)
 
     def _fits(self, group: GroupRecord) -> bool:
         budgets = (self.budgets[tier] for tier in self.tiers[:-1])
@@ -360,6 +365,7 @@ class Planner(Shelves):
                     self._offloads[group.key] = None
         if group.forgotten and not group.copies and group.key in self._groups:
             del self._groups[group.key]
+            self._known_bytes -= group.nbytes
             self._instructions.append(Forget(group.key))
 
     def _withdraw_claim(self, group: GroupRecord) -> None:
@@ -440,5 +446,5 @@ class Planner(Shelves):
 
     def _know(self, group: GroupRecord) -> None:
         self._groups[group.key] = group
-        self._largest = max(self._largest, group.nbytes)
+        self._known_bytes += group.nbytes
         self._newest[name_of(group.key)] = group.key

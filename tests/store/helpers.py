@@ -1,0 +1,195 @@
+"""What the tests of the store share: opening one, comparing tensors, and proof that bytes moved."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device import pretend
+from tierstore import TierStore
+from tierstore.model.tiers import Tier
+from tierstore.transfer.objects import object_name
+
+REASON = pretend.ready()
+PAGE = 4096
+FLOATS_PER_PAGE = PAGE // 4
+PATIENCE = 60
+"""Seconds after which something that should have happened never will. Nothing is timed."""
+
+needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+on_both = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("pretend", marks=needs_pretend)], ids=["cpu", "pretend"]
+)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def open_store(
+    disk_dir: Path, ram: int = 64 * PAGE, device: str = "cpu", **options: Any
+) -> TierStore:
+    """A store with small budgets: on an accelerator it gets as much memory as in RAM."""
+    if device != "cpu":
+        options.setdefault("device_budget", ram)
+    return TierStore(ram, disk_dir, device=device, **options)
+
+
+def pages(value: float, count: int = 1) -> torch.Tensor:
+    """A float32 tensor that fills exactly `count` pages."""
+    return torch.full((FLOATS_PER_PAGE * count,), float(value))
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor's elements in logical order: equal bits are equal values, NaN or not."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if plain.numel() == 0:
+        return b""
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Same dtype, shape, stride and bits."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.stride() == expected.stride()
+    assert bits(found) == bits(expected)
+
+
+def assert_group(found: Any, expected: Tensors | torch.Tensor) -> None:
+    """What `get` returned is what was put: tensor for tensor, or dict for dict."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert_same(found, expected)
+        return
+    assert isinstance(found, dict)
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert_same(found[name], tensor)
+
+
+def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random bits of any dtype, NaN and infinity among them."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 1
+    for size in shape:
+        count *= size
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    raw = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def tiers_of(store: TierStore, key: str) -> tuple[str, ...]:
+    """The tiers that have a complete copy of a group."""
+    return next(group.tiers for group in store.snapshot().groups if group.key == key)
+
+
+def push_out(store: TierStore, *keys: str) -> None:
+    """Fill every faster tier with something else, so that the groups are on disk alone."""
+    budget = store.stats().budget_bytes["HOST"]
+    assert budget is not None
+    store.put("filler", pages(0, budget // PAGE), durable=False)
+    if store.device.type != "cpu":
+        store.acquire("filler").release()
+    for key in keys:
+        assert tiers_of(store, key) == ("DISK",), f"{key} is still nearer than the disk"
+    store.discard("filler")
+
+
+def object_file(store_dir: Path, key: str) -> Path:
+    """Where the object file of a key is, if there is one."""
+    return Path(store_dir) / "objects" / object_name(key)
+
+
+def files_below(directory: Path) -> set[str]:
+    """Every file and directory below a directory, by relative path."""
+    return {str(path.relative_to(directory)) for path in Path(directory).rglob("*")}
+
+
+def memory_held(store: TierStore) -> dict[str, int]:
+    """Bytes of memory that exist now, by tier."""
+    return {tier.name: arena.bytes_held for tier, arena in store._carrier.arenas.items()}
+
+
+def assert_sound(store: TierStore) -> None:
+    """Every promise of the planner holds, and memory that exists is within the budgets."""
+    with store._changed:
+        store._planner.check()
+        for tier, arena in store._carrier.arenas.items():
+            budget = store._planner.budgets[tier]
+            assert budget is not None
+            assert arena.bytes_held <= budget, f"{tier.name} holds {arena.bytes_held} of {budget}"
+            assert arena.peak_held <= budget, f"{tier.name} held {arena.peak_held} of {budget}"
+
+
+def assert_at_rest(store: TierStore) -> None:
+    """Nothing is lent, wanted or on its way, and the books agree with what the groups take."""
+    assert_sound(store)
+    planner = store._planner
+    with store._changed:
+        store._collect_lost()
+        assert not store._waiting._held, "a lease is still out"
+        assert not store._waiting._requests, "somebody still waits"
+        assert not store._waiting._listeners, "a coroutine still listens"
+        for name in ("_demands", "_claims", "_promised"):
+            assert not getattr(planner, name), f"{name}: {getattr(planner, name)}"
+        assert planner._leases == 0
+        assert all(group.leases == 0 for group in planner._groups.values())
+        known = set(store._versions.values())
+        assert set(planner._groups) == known, "a version that nobody can reach is still there"
+        assert set(store._carrier._cargo) == known
+        for tier in planner.tiers:
+            groups = [group for group in planner._groups.values() if tier in group.copies]
+            assert planner.used[tier] == sum(group.cost(tier) for group in groups)
+
+
+def wait_until_idle(store: TierStore) -> None:
+    """Wait until nothing is on its way."""
+    with store._changed:
+        assert store._changed.wait_for(store._planner.idle, timeout=PATIENCE), "it never ends"
+
+
+def run_threads(targets: list[Callable[[], None]]) -> list[BaseException]:
+    """Run callables at once, each on its own thread. Returns what they raised."""
+    errors: list[BaseException] = []
+
+    def guarded(target: Callable[[], None]) -> Callable[[], None]:
+        def body() -> None:
+            try:
+                target()
+            except BaseException as error:
+                errors.append(error)
+
+        return body
+
+    threads = [threading.Thread(target=guarded(target), daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        join(thread)
+    return errors
+
+
+def join(thread: threading.Thread, seconds: float = PATIENCE) -> None:
+    """Wait for a thread's end; if it never comes, show where every thread is."""
+    thread.join(seconds)
+    if thread.is_alive():
+        import faulthandler
+
+        faulthandler.dump_traceback()
+        pytest.fail(f"{thread.name} never ended; the stacks of all threads were printed")
+
+
+def disk_bytes(store: TierStore) -> int:
+    """Bytes that the planner says are on disk."""
+    return store._planner.used[Tier.DISK]
+
+
+def is_root() -> bool:
+    """Whether this process may mount file systems and change any file."""
+    return os.geteuid() == 0
