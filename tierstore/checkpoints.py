@@ -28,6 +28,7 @@ class CheckpointFile:
 
     path: str
     stamp: FileStamp
+    header_digest: str
     tensors: tuple[FileTensor, ...]
 
 
@@ -115,7 +116,7 @@ def _checkpoint_file(path: str, stamp: FileStamp, header: Header) -> CheckpointF
         )
         for entry in header.entries
     )
-    return CheckpointFile(path, stamp, tensors)
+    return CheckpointFile(path, stamp, header.digest, tensors)
 
 
 def _without_repeats(files: list[CheckpointFile]) -> list[CheckpointFile]:

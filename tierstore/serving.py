@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterable
 from threading import Condition
 
 import torch
@@ -56,6 +57,7 @@ class Serving:
         self._versions: dict[str, str] = {}  # key -> the version that readers see
         self._next_version = 1
         self._lost_leases: deque[tuple[str, Access, object]] = deque()
+        self._lost_groups: deque[str] = deque()
         self._counts: Counter[str] = Counter()
         self._stalled = 0.0
         self._pid = os.getpid()
@@ -108,6 +110,7 @@ class Serving:
 
     def _begin(self, key: str, access: Access) -> Request:
         with self._locked():
+            self._collect_lost()
             request = Request(key, Access(access))
             state = self._planner.state_of(self._lookup(key))
             self._demand(request)
@@ -183,34 +186,56 @@ class Serving:
 
     def _release(self, version: str, access: Access, owner: object) -> None:
         with self._changed:
-            self._end_lease(version, access, owner)
+            taken = self._end_lease(version, access, owner)
+        if taken is not None:
+            self._remove_file(*taken)
 
-    def _end_lease(self, version: str, access: Access, owner: object) -> None:
+    def _end_lease(
+        self, version: str, access: Access, owner: object
+    ) -> tuple[str, int, bool] | None:
+        """Take a lease back. What is returned is for `_remove_file`, without the lock."""
         if self._closed:
-            return
+            return None
         self._waiting.give_back(owner, version)
         if self.device.type != "cpu":
             event = torch.accelerator.current_stream(self.device).record_event()
             self._carrier.used_on(version, event)
-        durable = self._carrier.cargo(version).durable
+        cargo = self._carrier.cargo(version)
         self._planner.release(version, access)
         self._deliver()
         key = name_of(version)
-        if access is Access.TAKE and self._versions.get(key) == version:
-            del self._versions[key]
-            self._remove_file(key, durable)
+        if access is not Access.TAKE or self._versions.get(key) != version:
+            return None
+        del self._versions[key]
+        return key, self._newest_so_far(), cargo.durable
 
-    def _remove_file(self, key: str, durable: bool) -> None:
-        """No version made so far may be on disk from now on."""
+    def _newest_so_far(self) -> int:
         self._next_version += 1
-        self._carrier.remove(key, self._next_version - 1, durable)
+        return self._next_version - 1
+
+    def _remove_file(self, key: str, version: int, durable: bool) -> None:
+        """No version of `key` up to this one may be on disk from now on."""
+        self._carrier.remove(key, version, durable)
 
     def _lost(self, version: str, access: Access, owner: object) -> None:
+        """A lease was garbage-collected. This may run in the middle of a step, so only note it."""
         self._lost_leases.append((version, access, owner))
+
+    def discard_soon(self, keys: Iterable[str]) -> None:
+        """Forget groups taken by `register` at the next step. For finalizers, which may run
+        anywhere, so that nothing can be done at once."""
+        self._lost_groups.extend(keys)
 
     def _collect_lost(self) -> None:
         while self._lost_leases:
-            self._end_lease(*self._lost_leases.popleft())
+            taken = self._end_lease(*self._lost_leases.popleft())
+            if taken is not None:
+                self._remove_file(*taken)
+        while self._lost_groups:
+            version = self._versions.pop(self._lost_groups.popleft(), None)
+            if version is not None:
+                self._planner.discard(version)
+                self._deliver()
 
     # Saving ------------------------------------------------------------------------------------
 

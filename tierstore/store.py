@@ -169,7 +169,7 @@ class TierStore(Serving):
             for key in found:
                 self._refuse_duplicate(check_key(key))
             for file in files:
-                self._carrier.files.expect(file.path, file.stamp)
+                self._carrier.files.expect(file.path, file.stamp, file.header_digest)
             for key, (spec, source) in found.items():
                 self._know(key, spec, source, single=groups is None)
         return list(found)
@@ -272,8 +272,9 @@ class TierStore(Serving):
             backed = self._planner.backed(version)
             self._planner.discard(version)
             self._deliver()
-            if not backed:
-                self._remove_file(key, durable)
+            newest = self._newest_so_far()
+        if not backed:
+            self._remove_file(key, newest, durable)
 
     def flush(self) -> None:
         """Wait until every durable group is on disk. Raises the first error, after trying all."""

@@ -33,7 +33,7 @@ SYMPTOMS = {
     mutants.NeverAsksAgain: "nothing moves|though there is room|was to leave",
     mutants.NeverGivesUp: "nothing moves",
     mutants.OrphansKeepTheirRoom: "though there is room",
-    mutants.LosesInstructions: "an instruction was lost",
+    mutants.LosesInstructions: "an instruction was lost|is discarded, but on",
     mutants.KeepsAnOldError: "an error that everybody was told",
     mutants.NeverChangesItsMind: "before its waiter woke up",
     mutants.KeepsThePromiseOfAClaim: "though there is room",

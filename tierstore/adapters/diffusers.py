@@ -63,7 +63,8 @@ _REPLACED = {
 }
 _HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 
-_handles: weakref.WeakKeyDictionary[Any, OffloadHandle] = weakref.WeakKeyDictionary()
+# Weak both ways: what keeps a handle alive are the wrapped methods of what it offloads.
+_handles: weakref.WeakKeyDictionary[Any, weakref.ref[OffloadHandle]] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -99,7 +100,7 @@ class OffloadHandle:
     def disable(self) -> None:
         """Undo the offloading: the weights are ordinary CPU tensors again, bit-equal."""
         target = self._target()
-        if target is not None and _handles.get(target) is self:
+        if target is not None and _handle_of(target) is self:
             del _handles[target]
         self._disable()
         for owner, name in self._entries:
@@ -288,14 +289,19 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         "block_modules": block_modules,
     }
     _check_settings(settings, store, onload_device)
-    handle = _handles.get(target)
+    handle = _handle_of(target)
     if handle is not None:
         if handle.store is store and handle._settings == settings and handle.enabled:
             return handle
         handle.disable()
     handle = OffloadHandle(target, store, settings)
-    _handles[target] = handle
+    _handles[target] = weakref.ref(handle)
     return handle
+
+
+def _handle_of(target: Any) -> OffloadHandle | None:
+    reference = _handles.get(target)
+    return None if reference is None else reference()
 
 
 def _refuse_replaced(arguments: dict[str, Any]) -> None:
@@ -370,7 +376,8 @@ def _is_shared(module: nn.Module, store: TierStore) -> bool:
     """Another pipeline with the same component has offloaded it to this store already."""
     return any(
         handle.store is store and any(o.root is module for o in handle._offloaded.values())
-        for handle in list(_handles.values())
+        for handle in [reference() for reference in list(_handles.values())]
+        if handle is not None
     )
 
 

@@ -12,6 +12,7 @@ import copy
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,6 +55,9 @@ class Binding:
         self.users -= 1
         if self.users == 0:
             self.tensor.data = self.home
+            if torch.is_grad_enabled() and self.tensor.requires_grad:
+                # What autograd saved shows memory that is used again: a backward must raise.
+                torch.autograd.graph.increment_version(self.tensor)
 
 
 class Loan:
@@ -176,6 +180,7 @@ class OffloadedModule:
         self._bindings: dict[int, Binding] = {}
         self._residents: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._resident_lease: Lease | None = None
+        self._finalizer = weakref.finalize(self, _forget, weakref.ref(store), self.groups)
         try:
             self._take(grouping)
         except BaseException:
@@ -275,6 +280,13 @@ class OffloadedModule:
             if not self.store.closed and key in self.store:
                 self.store.discard(key)
         self.groups.clear()
+
+
+def _forget(store: weakref.ref[TierStore], groups: dict[str, list[str]]) -> None:
+    """A model was garbage-collected: its groups are of no use to anybody."""
+    alive = store()
+    if alive is not None:
+        alive.discard_soon(groups)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -268,6 +268,8 @@ class ThreadCarrier:
     def remove(self, key: str, version: int, durable: bool) -> None:
         """Remove the object file of `key`, and see that no version up to `version` is written."""
         with self._commit_lock:
+            if self._committed.get(key, -1) > version:
+                return  # a newer one was written meanwhile
             if durable and key in self._versions:
                 self._committed[key] = version
             if key in self._files:

@@ -23,6 +23,7 @@ from tierstore.model.errors import (
     TruncatedFileError,
 )
 from tierstore.model.groups import Segment, Source
+from tierstore.model.header import LENGTH_BYTES, MAX_HEADER_BYTES, digest
 from tierstore.model.sizes import PAGE, round_up
 
 CHUNK = 8 << 20
@@ -92,6 +93,11 @@ class DataFile:
         """The stamp of the open file, whatever its name leads to by now."""
         return FileStamp.of(os.fstat(self._cached))
 
+    def header_digest(self) -> str:
+        """The checksum of the safetensors header that the file has now."""
+        length = int.from_bytes(os.pread(self._cached, LENGTH_BYTES, 0), "little")
+        return digest(os.pread(self._cached, min(length, MAX_HEADER_BYTES), LENGTH_BYTES))
+
     def read_at_least(self, room: memoryview, offset: int, needed: int) -> int:
         """Read into `room` from `offset`, at least `needed` bytes. Returns the bytes asked of disk.
 
@@ -136,12 +142,15 @@ class FileTable:
         self._own = own
         self._open: OrderedDict[str, DataFile] = OrderedDict()
         self._stamps: dict[str, FileStamp] = {}
+        self._headers: dict[str, str] = {}  # path -> the checksum that its header must have
         self._lock = threading.Lock()
 
-    def expect(self, path: str, stamp: FileStamp) -> None:
-        """From now on `path` must have this stamp."""
+    def expect(self, path: str, stamp: FileStamp, header_digest: str | None = None) -> None:
+        """From now on `path` must have this stamp, and its safetensors header this checksum."""
         with self._lock:
             self._stamps[path] = stamp
+            if header_digest is not None:
+                self._headers[path] = header_digest
 
     def get(self, path: str) -> DataFile:
         """The file, opened if it is not open."""
@@ -149,6 +158,9 @@ class FileTable:
             file = self._open.pop(path, None)
             if file is None:
                 file = DataFile(path, follow_links=not path.startswith(self._own + os.sep))
+                expected = self._headers.get(path)
+                if expected is not None and file.header_digest() != expected:
+                    raise stale(path)
             self._open[path] = file
             while len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)
@@ -174,11 +186,16 @@ class FileTable:
         except FileNotFoundError:
             found = []
         if found != [expected, expected]:
-            raise StaleCheckpointError(
-                f"{file.path} was changed after it was registered: the tensors that were promised "
-                "may be gone; register the checkpoint (or load the pipeline) again",
-                path=file.path,
-            )
+            raise stale(file.path)
+
+
+def stale(path: str) -> StaleCheckpointError:
+    """The error for a registered file that is not what it was."""
+    return StaleCheckpointError(
+        f"{path} was changed after it was registered: the tensors that were promised may be gone; "
+        "register the checkpoint (or load the pipeline) again",
+        path=path,
+    )
 
 
 @dataclass(frozen=True, slots=True)
