@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -26,14 +25,13 @@ from tierstore.model.groups import (
 from tierstore.model.objects import StoredObject
 from tierstore.transfer.disk import FileStamp
 from tierstore.transfer.maps import AddressSpace, map_file
-from tierstore.transfer.objects import read_object
 from tierstore.transfer.views import DTYPES, blocks_of, dtype_name
-
-if TYPE_CHECKING:
-    from tierstore.store import TierStore
 
 WEIGHTS = "weights/"
 """Objects under this prefix hold weights that no checkpoint holds, named by their content."""
+
+
+WriteOnce = Callable[[Mapping[str, torch.Tensor]], tuple[str, StoredObject]]
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,10 @@ def checkpoint_groups(
     return found
 
 
-def adopt(tensors: Mapping[str, torch.Tensor], store: TierStore, space: AddressSpace) -> Adoption:
-    """Find the file bytes behind each tensor; have the store write the rest."""
+def adopt(
+    tensors: Mapping[str, torch.Tensor], space: AddressSpace, write_once: WriteOnce
+) -> Adoption:
+    """Find the file bytes behind each tensor; have `write_once` put the rest into a file."""
     in_files: list[FileTensor] = []
     rest: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def adopt(tensors: Mapping[str, torch.Tensor], store: TierStore, space: AddressS
     checks: tuple[Check, ...] = ()
     end = placement.end
     if rest:
-        path, stored = write_once(rest, store)
+        path, stored = write_once(rest)
         written = stored.source(path, end)
         specs += stored.packing.specs(end)
         segments, moves = segments + written.segments, moves + written.moves
@@ -108,21 +108,6 @@ def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTe
     if extent is None:
         return None
     return FileTensor(name, dtype_name(tensor, name), tuple(tensor.shape), extent)
-
-
-def write_once(tensors: Mapping[str, torch.Tensor], store: TierStore) -> tuple[str, StoredObject]:
-    """The object file with exactly these tensors: found by their content's hash, or written."""
-    key = WEIGHTS + content_hash(tensors)
-    path = store._directory.path_of(key)
-    if key not in store:
-        store.put(key, tensors)
-        store._flush_one(key)
-        store.offload(key)
-    found = read_object(path)
-    if found.stored is None:
-        assert found.error is not None
-        raise found.error
-    return path, found.stored
 
 
 def content_hash(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
 from tierstore.model.errors import LeaseError
-from tierstore.model.tiers import Access
-
-if TYPE_CHECKING:
-    from tierstore.serving import Serving
 
 
 class Lease:
@@ -28,19 +24,17 @@ class Lease:
 
     def __init__(
         self,
-        store: Serving,
         key: str,
         version: str,
-        access: Access,
-        owner: object,
         tensors: dict[str, torch.Tensor],
+        release: Callable[[], None],
+        lose: Callable[[], None],
     ) -> None:
         self.key = key
-        self.access = access
-        self._store = store
-        self._version = version
-        self._owner = owner
+        self.version = version
         self._tensors: dict[str, torch.Tensor] | None = tensors
+        self._release = release
+        self._lose = lose
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -63,7 +57,7 @@ class Lease:
         """Give the group back. A second call does nothing."""
         if self._tensors is not None:
             self._tensors = None
-            self._store._release(self._version, self.access, self._owner)
+            self._release()
 
     def __enter__(self) -> Lease:
         return self
@@ -80,7 +74,7 @@ class Lease:
         if getattr(self, "_tensors", None) is not None:
             self._tensors = None
             # Not released here: this may run inside the store's own code.
-            self._store._lost(self._version, self.access, self._owner)
+            self._lose()
             warnings.warn(
                 f"a lease of {self.key!r} was lost without release(): use it in a with statement",
                 ResourceWarning,

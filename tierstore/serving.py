@@ -7,6 +7,7 @@ wait. The carrier's threads report back in the same way.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
@@ -144,7 +145,14 @@ class Serving:
         request.version = ""
         tensors = self._carrier.view(version)
         self._order_after_arrival(version)
-        return Lease(self, request.key, version, request.access, request.owner, dict(tensors))
+        terms = (version, request.access, request.owner)
+        return Lease(
+            request.key,
+            version,
+            dict(tensors),
+            functools.partial(self._release, *terms),
+            functools.partial(self._lost, *terms),
+        )
 
     def _order_after_arrival(self, version: str) -> None:
         arrival = self._carrier.cargo(version).arrival

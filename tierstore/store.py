@@ -13,7 +13,7 @@ from types import TracebackType
 
 import torch
 
-from tierstore.adoption import adopt, checkpoint_groups
+from tierstore.adoption import WEIGHTS, adopt, checkpoint_groups, content_hash
 from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpoint
 from tierstore.lease import Lease
 from tierstore.metrics import GroupSnapshot, Snapshot, Stats
@@ -21,12 +21,13 @@ from tierstore.model.errors import (
     TierStoreError,
 )
 from tierstore.model.groups import group_of, pack
+from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access, Tier
 from tierstore.serving import Serving
 from tierstore.settings import Size, resolve_budgets, resolve_device
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.maps import AddressSpace
-from tierstore.transfer.objects import check_key
+from tierstore.transfer.objects import check_key, intact_object
 from tierstore.transfer.views import blocks_of, clone_all
 from tierstore.waiting import Request
 
@@ -158,6 +159,16 @@ class TierStore(Serving):
         """`register_checkpoint` for coroutines: headers are read off the event loop's thread."""
         return self._register_files(await aread_checkpoint(path), prefix, groups)
 
+    def _write_once(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, StoredObject]:
+        """The object file with exactly these tensors: found by their content, or written."""
+        key = WEIGHTS + content_hash(tensors)
+        if key not in self:
+            self.put(key, tensors)
+            self._flush_one(key)
+            self.offload(key)
+        path = self._directory.path_of(key)
+        return path, intact_object(path)
+
     def _register_files(
         self,
         files: list[CheckpointFile],
@@ -194,7 +205,7 @@ class TierStore(Serving):
         check_key(key)
         with self._locked():
             self._refuse_duplicate(key)
-        adoption = adopt(tensors, self, space or AddressSpace())
+        adoption = adopt(tensors, space or AddressSpace(), self._write_once)
         with self._locked():
             self._refuse_duplicate(key)
             for path, stamp in adoption.stamps.items():
@@ -244,7 +255,7 @@ class TierStore(Serving):
         return await asyncio.shield(copying)
 
     def _owned(self, lease: Lease) -> torch.Tensor | dict[str, torch.Tensor]:
-        cargo = self._carrier.cargo(lease._version)
+        cargo = self._carrier.cargo(lease.version)
         copies = clone_all(cargo.spec, lease.tensors)
         return next(iter(copies.values())) if cargo.single else copies
 

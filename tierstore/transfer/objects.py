@@ -129,6 +129,14 @@ def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -
             os.close(descriptor)
 
 
+def intact_object(path: str) -> StoredObject:
+    """What one object file holds. Raises the error that was found in it."""
+    found = read_object(path)
+    if found.stored is None:
+        raise found.error or CorruptDataError(f"{path} cannot be read: remove it", path=path)
+    return found.stored
+
+
 def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
     """Every object file of a directory, in the order of names. Links are not followed."""
     root = os.path.join(disk_dir, OBJECTS)
