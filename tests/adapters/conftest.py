@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks import apply_group_offloading
 from torch import nn
 
 from tests import pipelines
 from tests.device import pretend
+from tierstore import TierStore
 
 REASON = pretend.ready()
 NEEDS_PRETEND = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -107,3 +109,29 @@ def called_modules(*roots: nn.Module) -> Iterator[set[nn.Module]]:
     yield called
     for hook in hooks:
         hook.remove()
+
+
+def a_third_of(target: Any, disk_dir: Path, device: str) -> TierStore:
+    """A store whose budgets are a third of the weights."""
+    return store_on(device, disk_dir, pipelines.weight_bytes(target) // 3)
+
+
+def store_on(device: str, disk_dir: Path, budget: int) -> TierStore:
+    """A store with one budget for every tier in memory."""
+    if device == "cpu":
+        return TierStore(budget, disk_dir, device=device)
+    return TierStore(budget, disk_dir, device=device, device_budget=budget)
+
+
+def diffusers_offload(target: Any, directory: Path, offload_type: str = "block_level") -> None:
+    """Offload with diffusers' own disk offload, on the CPU."""
+    settings = {
+        "onload_device": torch.device("cpu"),
+        "offload_type": offload_type,
+        "num_blocks_per_group": 1 if offload_type == "block_level" else None,
+        "offload_to_disk_path": str(directory),
+    }
+    if isinstance(target, nn.Module):
+        apply_group_offloading(target, **settings)
+    else:
+        target.enable_group_offload(**settings)

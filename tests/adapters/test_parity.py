@@ -32,6 +32,10 @@ pytestmark = [
     pytest.mark.parametrize("kind", pipelines.KINDS),
 ]
 
+# transformers takes an offloaded model for one on the CPU, and sends each step's token ids and
+# positions there: int64, for 2 x 12 prompt tokens and 2 x 7 of the 8 that are generated.
+TOKENS_READ_BACK = {"llama": 2 * 8 * (2 * 12 + 2 * 7)}
+
 
 def assert_bytes_moved(stats: Stats, expected: Reference, share: float) -> None:
     """What a run needs was read; what did not stay was read again; nothing was written."""
@@ -85,9 +89,10 @@ def test_on_an_accelerator(
             assert torch.equal(pipelines.run(kind, pipe, device="pretend"), expected.output)
             gc.collect()
             assert_bytes_moved(handle.stats(), expected, share)
-            # No clean weight went back: all that was copied from the device is what the
-            # pipeline itself reads from there.
-            assert pretend.copied("d2h") == run * expected.read_back
+            # No clean weight went back: what was copied from the device is what the pipeline
+            # itself reads from there.
+            read_back = pretend.copied("d2h") - run * expected.read_back
+            assert 0 <= read_back <= run * TOKENS_READ_BACK.get(kind, 0)
         assert pretend.copied("h2d") >= expected.needed
         assert pretend.stale_copies() == 0
         assert pretend.peak_pinned_bytes() - pinned_before <= budget

@@ -129,10 +129,12 @@ def assert_sound(store: TierStore) -> None:
 
 def assert_at_rest(store: TierStore) -> None:
     """Nothing is lent, wanted or on its way, and the books agree with what the groups take."""
+    with store._changed:
+        store._collect_lost()
+    wait_until_idle(store)  # what was discarded may still be on its way to the disk
     assert_sound(store)
     planner = store._planner
     with store._changed:
-        store._collect_lost()
         assert not store._waiting._held, "a lease is still out"
         assert not store._waiting._requests, "somebody still waits"
         assert not store._waiting._listeners, "a coroutine still listens"

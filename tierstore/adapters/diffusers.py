@@ -399,15 +399,24 @@ def _refuse_other_offloading(name: str, module: nn.Module) -> None:
 def _mark(module: nn.Module, device: torch.device) -> None:
     """Let diffusers see that the model is offloaded, and to where."""
     try:
-        from diffusers.hooks import HookRegistry, ModelHook
+        from diffusers.hooks import HookRegistry
     except ImportError:
         return  # without diffusers nobody asks
-    hook = ModelHook()
-    hook.config = SimpleNamespace(onload_device=device, offload_device=torch.device("cpu"))
-    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, MARKER)
+    # Not register_hook: its wrapper around forward would make a deep copy run this model's weights.
+    HookRegistry.check_if_exists_or_initialize(module).hooks[MARKER] = _Mark(device)
 
 
 def _unmark(module: nn.Module) -> None:
     registry = getattr(module, "_diffusers_hook", None)
-    if registry is not None and registry.get_hook(MARKER) is not None:
-        registry.remove_hook(MARKER, recurse=False)
+    if registry is not None and isinstance(registry.get_hook(MARKER), _Mark):
+        del registry.hooks[MARKER]
+
+
+class _Mark:
+    """What diffusers looks for. A deep copy of the model is an ordinary model: it has no mark."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.config = SimpleNamespace(onload_device=device, offload_device=torch.device("cpu"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None

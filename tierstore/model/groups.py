@@ -366,8 +366,8 @@ def block_of(views: Sequence[TensorSpec], nbytes: int) -> Block:
     bytes, so that no reader takes them for what they are not.
     """
     first = views[0]
-    if first.name == "__metadata__":  # a file cannot have a tensor of this name
-        return Block("tensor", "U8", (nbytes,), nbytes, tuple(views))
+    # A file cannot have a tensor called __metadata__, nor two of the same name.
+    name = first.name + "_" * first.name.startswith("__metadata__")
     if len(views) == 1 and first.stride == contiguous_stride(first.shape):
-        return Block(first.name, first.dtype, first.shape, nbytes, tuple(views))
-    return Block(first.name, "U8", (nbytes,), nbytes, tuple(views))
+        return Block(name, first.dtype, first.shape, nbytes, tuple(views))
+    return Block(name, "U8", (nbytes,), nbytes, tuple(views))

@@ -25,7 +25,7 @@ from tierstore.model.sizes import PAGE, round_up
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 100_000
-MAX_RANK = 16
+MAX_RANK = 64  # what torch can have
 LENGTH_BYTES = 8
 
 FORMAT = "1"
@@ -56,6 +56,15 @@ class Header:
     metadata: Mapping[str, str]
     data_start: int
     digest: str
+
+
+def check_text(value: object, what: str) -> str:
+    """Text as a header can hold it. Raises TypeError or ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is a str, not {type(value).__name__}: pass text")
+    if not _encodable(value):
+        raise ValueError(f"{what}, {value!r}, cannot be written as UTF-8: use another")
+    return value
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

@@ -41,8 +41,9 @@ class Slot:
     def wait(self) -> None:
         """Wait for the device work that still uses the memory."""
         while self.pending:
-            self.pending[-1].synchronize()
-            self.pending.pop()
+            event = self.pending[-1]
+            event.synchronize()
+            self.pending.remove(event)  # by now there may be a newer one at the end
 
 
 class Arena:

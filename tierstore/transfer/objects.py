@@ -25,6 +25,7 @@ from tierstore.model.header import (
     HEADER_SUM,
     LENGTH_BYTES,
     Header,
+    check_text,
     digest,
     header_is_intact,
     header_length,
@@ -49,17 +50,13 @@ def object_name(key: str) -> str:
 
 def check_key(key: object) -> str:
     """A key as it may be used: any text of 1 to 1,024 bytes of UTF-8."""
-    if not isinstance(key, str):
-        raise TypeError(f"a key is a str, not {type(key).__name__}: pass text")
-    try:
-        length = len(key.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{key!r} cannot be written as UTF-8: use another key") from error
+    text = check_text(key, "a key")
+    length = len(text.encode())
     if not 1 <= length <= MAX_KEY_BYTES:
         raise ValueError(
             f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8, this one {length}: use another key"
         )
-    return key
+    return text
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from tierstore.model.groups import Block, GroupSpec, TensorSpec, block_of
+from tierstore.model.header import check_text
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -94,6 +95,8 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
     for found in spans.values():
         for start, stop, names in _merge(found):
             members = {name: plain[name] for name in names}
+            # Where dtypes meet, the first tensor's start may be none that the largest can have.
+            start -= start % max(member.element_size() for member in members.values())
             blocks.append(
                 (_block(members, start, stop), byte_view(members[names[0]], start, stop - start))
             )
@@ -101,9 +104,11 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    check_text(name, "a tensor's name")
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor: pass tensors")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not plain or tensor.device.type == "meta":
         raise TypeError(
             f"tensor {name!r} ({tensor.layout}, {tensor.dtype}, on {tensor.device}) is no plain "
             "strided tensor with data: convert it first"

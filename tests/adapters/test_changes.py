@@ -1,0 +1,236 @@
+"""Weights that are changed while offloaded: failures (4) and (5) of diffusers.
+
+Each change is made on an offloaded pipeline and on one that is not, and both must compute the same
+after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import pipelines
+from tests.adapters.conftest import (
+    DEVICES,
+    OFFLOAD_TYPES,
+    Checkpoints,
+    References,
+    a_third_of,
+    diffusers_offload,
+)
+from tierstore import enable_group_offload
+
+ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+Change = Callable[[Any], object]
+LORA_LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "proj_mlp")
+
+
+def lora_of(transformer: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """A LoRA of rank 4 as a hub file would hold it, strong enough to change the output."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, nn.Linear) and name.endswith(LORA_LAYERS):
+            down = torch.randn(4, layer.in_features, generator=generator) / layer.in_features**0.5
+            up = torch.randn(layer.out_features, 4, generator=generator) / 2
+            found[f"transformer.{name}.lora_A.weight"] = down.to(pipelines.DTYPE)
+            found[f"transformer.{name}.lora_B.weight"] = up.to(pipelines.DTYPE)
+    assert found
+    return found
+
+
+@pytest.fixture
+def loras(checkpoint: Checkpoints) -> list[dict[str, torch.Tensor]]:
+    transformer = pipelines.load("flux", checkpoint("flux")).transformer
+    return [lora_of(transformer, seed) for seed in (0, 1)]
+
+
+def outputs(kind: str, pipe: Any, device: str, changes: list[Change]) -> Iterator[torch.Tensor]:
+    """The output before all changes and after each."""
+    yield pipelines.run(kind, pipe, device=device)
+    for change in changes:
+        change(pipe)
+        yield pipelines.run(kind, pipe, device=device)
+
+
+def assert_equal_after_each(
+    kind: str, pipes: tuple[Any, Any], device: str, changes: list[Change]
+) -> list[torch.Tensor]:
+    """Both pipelines compute the same throughout; what the first one computed."""
+    computed = []
+    both = zip(*(outputs(kind, pipe, device, changes) for pipe in pipes), strict=True)
+    for number, (plain, offloaded) in enumerate(both):
+        assert torch.equal(plain, offloaded), f"not equal after change {number}"
+        computed.append(plain)
+    return computed
+
+
+# (5) LoRA and fused projections -------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
+def test_5_lora_loaded_fused_and_unloaded_while_offloaded(
+    offload_type: str,
+    device: str,
+    loras: list[dict[str, torch.Tensor]],
+    checkpoint: Checkpoints,
+    disk_dir: Path,
+) -> None:
+    changes: list[Change] = [
+        lambda pipe: pipe.load_lora_weights(dict(loras[0]), adapter_name="first"),
+        lambda pipe: pipe.fuse_lora(lora_scale=0.5),
+        lambda pipe: pipe.unfuse_lora(),
+        lambda pipe: pipe.load_lora_weights(dict(loras[1]), adapter_name="second"),
+        lambda pipe: pipe.set_adapters(["first", "second"], [0.3, 0.7]),
+        lambda pipe: pipe.disable_lora(),
+        lambda pipe: pipe.enable_lora(),
+        lambda pipe: pipe.delete_adapters("first"),
+        lambda pipe: pipe.unload_lora_weights(),
+    ]
+    plain = pipelines.load("flux", checkpoint("flux")).to(device)
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with (
+        a_third_of(pipe, disk_dir, device) as store,
+        enable_group_offload(pipe, store, offload_type=offload_type) as handle,
+    ):
+        computed = assert_equal_after_each("flux", (plain, pipe), device, changes)
+        assert handle.stats().bytes_written > 0  # no file holds the LoRA, or what was fused
+    base, loaded, fused = computed[:3]
+    assert not torch.equal(base, loaded)
+    assert not torch.equal(loaded, fused)
+
+
+def test_5_in_diffusers_loading_a_lora_fails(
+    loras: list[dict[str, torch.Tensor]], checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    diffusers_offload(pipe, tmp_path)
+    with pytest.raises(KeyError):
+        pipe.load_lora_weights(dict(loras[0]), adapter_name="first")
+        pipelines.run("flux", pipe)
+
+
+def fuse_projections(pipe: Any) -> None:
+    denoiser(pipe).fuse_qkv_projections()
+
+
+def unfuse_projections(pipe: Any) -> None:
+    denoiser(pipe).unfuse_qkv_projections()
+
+
+def denoiser(pipe: Any) -> Any:
+    return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+
+
+@ON_BOTH
+@pytest.mark.parametrize("kind", ("flux", "sdxl"))
+def test_5_projections_fused_while_offloaded(
+    kind: str, device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    changes: list[Change] = [fuse_projections, unfuse_projections]
+    plain = pipelines.load(kind, checkpoint(kind))
+    pipe = pipelines.load(kind, checkpoint(kind))
+    plain.to(device)
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store):
+        before = sum(1 for _ in denoiser(pipe).parameters())
+        assert_equal_after_each(kind, (plain, pipe), device, changes)
+        assert store.stats().bytes_written > 0
+        fuse_projections(pipe)
+        assert sum(1 for _ in denoiser(pipe).parameters()) > before
+
+
+@pytest.mark.parametrize("kind", ("flux", "sdxl"))
+def test_5_in_diffusers_fused_projections_give_nan(
+    kind: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    pipe = pipelines.load(kind, checkpoint(kind))
+    diffusers_offload(pipe, tmp_path)
+    fuse_projections(pipe)
+    plain = pipelines.load(kind, checkpoint(kind))
+    fuse_projections(plain)
+    assert not torch.equal(pipelines.run(kind, pipe), pipelines.run(kind, plain))
+
+
+# (4) load_state_dict ------------------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("assign", (False, True), ids=("copied", "assigned"))
+@pytest.mark.parametrize("kind", ("flux", "llama"))
+def test_4_load_state_dict_while_offloaded_takes_effect(
+    kind: str,
+    assign: bool,
+    device: str,
+    checkpoint: Checkpoints,
+    reference: References,
+    disk_dir: Path,
+) -> None:
+    name = next(iter(pipelines.components(pipelines.load(kind, checkpoint(kind)))))
+    other = pipelines.load(kind, checkpoint(kind, **{name: 1}))
+    pipe = pipelines.load(kind, checkpoint(kind))
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store):
+        assert torch.equal(pipelines.run(kind, pipe, device=device), reference(kind).output)
+        state = pipelines.components(other)[name].state_dict()
+        pipelines.components(pipe)[name].load_state_dict(state, assign=assign)
+        changed = pipelines.run(kind, pipe, device=device)
+    assert torch.equal(changed, pipelines.run(kind, other.to(device), device=device))
+    assert not torch.equal(changed, reference(kind).output)
+
+
+def test_4_in_diffusers_load_state_dict_is_ignored(
+    checkpoint: Checkpoints, reference: References, tmp_path: Path
+) -> None:
+    other = pipelines.load("llama", checkpoint("llama", model=1))
+    model = pipelines.load("llama", checkpoint("llama"))
+    diffusers_offload(model, tmp_path)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(pipelines.run("llama", model), reference("llama").output)
+
+
+# Any change, suspended ----------------------------------------------------------------------------
+
+
+@ON_BOTH
+def test_only_what_was_changed_is_written(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    plain = pipelines.load("llama", checkpoint("llama"))
+    model = pipelines.load("llama", checkpoint("llama"))
+    with (
+        a_third_of(model, disk_dir, device) as store,
+        enable_group_offload(model, store, offload_type="leaf_level") as handle,
+    ):
+        with handle.suspended():
+            assert not handle.enabled
+            model.lm_head.weight.data.mul_(2)
+        plain.lm_head.weight.data.mul_(2)
+        written = store.stats().bytes_written
+        assert model.lm_head.weight.nbytes <= written < 2 * model.lm_head.weight.nbytes
+        found = pipelines.run("llama", model, device=device)
+        with handle.suspended():
+            model.lm_head.weight.data.mul_(4)
+            model.lm_head.weight.data.div_(4)
+        assert store.stats().bytes_written == written
+        assert torch.equal(pipelines.run("llama", model, device=device), found)
+    assert torch.equal(found, pipelines.run("llama", plain.to(device), device=device))
+
+
+@ON_BOTH
+def test_a_change_that_fails_leaves_the_pipeline_offloaded(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store) as handle:
+        with pytest.raises(RuntimeError, match="Missing key"):
+            pipe.transformer.load_state_dict({})
+        assert handle.enabled
+        with pytest.raises(ZeroDivisionError), handle.suspended(), handle.suspended():
+            raise ZeroDivisionError
+        assert handle.enabled
+        assert torch.equal(pipelines.run("flux", pipe, device=device), reference("flux").output)

@@ -1,0 +1,525 @@
+"""The async twins: the event loop goes on, cancellation leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.store.helpers import (
+    PAGE,
+    PATIENCE,
+    assert_at_rest,
+    assert_group,
+    assert_same,
+    join,
+    needs_pretend,
+    on_both,
+    open_store,
+    pages,
+    push_out,
+    wait_until_idle,
+)
+from tierstore import (
+    Access,
+    BudgetError,
+    ClosedError,
+    LeaseError,
+    TierStore,
+    TierStoreError,
+    UnknownKeyError,
+)
+
+TICKS = 200
+
+
+class Ticker:
+    """Counts how often the event loop came round."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            self.ticks += 1
+            await asyncio.sleep(0)
+
+    async def some(self) -> None:
+        """Wait for a good many ticks: on a loop that is blocked, they never come."""
+        enough = self.ticks + TICKS
+        while self.ticks < enough:
+            await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def within_reason(awaitable: Awaitable[Any]) -> Any:
+    """The result; an error instead of a test that hangs."""
+    return await asyncio.wait_for(awaitable, PATIENCE)
+
+
+def one_at_a_time(disk_dir: Path, device: str = "cpu") -> TierStore:
+    """A store with room for one group of the two that it holds."""
+    store = open_store(disk_dir, 4 * PAGE, device)
+    store.put("held", pages(1, 4))
+    store.put("wanted", pages(2, 4))
+    return store
+
+
+WAITING: dict[str, Callable[[TierStore], Coroutine[Any, Any, Any]]] = {
+    "aacquire": lambda store: store.aacquire("wanted"),
+    "aget": lambda store: store.aget("wanted"),
+    "aput": lambda store: store.aput("new", pages(3, 4)),
+}
+
+
+# The loop goes on --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", WAITING)
+def test_the_loop_goes_on_while_a_call_waits_for_room(call: str, disk_dir: Path) -> None:
+    store = one_at_a_time(disk_dir)
+    lease = store.acquire("held")  # by this thread, not by a task: nobody is refused
+
+    async def main() -> None:
+        ticker = Ticker()
+        waiting = asyncio.ensure_future(WAITING[call](store))
+        await ticker.some()
+        assert not waiting.done()
+        await asyncio.to_thread(lease.release)
+        result = await within_reason(waiting)
+        if call == "aacquire":
+            result.release()
+        await ticker.stop()
+
+    asyncio.run(main())
+    assert_group(store.get("wanted"), pages(2, 4))
+    assert ("new" in store) == (call == "aput")
+    assert_at_rest(store)
+    store.close()
+
+
+def test_a_call_that_blocks_would_stop_the_ticker(disk_dir: Path) -> None:
+    """The control: the same wait with the blocking `acquire`."""
+    store = one_at_a_time(disk_dir)
+    lease = store.acquire("held")
+
+    async def main() -> None:
+        ticker = Ticker()
+        await ticker.some()
+        before = ticker.ticks
+        threading.Timer(0.2, lease.release).start()
+        store.acquire("wanted").release()
+        assert ticker.ticks == before
+        await ticker.stop()
+
+    asyncio.run(main())
+    store.close()
+
+
+class Gate:
+    """Holds calls of a function of `os` back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        original = getattr(os, name)
+
+        def gated(*args: Any, **options: Any) -> Any:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE)
+            return original(*args, **options)
+
+        monkeypatch.setattr(os, name, gated)
+
+
+def test_the_loop_goes_on_while_a_disk_is_stuck(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk_dir)
+    store.put("key", pages(1))
+    push_out(store, "key")
+    gate = Gate(monkeypatch, "preadv")
+
+    async def main() -> None:
+        ticker = Ticker()
+        reading = asyncio.ensure_future(store.aget("key"))
+        assert await asyncio.to_thread(gate.reached.wait, PATIENCE)
+        await ticker.some()
+        assert not reading.done()
+        gate.opened.set()
+        assert_group(await within_reason(reading), pages(1))
+        await ticker.stop()
+
+    asyncio.run(main())
+    assert store.stats().bytes_read == PAGE
+    store.close()
+
+
+@pytest.mark.parametrize("step", ["discard", "release of a TAKE lease"])
+def test_what_never_waits_does_not_wait_for_a_commit(
+    step: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another group's fsync takes its time; letting go of an ephemeral group must not."""
+    store = open_store(disk_dir)
+    store.put("ephemeral", pages(1), durable=False)
+    store.put("durable", pages(2))
+    lease = store.acquire("ephemeral", Access.TAKE) if step != "discard" else None
+    gate = Gate(monkeypatch, "rename")
+    store_flush = threading.Thread(target=store.flush, daemon=True)
+    store_flush.start()
+    assert gate.reached.wait(PATIENCE)
+    act = (lambda: store.discard("ephemeral")) if lease is None else lease.release
+    acting = threading.Thread(target=act, daemon=True)
+    acting.start()
+    acting.join(5)
+    waited = acting.is_alive()
+    gate.opened.set()
+    join(acting)
+    join(store_flush)
+    store.close()
+    assert not waited
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", WAITING)
+def test_a_task_whose_own_lease_is_in_the_way_is_told(call: str, disk_dir: Path) -> None:
+    store = one_at_a_time(disk_dir)
+
+    async def main() -> None:
+        async with asyncio.timeout(PATIENCE):
+            with await store.aacquire("held"):
+                with pytest.raises(BudgetError) as caught:
+                    await WAITING[call](store)
+        assert caught.value.nbytes == 4 * PAGE
+        assert caught.value.budget == 4 * PAGE
+        assert f"{4 * PAGE:,}" in str(caught.value)
+
+    asyncio.run(main())
+    assert_at_rest(store)
+    store.close()
+
+
+def test_of_two_tasks_that_wait_for_each_other_one_is_told(disk_dir: Path) -> None:
+    store = open_store(disk_dir)
+    store.put("a", pages(1))
+    store.put("b", pages(2))
+
+    async def take_both(first: str, second: str, meet: asyncio.Barrier) -> bool:
+        with await store.aacquire(first, Access.UPDATE):
+            await meet.wait()
+            try:
+                with await store.aacquire(second, Access.UPDATE):
+                    return True
+            except LeaseError:
+                return False
+
+    async def main() -> list[bool]:
+        meet = asyncio.Barrier(2)
+        both = asyncio.gather(take_both("a", "b", meet), take_both("b", "a", meet))
+        return list(await within_reason(both))
+
+    assert sorted(asyncio.run(main())) == [False, True]
+    assert_at_rest(store)
+    store.close()
+
+
+def test_errors_reach_the_coroutine(disk_dir: Path) -> None:
+    store = open_store(disk_dir, 4 * PAGE)
+
+    async def main() -> None:
+        with pytest.raises(UnknownKeyError, match="'nothing'"):
+            await store.aget("nothing")
+        with pytest.raises(UnknownKeyError, match="'nothing'"):
+            await store.aacquire("nothing")
+        with pytest.raises(BudgetError) as caught:
+            await store.aput("large", pages(1, 5))
+        assert (caught.value.nbytes, caught.value.budget) == (5 * PAGE, 4 * PAGE)
+        with pytest.raises(TypeError):
+            await store.aput("meta", torch.empty(3, device="meta"))
+
+    asyncio.run(main())
+    assert_at_rest(store)
+    store.close()
+    with pytest.raises(ClosedError):
+        asyncio.run(store.aget("held"))
+
+
+def test_closing_wakes_everybody_who_waits(disk_dir: Path) -> None:
+    store = one_at_a_time(disk_dir)
+    lease = store.acquire("held")
+
+    async def main() -> list[Any]:
+        waiting = [asyncio.ensure_future(call(store)) for call in WAITING.values()]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        await asyncio.to_thread(store.close)
+        return list(await within_reason(asyncio.gather(*waiting, return_exceptions=True)))
+
+    assert [type(result) for result in asyncio.run(main())] == [ClosedError] * len(WAITING)
+    assert_same(lease.tensor, pages(1, 4))
+    lease.release()
+
+
+# Cancellation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", WAITING)
+def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing(call: str, disk_dir: Path) -> None:
+    store = one_at_a_time(disk_dir)
+    lease = store.acquire("held")
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(WAITING[call](store))
+        await Ticker().some()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with store._changed:  # at once, not when there is room
+            assert not store._planner._claims
+            assert not store._planner._demands
+
+    asyncio.run(main())
+    lease.release()
+    assert_at_rest(store)
+    assert "new" not in store
+    with store.acquire("held", Access.UPDATE) as again:
+        assert_same(again.tensor, pages(1, 4))
+    store.close()
+
+
+KEYS = 6
+TASKS = 40
+ROUNDS = 12
+
+
+def value(key: int, tag: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((700,), tag * 10 + key), "b": torch.full((300,), tag * 10 + key)}
+
+
+def assert_whole(key: int, group: Any) -> None:
+    values = {int(v) for tensor in group.values() for v in tensor.cpu().unique()}
+    assert len(values) == 1, f"a mix of {values}"
+    assert values.pop() % 10 == key
+
+
+async def act(store: TierStore, rng: random.Random, tag: int) -> None:
+    """One thing that may be cancelled anywhere."""
+    key = rng.randrange(KEYS)
+    name = f"key{key}"
+    what = rng.choice(["read", "update", "get", "put", "put", "pair"])
+    if what == "get":
+        assert_whole(key, await store.aget(name))
+    elif what == "put":
+        await store.aput(name, value(key, tag), durable=rng.random() < 0.3)
+    elif what == "pair":
+        with await store.aacquire(name), await store.aacquire(f"key{(key + 1) % KEYS}") as other:
+            await asyncio.sleep(0)
+            assert_whole((key + 1) % KEYS, other.tensors)
+    else:
+        access = Access.UPDATE if what == "update" else Access.READ
+        with await store.aacquire(name, access) as lease:
+            assert_whole(key, lease.tensors)
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+            assert_whole(key, lease.tensors)
+            if what == "update":
+                for tensor in lease.tensors.values():
+                    tensor.fill_(tag * 10 + key)
+
+
+async def cancel_at_random(store: TierStore, rng: random.Random) -> list[str]:
+    """Start many tasks, cancel about half of them at any moment; what became of each."""
+    outcomes = []
+    for number in range(ROUNDS):
+        tasks = [
+            asyncio.ensure_future(act(store, random.Random(rng.random()), number * TASKS + i))
+            for i in range(TASKS)
+        ]
+        for task in rng.sample(tasks, TASKS // 2):
+            for _ in range(rng.randrange(40)):
+                await asyncio.sleep(0)
+            task.cancel()
+        for result in await within_reason(asyncio.gather(*tasks, return_exceptions=True)):
+            if isinstance(result, BaseException) and not isinstance(
+                result, (asyncio.CancelledError, BudgetError, LeaseError)
+            ):
+                raise result
+            outcomes.append(type(result).__name__)
+    return outcomes
+
+
+@on_both
+@pytest.mark.parametrize("seed", range(3))
+def test_cancelling_at_random_leaves_nothing_behind(
+    seed: int, device: str, disk_dir: Path
+) -> None:
+    store = open_store(disk_dir, 6 * PAGE, device)
+    for key in range(KEYS):
+        store.put(f"key{key}", value(key, 0))
+    outcomes = asyncio.run(cancel_at_random(store, random.Random(seed)))
+    assert outcomes.count("CancelledError") > TASKS
+    assert outcomes.count("NoneType") > TASKS
+    wait_until_idle(store)
+    assert_at_rest(store)
+    for key in range(KEYS):
+        with store.acquire(f"key{key}", Access.UPDATE) as lease:
+            assert_whole(key, lease.tensors)
+    assert store.stats().bytes_read > 0
+    assert_at_rest(store)
+    store.close()
+
+
+def test_a_put_that_is_cancelled_while_it_copies_happens_wholly_or_not_at_all(
+    disk_dir: Path,
+) -> None:
+    store = open_store(disk_dir)
+    store.put("key", value(1, 1))
+    fill, reached, go_on = store._carrier.fill, threading.Event(), threading.Event()
+
+    def slow(version: str, blocks: Any) -> None:
+        reached.set()
+        assert go_on.wait(PATIENCE)
+        fill(version, blocks)
+
+    store._carrier.fill = slow  # type: ignore[method-assign]
+
+    async def main() -> None:
+        putting = asyncio.ensure_future(store.aput("key", value(1, 2)))
+        assert await asyncio.to_thread(reached.wait, PATIENCE)
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert_group(await store.aget("key"), value(1, 1))
+        go_on.set()
+
+    asyncio.run(main())  # waits for the threads that it started
+    assert_at_rest(store)
+    assert_group(store.get("key"), value(1, 2))
+    store.close()
+
+
+# Many --------------------------------------------------------------------------------------------
+
+
+@on_both
+def test_many_coroutines_share_a_little_room(device: str, disk_dir: Path) -> None:
+    store = open_store(disk_dir, 4 * PAGE, device)
+    many = 12
+    for key in range(many):
+        store.put(f"key{key}", pages(key, 2))
+    done = []
+
+    async def use(number: int) -> None:
+        key = number % many
+        with await store.aacquire(f"key{key}") as lease:
+            await asyncio.sleep(0)
+            assert_same(lease.tensor, pages(key, 2))
+            done.append(number)
+
+    async def main() -> None:
+        await within_reason(asyncio.gather(*(use(number) for number in range(20 * many))))
+
+    asyncio.run(main())
+    assert sorted(done) == list(range(20 * many))
+    assert store.stats().bytes_read >= many * 2 * PAGE - 4 * PAGE
+    assert_at_rest(store)
+    store.close()
+
+
+def test_puts_that_wait_do_not_keep_a_get_from_ending(disk_dir: Path) -> None:
+    """More puts wait than a loop has threads, and the room they need is held by a get."""
+    store = one_at_a_time(disk_dir)
+
+    async def main() -> None:
+        lease = await store.aacquire("held")
+        puts = [asyncio.ensure_future(store.aput(f"new{i}", pages(i, 4))) for i in range(40)]
+        await Ticker().some()
+        getting = asyncio.ensure_future(store.aget("held"))
+        await Ticker().some()
+        lease.release()
+        finished, waiting = await asyncio.wait([getting, *puts], timeout=PATIENCE / 6)
+        if waiting:
+            # They occupy threads that the loop would wait for: let them fail instead.
+            await asyncio.to_thread(store.close)
+            await asyncio.gather(*waiting, return_exceptions=True)
+        assert not waiting, f"{len(waiting)} of 41 never end"
+        assert_group(getting.result(), pages(1, 4))
+
+    asyncio.run(main())
+    assert_group(store.get("new39"), pages(39, 4))
+    assert_at_rest(store)
+    store.close()
+
+
+def test_two_event_loops_share_a_store(disk_dir: Path) -> None:
+    store = open_store(disk_dir, 4 * PAGE)
+    errors: list[BaseException] = []
+
+    async def main(name: str) -> None:
+        for number in range(30):
+            await store.aput(name, pages(number, 2), durable=False)
+            assert_group(await store.aget(name), pages(number, 2))
+
+    def run(name: str) -> None:
+        try:
+            asyncio.run(within_reason(main(name)))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        join(thread)
+    assert errors == []
+    assert_at_rest(store)
+    store.close()
+
+
+def test_a_checkpoint_is_registered_from_a_coroutine(disk_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": pages(1), "b": pages(2)}, path)
+    store = open_store(disk_dir)
+
+    async def main() -> None:
+        assert sorted(await store.aregister_checkpoint(path, "m/")) == ["m/a", "m/b"]
+        assert_group(await store.aget("m/b"), pages(2))
+        with pytest.raises(TierStoreError, match="nowhere"):
+            await store.aregister_checkpoint(tmp_path / "nowhere")
+
+    asyncio.run(main())
+    assert store.stats().bytes_read == PAGE
+    store.close()
+
+
+# Accelerators ------------------------------------------------------------------------------------
+
+
+@needs_pretend
+def test_a_copy_got_on_a_side_stream_is_in_order_with_it(disk_dir: Path) -> None:
+    with open_store(disk_dir, device="pretend") as store:
+        store.put("key", pages(3))
+
+        async def main() -> None:
+            with torch.Stream(device="pretend:0"):
+                assert_same(await store.aget("key") * 2, pages(6))
+                push_out(store, "key")
+                with await store.aacquire("key") as lease:
+                    assert_same(lease.tensor * 2, pages(6))
+
+        asyncio.run(main())
+        assert store.stats().bytes_read >= PAGE

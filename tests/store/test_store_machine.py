@@ -1,0 +1,91 @@
+"""Real stores under random histories: alone against a model, and in a crowd of threads."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.device import pretend
+from tests.store.crowd import Crowd
+from tests.store.helpers import assert_at_rest, needs_pretend, on_both
+from tests.store.machine import HOST_PAGES, PAGE, Machine
+
+STEPS = 250
+SEEDS = 4
+
+
+@on_both
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_store_holds_what_a_dict_would_hold(
+    seed: int, policy: str, device: str, tmp_path: Path
+) -> None:
+    print(f"Machine(seed={seed}, device={device!r}, policy={policy!r})")
+    machine = Machine(seed, device, tmp_path, policy)
+    machine.play(STEPS)
+    machine.finish()
+    assert_at_rest(machine.store)
+    machine.store.close()
+    assert machine.moved["bytes_read"] > HOST_PAGES * PAGE
+    assert machine.moved["bytes_written"] > HOST_PAGES * PAGE
+    if device != "cpu":
+        assert machine.moved["bytes_onloaded"] > HOST_PAGES * PAGE
+        assert machine.moved["bytes_offloaded"] > 0
+    assert all(machine.done[step] for step in Machine.STEPS)
+    assert machine.done["refused"], "no history ran into its own leases"
+
+
+@needs_pretend
+def test_page_locked_memory_stays_within_the_budget_at_every_step(tmp_path: Path) -> None:
+    gc.collect()
+    before = pretend.pinned_bytes()
+    pretend.reset_peak_pinned()
+    machine = Machine(99, "pretend", tmp_path, "next-use")
+    machine.play(STEPS)
+    peak = pretend.peak_pinned_bytes() - before
+    assert HOST_PAGES * PAGE // 2 < peak <= HOST_PAGES * PAGE
+    machine.release_all()
+    machine.store.close()
+
+
+@pytest.mark.parametrize("fault", ["forgets an update", "reads another file"])
+def test_the_model_notices_a_fault(fault: str, tmp_path: Path) -> None:
+    """The control: the same machine on a store with one protection removed."""
+    machine = Machine(0, "cpu", tmp_path, "next-use")
+    if fault == "forgets an update":
+        machine.store._planner._keep_only = lambda group, tier: None
+    else:
+        machine.store._carrier.files.forget = lambda path: None
+        machine.store._carrier._reader.check = lambda cargo, slot, source: None
+    machine.STEPS = {**Machine.STEPS, "reopen": 0}
+    with pytest.raises(AssertionError):
+        machine.play(10 * STEPS)
+    machine.release_all()
+
+
+@on_both
+def test_a_crowd_of_threads_sees_whole_values_and_gets_on(device: str, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"Crowd(seed={seed}, device={device!r})")
+    crowd = Crowd(seed, device, tmp_path / "store")
+    crowd.run()
+    crowd.finish()
+    assert_at_rest(crowd.store)
+    stats = crowd.store.stats()
+    assert stats.bytes_read > 0
+    assert stats.bytes_written > 0
+    assert stats.hits and stats.misses
+    crowd.store.close()
+
+
+def test_a_lost_update_would_be_counted(tmp_path: Path) -> None:
+    """The control: without exclusive leases the crowd's counter comes out too small."""
+    crowd = Crowd(1, "cpu", tmp_path / "store")
+    crowd.exclusive = False
+    crowd.run()
+    with pytest.raises(AssertionError, match="updates were lost"):
+        crowd.finish()
+    crowd.store.close()
