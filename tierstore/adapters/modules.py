@@ -32,6 +32,18 @@ ENTRIES = ("forward", "encode", "decode")
 QUIET_SECONDS = 2.0
 
 
+def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let `tensor` show the memory of `value`, on whatever device. It stays the same object."""
+    try:
+        tensor.data = value
+    except RuntimeError:
+        # Some accelerators outside of torch allow this only between tensors of their own.
+        kind = type(tensor)
+        other = torch.Tensor._make_subclass(kind, value, tensor.requires_grad)
+        other.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, other)
+
+
 class Binding:
     """A tensor of the model, what it shows while away, and how many running units show it."""
 
@@ -47,14 +59,14 @@ class Binding:
     def show(self, leased: Mapping[str, torch.Tensor]) -> None:
         """Let the tensor show the leased bytes."""
         if self.users == 0:
-            self.tensor.data = leased[self.name]
+            assign(self.tensor, leased[self.name])
         self.users += 1
 
     def put_back(self) -> None:
         """Let it show its home again, when the last unit is done with it."""
         self.users -= 1
         if self.users == 0:
-            self.tensor.data = self.home
+            assign(self.tensor, self.home)
             if torch.is_grad_enabled() and self.tensor.requires_grad:
                 # What autograd saved shows memory that is used again: a backward must raise.
                 torch.autograd.graph.increment_version(self.tensor)
@@ -216,7 +228,7 @@ class OffloadedModule:
                 self.groups[key] = list(plan.tensors)
                 for name, tensor in plan.tensors.items():
                     self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
-                    tensor.data = homes[name]
+                    assign(tensor, homes[name])
                     bar.update(tensor_bytes(tensor))
 
     def _wrap(self, unit: Unit, needed: list[str]) -> None:
@@ -252,7 +264,7 @@ class OffloadedModule:
         plain = {n: t for n, t in rest.items() if not hasattr(t, "__tensor_flatten__")}
         for name, tensor in rest.items():
             if name not in plain:
-                tensor.data = tensor.data.to(self.store.device)
+                assign(tensor, tensor.data.to(self.store.device))
         if not plain:
             return
         key = f"{self._prefix}/resident"
@@ -261,20 +273,20 @@ class OffloadedModule:
         self._resident_lease = self.store.acquire(key, Access.UPDATE)
         for name, tensor in plain.items():
             self._residents.append((tensor, tensor.data))
-            tensor.data = self._resident_lease.tensors[name]
+            assign(tensor, self._resident_lease.tensors[name])
 
     def disable(self) -> None:
         """Make it an ordinary module again. Its weights show what they showed while away."""
         while self._wrappers:
             self._wrappers.pop().remove()
         for tensor, before in self._residents:
-            tensor.data = tensor.data.to(before.device, copy=True)
+            assign(tensor, tensor.data.to(before.device, copy=True))
         self._residents.clear()
         if self._resident_lease is not None:
             self._resident_lease.release()
             self._resident_lease = None
         for binding in self._bindings.values():
-            binding.tensor.data = binding.home
+            assign(binding.tensor, binding.home)
         self._bindings.clear()
         for key in self.groups:
             if not self.store.closed and key in self.store:

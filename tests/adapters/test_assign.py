@@ -1,0 +1,46 @@
+"""A parameter shows other memory and stays the same object, also where torch refuses `.data =`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.device import pretend
+from tierstore.adapters.modules import assign
+
+REASON = pretend.ready()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+
+class Stubborn(torch.nn.Parameter):
+    """A parameter of a backend that does not let `.data` cross devices."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError("Attempted to call `variable.set_data(tensor)`, but the types differ")
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Stubborn])
+def test_there_and_back(kind: type[torch.nn.Parameter]) -> None:
+    parameter = kind(torch.arange(3.0))
+    parameter.note = "kept"
+    identity, home = id(parameter), parameter.detach()
+
+    assign(parameter, torch.full((3,), 7.0, device="pretend"))
+    assert parameter.device.type == "pretend"
+    assert parameter.tolist() == [7.0, 7.0, 7.0]
+
+    assign(parameter, home)
+    assert parameter.device.type == "cpu"
+    assert parameter.data_ptr() == home.data_ptr()
+    assert (id(parameter), type(parameter), parameter.note) == (identity, kind, "kept")
+    assert parameter.requires_grad
+
+
+def test_the_stubborn_one_really_refuses() -> None:
+    with pytest.raises(RuntimeError, match="set_data"):
+        Stubborn(torch.zeros(1)).data = torch.zeros(1)
