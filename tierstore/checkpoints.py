@@ -77,9 +77,15 @@ def _indexed(index: Path) -> list[Path]:
         raise transfer_error(error, "reading", key=None, path=str(index)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise refuse("the index is malformed") from error
-    if not all(isinstance(name, str) and os.path.basename(name) == name for name in names):
+    if not all(map(_is_file_name, names)):
         raise refuse("the index names files outside its directory")
     return [index.parent / name for name in sorted(names)]
+
+
+def _is_file_name(name: object) -> bool:
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
+        return False
+    return os.path.basename(name) == name
 
 
 def read_file(path: str) -> CheckpointFile:

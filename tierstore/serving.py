@@ -7,13 +7,16 @@ wait. The carrier's threads report back in the same way.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from threading import Condition
+from typing import TypeVar
 
 import torch
 
@@ -25,7 +28,7 @@ from tierstore.model.errors import (
     LeaseError,
     UnknownKeyError,
 )
-from tierstore.model.groups import GroupSpec, Source, name_of, version_id
+from tierstore.model.groups import GroupSpec, Source, group_of, name_of, pack, version_id
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.planner import Planner
@@ -35,8 +38,12 @@ from tierstore.plan.schedule import LearnedOrder
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.carrier import Report, ThreadCarrier
 from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.objects import object_name
+from tierstore.transfer.disk import FileStamp
+from tierstore.transfer.objects import check_key, object_name
+from tierstore.transfer.views import blocks_of
 from tierstore.waiting import Request, WaitingRoom
+
+T = TypeVar("T")
 
 
 class Serving:
@@ -62,11 +69,14 @@ class Serving:
         self._counts: Counter[str] = Counter()
         self._stalled = 0.0
         self._pid = os.getpid()
+        self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
         self._directory = ObjectDirectory(disk_dir)
         report = _weak_report(weakref.WeakMethod(self._arrived))
         self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report)
-        self._finalizer = weakref.finalize(self, _shut_down, self._carrier, self._directory)
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._carrier, self._directory, self._pid
+        )
         try:
             self._recover()
         except BaseException:
@@ -92,10 +102,19 @@ class Serving:
                 "raise disk_budget, or remove groups with tierstore-inspect rm",
             )
 
-    def _know(self, key: str, spec: GroupSpec, source: Source, *, single: bool) -> None:
+    def _know(
+        self,
+        key: str,
+        spec: GroupSpec,
+        source: Source,
+        stamps: Mapping[str, FileStamp],
+        *,
+        single: bool,
+    ) -> None:
         version = self._new_version(key)
         spec = GroupSpec(version, spec.tensors, spec.nbytes)
-        self._carrier.add(Cargo(version, spec, source, single=single))
+        order = self._newest_so_far()
+        self._carrier.add(Cargo(version, spec, source, single=single, stamps=stamps, order=order))
         self._planner.register(version, spec.nbytes, backed=True)
         self._versions[key] = version
 
@@ -106,6 +125,68 @@ class Serving:
     def _new_version(self, key: str) -> str:
         self._next_version += 1
         return version_id(key, self._next_version - 1)
+
+    # Putting -----------------------------------------------------------------------------------
+
+    def _claim(
+        self, key: str, tensors: torch.Tensor | Mapping[str, torch.Tensor], durable: bool
+    ) -> tuple[Request, dict[str, torch.Tensor]]:
+        """Ask for room. Returns the request for it and the bytes to fill it with."""
+        check_key(key)
+        single = isinstance(tensors, torch.Tensor)
+        named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
+        if not isinstance(named, Mapping):
+            raise TypeError(
+                f"{key!r} is a {type(tensors).__name__}: pass a tensor, or a dict of tensors"
+            )
+        sources = {block.name: (block, data) for block, data in blocks_of(named)}
+        packing = pack([block for block, _ in sources.values()])
+        with self._locked():
+            version = self._new_version(key)
+            by_name = {t.name: t for t in packing.specs()}
+            spec = group_of(version, [by_name[name] for name in named], packing.nbytes)
+            self._planner.claim(version, spec.nbytes)
+            self._carrier.add(Cargo(version, spec, None, packing, durable, single))
+            self._deliver()
+        request = Request(key, version=version)
+        return request, {name: data for name, (_, data) in sources.items()}
+
+    def _fill(self, request: Request, data: Mapping[str, torch.Tensor], durable: bool) -> None:
+        """Fill the room that was granted, and let readers see it. Copies; waits for nobody."""
+        key, version = request.key, request.version
+        try:
+            self._carrier.fill(version, data)
+        except BaseException:
+            self._give_up(request)
+            raise
+        with self._locked():
+            replaced = self._show(key, version)
+            leaves_file = replaced is not None and self._carrier.cargo(replaced).durable
+            if replaced is not None:
+                self._planner.discard(replaced)
+            self._deliver()
+            newest = self._carrier.cargo(version).order
+        if leaves_file and not durable:
+            self._remove_file(key, newest, True)
+
+    async def _off_the_loop(self, job: Callable[[], T]) -> T:
+        """Run `job` on another thread, in order with the device work of this one.
+
+        Whoever awaits it may be cancelled, and the loop may end: the job runs to its end.
+        """
+        loop, here = asyncio.get_running_loop(), self._stream()
+
+        def in_order() -> T:
+            with here:
+                return job()
+
+        return await asyncio.shield(loop.run_in_executor(None, in_order))
+
+    def _stream(self) -> AbstractContextManager[object]:
+        """The stream of the caller's device work; entered on another thread, it is used there."""
+        if self.device.type == "cpu":
+            return nullcontext()
+        return torch.accelerator.current_stream(self.device)
 
     # Lending -----------------------------------------------------------------------------------
 
@@ -167,6 +248,14 @@ class Serving:
         if error is not None:
             raise error
         return self._planner.granted(request.version) or None
+
+    def _show(self, key: str, version: str) -> str | None:
+        """Let readers see a version that is complete. Returns the one that they saw before."""
+        replaced = self._versions.get(key)
+        self._versions[key] = version
+        self._carrier.cargo(version).order = self._newest_so_far()
+        self._planner.arrived(version, Tier.HOST)
+        return replaced
 
     def _give_up(self, request: Request) -> None:
         with self._changed:
@@ -262,7 +351,7 @@ class Serving:
     def _saved(self, request: Request) -> bool | None:
         """Whether a save is over. With the lock held."""
         version = request.version
-        self._check_open()
+        self._check_open(saving=True)
         self._collect_lost()
         if version not in self._planner or self._planner.saved(version):
             return True
@@ -283,8 +372,8 @@ class Serving:
         self._check_open()
         return self._changed
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _check_open(self, *, saving: bool = False) -> None:
+        if self._closed or (self._closing and not saving):
             raise ClosedError("the store is closed: open a new TierStore on its disk_dir")
         if os.getpid() != self._pid:
             raise ClosedError(
@@ -326,6 +415,7 @@ def _weak_report(method: weakref.WeakMethod[Report]) -> Report:
     return report
 
 
-def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory) -> None:
-    carrier.stop()
-    directory.close()
+def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has neither the threads nor the lock
+        carrier.stop()
+        directory.close()

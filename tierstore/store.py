@@ -5,7 +5,6 @@ Only `put`, `acquire`, `get`, `flush`, `close` and their async twins may wait.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,19 +16,14 @@ from tierstore.adoption import WEIGHTS, adopt, checkpoint_groups, content_hash
 from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpoint
 from tierstore.lease import Lease
 from tierstore.metrics import GroupSnapshot, Snapshot, Stats
-from tierstore.model.errors import (
-    TierStoreError,
-)
-from tierstore.model.groups import group_of, pack
+from tierstore.model.errors import ClosedError, TierStoreError
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access, Tier
 from tierstore.serving import Serving
 from tierstore.settings import Size, resolve_budgets, resolve_device
-from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.maps import AddressSpace
 from tierstore.transfer.objects import check_key, intact_object
-from tierstore.transfer.views import blocks_of, clone_all
-from tierstore.waiting import Request
+from tierstore.transfer.views import clone_all
 
 VERIFY = ("first", "always", "never")
 
@@ -91,33 +85,13 @@ class TierStore(Serving):
         Raises BudgetError if the group is larger than the budget, TypeError for what cannot be
         stored, DiskFullError or TransferError if room can only be made by a write that failed.
         """
-        check_key(key)
-        single = isinstance(tensors, torch.Tensor)
-        named = {key: tensors} if isinstance(tensors, torch.Tensor) else dict(tensors)
-        sources = {block.name: (block, data) for block, data in blocks_of(named)}
-        packing = pack([block for block, _ in sources.values()])
-        with self._locked():
-            version = self._new_version(key)
-            by_name = {t.name: t for t in packing.specs()}
-            spec = group_of(version, [by_name[name] for name in named], packing.nbytes)
-            self._planner.claim(version, spec.nbytes)
-            self._carrier.add(Cargo(version, spec, None, packing, durable, single))
-            self._deliver()
+        request, data = self._claim(key, tensors, durable)
         try:
-            self._waiting.wait(Request(key, version=version), self._granted)
-            self._carrier.fill(version, {name: data for name, (_, data) in sources.items()})
+            self._waiting.wait(request, self._granted)
         except BaseException:
-            with self._changed:
-                self._planner.withdraw(version)
-                self._deliver()
+            self._give_up(request)
             raise
-        with self._changed:
-            replaced = self._versions.get(key)
-            self._versions[key] = version
-            self._planner.arrived(version, Tier.HOST)
-            if replaced is not None:
-                self._planner.discard(replaced)
-            self._deliver()
+        self._fill(request, data, durable)
 
     async def aput(
         self,
@@ -127,7 +101,13 @@ class TierStore(Serving):
         durable: bool = True,
     ) -> None:
         """`put` for coroutines. Cancelled, it still happens wholly or not at all."""
-        await asyncio.to_thread(self.put, key, tensors, durable=durable)
+        request, data = self._claim(key, tensors, durable)
+        try:
+            await self._waiting.wait_async(request, self._granted)
+        except BaseException:
+            self._give_up(request)
+            raise
+        await self._off_the_loop(lambda: self._fill(request, data, durable))
 
     # Taking by reference -----------------------------------------------------------------------
 
@@ -180,9 +160,10 @@ class TierStore(Serving):
             for key in found:
                 self._refuse_duplicate(check_key(key))
             for file in files:
-                self._carrier.files.expect(file.path, file.stamp, file.header_digest)
+                self._carrier.files.expect(file.path, file.header_digest)
+            stamps = {file.path: file.stamp for file in files}
             for key, (spec, source) in found.items():
-                self._know(key, spec, source, single=groups is None)
+                self._know(key, spec, source, stamps, single=groups is None)
         return list(found)
 
     def register(
@@ -208,9 +189,9 @@ class TierStore(Serving):
         adoption = adopt(tensors, space or AddressSpace(), self._write_once)
         with self._locked():
             self._refuse_duplicate(key)
-            for path, stamp in adoption.stamps.items():
-                self._carrier.files.expect(path, stamp)
-            self._know(key, adoption.spec, adoption.source, single=False)
+            for path in adoption.stamps:
+                self._carrier.files.expect(path)
+            self._know(key, adoption.spec, adoption.source, adoption.stamps, single=False)
         return adoption.homes
 
     # Getting -----------------------------------------------------------------------------------
@@ -249,10 +230,13 @@ class TierStore(Serving):
     async def aget(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
         """`get` for coroutines."""
         lease = await self.aacquire(key)
-        copying = asyncio.ensure_future(asyncio.to_thread(self._owned, lease))
-        # The copy reads the leased memory until it is done, whether or not anybody still waits.
-        copying.add_done_callback(lambda _: lease.release())
-        return await asyncio.shield(copying)
+
+        def copy() -> torch.Tensor | dict[str, torch.Tensor]:
+            # Released by who reads the leased memory, whether or not anybody still waits for it.
+            with lease:
+                return self._owned(lease)
+
+        return await self._off_the_loop(copy)
 
     def _owned(self, lease: Lease) -> torch.Tensor | dict[str, torch.Tensor]:
         cargo = self._carrier.cargo(lease.version)
@@ -289,7 +273,11 @@ class TierStore(Serving):
 
     def flush(self) -> None:
         """Wait until every durable group is on disk. Raises the first error, after trying all."""
-        with self._locked():
+        self._check_open()
+        self._flush_all()
+
+    def _flush_all(self) -> None:
+        with self._changed:
             dirty = [key for key, version in self._versions.items() if self._is_dirty(version)]
         errors = [error for error in map(self._save_error, dirty) if error is not None]
         if errors:
@@ -361,8 +349,15 @@ class TierStore(Serving):
         """
         if self._closed:
             return
+        with self._changed:
+            self._closing = True
+            self._waiting.changed()
         try:
-            self.flush()
+            self._check_open(saving=True)
+            self._flush_all()
+        except ClosedError:
+            if not self._closed:  # by another thread, at the same time
+                raise
         finally:
             with self._changed:
                 self._closed = True

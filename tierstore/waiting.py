@@ -13,12 +13,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tierstore.model.tiers import Access
 
 T = TypeVar("T")
+
+LOOK_AGAIN = 1.0
+"""Seconds between looks at what nobody can be woken for: leases that were lost, not released."""
 
 
 def caller() -> object:
@@ -46,7 +50,8 @@ class WaitingRoom:
     """Requests that wait on `condition`, which is the store's lock too, and leases that are out.
 
     `idle` tells whether nothing is on its way; `refuse` raises for a request that can never be met,
-    given the versions that are held. All methods but `wait` and `wait_async` need the lock.
+    given the versions that are held. Only who holds a lease is refused: others just came at a bad
+    moment. All methods but `wait` and `wait_async` need the lock.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class WaitingRoom:
         self._idle = idle
         self._refuse = refuse
         self._epoch = 0
+        self._called = -1  # the epoch in which a holder was woken to be refused
         self._requests: set[Request] = set()
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._held: dict[object, Counter[str]] = {}
@@ -63,6 +69,9 @@ class WaitingRoom:
     def changed(self) -> None:
         """Wake everybody: something is different."""
         self._epoch += 1
+        self._wake()
+
+    def _wake(self) -> None:
         self.condition.notify_all()
         for loop, woken in self._listeners:
             if not loop.is_closed():
@@ -86,7 +95,7 @@ class WaitingRoom:
             try:
                 while (result := attempt(request)) is None:
                     self._tried_in_vain(request)
-                    self.condition.wait()
+                    self.condition.wait(LOOK_AGAIN)
                 return result
             finally:
                 self._requests.discard(request)
@@ -105,7 +114,8 @@ class WaitingRoom:
                     if result is not None:
                         return result
                     self._tried_in_vain(request)
-                await listener[1].wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(listener[1].wait(), LOOK_AGAIN)
         finally:
             with self.condition:
                 self._requests.discard(request)
@@ -115,5 +125,10 @@ class WaitingRoom:
         request.tried = self._epoch
         waiting = {r.owner for r in self._requests}
         all_tried = all(r.tried == self._epoch for r in self._requests)
-        if self._held and self._held.keys() <= waiting and all_tried and self._idle():
+        if not self._held or not self._held.keys() <= waiting or not all_tried or not self._idle():
+            return
+        if request.owner in self._held:
             self._refuse(request, {v for held in self._held.values() for v in +held})
+        elif self._called != self._epoch:
+            self._called = self._epoch
+            self._wake()

@@ -33,11 +33,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root = tmp_path_factory.mktemp("checkpoints")
 
     @functools.cache
-    def build(kind: str, size: str = "tiny", **seeds: int) -> Path:
-        name = "-".join([kind, size, *(f"{part}{seed}" for part, seed in seeds.items())])
-        return pipelines.BUILDERS[kind](root / name, size, **seeds)
+    def build(name: str, kind: str, size: str, seeds: tuple[tuple[str, int], ...]) -> Path:
+        return pipelines.BUILDERS[kind](root / name, size, **dict(seeds))
 
-    return build
+    def find(kind: str, size: str = "tiny", **seeds: int) -> Path:
+        name = "-".join([kind, size, *(f"{part}{seed}" for part, seed in sorted(seeds.items()))])
+        return build(name, kind, size, tuple(sorted(seeds.items())))
+
+    return find
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from tests.store.helpers import PAGE, assert_sound, join, open_store
 from tierstore import Access, BudgetError, Lease, LeaseError, TierStore, UnknownKeyError
 
 HOST_PAGES, DEVICE_PAGES = 20, 14
-ROUNDS = 60
+ROUNDS = 150
 OWNERS, COUNTERS = 2, 2
 OWN_KEYS = 3
 TOKENS = 40
+PAIR = ["pair/left", "pair/right"]
 
 
 def parts(tag: int, pages: int) -> dict[str, torch.Tensor]:
@@ -55,9 +56,12 @@ class Crowd:
         self.added: Counter[int] = Counter()
         self.taken: Counter[str] = Counter()
         self.samples = 0
+        self.meet = threading.Barrier(2)
         self.over = threading.Event()
         self.store.put("counter", {"count": torch.zeros(2 * PAGE // 8, dtype=torch.int64)})
         self.store.put("news", parts(0, 3))
+        for key in PAIR:
+            self.store.put(key, parts(0, 2))
 
     def run(self) -> None:
         """Start every thread, wait for all. A thread that never ends shows all stacks."""
@@ -67,7 +71,8 @@ class Crowd:
             self._publisher,
             self._reader,
             self._taker,
-            self._pairs,
+            self._changer(0),
+            self._changer(1),
         ]
         threads = [self._thread(body, number) for number, body in enumerate(bodies)]
         sampler = self._thread(lambda rng: self._sample(), -1)
@@ -87,6 +92,12 @@ class Crowd:
         with self.store.acquire("counter") as lease:
             counted = tag_of(lease)
         assert counted == sum(self.added.values()), "updates were lost"
+        paired = []
+        for key in PAIR:
+            with self.store.acquire(key) as lease:
+                paired.append(tag_of(lease))
+        assert paired == [2 * ROUNDS - sum(self.refused.values())] * 2
+        assert self.refused, "nobody ever stood in somebody's way"
         assert set(self.taken.values()) == {1}, "something was taken twice"
         assert len(self.taken) == TOKENS
 
@@ -189,17 +200,30 @@ class Crowd:
                     join(rival)
                 self.taken.update(found)
 
-    def _pairs(self, rng: random.Random) -> None:
-        """Holds two leases at once. May be refused the second, and then lets go of the first."""
-        for _ in range(ROUNDS):
-            first, second = rng.sample(["counter", "news"], 2)
-            with self.store.acquire(first) as one:
-                tag_of(one)
-                try:
-                    with self.store.acquire(second) as two:
-                        tag_of(two)
-                except (BudgetError, LeaseError) as error:
-                    self.refused[type(error).__name__] += 1
+    def _changer(self, number: int) -> Callable[[random.Random], None]:
+        """Changes two groups together. May be refused the second, and then lets go of the first."""
+
+        def body(rng: random.Random) -> None:
+            for step in range(ROUNDS):
+                first, second = rng.sample(PAIR, 2) if step else (PAIR[number], PAIR[1 - number])
+                with self.store.acquire(first, Access.UPDATE) as one:
+                    if not step:
+                        self.meet.wait()  # once, each has for certain what the other wants
+                    self._change(one, second)
+
+        return body
+
+    def _change(self, one: Lease, second: str) -> None:
+        try:
+            two = self.store.acquire(second, Access.UPDATE)
+        except (BudgetError, LeaseError) as error:
+            self.refused[type(error).__name__] += 1
+            return
+        with two:
+            count = tag_of(one)
+            assert tag_of(two) == count
+            for tensor in (*one.tensors.values(), *two.tensors.values()):
+                tensor.fill_(count + 1)
 
     def _hinter(self, rng: random.Random) -> None:
         while not self.over.is_set():

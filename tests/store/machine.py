@@ -43,10 +43,10 @@ class Machine:
         self.device = device
         self.policy = policy
         self.directory = directory
+        directory.mkdir(exist_ok=True)
         self.known: dict[str, Known] = {}
         self.leases: list[Lease] = []
         self.done: Counter[str] = Counter()
-        self.moved: Counter[str] = Counter()
         self.checkpoint = directory / "model.safetensors"
         self.original = {name: self._tensor(size * PAGE) for name, size in SHARDS.items()}
         save_file(self.original, self.checkpoint)
@@ -227,7 +227,7 @@ class Machine:
         self.release_all()
         stats = self.store.stats()
         for name in ("bytes_read", "bytes_written", "bytes_onloaded", "bytes_offloaded"):
-            self.moved[name] += getattr(stats, name)
+            self.done[name] += getattr(stats, name)
         self.store.close()
         self.known = {key: known for key, known in self.known.items() if known.lasts}
         self.store = self._open()

@@ -20,99 +20,17 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from tierstore.adapters.bindings import Binding, Loan, assign
 from tierstore.adapters.grouping import GroupPlan, Unit, find_units, group_units, tensor_bytes
 from tierstore.lease import Lease
 from tierstore.model.tiers import Access
 from tierstore.store import TierStore
-from tierstore.transfer.maps import AddressSpace
+from tierstore.transfer.maps import AddressSpace, WriteWatch
 
 ENTRIES = ("forward", "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
 
 QUIET_SECONDS = 2.0
-
-
-def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let `tensor` show the memory of `value`, on whatever device. It stays the same object."""
-    try:
-        tensor.data = value
-    except RuntimeError:
-        # Some accelerators outside of torch allow this only between tensors of their own.
-        kind = type(tensor)
-        other = torch.Tensor._make_subclass(kind, value, tensor.requires_grad)
-        other.__dict__.update(tensor.__dict__)
-        torch.utils.swap_tensors(tensor, other)
-
-
-class Binding:
-    """A tensor of the model, what it shows while away, and how many running units show it."""
-
-    __slots__ = ("home", "key", "name", "tensor", "users")
-
-    def __init__(self, tensor: torch.Tensor, key: str, name: str, home: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.key = key
-        self.name = name
-        self.home = home
-        self.users = 0
-
-    def show(self, leased: Mapping[str, torch.Tensor]) -> None:
-        """Let the tensor show the leased bytes."""
-        if self.users == 0:
-            assign(self.tensor, leased[self.name])
-        self.users += 1
-
-    def put_back(self) -> None:
-        """Let it show its home again, when the last unit is done with it."""
-        self.users -= 1
-        if self.users == 0:
-            assign(self.tensor, self.home)
-            if torch.is_grad_enabled() and self.tensor.requires_grad:
-                # What autograd saved shows memory that is used again: a backward must raise.
-                torch.autograd.graph.increment_version(self.tensor)
-
-
-class Loan:
-    """What one unit needs of the store while it runs."""
-
-    def __init__(self, store: TierStore, bindings: list[Binding], lock: threading.Lock) -> None:
-        self._store = store
-        self._keys = list(dict.fromkeys(binding.key for binding in bindings))
-        self._bindings = bindings
-        self._lock = lock
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter(self) -> list[Lease]:
-        """Bring the tensors in. Undone by `leave`; nothing is held if it raises.
-
-        Every call holds leases of its own, so that calls on several threads may overlap.
-        """
-        leases: list[Lease] = []
-        shown: list[Binding] = []
-        try:
-            for key in self._keys:
-                leases.append(self._store.acquire(key))
-            tensors = {lease.key: lease.tensors for lease in leases}
-            with self._lock:
-                for binding in self._bindings:
-                    binding.show(tensors[binding.key])
-                    shown.append(binding)
-        except BaseException:
-            self._send_back(shown, leases)
-            raise
-        return leases
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(self, leases: list[Lease]) -> None:
-        """The opposite of `enter`."""
-        self._send_back(self._bindings, leases)
-
-    def _send_back(self, shown: list[Binding], leases: list[Lease]) -> None:
-        with self._lock:
-            for binding in shown:
-                binding.put_back()
-        for lease in reversed(leases):
-            lease.release()
 
 
 class OffloadedForward:
@@ -187,6 +105,10 @@ class OffloadedModule:
         self.groups: dict[str, list[str]] = {}
         self._prefix = prefix
         self._lock = threading.Lock()
+        self._renewing = threading.RLock()
+        self._renewals = 0
+        self._watched: list[Binding] = []
+        self._watch = WriteWatch([])
         self._skip = skip_keywords
         self._wrappers: list[OffloadedForward] = []
         self._bindings: dict[int, Binding] = {}
@@ -206,10 +128,11 @@ class OffloadedModule:
         plans, needs = group_units(units, grouping["target"], grouping["blocks_per_group"])
         self._register(plans)
         self._keep_the_rest()
+        self._watch_homes()
         for unit in units:
             self._wrap(unit, needs[unit])
-        if self.store.device.type != "cpu":
-            self._wrap_entries()
+        for name in self._entries():
+            self._wrappers.append(OffloadedForward(self.root, name, None, self._prepare))
 
     def _register(self, plans: list[GroupPlan]) -> None:
         space = AddressSpace()
@@ -228,29 +151,51 @@ class OffloadedModule:
                 self.groups[key] = list(plan.tensors)
                 for name, tensor in plan.tensors.items():
                     self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
-                    assign(tensor, homes[name])
                     bar.update(tensor_bytes(tensor))
 
     def _wrap(self, unit: Unit, needed: list[str]) -> None:
         distinct = {id(tensor): tensor for tensor in unit.tensors.values()}
-        loan = Loan(self.store, [self._bindings[i] for i in distinct], self._lock)
-        entries = ENTRIES if unit.module is self.root else ENTRIES[:1]
-        for name in entries:
+        bindings = [self._bindings[i] for i in distinct]
+        loan = Loan(self.store, bindings, self._lock, self._renew)
+        for name in self._entries() if unit.module is self.root else ["forward"]:
             if callable(getattr(unit.module, name, None)):
                 self._wrappers.append(OffloadedForward(unit.module, name, loan, None))
 
-    def _wrap_entries(self) -> None:
-        for name in ENTRIES:
-            if callable(getattr(self.root, name, None)):
-                self._wrappers.append(OffloadedForward(self.root, name, None, self._move_inputs))
+    def _entries(self) -> list[str]:
+        return [name for name in ENTRIES if callable(getattr(self.root, name, None))]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        moved = {
-            name: value if name in self._skip else to_device(value, self.store.device)
-            for name, value in kwargs.items()
-        }
-        return tuple(to_device(value, self.store.device) for value in args), moved
+    def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before the whole model runs: use the weights as they are now, on inputs at hand."""
+        written = [self._watched[i] for i in self._watch.written()]
+        if written:
+            self._renew(written)
+        device = self.store.device
+        if device.type == "cpu":
+            return args, kwargs
+        moved = {n: v if n in self._skip else to_device(v, device) for n, v in kwargs.items()}
+        return tuple(to_device(value, device) for value in args), moved
+
+    def _watch_homes(self) -> None:
+        self._watched = list(self._bindings.values())
+        self._watch = WriteWatch([(b.home.data_ptr(), tensor_bytes(b.home)) for b in self._watched])
+
+    def _renew(self, edited: list[Binding]) -> None:
+        """Store the groups of changed tensors anew; what did not change in them is not written."""
+        with self._renewing:
+            for old in dict.fromkeys(binding.key for binding in edited):
+                members = [b for b in self._bindings.values() if b.key == old]
+                if any(b.users for b in members):
+                    continue  # they are in use: noticed again before the next one
+                self._renewals += 1
+                key = f"{old.partition('~')[0]}~{self._renewals}"
+                homes = self.store.register(key, {b.name: b.tensor for b in members})
+                self.groups[key] = self.groups.pop(old)
+                with self._lock:
+                    for binding in members:
+                        binding.settle(key, homes[binding.name])
+                self.store.discard(old)
+            self._watch_homes()
 
     def _keep_the_rest(self) -> None:
         """What is not offloaded lives on the device, within its budget, for as long as we do."""
@@ -286,7 +231,8 @@ class OffloadedModule:
             self._resident_lease.release()
             self._resident_lease = None
         for binding in self._bindings.values():
-            assign(binding.tensor, binding.home)
+            if not binding.edited:  # otherwise it shows what somebody gave it
+                assign(binding.tensor, binding.home)
         self._bindings.clear()
         for key in self.groups:
             if not self.store.closed and key in self.store:

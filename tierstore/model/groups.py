@@ -133,7 +133,9 @@ class GroupSpec:
 def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[Run, ...]:
     runs: list[Run] = []
     end = 0
-    for start, stop, _ in _covered(t for t in tensors if t.nbytes):
+    for start, stop, members in _covered(t for t in tensors if t.nbytes):
+        # Where dtypes meet, the first tensor's start may be none that the largest can have.
+        start -= start % max(DTYPE_SIZES[member.dtype] for member in members)
         if runs and start - end < PAGE and (start - runs[-1].host_offset) % ALIGNMENT == 0:
             last = runs.pop()
             runs.append(Run(last.host_offset, last.device_offset, stop - last.host_offset))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tierstore.model.groups import GroupSpec, Packing, Source
 from tierstore.model.tiers import Tier
 from tierstore.transfer.arena import Slot
+from tierstore.transfer.disk import FileStamp
 
 
 @dataclass(eq=False)
@@ -19,7 +21,9 @@ class Cargo:
 
     `source` says how to read it from disk; None while it is not there. `packing` is how to write
     it; None for what came from checkpoints, which is written only once it was changed. `durable`
-    groups are written as object files, others into the spill.
+    groups are written as object files, others into the spill. `stamps` is what the checkpoint
+    files in `source` must look like. Of two versions of one key, the disk keeps the one of the
+    higher `order`.
     """
 
     key: str
@@ -28,6 +32,8 @@ class Cargo:
     packing: Packing | None = None
     durable: bool = True
     single: bool = False
+    stamps: Mapping[str, FileStamp] = field(default_factory=dict)
+    order: int = 0
     verified: bool = False
     spilled_at: int | None = None
     slots: dict[Tier, Slot] = field(default_factory=dict)

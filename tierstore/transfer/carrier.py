@@ -252,26 +252,28 @@ class ThreadCarrier:
             return self._spill
 
     def _save_object(self, cargo: Cargo, slot: Slot) -> None:
-        key, version = name_of(cargo.key), _version(cargo.key)
+        key = name_of(cargo.key)
         packing = cargo.packing or packing_of(cargo.spec)
         staged = self._directory.stage(key, packing, slot.bytes(), single=cargo.single)
         with self._commit_lock:
-            if self._committed.get(key, -1) > version:
+            if self._committed.get(key, -1) > cargo.order:
                 self._directory.abandon(staged)  # a newer version, or its removal, was faster
             else:
                 self._directory.commit(staged)
-                self._committed[key] = version
+                self._committed[key] = cargo.order
                 self._files.add(key)
                 self.files.forget(self._directory.path_of(key))
         cargo.source = staged.stored.source(self._directory.path_of(key))
 
-    def remove(self, key: str, version: int, durable: bool) -> None:
-        """Remove the object file of `key`, and see that no version up to `version` is written."""
+    def remove(self, key: str, order: int, durable: bool) -> None:
+        """Remove the object file of `key`, and see that no version up to `order` is written."""
+        if not durable and key not in self._files:
+            return  # there is nothing, and it need not wait for what others write
         with self._commit_lock:
-            if self._committed.get(key, -1) > version:
+            if self._committed.get(key, -1) > order:
                 return  # a newer one was written meanwhile
             if durable and key in self._versions:
-                self._committed[key] = version
+                self._committed[key] = order
             if key in self._files:
                 self._files.discard(key)
                 self._directory.remove(key)
@@ -301,13 +303,14 @@ class ThreadCarrier:
         """End the threads and give memory and files back."""
         for workers in (self._disk, *self._links.values()):
             workers.stop()
+        for cargo in self._cargo.values():
+            cargo.views = None
+            for tier, slot in cargo.slots.items():
+                self.arenas[tier].give(slot)  # leases that are still out keep what they look at
+            cargo.slots.clear()
         for arena in self.arenas.values():
             arena.clear()
         self.files.close()
         if self._spill is not None:
             self._spill.close()
             self._spill = None
-
-
-def _version(key: str) -> int:
-    return int(key.rpartition("\0")[2])

@@ -233,7 +233,8 @@ class ObjectDirectory:
         """Remove the object of `key` for good."""
         shard, _, leaf = object_name(key).partition("/")
         with self._explained("removing from", key), self._shard(shard) as descriptor:
-            os.unlink(leaf, dir_fd=descriptor)
+            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                os.unlink(leaf, dir_fd=descriptor)
             os.fsync(descriptor)
 
     def close(self) -> None:

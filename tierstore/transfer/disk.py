@@ -133,22 +133,22 @@ class DataFile:
 class FileTable:
     """The files that are being read, a bounded number of them held open.
 
-    `expect` records what a registered checkpoint looked like; `checked` raises
-    StaleCheckpointError once it looks different. Files in `own` (the store's directory) are opened
-    without following links.
+    `expect` records which header a registered checkpoint has; a file with another one, and one that
+    does not have the stamp that `check` is told of, raise StaleCheckpointError. Files in `own` (the
+    store's directory) are opened without following links.
     """
 
     def __init__(self, own: str) -> None:
         self._own = own
         self._open: OrderedDict[str, DataFile] = OrderedDict()
-        self._stamps: dict[str, FileStamp] = {}
         self._headers: dict[str, str] = {}  # path -> the checksum that its header must have
         self._lock = threading.Lock()
 
-    def expect(self, path: str, stamp: FileStamp, header_digest: str | None = None) -> None:
-        """From now on `path` must have this stamp, and its safetensors header this checksum."""
+    def expect(self, path: str, header_digest: str | None = None) -> None:
+        """From now on the safetensors header of `path` must have this checksum, or may have any."""
         with self._lock:
-            self._stamps[path] = stamp
+            self._open.pop(path, None)  # the name may lead to another file than it did
+            self._headers.pop(path, None)
             if header_digest is not None:
                 self._headers[path] = header_digest
 
@@ -176,17 +176,17 @@ class FileTable:
         with self._lock:
             self._open.clear()
 
-    def check(self, file: DataFile) -> None:
+    def check(self, path: str, expected: FileStamp | None) -> None:
         """Raise StaleCheckpointError if a registered file is not what it was."""
-        expected = self._stamps.get(file.path)
+        file = self.get(path)
         if expected is None:
             return
         try:
-            found = [file.stamp(), FileStamp.of(os.stat(file.path))]
+            found = [file.stamp(), FileStamp.of(os.stat(path))]
         except FileNotFoundError:
             found = []
         if found != [expected, expected]:
-            raise stale(file.path)
+            raise stale(path)
 
 
 def stale(path: str) -> StaleCheckpointError:
@@ -243,6 +243,7 @@ class Spill:
     """
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._descriptor = _anonymous_file(directory)
         self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset
         self._end = 0
@@ -283,13 +284,19 @@ class Spill:
             self._free = merged
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write a group's packed bytes at an offset that `take` gave."""
+        """Write a group's packed bytes at an offset that `take` gave.
+
+        Raises DiskFullError or TransferError.
+        """
         try:
-            write_all(self._direct or self._descriptor, data, offset)
+            try:
+                write_all(self._direct or self._descriptor, data, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or self._direct is None:
+                    raise
+                write_all(self._descriptor, data, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or self._direct is None:
-                raise
-            write_all(self._descriptor, data, offset)
+            raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
 
     def close(self) -> None:
         """Give everything back."""

@@ -11,14 +11,17 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
 
 _PAGEMAP_ENTRY = 8
+_NEAR = 1 << 20
 _FILE_PAGE = np.uint64(1 << 61)
 _PRESENT = np.uint64(1 << 63)
 _SWAPPED = np.uint64(1 << 62)
@@ -82,19 +85,54 @@ def _parse(line: str) -> Mapping | None:
 
 def _written_to(address: int, nbytes: int) -> bool:
     """Whether any page of a private file mapping was written to (and so left the file)."""
+    pages = _written_pages(address, nbytes)
+    return True if pages is None else bool(pages.any())  # cannot tell: then it is stored
+
+
+def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
+    """For each page of a private file mapping, whether it was written to; None if unknown."""
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
+    wanted = (last - first + 1) * _PAGEMAP_ENTRY
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            raw = os.pread(
-                pagemap.fileno(), (last - first + 1) * _PAGEMAP_ENTRY, first * _PAGEMAP_ENTRY
-            )
+            raw = os.pread(pagemap.fileno(), wanted, first * _PAGEMAP_ENTRY)
     except OSError:
-        return True  # cannot tell: then it is stored like any other weight
+        return None
+    if len(raw) != wanted:
+        return None
     pages = np.frombuffer(raw, dtype=np.uint64)
-    if len(pages) != last - first + 1:
-        return True
-    anonymous = (pages & _PRESENT != 0) & (pages & _FILE_PAGE == 0)
-    return bool(np.any(anonymous | (pages & _SWAPPED != 0)))
+    own = (pages & (_PRESENT | _FILE_PAGE)) == _PRESENT
+    return np.asarray(own | (pages & _SWAPPED != 0))
+
+
+class WriteWatch:
+    """Notices writes to ranges of private file mappings, given as (address, bytes).
+
+    It looks at page tables, not at bytes: under a millisecond per gigabyte that nobody touched.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self._ranges = ranges
+        self._spans: list[tuple[int, int, list[int]]] = []  # address, end, which ranges
+        for i in sorted(range(len(ranges)), key=lambda i: ranges[i]):
+            start, stop = ranges[i][0], ranges[i][0] + ranges[i][1]
+            if self._spans and start - self._spans[-1][1] < _NEAR:
+                first, last, members = self._spans[-1]
+                self._spans[-1] = (first, max(last, stop), [*members, i])
+            else:
+                self._spans.append((start, stop, [i]))
+
+    def written(self) -> list[int]:
+        """The ranges in which a page was written to since it was mapped, by their number.
+
+        A page counts for every range that has a part of it. Empty where the system does not tell.
+        """
+        found = []
+        for start, stop, members in self._spans:
+            pages = _written_pages(start, stop - start)
+            if pages is not None and pages.any():
+                found += [i for i in members if _written_to(*self._ranges[i])]
+        return found
 
 
 def map_file(path: str, offset: int, nbytes: int) -> memoryview:

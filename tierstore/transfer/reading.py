@@ -126,7 +126,10 @@ class Reading:
 
     def _check_files(self) -> None:
         for path in {segment.extent.path for segment in self._source.segments}:
-            self._reader.files.check(self._reader.files.get(path))
+            try:
+                self._reader.files.check(path, self._cargo.stamps.get(path))
+            except OSError as error:
+                raise transfer_error(error, "reading", key=None, path=path) from error
 
     def _read(self, piece: ReadPiece) -> None:
         try:

@@ -1,0 +1,364 @@
+"""The life of a handle: on, suspended, off, again, and with others on one store."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from tests import pipelines
+from tests.adapters.conftest import (
+    DEVICES,
+    OFFLOAD_TYPES,
+    Checkpoints,
+    References,
+    a_third_of,
+    store_on,
+)
+from tierstore import ClosedError, enable_group_offload
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def values(pipe: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in pipelines.weights(pipe)}
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name].cpu(), value.cpu()) for name, value in expected.items()
+    )
+
+
+def replaced_methods(pipe: Any) -> dict[str, set[str]]:
+    """The methods of a pipeline and its modules that something was put in the place of."""
+    objects = {"": pipe}
+    for component, root in pipelines.components(pipe).items():
+        objects |= {f"{component}.{path}": module for path, module in root.named_modules()}
+    replaced = {
+        name: {method for method in vars(owner) if callable(getattr(type(owner), method, None))}
+        for name, owner in objects.items()
+    }
+    return {name: methods for name, methods in replaced.items() if methods}
+
+
+# One handle ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
+@pytest.mark.parametrize("kind", pipelines.KINDS)
+def test_disabled_a_pipeline_is_what_it_was(
+    kind: str,
+    offload_type: str,
+    device: str,
+    checkpoint: Checkpoints,
+    reference: References,
+    disk_dir: Path,
+) -> None:
+    pipe = pipelines.load(kind, checkpoint(kind))
+    true = values(pipe)
+    with a_third_of(pipe, disk_dir, device) as store:
+        handle = enable_group_offload(pipe, store, offload_type=offload_type)
+        assert handle.enabled and handle.store is store
+        assert replaced_methods(pipe)
+        pipelines.run(kind, pipe, device=device)
+        groups = list(handle.groups)
+        assert groups and all(key in store for key in groups)
+        handle.disable()
+        assert not handle.enabled and not handle.groups
+        assert not any(key in store for key in groups)
+        assert not replaced_methods(pipe)
+        assert equal(values(pipe), true)
+        assert {tensor.device.type for _, tensor in pipelines.weights(pipe)} == {"cpu"}
+        reads = store.stats().bytes_read
+        assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
+        assert store.stats().bytes_read == reads
+        handle.disable()  # nothing more to do
+    assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
+
+
+def test_disabled_cast_weights_are_true_after_the_store_is_closed(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    model = pipelines.load("llama", checkpoint("llama"), torch_dtype=torch.float32)
+    true = values(model)
+    with a_third_of(model, disk_dir, device) as store, enable_group_offload(model, store):
+        pipelines.run("llama", model, device=device)
+        assert store.stats().bytes_written > 0
+    assert equal(values(model), true)
+
+
+def test_stats_are_the_store_s(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    expected = reference("flux", device=device)
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store) as handle:
+        assert handle.stats().bytes_read == 0
+        pipelines.run("flux", pipe, device=device)
+        stats = handle.stats()
+        assert stats == store.stats()
+        assert stats.bytes_read >= expected.needed
+        assert stats.misses > 0 and stats.hits > 0
+        assert (stats.bytes_onloaded >= expected.needed) == (device != "cpu")
+        assert stats.bytes_offloaded == stats.bytes_written == 0
+        tiers = {"HOST", "DISK"} | ({"DEVICE"} if device != "cpu" else set())
+        assert stats.budget_bytes.keys() == stats.peak_bytes.keys() == tiers
+        for tier in tiers - {"DISK"}:
+            assert 0 < stats.peak_bytes[tier] <= stats.budget_bytes[tier]
+
+
+def test_suspended_the_weights_are_ordinary(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    expected = reference("flux").output
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store) as handle:
+        pipelines.run("flux", pipe, device=device)
+        with handle.suspended():
+            assert not handle.enabled and not handle.groups
+            with handle.suspended():
+                reads = store.stats().bytes_read
+                assert torch.equal(pipelines.run("flux", pipe), expected)
+                assert store.stats().bytes_read == reads
+            assert not handle.enabled
+        assert handle.enabled and handle.groups
+        assert torch.equal(pipelines.run("flux", pipe, device=device), expected)
+        assert store.stats().bytes_read > reads
+        assert store.stats().bytes_written == 0
+
+
+def test_the_context_manager_disables_after_an_error(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    model = pipelines.load("llama", checkpoint("llama"))
+    with a_third_of(model, disk_dir, device) as store:
+        with pytest.raises(ZeroDivisionError), enable_group_offload(model, store) as handle:
+            raise ZeroDivisionError
+        assert not handle.enabled
+        assert not store.keys("LlamaForCausalLM")
+
+
+# Again --------------------------------------------------------------------------------------------
+
+
+def test_again_with_the_same_arguments_nothing_happens(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store:
+        handle = enable_group_offload(pipe, store, offload_type="leaf_level")
+        groups = dict(handle.groups)
+        assert enable_group_offload(pipe, store, offload_type="leaf_level") is handle
+        assert handle.groups == groups
+        handle.disable()
+        assert enable_group_offload(pipe, store, offload_type="leaf_level") is not handle
+
+
+def test_again_with_other_arguments_it_starts_anew(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path, tmp_path: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    assert not replaced_methods(pipe)
+    with (
+        a_third_of(pipe, disk_dir, device) as store,
+        a_third_of(pipe, tmp_path / "other", device) as other,
+    ):
+        first = enable_group_offload(pipe, store)
+        second = enable_group_offload(pipe, store, offload_type="leaf_level")
+        assert not first.enabled and second.enabled
+        third = enable_group_offload(pipe, other, offload_type="leaf_level")
+        assert not second.enabled and third.enabled
+        assert not store.keys("FluxPipeline")
+        output = pipelines.run("flux", pipe, device=device)
+        assert torch.equal(output, reference("flux").output)
+        assert other.stats().bytes_read > 0 and store.stats().bytes_read == 0
+        third.disable()
+        assert not replaced_methods(pipe)
+
+
+def test_the_handle_need_not_be_kept(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store:
+        enable_group_offload(pipe, store)
+        gc.collect()
+        output = pipelines.run("flux", pipe, device=device)
+        assert torch.equal(output, reference("flux").output)
+        assert store.stats().bytes_read > 0
+
+
+def test_a_pipeline_that_is_dropped_takes_nothing_any_more(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store:
+        enable_group_offload(pipe, store)
+        pipelines.run("flux", pipe, device=device)
+        dropped = weakref.ref(pipe.transformer)
+        del pipe
+        gc.collect()
+        assert dropped() is None
+        store.put("another", torch.zeros(1))  # a step of the store, at which it looks
+        assert store.keys() == ["another"]
+
+
+# With others --------------------------------------------------------------------------------------
+
+
+def test_two_pipelines_on_one_store(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    pipes = {kind: pipelines.load(kind, checkpoint(kind)) for kind in ("flux", "wan")}
+    handles = {}
+    with a_third_of(pipes["flux"], disk_dir, device) as store:
+        for kind, pipe in pipes.items():
+            handles[kind] = enable_group_offload(pipe, store)
+        for kind in ("flux", "wan", "flux"):
+            output = pipelines.run(kind, pipes[kind], device=device)
+            assert torch.equal(output, reference(kind).output)
+        handles["flux"].disable()
+        output = pipelines.run("wan", pipes["wan"], device=device)
+        assert torch.equal(output, reference("wan").output)
+        assert sorted(handles["wan"].groups) == store.keys()
+
+
+def test_two_pipelines_that_share_components(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    expected = reference("flux").output
+    first = pipelines.load("flux", checkpoint("flux"))
+    own = pipelines.load("flux", checkpoint("flux", transformer=1))
+    second = diffusers.FluxPipeline(**{**first.components, "transformer": own.transformer})
+    second.set_progress_bar_config(disable=True)
+    other = pipelines.run("flux", own.to(device), device=device)
+    own.to("cpu")
+    assert not torch.equal(other, expected)
+    with a_third_of(first, disk_dir, device) as store:
+        first_handle = enable_group_offload(first, store)
+        second_handle = enable_group_offload(second, store)
+        assert {key.split("/")[1] for key in second_handle.groups} == {"transformer"}
+        for _ in range(2):
+            assert torch.equal(pipelines.run("flux", first, device=device), expected)
+            assert torch.equal(pipelines.run("flux", second, device=device), other)
+        second_handle.disable()
+        assert torch.equal(pipelines.run("flux", first, device=device), expected)
+        first_handle.disable()
+    assert torch.equal(pipelines.run("flux", first), expected)
+    assert torch.equal(pipelines.run("flux", second), other)
+
+
+# A closed store -----------------------------------------------------------------------------------
+
+
+def test_on_a_closed_store_a_call_is_an_error_and_weights_are_true(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path, tmp_path: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    true = values(pipe)
+    store = a_third_of(pipe, disk_dir, device)
+    handle = enable_group_offload(pipe, store)
+    pipelines.run("flux", pipe, device=device)
+    store.close()
+    with pytest.raises(ClosedError, match="open a new TierStore"):
+        pipelines.run("flux", pipe, device=device)
+    assert equal(values(pipe), true)
+    with store_on(device, tmp_path / "another", store.stats().budget_bytes["HOST"]) as another:
+        enable_group_offload(pipe, another)
+        assert not handle.enabled
+        output = pipelines.run("flux", pipe, device=device)
+        assert torch.equal(output, reference("flux").output)
+
+
+def test_disabled_after_its_store_was_closed(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store:
+        handle = enable_group_offload(pipe, store)
+        pipelines.run("flux", pipe, device=device)
+    with handle.suspended():
+        pass
+    handle.disable()
+    assert torch.equal(pipelines.run("flux", pipe), reference("flux").output)
+
+
+# Models -------------------------------------------------------------------------------------------
+
+
+def test_an_autoencoder_is_entered_through_encode_and_decode(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    image, latents = torch.randn(1, 3, 16, 16), torch.randn(1, 4, 8, 8)
+    image, latents = image.to(pipelines.DTYPE), latents.to(pipelines.DTYPE)
+    vae = pipelines.load("flux", checkpoint("flux")).vae.to(device)
+    with torch.no_grad():
+        moments = vae.encode(image.to(device)).latent_dist.parameters.cpu()
+        decoded = vae.decode(latents.to(device)).sample.cpu()
+    vae = pipelines.load("flux", checkpoint("flux")).vae
+    with (
+        a_third_of(vae, disk_dir, device) as store,
+        enable_group_offload(vae, store),
+        torch.no_grad(),
+    ):
+        # Inputs may be on the CPU: the entry moves them.
+        assert torch.equal(vae.encode(image).latent_dist.parameters.cpu(), moments)
+        reads = store.stats().bytes_read
+        assert torch.equal(vae.decode(latents).sample.cpu(), decoded)
+        assert store.stats().bytes_read > reads > 0
+
+
+@torch.no_grad()
+def test_submodules_may_be_called_by_themselves(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    tokens = torch.arange(3, 51).reshape(2, 24).to(device)
+    model = pipelines.load("llama", checkpoint("llama")).to(device)
+    hidden = model.model(tokens).last_hidden_state
+    expected = model.lm_head(hidden[:, -1]).cpu()
+    model = pipelines.load("llama", checkpoint("llama"))
+    with a_third_of(model, disk_dir, device) as store, enable_group_offload(model, store):
+        found = model.lm_head(model.model(tokens).last_hidden_state[:, -1])
+        assert torch.equal(found.cpu(), expected)
+        assert store.stats().bytes_read > 0
+
+
+@torch.no_grad()
+def test_a_compiled_model(device: str, disk_dir: Path) -> None:
+    torch.manual_seed(0)
+    layers = [module for _ in range(4) for module in (nn.Linear(64, 64), nn.Tanh())]
+    model, x = nn.Sequential(*layers), torch.randn(3, 64)
+    expected = model.to(device)(x.to(device)).cpu()
+    model.to("cpu")
+    with (
+        a_third_of(model, disk_dir, device) as store,
+        enable_group_offload(model, store, num_blocks_per_group=1),
+    ):
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(3):
+            assert torch.equal(compiled(x).cpu(), expected)
+        assert store.stats().bytes_read > pipelines.weight_bytes(model)
+
+
+def test_a_model_given_on_the_device(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    model = pipelines.load("llama", checkpoint("llama")).to(device)
+    true = values(model)
+    with a_third_of(model, disk_dir, device) as store:
+        handle = enable_group_offload(model, store)
+        # On an accelerator no file can be found behind them: they are written, once.
+        assert (store.stats().bytes_written >= pipelines.weight_bytes(model)) == (device != "cpu")
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        for _ in range(2):
+            output = pipelines.run("llama", model, device=device)
+            assert torch.equal(output, reference("llama").output)
+        handle.disable()
+        assert equal(values(model), true)

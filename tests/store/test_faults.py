@@ -1,0 +1,229 @@
+"""Devices and disks that fail: the error reaches who needs it, and the store goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.device import pretend
+from tests.store.helpers import (
+    PAGE,
+    PATIENCE,
+    assert_at_rest,
+    assert_group,
+    files_below,
+    join,
+    needs_pretend,
+    object_file,
+    open_store,
+    pages,
+    push_out,
+    wait_until_idle,
+)
+from tierstore import Access, DiskFullError, TransferError
+from tierstore.waiting import Request, WaitingRoom
+
+
+class Failing:
+    """Makes a function of `os` fail while `broken`, and counts how often it did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
+        self.broken = True
+        self.failed = 0
+        original = getattr(os, name)
+
+        def failing(*args: Any, **options: Any) -> Any:
+            if not self.broken:
+                return original(*args, **options)
+            self.failed += 1
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, name, failing)
+
+
+def test_a_read_that_fails_is_told_and_can_be_repeated(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1, 3))
+        push_out(store, "key")
+        disk = Failing(monkeypatch, "preadv", errno.EIO)
+        for access in Access:
+            with pytest.raises(TransferError) as error:
+                store.acquire("key", access)
+            assert isinstance(error.value.__cause__, OSError)
+            assert (error.value.key, error.value.path) == (
+                "key",
+                str(object_file(disk_dir, "key")),
+            )
+        assert disk.failed >= len(Access)
+        disk.broken = False
+        assert_group(store.get("key"), pages(1, 3))
+        assert_at_rest(store)
+
+
+def test_a_prefetch_that_failed_is_told_to_who_acquires(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1, 3))
+        push_out(store, "key")
+        disk = Failing(monkeypatch, "preadv", errno.EIO)
+        store.prefetch("key")
+        wait_until_idle(store)
+        assert disk.failed > 0
+        disk.broken = False
+        with pytest.raises(TransferError) as error:
+            store.get("key")
+        assert error.value.key == "key"
+        assert_group(store.get("key"), pages(1, 3))
+        assert_at_rest(store)
+
+
+@pytest.mark.parametrize("call", ["fsync", "pwrite", "rename", "posix_fallocate"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_write_that_fails_loses_neither_the_old_nor_the_new(
+    call: str, number: int, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk_dir)
+    store.put("key", pages(1))
+    store.flush()
+    store.put("key", pages(2))
+    disk = Failing(monkeypatch, call, number)
+    for _ in range(2):
+        with pytest.raises(TransferError) as error:
+            store.flush()
+        assert isinstance(error.value, DiskFullError) == (number != errno.EIO)
+        assert error.value.key == "key"
+        assert error.value.__cause__.errno == number  # type: ignore[union-attr]
+        assert_group(store.get("key"), pages(2))
+    assert disk.failed >= 2
+    disk.broken = False
+    store.flush()
+    assert not list((disk_dir / "tmp").iterdir()), "a temporary file was left behind"
+    assert_at_rest(store)
+    store.close()
+    with open_store(disk_dir) as store:
+        assert_group(store.get("key"), pages(2))
+
+
+def test_a_file_whose_fsync_failed_is_never_trusted(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second fsync of the same file would succeed, and the data would be gone."""
+    store = open_store(disk_dir)
+    before = files_below(disk_dir / "objects")
+    store.put("key", pages(1))
+    disk = Failing(monkeypatch, "fsync", errno.EIO)
+    with pytest.raises(TransferError):
+        store.flush()
+    assert disk.failed == 1, "it was tried again on the same file"
+    assert {name for name in files_below(disk_dir) if name.endswith(".safetensors")} == before
+    disk.broken = False
+    store.close()
+    with open_store(disk_dir) as store:
+        assert_group(store.get("key"), pages(1))
+
+
+# Accelerators ------------------------------------------------------------------------------------
+
+
+@needs_pretend
+def test_an_accelerator_whose_memory_somebody_else_has(disk_dir: Path) -> None:
+    with open_store(disk_dir, device="pretend") as store:
+        store.put("key", pages(1, 8))
+        pretend.set_memory_limit(pretend.memory_allocated() + 4 * PAGE)
+        try:
+            for _ in range(2):
+                with pytest.raises(TransferError) as error:
+                    store.acquire("key")
+                assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+                for part in ("'key'", "HOST", "DEVICE"):
+                    assert part in str(error.value)
+        finally:
+            pretend.set_memory_limit(None)
+        assert_group(store.get("key"), pages(1, 8))
+        assert_at_rest(store)
+
+
+@needs_pretend
+def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> None:
+    pretend.set_pinned_limit(pretend.pinned_bytes())
+    try:
+        with open_store(disk_dir, device="pretend") as store:
+            store.put("key", pages(1, 8))
+            push_out(store, "key")
+            assert_group(store.get("key"), pages(1, 8))
+            assert store.stats().bytes_read >= 8 * PAGE
+            assert store.stats().peak_bytes["HOST"] >= 8 * PAGE
+    finally:
+        pretend.set_pinned_limit(None)
+
+
+# Who is told -------------------------------------------------------------------------------------
+
+
+def quarrel(kind: type[WaitingRoom]) -> list[str]:
+    """Two holders wait for each other. A third, who holds nothing, is the last to look.
+
+    Returns what those asked for who were refused.
+    """
+    idle, satisfied, looked = threading.Event(), threading.Event(), threading.Semaphore(0)
+    refused: list[str] = []
+
+    def refuse(request: Request, held: set[str]) -> None:
+        refused.append(request.key)
+        raise RuntimeError(request.key)
+
+    room = kind(idle.is_set, refuse)
+    with room.condition:
+        room.lend("one", "a\0001")
+        room.lend("two", "b\0001")
+
+    def attempt(request: Request) -> bool | None:
+        if request.owner == "three" and idle.is_set() and not satisfied.is_set():
+            room.condition.wait(0.2)  # the others look first
+        looked.release()
+        return True if satisfied.is_set() else None
+
+    def wait(key: str, owner: str) -> None:
+        try:
+            room.wait(Request(key, owner=owner), attempt)
+        except RuntimeError:
+            satisfied.set()  # the one that was told lets go, and so everybody gets on
+            with room.condition:
+                room.changed()
+
+    requests = [("b", "one"), ("a", "two"), ("c", "three")]
+    threads = [threading.Thread(target=wait, args=request, daemon=True) for request in requests]
+    for thread in threads:
+        thread.start()
+        assert looked.acquire(timeout=PATIENCE)
+    idle.set()
+    with room.condition:
+        room.changed()
+    for thread in threads:
+        join(thread)
+    return refused
+
+
+def test_who_holds_nothing_is_not_refused_for_the_quarrel_of_others() -> None:
+    assert quarrel(WaitingRoom) in (["a"], ["b"])
+
+
+def test_whoever_looks_last_would_be_refused() -> None:
+    """The control: without the look at who holds something."""
+
+    class Blunt(WaitingRoom):
+        def _tried_in_vain(self, request: Request) -> None:
+            request.tried = self._epoch
+            if self._idle() and all(r.tried == self._epoch for r in self._requests):
+                self._refuse(request, set())
+
+    assert quarrel(Blunt) == ["c"]
