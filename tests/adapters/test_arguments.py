@@ -1,0 +1,400 @@
+"""Every argument of enable_group_offload, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from tests import pipelines
+from tests.adapters.conftest import (
+    DEVICES,
+    NEEDS_PRETEND,
+    Checkpoints,
+    References,
+    a_third_of,
+    diffusers_offload,
+    store_on,
+)
+from tests.adapters.models import BLOCK_BYTES, Caching, Enclosing, Tower, given
+from tierstore import BudgetError, TierStore, enable_group_offload
+
+ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+PLENTY = 1 << 20
+
+
+def layers(groups: dict[str, list[str]]) -> list[list[str]]:
+    """The layers that each group holds the weights of."""
+    return [list(dict.fromkeys(n.rpartition(".")[0] for n in names)) for names in groups.values()]
+
+
+@torch.no_grad()
+def assert_right(model: nn.Module, made: type[nn.Module], device: str) -> None:
+    expected = made().to(device)(given().to(device)).cpu()
+    for _ in range(2):
+        assert torch.equal(model(given()).cpu(), expected)
+
+
+# How a model is cut -------------------------------------------------------------------------------
+
+
+@ON_BOTH
+def test_leaf_level_cuts_between_modules(device: str, disk_dir: Path) -> None:
+    model = Tower()
+    with (
+        store_on(device, disk_dir, PLENTY) as store,
+        enable_group_offload(model, store, offload_type="leaf_level", group_size=1) as handle,
+    ):
+        assert layers(handle.groups) == [
+            ["head"],
+            ["blocks.0"],
+            ["blocks.1"],
+            ["blocks.2"],
+            ["blocks.3"],
+            ["tail"],
+        ]
+        assert_right(model, Tower, device)
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("count", "blocks"),
+    (
+        (1, [["blocks.0"], ["blocks.1"], ["blocks.2"], ["blocks.3"]]),
+        (2, [["blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]]),
+        (3, [["blocks.0", "blocks.1", "blocks.2"], ["blocks.3"]]),
+        (9, [["blocks.0", "blocks.1", "blocks.2", "blocks.3"]]),
+    ),
+)
+def test_num_blocks_per_group(
+    count: int, blocks: list[list[str]], device: str, disk_dir: Path
+) -> None:
+    model = Tower()
+    with (
+        store_on(device, disk_dir, PLENTY) as store,
+        enable_group_offload(model, store, num_blocks_per_group=count) as handle,
+    ):
+        assert [
+            group for group in layers(handle.groups) if group[0] in blocks[0] + sum(blocks, [])
+        ] == blocks
+        assert_right(model, Tower, device)
+
+
+@pytest.mark.parametrize("size", (2 * BLOCK_BYTES, f"{2 * BLOCK_BYTES / 1000}kB"))
+@pytest.mark.parametrize("offload_type", ("block_level", "leaf_level"))
+def test_group_size_is_an_upper_bound(offload_type: str, size: int | str, disk_dir: Path) -> None:
+    model = Tower()
+    with (
+        TierStore(PLENTY, disk_dir, device="cpu") as store,
+        enable_group_offload(model, store, offload_type=offload_type, group_size=size) as handle,
+    ):
+        groups = layers(handle.groups)
+        assert max(len(group) for group in groups) == 2
+        assert sum(len(group) for group in groups) == 6
+        assert_right(model, Tower, "cpu")
+
+
+def test_without_sizes_many_groups_fit_beside_each_other(
+    checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    model = pipelines.load("llama", checkpoint("llama", "small"))
+    budget = pipelines.weight_bytes(model) // 2
+    with (
+        TierStore(budget, disk_dir, device="cpu") as store,
+        enable_group_offload(model, store) as handle,
+    ):
+        sizes = [group.nbytes for group in store.snapshot().groups]
+        assert len(sizes) == len(handle.groups)
+        assert max(sizes) <= budget // 4
+
+
+def test_block_modules_are_kept_whole(disk_dir: Path) -> None:
+    tower = nn.Module()
+    tower.first, tower.second = Tower(), Tower()
+    tower.forward = lambda x: tower.second(tower.first(x))
+    with TierStore(PLENTY, disk_dir, device="cpu") as store:
+        handle = enable_group_offload(tower, store, num_blocks_per_group=1)
+        assert len(handle.groups) > 2
+        handle = enable_group_offload(
+            tower, store, num_blocks_per_group=1, block_modules=["first", "second"]
+        )
+        parts = [{name.partition(".")[0] for name in names} for names in handle.groups.values()]
+        assert parts == [{"first"}, {"second"}]
+        tower._group_offload_block_modules = ["second"]
+        handle = enable_group_offload(tower, store, num_blocks_per_group=1)
+        whole = [names for names in handle.groups.values() if names[0].startswith("second")]
+        assert len(whole) == 1
+        expected = Tower()(Tower()(given()))
+        assert torch.equal(tower(given()), expected)
+
+
+# What is left out ---------------------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("excluded", ("vae", ["vae", "text_encoder"]))
+def test_excluded_modules_stay_on_the_device(
+    excluded: str | list[str],
+    device: str,
+    checkpoint: Checkpoints,
+    reference: References,
+    disk_dir: Path,
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    names = [excluded] if isinstance(excluded, str) else excluded
+    with (
+        a_third_of(pipe, disk_dir, device) as store,
+        enable_group_offload(pipe, store, exclude_modules=excluded) as handle,
+    ):
+        offloaded = {key.split("/")[1] for key in handle.groups}
+        assert offloaded == set(pipelines.components(pipe)) - set(names)
+        for name in names:
+            assert {p.device.type for p in getattr(pipe, name).parameters()} == {device}
+        output = pipelines.run("flux", pipe, device=device)
+        assert torch.equal(output, reference("flux").output)
+
+
+def test_excluding_what_is_not_there(checkpoint: Checkpoints, disk_dir: Path) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with (
+        TierStore(PLENTY, disk_dir, device="cpu") as store,
+        pytest.raises(ValueError, match=r"'unet'.*text_encoder.*transformer.*vae"),
+    ):
+        enable_group_offload(pipe, store, exclude_modules=["unet"])
+
+
+@NEEDS_PRETEND
+@pytest.mark.parametrize("named_by", ("argument", "model"))
+def test_excluded_keywords_are_not_moved(named_by: str, disk_dir: Path) -> None:
+    model = Caching()
+    cache, other, listed = torch.zeros(2), torch.zeros(2), [torch.zeros(2)]
+    if named_by == "model":
+        model._skip_keys = ["cache", "listed"]
+    excluded = ["cache", "listed"] if named_by == "argument" else None
+    with (
+        store_on("pretend", disk_dir, PLENTY) as store,
+        enable_group_offload(model, store, exclude_kwargs=excluded),
+    ):
+        model(given(), cache=cache, other=other, listed=listed)
+        assert model.seen["cache"] is cache and model.seen["listed"] is listed
+        assert model.seen["other"].device.type == "pretend"
+        on_device = [torch.zeros(2, device="pretend")]
+        model(given(), caches=on_device)
+        assert model.seen["caches"] is on_device  # nothing to move: the very same list
+
+
+# What diffusers has, and the store replaces -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    (
+        {"use_stream": True, "record_stream": True},
+        {"low_cpu_mem_usage": True, "non_blocking": True},
+        {"offload_to_disk_path": None, "offload_device": torch.device("cpu")},
+        {"onload_device": "cpu"},
+        {"onload_device": torch.device("cpu")},
+    ),
+)
+def test_harmless_arguments_of_diffusers_change_nothing(
+    harmless: dict[str, Any], disk_dir: Path
+) -> None:
+    model = Tower()
+    with TierStore(PLENTY, disk_dir, device="cpu") as store:
+        handle = enable_group_offload(model, store, **harmless)
+        assert enable_group_offload(model, store) is handle
+        assert_right(model, Tower, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("replaced", "replacement"),
+    (
+        ({"offload_to_disk_path": "somewhere"}, "disk_dir"),
+        ({"offload_device": "meta"}, "budget"),
+        ({"ofload_type": "leaf_level"}, "unexpected keyword argument 'ofload_type'"),
+    ),
+)
+def test_replaced_arguments_name_their_replacement(
+    replaced: dict[str, Any], replacement: str, disk_dir: Path
+) -> None:
+    with (
+        TierStore(PLENTY, disk_dir, device="cpu") as store,
+        pytest.raises(TypeError, match=replacement) as caught,
+    ):
+        enable_group_offload(Tower(), store, **replaced)
+    assert next(iter(replaced)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ({"offload_type": "layer_level"}, "block_level, leaf_level"),
+        ({"num_blocks_per_group": 0}, "positive int"),
+        ({"num_blocks_per_group": 1.5}, "positive int"),
+        ({"num_blocks_per_group": 1, "group_size": "1MB"}, "pass one"),
+        ({"group_size": "8"}, "'8'"),
+        ({"onload_device": "meta"}, "the store serves cpu"),
+    ),
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str, disk_dir: Path) -> None:
+    model = Tower()
+    with TierStore(PLENTY, disk_dir, device="cpu") as store:
+        with pytest.raises(ValueError, match=message):
+            enable_group_offload(model, store, **arguments)
+        assert not store.keys()
+        assert_right(model, Tower, "cpu")
+
+
+@NEEDS_PRETEND
+def test_the_onload_device_is_the_store_s(disk_dir: Path) -> None:
+    with store_on("pretend", disk_dir, PLENTY) as store:
+        model = Tower()
+        handle = enable_group_offload(model, store, onload_device="pretend")
+        assert enable_group_offload(model, store, onload_device="pretend:0") is handle
+        for other in ("pretend:1", "cpu"):
+            with pytest.raises(ValueError, match="serves pretend:0"):
+                enable_group_offload(model, store, onload_device=other)
+        assert_right(model, Tower, "pretend")
+
+
+def test_what_is_no_store_and_what_is_no_model(disk_dir: Path) -> None:
+    with pytest.raises(TypeError, match=r"TierStore\(ram_budget, disk_dir\)"):
+        enable_group_offload(Tower(), disk_dir)
+    with (
+        TierStore(PLENTY, disk_dir, device="cpu") as store,
+        pytest.raises(TypeError, match="diffusers pipeline or a module"),
+    ):
+        enable_group_offload({"weight": torch.zeros(1)}, store)
+
+
+# Beside other ways of offloading ------------------------------------------------------------------
+
+
+@ON_BOTH
+def test_diffusers_sees_where_the_pipeline_runs(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store) as handle:
+        assert pipe._execution_device == store.device
+        assert pipe.transformer.device == pipe.vae.device == store.device
+        handle.disable()
+        assert pipe._execution_device == pipe.transformer.device == torch.device("cpu")
+
+
+@ON_BOTH
+def test_moving_an_offloaded_pipeline_moves_nothing(
+    device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store):
+        pipe.to(device)
+        pipe.transformer.to(device)
+        assert {tensor.device.type for _, tensor in pipelines.weights(pipe)} == {"cpu"}
+        output = pipelines.run("flux", pipe, device=device)
+        assert torch.equal(output, reference("flux").output)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("other", ("enable_model_cpu_offload", "enable_sequential_cpu_offload"))
+def test_diffusers_refuses_other_offloading_on_top(
+    other: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store):
+        with pytest.raises(ValueError, match="group offloading enabled"):
+            getattr(pipe, other)(device=device)
+        output = pipelines.run("flux", pipe, device=device)
+        assert torch.equal(output, reference("flux").output)
+
+
+def test_a_model_that_accelerate_offloads_is_refused(disk_dir: Path) -> None:
+    model = Tower()
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    with TierStore(PLENTY, disk_dir, device="cpu") as store:
+        with pytest.raises(ValueError, match="remove_hook_from_module"):
+            enable_group_offload(model, store)
+        assert not store.keys()
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        enable_group_offload(model, store)
+        assert_right(model, Tower, "cpu")
+
+
+def test_a_model_that_diffusers_offloads_is_refused(disk_dir: Path, tmp_path: Path) -> None:
+    model = Tower()
+    diffusers_offload(model, tmp_path / "diffusers")
+    with (
+        TierStore(PLENTY, disk_dir, device="cpu") as store,
+        pytest.raises(ValueError, match="offloaded already"),
+    ):
+        enable_group_offload(model, store)
+
+
+def test_a_model_on_another_store_is_refused(
+    checkpoint: Checkpoints, reference: References, disk_dir: Path, tmp_path: Path
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with (
+        a_third_of(pipe, disk_dir, "cpu") as store,
+        a_third_of(pipe, tmp_path / "other", "cpu") as other,
+        enable_group_offload(pipe, store),
+    ):
+        with pytest.raises(ValueError, match="offloaded already"):
+            enable_group_offload(pipe.transformer, other)
+        assert torch.equal(pipelines.run("flux", pipe), reference("flux").output)
+
+
+# Budgets that are too small -----------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("kind", ("flux", "llama"))
+def test_a_budget_below_the_largest_group(
+    kind: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
+) -> None:
+    pipe = pipelines.load(kind, checkpoint(kind))
+    largest = max(tensor.nbytes for _, tensor in pipelines.weights(pipe))
+    with store_on(device, disk_dir, largest - 4096) as store:
+        with pytest.raises(BudgetError, match="raise ram_budget|raise device_budget") as caught:
+            enable_group_offload(pipe, store)
+        error = caught.value
+        assert largest <= error.nbytes < largest + 2 * 4096
+        assert largest - 2 * 4096 < error.budget <= largest - 4096
+        assert f"{error.nbytes:,}" in str(error) and f"{error.budget:,}" in str(error)
+        assert not store.keys()
+    assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
+
+
+@NEEDS_PRETEND
+def test_the_budget_that_is_too_small_is_named(disk_dir: Path, tmp_path: Path) -> None:
+    small = BLOCK_BYTES - 4096
+    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=small) as store:
+        with pytest.raises(BudgetError, match="raise device_budget") as caught:
+            enable_group_offload(Tower(), store)
+        assert caught.value.tier == "DEVICE"
+    with TierStore(small, tmp_path / "b", device="pretend", device_budget=PLENTY) as store:
+        with pytest.raises(BudgetError, match="raise ram_budget") as caught:
+            enable_group_offload(Tower(), store)
+        assert caught.value.tier == "HOST"
+
+
+@ON_BOTH
+@torch.no_grad()
+def test_a_budget_below_what_one_call_needs_at_once(device: str, disk_dir: Path) -> None:
+    """A weight around blocks is in use while each of them is: one budget must hold both."""
+    model = Enclosing()
+    expected = Enclosing()(given())
+    with store_on(device, disk_dir, BLOCK_BYTES + 8192) as store:
+        handle = enable_group_offload(model, store, num_blocks_per_group=1)
+        for _ in range(2):
+            with pytest.raises(BudgetError, match="raise the budget"):
+                model(given())
+        handle.disable()
+    assert torch.equal(model(given()), expected)
+    with store_on(device, disk_dir, 2 * BLOCK_BYTES + 8192) as store:
+        enable_group_offload(model, store, num_blocks_per_group=1)
+        assert_right(model, Enclosing, device)
