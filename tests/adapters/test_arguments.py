@@ -78,9 +78,8 @@ def test_num_blocks_per_group(
         store_on(device, disk_dir, PLENTY) as store,
         enable_group_offload(model, store, num_blocks_per_group=count) as handle,
     ):
-        assert [
-            group for group in layers(handle.groups) if group[0] in blocks[0] + sum(blocks, [])
-        ] == blocks
+        groups = layers(handle.groups)
+        assert groups == [["head"], *blocks, ["tail"]]
         assert_right(model, Tower, device)
 
 
@@ -237,7 +236,7 @@ def test_replaced_arguments_name_their_replacement(
         ({"num_blocks_per_group": 1.5}, "positive int"),
         ({"num_blocks_per_group": 1, "group_size": "1MB"}, "pass one"),
         ({"group_size": "8"}, "'8'"),
-        ({"onload_device": "meta"}, "the store serves cpu"),
+        ({"onload_device": "cuda:0"}, "the store serves cpu"),
     ),
 )
 def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str, disk_dir: Path) -> None:
@@ -359,7 +358,7 @@ def test_a_budget_below_the_largest_group(
     pipe = pipelines.load(kind, checkpoint(kind))
     largest = max(tensor.nbytes for _, tensor in pipelines.weights(pipe))
     with store_on(device, disk_dir, largest - 4096) as store:
-        with pytest.raises(BudgetError, match="raise ram_budget|raise device_budget") as caught:
+        with pytest.raises(BudgetError, match=r"raise (ram|device)_budget") as caught:
             enable_group_offload(pipe, store)
         error = caught.value
         assert largest <= error.nbytes < largest + 2 * 4096

@@ -45,7 +45,7 @@ def pages(value: float, count: int = 1) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements in logical order: equal bits are equal values, NaN or not."""
+    """The bytes of a tensor's elements in logical order. Equal bits: equal values, NaN or not."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     row = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))
     return row.view(torch.uint8).numpy().tobytes()

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -86,7 +87,7 @@ class Machine:
 
     # Playing -----------------------------------------------------------------------------------
 
-    STEPS = {
+    STEPS: ClassVar[dict[str, int]] = {  # how often each, relatively
         "put": 12,
         "read": 12,
         "update": 8,
@@ -189,7 +190,9 @@ class Machine:
         new = {}
         with lease:
             for name, tensor in old.tensors.items():
-                fresh = random_tensor(tensor.dtype, tensor.numel(), seed=self.random.getrandbits(30))
+                fresh = random_tensor(
+                    tensor.dtype, tensor.numel(), seed=self.random.getrandbits(30)
+                )
                 new[name] = tensor.clone(memory_format=torch.preserve_format)
                 # The store keeps the gaps of a stride, and so must the model.
                 new[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

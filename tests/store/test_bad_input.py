@@ -354,7 +354,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], type[TransferError]]] = {
     "overwritten": (lambda path: overwrite(path, False), StaleCheckpointError),
     "overwritten, its time restored": (lambda path: overwrite(path, True), StaleCheckpointError),
     "removed": (lambda path: path.unlink(), TransferError),
-    "replaced by a directory": (lambda path: (path.unlink(), path.mkdir()), TransferError),  # type: ignore[func-returns-value, dict-item]
+    "replaced by a directory": (lambda path: (path.unlink(), path.mkdir()), TransferError),
 }
 
 
@@ -392,7 +392,7 @@ def test_without_the_stamp_an_overwritten_checkpoint_is_read(
     """The control: it is the check that notices, not luck."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._carrier.files.check = lambda path, expected: None  # type: ignore[method-assign]
+        store._carrier.files.check = lambda path, expected: None
         overwrite(checkpoint, restored=True)
         assert_group(store.get("m/b"), pages(8, 3))
 
@@ -425,7 +425,7 @@ def test_a_bit_that_flips_under_verify_always(checkpoint: Path, disk_dir: Path) 
         store.register_checkpoint(checkpoint, "m/")
         assert_group(store.get("m/b"), pages(2, 3))
         push_out(store, "m/b")
-        store._carrier.files.check = lambda path, expected: None  # type: ignore[method-assign]
+        store._carrier.files.check = lambda path, expected: None
         raw = bytearray(checkpoint.read_bytes())
         raw[-1] ^= 1
         checkpoint.write_bytes(raw)
@@ -673,9 +673,7 @@ def test_a_full_disk_on_flush(device: str, small_disk: Path) -> None:
 
 @on_both
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_full_disk_when_room_must_be_made(
-    durable: bool, device: str, small_disk: Path
-) -> None:
+def test_a_full_disk_when_room_must_be_made(durable: bool, device: str, small_disk: Path) -> None:
     store = open_store(small_disk, 320 * PAGE, device)
     store.put("first", pages(1, 300), durable=durable)
     with pytest.raises(DiskFullError) as error:
@@ -782,9 +780,7 @@ def test_without_checksums_a_flipped_bit_is_not_noticed(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("verify", "noticed"), [("first", False), ("always", True)])
-def test_what_is_checked_when_it_is_read_again(
-    verify: str, noticed: bool, disk_dir: Path
-) -> None:
+def test_what_is_checked_when_it_is_read_again(verify: str, noticed: bool, disk_dir: Path) -> None:
     two_objects(disk_dir)
     with open_store(disk_dir, verify=verify) as store:
         assert_group(store.get("damaged"), pages(1, 2))
@@ -794,7 +790,7 @@ def test_what_is_checked_when_it_is_read_again(
             with pytest.raises(CorruptDataError):
                 store.get("damaged")
         else:
-            assert not torch.equal(store.get("damaged"), pages(1, 2))  # type: ignore[arg-type]
+            assert not torch.equal(store.get("damaged"), pages(1, 2))
 
 
 @pytest.mark.parametrize("step", ["discard", "take"])
@@ -815,7 +811,7 @@ def test_a_file_that_is_shorter_than_it_says(checkpoint: Path, disk_dir: Path) -
     """Where no stamp tells, the read itself does."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._carrier.files.check = lambda path, expected: None  # type: ignore[method-assign]
+        store._carrier.files.check = lambda path, expected: None
         os.truncate(checkpoint, checkpoint.stat().st_size - 2 * PAGE)
         with pytest.raises(TruncatedFileError) as error:
             store.get("m/b")
@@ -1138,12 +1134,12 @@ def test_an_interrupt_while_waiting_leaves_nothing(disk_dir: Path) -> None:
 
     with store.acquire("a"):
         thread_holds = store.acquire("b")
-        store._waiting.condition.wait = interrupted  # type: ignore[method-assign]
-        store._waiting._tried_in_vain = lambda request: None  # type: ignore[method-assign]
+        store._waiting.condition.wait = interrupted
+        store._waiting._tried_in_vain = lambda request: None
         for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
             with pytest.raises(KeyboardInterrupt):
                 call()
-        store._waiting.condition.wait = original  # type: ignore[method-assign]
+        store._waiting.condition.wait = original
         del store._waiting._tried_in_vain
         thread_holds.release()
     assert "d" not in store

@@ -101,7 +101,7 @@ def test_a_write_that_fails_loses_neither_the_old_nor_the_new(
             store.flush()
         assert isinstance(error.value, DiskFullError) == (number != errno.EIO)
         assert error.value.key == "key"
-        assert error.value.__cause__.errno == number  # type: ignore[union-attr]
+        assert error.value.__cause__.errno == number
         assert_group(store.get("key"), pages(2))
     assert disk.failed >= 2
     disk.broken = False

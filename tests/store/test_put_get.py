@@ -1,4 +1,4 @@
-"""What is put comes back: every dtype, shape, stride and tie, from every tier, and in a new store."""
+"""What is put comes back: any dtype, shape, stride and tie, from every tier and in a new store."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ SHAPES: dict[str, Callable[[], Group]] = {
     "mixed dtypes": lambda: {
         name: random_tensor(dtype, 7, 3, seed=3) for name, dtype in DTYPES.items()
     },
-    "names like paths": lambda: {"../up": floats(2), "/etc": floats(3), "": floats(1), "é\n": floats(2)},
+    "names like paths": lambda: {
+        name: floats(len(name)) for name in ("../up", "/etc", "", "é\n", "a/b")
+    },
     "a tensor named as the header's metadata": lambda: {"__metadata__": floats(3)},
     "that name beside the one it gets in the file": lambda: {
         "__metadata__": floats(3),
@@ -127,7 +129,7 @@ def on(device: str, group: Group) -> Group:
         return there.set_(
             moved.untyped_storage(), group.storage_offset(), group.shape, group.stride()
         )
-    return {name: on(device, tensor) for name, tensor in group.items()}  # type: ignore[misc]
+    return {name: on(device, tensor) for name, tensor in group.items()}
 
 
 @on_both
@@ -158,8 +160,8 @@ def test_conjugated_and_negated_views_come_back_as_their_values(view: str, disk_
         store.put("key", group)
         for _ in range(2):
             found = store.get("key")
-            assert torch.equal(found, group)  # type: ignore[arg-type]
-            assert bits(found) == bits(group)  # type: ignore[arg-type]
+            assert torch.equal(found, group)
+            assert bits(found) == bits(group)
             push_out(store, "key")
         assert store.stats().bytes_read > 0
 
@@ -357,7 +359,7 @@ def slow_fill(store: TierStore, name: str) -> tuple[threading.Event, threading.E
             assert go_on.wait(60)
         fill(version, blocks)
 
-    store._carrier.fill = patched  # type: ignore[method-assign]
+    store._carrier.fill = patched
     return stopped, go_on
 
 
@@ -539,13 +541,20 @@ def test_keys_of_every_kind(disk_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "error"),
-    [("", ValueError), ("k" * 1025, ValueError), ("é" * 513, ValueError), ("\ud800", ValueError)]
-    + [(3, TypeError), (None, TypeError), (b"key", TypeError)],
+    [
+        ("", ValueError),
+        ("k" * 1025, ValueError),
+        ("é" * 513, ValueError),
+        ("\ud800", ValueError),
+        (3, TypeError),
+        (None, TypeError),
+        (b"key", TypeError),
+    ],
 )
 def test_keys_that_cannot_be(key: object, error: type[Exception], disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         with pytest.raises(error):
-            store.put(key, pages(1))  # type: ignore[arg-type]
+            store.put(key, pages(1))
         assert len(store) == 0
         assert key not in store
         assert_at_rest(store)
@@ -598,7 +607,7 @@ def test_groups_are_put_from_and_come_back_to_the_accelerator(disk_dir: Path) ->
             assert isinstance(found, dict)
             assert {str(tensor.device) for tensor in found.values()} == {"pretend:0"}
             assert_group(found, {"here": pages(1), "there": pages(2)})
-            assert store.get("host").device.type == "pretend"  # type: ignore[union-attr]
+            assert store.get("host").device.type == "pretend"
             push_out(store, "key", "host")
         assert store.stats().bytes_onloaded >= 6 * PAGE
 
@@ -627,7 +636,7 @@ def test_a_side_stream_waits_for_what_it_acquires(way: str, disk_dir: Path) -> N
         store.put("key", pages(3))
         with torch.Stream(device="pretend:0"):
             if way == "get":
-                doubled = store.get("key") * 2  # type: ignore[operator]
+                doubled = store.get("key") * 2
             else:
                 with store.acquire("key") as lease:
                     doubled = lease.tensor * 2
@@ -638,7 +647,7 @@ def test_a_side_stream_waits_for_what_it_acquires(way: str, disk_dir: Path) -> N
 def test_without_that_wait_the_accelerator_reads_what_is_not_there(disk_dir: Path) -> None:
     """The control: the pretend accelerator's copies run only when somebody waits for them."""
     with open_store(disk_dir, device="pretend") as store:
-        store._order_after_arrival = lambda version: None  # type: ignore[method-assign]
+        store._order_after_arrival = lambda version: None
         store.put("key", pages(3))
         with torch.Stream(device="pretend:0"), store.acquire("key") as lease:
             assert not torch.equal((lease.tensor * 2).cpu(), pages(6))
@@ -647,7 +656,7 @@ def test_without_that_wait_the_accelerator_reads_what_is_not_there(disk_dir: Pat
 def read_late(store: TierStore) -> torch.Tensor:
     """Queue a download on a stream of the caller, release, and have the slot used again."""
     mine = torch.Stream(device="pretend:0")
-    target = torch.zeros(store._planner.budgets[store._planner.top] // 4, pin_memory=True)  # type: ignore[operator]
+    target = torch.zeros(store._planner.budgets[store._planner.top] // 4, pin_memory=True)
     with mine, store.acquire("first") as lease:
         target.copy_(lease.tensor, non_blocking=True)
     with store.acquire("second") as lease:
@@ -668,7 +677,7 @@ def test_memory_is_not_used_again_before_its_last_reader_is_done(disk_dir: Path)
 def test_without_the_guard_on_releases_a_late_reader_reads_something_else(disk_dir: Path) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
-        store._carrier.used_on = lambda version, event: None  # type: ignore[method-assign]
+        store._carrier.used_on = lambda version, event: None
         store.put("first", pages(1, 4))
         store.put("second", pages(2, 4))
         assert not torch.equal(read_late(store), pages(1, 4))

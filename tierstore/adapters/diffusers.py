@@ -289,6 +289,10 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         "block_modules": block_modules,
     }
     _check_settings(settings, store, onload_device)
+    if not isinstance(target, nn.Module) and not hasattr(target, "components"):
+        raise TypeError(
+            f"a {type(target).__name__} cannot be offloaded: pass a diffusers pipeline or a module"
+        )
     handle = _handle_of(target)
     if handle is not None:
         if handle.store is store and handle._settings == settings and handle.enabled:
@@ -351,12 +355,8 @@ def _target_bytes(store: TierStore, settings: dict[str, Any]) -> int:
 def _components(target: Any, excluded: list[str], store: TierStore) -> dict[str, nn.Module]:
     if isinstance(target, nn.Module):
         found: dict[str, nn.Module] = {"": target}
-    elif hasattr(target, "components"):
-        found = {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
     else:
-        raise TypeError(
-            f"a {type(target).__name__} cannot be offloaded: pass a diffusers pipeline or a module"
-        )
+        found = {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
     unknown = [name for name in excluded if name not in found]
     if unknown:
         raise ValueError(f"exclude_modules names {unknown}, but there are only {sorted(found)}")

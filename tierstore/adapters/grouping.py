@@ -19,7 +19,7 @@ RESIDENT_BUFFER_BYTES = 1 << 20
 """Buffers below this stay where they are used: statistics and tables that a forward may change."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_ATOMIC = (nn.MultiheadAttention,)
+_ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that use the weights of their children without calling them."""
 
 

@@ -52,7 +52,8 @@ class OffloadedForward:
         self.move = move
         self.replaced = module.__dict__.get(name)
         self.original: Callable[..., Any] = getattr(module, name)
-        functools.update_wrapper(self, self.original)
+        # Not its attributes: it may be another of our wrappers, and each has its own.
+        functools.update_wrapper(self, self.original, updated=())
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -78,6 +78,7 @@ class ObjectDirectory:
                 os.close(self._lock)
                 raise
         self.damaged: dict[str, TransferError] = {}
+        self._shards: set[str] = set()  # those that would survive a power cut
 
     @contextmanager
     def _explained(self, doing: str, key: str | None) -> Iterator[None]:
@@ -91,7 +92,11 @@ class ObjectDirectory:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(self.path, name), mode=0o700)
         self._objects = self._open_directory(OBJECTS)
-        self._temporary = self._open_directory(TEMPORARY)
+        try:
+            self._temporary = self._open_directory(TEMPORARY)
+        except BaseException:
+            os.close(self._objects)
+            raise
         for name in filter(TEMPORARY_NAME.fullmatch, os.listdir(self._temporary)):
             with contextlib.suppress(OSError):  # not ours after all, such as a directory
                 os.unlink(name, dir_fd=self._temporary)
@@ -218,11 +223,11 @@ class ObjectDirectory:
 
     @contextmanager
     def _shard(self, shard: str) -> Iterator[int]:
-        try:
-            os.mkdir(shard, mode=0o700, dir_fd=self._objects)
-            os.fsync(self._objects)
-        except FileExistsError:
-            pass
+        if shard not in self._shards:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(shard, mode=0o700, dir_fd=self._objects)
+            os.fsync(self._objects)  # who made it may have died before this
+            self._shards.add(shard)
         descriptor = os.open(shard, READ | os.O_DIRECTORY, dir_fd=self._objects)
         try:
             yield descriptor
@@ -298,7 +303,7 @@ def describe_owner(descriptor: int) -> str:
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {int(owner['pid'])} on {str(owner['host'])!r}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "an unknown process"
 
 

@@ -186,7 +186,7 @@ def read_marker(disk_dir: str | Path) -> dict[str, object] | None:
     try:
         marker = json.loads(raw)
         version = marker["format"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TierStoreError(f"{path} is damaged: use an empty disk_dir") from error
     if version != STORE_FORMAT:
         raise TierStoreError(

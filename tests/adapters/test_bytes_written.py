@@ -1,0 +1,129 @@
+"""Nothing is written that a checkpoint holds; what it does not hold is written once, ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests import pipelines
+from tests.adapters.conftest import DEVICES, OFFLOAD_TYPES, Checkpoints, a_third_of
+from tierstore import enable_group_offload
+
+ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+CAST = torch.float32
+
+
+def bytes_in_files(disk_dir: Path) -> int:
+    """Bytes of all tensors in the files of a store."""
+    total = 0
+    for path in disk_dir.rglob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            total += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    return total
+
+
+def parameters_in_memory(pipe: Any) -> int:
+    """Bytes of the parameters that are not the checkpoint's own bytes, tied ones once."""
+    names = pipelines.not_file_backed(pipe)
+    return sum(
+        tensor.nbytes
+        for name, tensor in pipelines.weights(pipe)
+        if name in names and isinstance(tensor, torch.nn.Parameter)
+    )
+
+
+@ON_BOTH
+@pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
+@pytest.mark.parametrize("kind", pipelines.KINDS)
+def test_a_checkpoint_s_own_bytes_are_not_written(
+    kind: str, offload_type: str, device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    pipe = pipelines.load(kind, checkpoint(kind))
+    assert parameters_in_memory(pipe) == 0
+    with a_third_of(pipe, disk_dir, device) as store:
+        with enable_group_offload(pipe, store, offload_type=offload_type):
+            pipelines.run(kind, pipe, device=device)
+        assert store.stats().bytes_written == 0
+    assert bytes_in_files(disk_dir) == 0
+
+
+@ON_BOTH
+@pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
+@pytest.mark.parametrize("kind", ("flux", "wan", "llama"))
+def test_cast_weights_are_written_once(
+    kind: str, offload_type: str, device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    expected = pipelines.run(
+        kind, pipelines.load(kind, checkpoint(kind), torch_dtype=CAST).to(device), device=device
+    )
+    for run in range(2):
+        pipe = pipelines.load(kind, checkpoint(kind), torch_dtype=CAST)
+        cast = parameters_in_memory(pipe)
+        # Wan keeps some weights at float32, so that these still are the checkpoint's.
+        assert (cast < pipelines.weight_bytes(pipe)) == (kind == "wan")
+        with a_third_of(pipe, disk_dir, device) as store:
+            with enable_group_offload(pipe, store, offload_type=offload_type) as handle:
+                assert torch.equal(pipelines.run(kind, pipe, device=device), expected)
+                groups = len(handle.groups)
+            written = store.stats().bytes_written
+            if run == 0:
+                padding = groups * 4096 + 256 * sum(1 for _ in pipelines.weights(pipe))
+                assert cast <= written <= cast + padding
+            else:
+                assert written == 0
+        assert bytes_in_files(disk_dir) == cast
+
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import sys
+import torch
+from tests import pipelines
+from tierstore import TierStore, enable_group_offload
+
+directory, disk_dir, budget = sys.argv[1:]
+model = pipelines.load("llama", directory, torch_dtype=torch.float32)
+with TierStore(int(budget), disk_dir, device="cpu") as store:
+    with enable_group_offload(model, store):
+        pipelines.run("llama", model)
+    print(store.stats().bytes_written)
+"""
+
+
+def test_another_process_writes_nothing(checkpoint: Checkpoints, disk_dir: Path) -> None:
+    directory = checkpoint("llama")
+    model = pipelines.load("llama", directory, torch_dtype=CAST)
+    budget = pipelines.weight_bytes(model) // 3
+    written = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, directory, disk_dir, str(budget)],
+                capture_output=True,
+                check=True,
+                text=True,
+            ).stdout.split()[-1]
+        )
+        for _ in range(2)
+    ]
+    assert written[0] >= pipelines.weight_bytes(model)
+    assert written[1] == 0
+
+
+@ON_BOTH
+def test_the_same_content_of_two_models_is_written_once(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    models = [pipelines.load("llama", checkpoint("llama"), torch_dtype=CAST) for _ in range(2)]
+    with a_third_of(models[0], disk_dir, device) as store:
+        first = enable_group_offload(models[0], store)
+        written = store.stats().bytes_written
+        second = enable_group_offload(models[1], store)
+        assert store.stats().bytes_written == written > 0
+        assert not first.groups.keys() & second.groups.keys()
+        outputs = [pipelines.run("llama", model, device=device) for model in models]
+        assert torch.equal(*outputs)

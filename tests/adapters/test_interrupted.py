@@ -1,0 +1,187 @@
+"""Errors and interrupts in the middle of a forward, and calls from several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import pipelines
+from tests.adapters.conftest import (
+    DEVICES,
+    OFFLOAD_TYPES,
+    Checkpoints,
+    References,
+    a_third_of,
+    store_on,
+)
+from tests.adapters.models import BLOCK_BYTES, Tower, given
+from tierstore import Access, LeaseError, OffloadHandle, TierStore, enable_group_offload
+
+ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+
+
+def assert_nothing_is_leased(store: TierStore, handle: OffloadHandle) -> None:
+    """Every group can be had for changing, which waits for all other leases of it.
+
+    Except what stays on an accelerator for as long as the model is offloaded.
+    """
+    keys = [key for key in handle.groups if not key.endswith("/resident")]
+    assert keys
+    for key in keys:
+        store.acquire(key, Access.UPDATE).release()
+
+
+def test_a_lease_that_is_out_would_be_noticed(disk_dir: Path) -> None:
+    with (
+        TierStore(1 << 20, disk_dir, device="cpu") as store,
+        enable_group_offload(Tower(), store) as handle,
+        store.acquire(next(iter(handle.groups))),
+        pytest.raises(LeaseError, match="leased"),
+    ):
+        assert_nothing_is_leased(store, handle)
+
+
+class Raise:
+    """A hook that raises once, when it was called `after` times."""
+
+    def __init__(self, error: type[BaseException], after: int) -> None:
+        self.error = error
+        self.left = after
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+@ON_BOTH
+@pytest.mark.parametrize("error", (ZeroDivisionError, KeyboardInterrupt))
+@pytest.mark.parametrize("after", (1, 2), ids=("first step", "second step"))
+@pytest.mark.parametrize(
+    "cut", ({"num_blocks_per_group": 1}, {"offload_type": "leaf_level"}), ids=OFFLOAD_TYPES
+)
+def test_an_error_inside_a_block_leaves_nothing_leased(
+    cut: dict[str, Any],
+    after: int,
+    error: type[BaseException],
+    device: str,
+    checkpoint: Checkpoints,
+    reference: References,
+    disk_dir: Path,
+) -> None:
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    inner = pipe.transformer.single_transformer_blocks[3].attn.to_q
+    with (
+        a_third_of(pipe, disk_dir, device) as store,
+        enable_group_offload(pipe, store, **cut) as handle,
+    ):
+        away = {name: tensor.data_ptr() for name, tensor in pipelines.weights(pipe)}
+        inner.register_forward_pre_hook(Raise(error, after))
+        with pytest.raises(error):
+            pipelines.run("flux", pipe, device=device)
+        assert {name: tensor.data_ptr() for name, tensor in pipelines.weights(pipe)} == away
+        assert_nothing_is_leased(store, handle)
+        for _ in range(2):
+            output = pipelines.run("flux", pipe, device=device)
+            assert torch.equal(output, reference("flux").output)
+
+
+@ON_BOTH
+@torch.no_grad()
+def test_an_error_while_the_weights_are_brought_in(device: str, disk_dir: Path) -> None:
+    """Of two groups that one module needs, the second cannot be had."""
+    model = Tower()
+    model.tail.weight = model.head.weight  # the tail needs the head's group and its own
+    x = given()
+    expected = model(x)
+    with (
+        store_on(device, disk_dir, 3 * BLOCK_BYTES) as store,
+        enable_group_offload(model, store, num_blocks_per_group=1) as handle,
+    ):
+        model(x)
+        keys = [key for key, names in handle.groups.items() if "tail.bias" in names]
+        with store.acquire(keys[0], Access.UPDATE), pytest.raises(LeaseError, match="leased"):
+            model(x)
+        assert_nothing_is_leased(store, handle)
+        assert torch.equal(model(x).cpu(), expected)
+
+
+# Threads ------------------------------------------------------------------------------------------
+
+
+def on_threads(jobs: list[Callable[[], None]]) -> None:
+    """Run all jobs at once. Raises the first error."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(jobs))
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            start.wait()
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@ON_BOTH
+def test_one_model_called_from_two_threads(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    plain = pipelines.load("llama", checkpoint("llama")).to(device)
+    model = pipelines.load("llama", checkpoint("llama"))
+    prompts = [torch.arange(3 + n, 15 + n).reshape(1, 12).to(device) for n in range(2)]
+
+    @torch.no_grad()
+    def logits(owner: nn.Module, prompt: torch.Tensor) -> torch.Tensor:
+        return owner(prompt).logits.cpu()
+
+    expected = [logits(plain, prompt) for prompt in prompts]
+    with a_third_of(model, disk_dir, device) as store, enable_group_offload(model, store) as handle:
+
+        def repeat(which: int) -> None:
+            for _ in range(10):
+                assert torch.equal(logits(model, prompts[which]), expected[which])
+
+        on_threads([lambda: repeat(0), lambda: repeat(1)])
+        assert_nothing_is_leased(store, handle)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@ON_BOTH
+def test_two_models_on_one_store_called_from_two_threads(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    tokens = torch.arange(3, 27).reshape(1, 24).to(device)
+    models = [pipelines.load("llama", checkpoint("llama", model=seed)) for seed in range(2)]
+    plain = [pipelines.load("llama", checkpoint("llama", model=seed)) for seed in range(2)]
+
+    @torch.no_grad()
+    def logits(owner: nn.Module) -> torch.Tensor:
+        return owner(tokens).logits.cpu()
+
+    expected = [logits(model.to(device)) for model in plain]
+    assert not torch.equal(*expected)
+    with (
+        a_third_of(models[0], disk_dir, device) as store,
+        enable_group_offload(models[0], store),
+        enable_group_offload(models[1], store),
+    ):
+
+        def repeat(which: int) -> None:
+            for _ in range(10):
+                assert torch.equal(logits(models[which]), expected[which])
+
+        on_threads([lambda: repeat(0), lambda: repeat(1)])

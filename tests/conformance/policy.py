@@ -1,0 +1,164 @@
+"""What every policy must do. Subclass `PolicyConformance`, say how to make one, and run pytest.
+
+class TestMyPolicy(PolicyConformance):
+    def make(self, schedule):
+        return MyPolicy(schedule)
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+
+from tierstore.model.groups import name_of, version_id
+from tierstore.model.tiers import Tier
+from tierstore.plan.policy import Policy
+from tierstore.plan.schedule import LearnedOrder, Schedule
+
+ENOUGH = 10_000
+"""More victims than any test has copies: a policy that yields so many never ends."""
+
+
+class Shelf:
+    """Which copies there are, kept beside the policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.on: dict[Tier, set[str]] = {tier: set() for tier in Tier}
+
+    def admit(self, key: str, tier: Tier) -> None:
+        self.policy.admitted(key, tier)
+        self.on[tier].add(key)
+
+    def drop(self, key: str, tier: Tier) -> None:
+        self.policy.dropped(key, tier)
+        self.on[tier].discard(key)
+
+    def victims(self, tier: Tier, rival: str | None = None) -> list[str]:
+        """What the policy would give up, in its order."""
+        found = []
+        for key in self.policy.victims(tier, rival):
+            found.append(key)
+            assert len(found) < ENOUGH, "the victims have no end"
+        return found
+
+    def check(self) -> None:
+        """Everything that must be true at any time."""
+        for tier, keys in self.on.items():
+            everybody = self.victims(tier)
+            assert len(everybody) == len(set(everybody)), "a copy is given up twice"
+            assert set(everybody) == keys, "room that must be had is refused, or is not there"
+            for rival in [*sorted(keys)[:2], version_id("somebody new", 1)]:
+                some = self.victims(tier, rival)
+                assert rival not in some, "a prefetch would push itself out"
+                assert len(some) == len(set(some))
+                assert set(some) <= keys
+
+
+class PolicyConformance(ABC):
+    """The rules of `tierstore.plan.policy.Policy`, as tests."""
+
+    @abstractmethod
+    def make(self, schedule: Schedule) -> Policy:
+        """A fresh policy that may rank by `schedule`."""
+
+    def shelf(self) -> tuple[Shelf, LearnedOrder]:
+        schedule = LearnedOrder(memory=32)
+        return Shelf(self.make(schedule)), schedule
+
+    def keys(self, names: str) -> list[str]:
+        return [version_id(name, 1) for name in names]
+
+    def test_nothing_is_there_at_first(self) -> None:
+        shelf, _ = self.shelf()
+        shelf.check()
+
+    def test_every_copy_on_a_tier_is_a_victim_sooner_or_later(self) -> None:
+        shelf, _ = self.shelf()
+        for number, key in enumerate(self.keys("abcdef")):
+            for tier in list(Tier)[: number % 3 + 1]:
+                shelf.admit(key, tier)
+            shelf.check()
+
+    def test_what_was_dropped_is_no_victim_and_may_come_back(self) -> None:
+        shelf, _ = self.shelf()
+        a, b = self.keys("ab")
+        for key in (a, b):
+            shelf.admit(key, Tier.HOST)
+            shelf.admit(key, Tier.DEVICE)
+        shelf.drop(a, Tier.DEVICE)
+        shelf.check()
+        shelf.drop(a, Tier.HOST)
+        shelf.check()
+        shelf.admit(a, Tier.HOST)
+        shelf.check()
+
+    def test_a_copy_that_is_admitted_again_is_one_copy(self) -> None:
+        shelf, _ = self.shelf()
+        (key,) = self.keys("a")
+        for _ in range(3):
+            shelf.admit(key, Tier.HOST)
+        shelf.check()
+        shelf.drop(key, Tier.HOST)
+        shelf.check()
+
+    def test_victims_may_be_dropped_while_they_are_looked_through(self) -> None:
+        shelf, _ = self.shelf()
+        for key in self.keys("abcdef"):
+            shelf.admit(key, Tier.HOST)
+        victims = islice(shelf.policy.victims(Tier.HOST, None), ENOUGH)
+        for count, victim in enumerate(victims):
+            if count < 3:
+                shelf.drop(victim, Tier.HOST)
+        shelf.check()
+        assert len(shelf.on[Tier.HOST]) == 3
+
+    def test_asking_changes_nothing(self) -> None:
+        shelf, schedule = self.shelf()
+        for key in self.keys("abcdef"):
+            shelf.admit(key, Tier.HOST)
+            shelf.policy.used(key)
+            schedule.advance_past(name_of(key))
+        first = shelf.victims(Tier.HOST)
+        rival = self.keys("c")[0]
+        for _ in range(3):
+            some: Iterator[str] = shelf.policy.victims(Tier.HOST, rival)
+            next(some, None)
+            assert shelf.victims(Tier.HOST) == first
+
+    def test_versions_of_one_group_are_copies_of_their_own(self) -> None:
+        shelf, _ = self.shelf()
+        old, new = version_id("a", 1), version_id("a", 2)
+        shelf.admit(old, Tier.HOST)
+        shelf.admit(new, Tier.HOST)
+        shelf.policy.used(new)
+        shelf.check()
+        shelf.drop(old, Tier.HOST)
+        assert shelf.victims(Tier.HOST) == [new]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_the_rules_hold_in_random_histories(self, seed: int) -> None:
+        rng = random.Random(seed)
+        shelf, schedule = self.shelf()
+        names = "abcdefgh"
+        for name in names:
+            schedule.introduce(name)
+        for _ in range(150):
+            key = version_id(rng.choice(names), rng.randrange(2))
+            tier = rng.choice(list(Tier))
+            if key in shelf.on[tier] and rng.random() < 0.4:
+                shelf.drop(key, tier)
+            elif rng.random() < 0.5:
+                shelf.admit(key, tier)
+            elif any(key in keys for keys in shelf.on.values()):
+                shelf.policy.used(key)
+                schedule.advance_past(name_of(key))
+            if rng.random() < 0.1:
+                schedule.expect(rng.sample(names, 2))
+            if rng.random() < 0.05:
+                schedule.forget(rng.choice(names))
+            shelf.check()

@@ -1,0 +1,471 @@
+"""The store's directory: commits that are whole or absent, and trust in nothing that lies there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.transfer.dying import FLOATS, KEY, NEW, OLD, data_of, look, packing
+from tierstore.model.errors import (
+    CorruptDataError,
+    StoreLockedError,
+    TierStoreError,
+    TransferError,
+)
+from tierstore.transfer.directory import ObjectDirectory, is_locked
+from tierstore.transfer.objects import find_objects, object_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(directory: ObjectDirectory, key: str, value: int) -> None:
+    directory.write(key, packing(), data_of(value), single=False)
+
+
+def made(disk_dir: Path, *keys: str) -> Path:
+    """A closed directory with a group under each key. Returns it."""
+    directory = ObjectDirectory(disk_dir)
+    for key in keys:
+        write(directory, key, OLD)
+    directory.close()
+    return disk_dir
+
+
+def object_path(disk_dir: Path, key: str = KEY) -> Path:
+    return disk_dir / "objects" / object_name(key)
+
+
+# Dying at any moment -----------------------------------------------------------------------------
+
+
+def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]]:
+    """For each call of a protocol: its name, and what is found if the process dies there."""
+    begin = "over an old group" if existing else "in an empty directory"
+    command = [sys.executable, "-m", "tests.transfer.dying", str(disk_dir), protocol, begin]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [(name, found) for name, found in map(json.loads, done.stdout.splitlines())]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "existing", "before", "after"),
+    [
+        ("put", True, "old", "new"),
+        ("put", False, "absent", "new"),
+        ("remove", True, "old", "absent"),
+        ("open", True, "old", "old"),
+        ("open", False, "absent", "absent"),
+        pytest.param("store", True, "old", "new", marks=pytest.mark.slow),
+        pytest.param("store", False, "absent", "new", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_dies_leaves_the_old_group_or_the_new_one(
+    protocol: str, existing: bool, before: str, after: str, disk_dir: Path
+) -> None:
+    found = dying(protocol, existing, disk_dir)
+    names = [name for name, _ in found]
+    outcomes = [outcome for _, outcome in found]
+    assert len(found) > 15
+    assert set(outcomes) <= {before, after}
+    assert outcomes == sorted(outcomes, key=[before, after].index), "what was new is old again"
+    assert outcomes[-1] == after, "it came to its end and left nothing new"
+    if before != after:
+        changed = names[outcomes.index(after) - 1]
+        assert changed == ("unlink" if protocol == "remove" else "rename"), "the one commit"
+    if protocol in ("put", "store"):
+        assert {"open", "pwrite", "fsync", "rename", "posix_fallocate"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "wrong"), [("in place", "a mix"), ("remove and write", "absent")]
+)
+def test_a_worse_protocol_is_caught(protocol: str, wrong: str, disk_dir: Path) -> None:
+    """The control: the same search finds what is wrong with these."""
+    assert wrong in [found for _, found in dying(protocol, True, disk_dir)]
+
+
+class Recorder:
+    """Notes calls of `os` that make files last, with the names of what they were about."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self._root = root
+        for name in ("pwrite", "fsync", "posix_fallocate"):
+            monkeypatch.setattr(os, name, self._noting(name, getattr(os, name), self._by_number))
+        for name in ("rename", "mkdir", "unlink"):
+            monkeypatch.setattr(os, name, self._noting(name, getattr(os, name), self._by_name))
+
+    def _noting(
+        self, name: str, original: Callable[..., Any], subject: Callable[..., str]
+    ) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            about = subject(*args, **options)
+            result = original(*args, **options)
+            self.calls.append((name, about))
+            return result
+
+        return call
+
+    def _by_number(self, descriptor: int, *_: Any) -> str:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return str(path.relative_to(self._root))
+
+    def _by_name(self, path: str, *_: Any, **options: Any) -> str:
+        descriptor = options.get("src_dir_fd", options.get("dir_fd"))
+        if descriptor is None:
+            return str(Path(path).relative_to(self._root))
+        return os.path.join(self._by_number(descriptor), path)
+
+    def places(self, name: str, about: str) -> list[int]:
+        """Where in the record these calls are."""
+        return [i for i, call in enumerate(self.calls) if call == (name, about)]
+
+
+@pytest.mark.parametrize("shard", ["is new", "was left by somebody who died"])
+def test_what_a_commit_says_would_survive_a_power_cut(
+    shard: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is synced before the next thing relies on it, and before the commit returns."""
+    directory = ObjectDirectory(disk_dir)
+    if shard != "is new":
+        object_path(disk_dir).parent.mkdir()
+    record = Recorder(monkeypatch, disk_dir)
+    write(directory, KEY, NEW)
+    (_, temporary) = next(call for call in record.calls if call[0] == "rename")
+    folder = "objects/" + object_name(KEY).partition("/")[0]
+    (synced,), (renamed,) = record.places("fsync", temporary), record.places("rename", temporary)
+    assert max(record.places("pwrite", temporary)) < synced < renamed
+    assert renamed < record.places("fsync", folder)[-1]
+    assert record.places("fsync", "objects"), "the shard's own name might be lost"
+    record.calls.clear()
+    directory.remove(KEY)
+    assert [name for name, _ in record.calls] == ["unlink", "fsync"]
+    directory.close()
+
+
+def test_the_object_is_a_safetensors_file_whose_data_begins_at_a_page(disk_dir: Path) -> None:
+    made(disk_dir, KEY)
+    found = next(iter(find_objects(disk_dir)))
+    assert found.stored is not None
+    assert found.stored.data_start % 4096 == 0
+    with safe_open(found.path, "np") as file:
+        assert file.get_slice("weight").get_shape() == [FLOATS]
+        assert file.metadata()["tierstore.key"] == KEY
+        assert {byte for name in file.keys() for byte in file.get_tensor(name).tobytes()} == {OLD}  # noqa: SIM118
+
+
+def test_the_last_of_two_puts_stays(disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir)
+    staged = [directory.stage(KEY, packing(), data_of(value), single=False) for value in (NEW, OLD)]
+    assert list(find_objects(disk_dir)) == [], "it counts before it is committed"
+    directory.commit(staged[0])
+    directory.abandon(staged[1])
+    directory.abandon(staged[0])  # too late: it is committed
+    assert os.listdir(disk_dir / "tmp") == []
+    directory.close()
+    assert look(disk_dir) == "new"
+
+
+def test_several_threads_commit_at_once(disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir)
+    errors: list[BaseException] = []
+
+    def body(name: str) -> None:
+        try:
+            for number in range(10):
+                write(directory, f"{name}{number % 3}", NEW)
+                if number % 3 == 2:
+                    directory.remove(f"{name}{number % 3}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    directory.close()
+    again = ObjectDirectory(disk_dir)
+    keys = sorted(stored.key for stored in again.objects())
+    assert keys == sorted(f"{name}{number}" for name in "abcd" for number in (0, 1))
+    assert not again.damaged
+    again.close()
+
+
+# Whose it is -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_look(mask: int, disk_dir: Path) -> None:
+    before = os.umask(mask)
+    try:
+        directory = ObjectDirectory(disk_dir)
+        write(directory, KEY, OLD)
+        staged = directory.stage("other", packing(), data_of(NEW), single=False)
+        modes = {
+            str(path.relative_to(disk_dir)): (path.is_dir(), stat.S_IMODE(path.lstat().st_mode))
+            for path in [disk_dir, *disk_dir.rglob("*")]
+        }
+        directory.abandon(staged)
+        directory.close()
+    finally:
+        os.umask(before)
+    assert len(modes) == 8, modes
+    for name, (folder, mode) in modes.items():
+        assert mode == (0o700 if folder else 0o600), f"{name} has {mode:o}"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[Path]:
+    """A file and a directory of somebody else, which must not change."""
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_text("secret")
+    yield outside
+    assert (outside / "file").read_text() == "secret"
+    assert sorted(p.name for p in outside.rglob("*")) == ["file", "folder"]
+
+
+def descriptors() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue  # the one that lists the directory
+    return sorted(found)
+
+
+def refuses(disk_dir: Path) -> TierStoreError:
+    """Opening fails, holds no lock and no descriptor afterwards, and says where it failed."""
+    before = descriptors()
+    with pytest.raises(TierStoreError) as error:
+        ObjectDirectory(disk_dir)
+    assert str(disk_dir) in str(error.value)
+    assert descriptors() == before, "a descriptor was left open"
+    return error.value
+
+
+@pytest.mark.parametrize("part", ["LOCK", "STORE.json", "objects", "tmp"])
+def test_a_link_in_the_place_of_a_part_is_not_followed(
+    part: str, disk_dir: Path, secret: Path
+) -> None:
+    made(disk_dir, KEY)
+    place = disk_dir / part
+    target = secret / ("folder" if place.is_dir() else "file")
+    shutil.move(place, disk_dir.parent / "aside")
+    place.symlink_to(target)
+    refuses(disk_dir)
+    place.unlink()
+    shutil.move(disk_dir.parent / "aside", place)
+    assert look(disk_dir) == "old"
+
+
+@pytest.mark.parametrize("part", ["LOCK", "STORE.json"])
+def test_a_pipe_in_the_place_of_a_part_does_not_hang(part: str, disk_dir: Path) -> None:
+    made(disk_dir, KEY)
+    (disk_dir / part).unlink()
+    os.mkfifo(disk_dir / part)
+    refuses(disk_dir)
+
+
+def test_a_lock_that_is_another_name_of_something_is_not_written_to(
+    disk_dir: Path, secret: Path
+) -> None:
+    made(disk_dir)
+    (disk_dir / "LOCK").unlink()
+    os.link(secret / "file", disk_dir / "LOCK")
+    refuses(disk_dir)
+
+
+def test_links_below_objects_are_not_followed(disk_dir: Path, secret: Path) -> None:
+    made(disk_dir, KEY, "other")
+    path = object_path(disk_dir)
+    shard = object_path(disk_dir, "other").parent
+    path.unlink()
+    path.symlink_to(secret / "file")
+    shutil.rmtree(shard)
+    shard.symlink_to(secret / "folder")
+    directory = ObjectDirectory(disk_dir)
+    assert directory.objects() == []
+    assert list(directory.damaged) == [object_name(KEY)]
+    with pytest.raises(TransferError):
+        write(directory, "other", NEW)
+    write(directory, KEY, NEW)  # takes the link's place
+    directory.close()
+    assert not path.is_symlink()
+    assert look(disk_dir) == "new"
+
+
+def test_a_temporary_name_that_was_guessed_is_not_used(
+    disk_dir: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ObjectDirectory(disk_dir)
+    write(directory, KEY, OLD)
+    monkeypatch.setattr(os, "urandom", bytes)
+    (disk_dir / "tmp" / ("object-" + "00" * 8)).symlink_to(secret / "file")
+    with pytest.raises(TransferError):
+        write(directory, KEY, NEW)
+    directory.close()
+    assert look(disk_dir) == "old"
+
+
+def test_what_is_not_ours_is_left_alone(disk_dir: Path) -> None:
+    made(disk_dir, KEY)
+    mine = [
+        disk_dir / "notes.txt",
+        disk_dir / "tmp" / "notes.txt",
+        disk_dir / "objects" / "notes.txt",
+        object_path(disk_dir).parent / "notes.txt",
+    ]
+    for path in mine:
+        path.write_text("mine")
+    (disk_dir / "tmp" / "folder").mkdir()
+    (disk_dir / "tmp" / ("object-" + "ab" * 8)).write_text("left by somebody who died")
+    directory = ObjectDirectory(disk_dir)
+    assert [stored.key for stored in directory.objects()] == [KEY]
+    assert not directory.damaged
+    directory.close()
+    assert all(path.read_text() == "mine" for path in mine)
+    assert sorted(os.listdir(disk_dir / "tmp")) == ["folder", "notes.txt"]
+
+
+# What it says it is ------------------------------------------------------------------------------
+
+MARKERS = {
+    "a newer format": b'{"format": 2}',
+    "an older format": b'{"format": 0}',
+    "a format that is no number": b'{"format": "one"}',
+    "no format": b"{}",
+    "a list": b"[1]",
+    "no JSON": b"{",
+    "nothing": b"",
+    "bytes": b"\xff\xfe",
+    "deeply nested": b"[" * 60_000,
+}
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_a_directory_of_another_format_is_refused_and_left_as_it_is(
+    kind: str, disk_dir: Path
+) -> None:
+    made(disk_dir, KEY)
+    marker = disk_dir / "STORE.json"
+    whole = marker.read_bytes()
+    marker.write_bytes(MARKERS[kind])
+    left = disk_dir / "tmp" / ("object-" + "ab" * 8)
+    left.write_text("a newer version may need this")
+    error = refuses(disk_dir)
+    assert "disk_dir" in str(error)
+    if kind == "a newer format":
+        for part in ("format 2", "knows 1", "upgrade"):
+            assert part in str(error)
+    assert left.exists()
+    assert marker.read_bytes() == MARKERS[kind]
+    marker.write_bytes(whole)
+    assert look(disk_dir) == "old"
+
+
+def test_one_live_store_holds_the_directory(disk_dir: Path) -> None:
+    first = ObjectDirectory(disk_dir)
+    assert is_locked(disk_dir) == f"process {os.getpid()} on {os.uname().nodename!r}"
+    error = refuses(disk_dir)
+    assert isinstance(error, StoreLockedError)
+    assert f"process {os.getpid()} " in str(error)
+    first.close()
+    assert is_locked(disk_dir) is None
+    ObjectDirectory(disk_dir).close()
+
+
+def test_who_only_looks_at_the_lock_keeps_nobody_out(disk_dir: Path) -> None:
+    made(disk_dir)
+    over = threading.Event()
+
+    def look_at_it() -> None:
+        while not over.is_set():
+            is_locked(disk_dir)
+
+    watcher = threading.Thread(target=look_at_it)
+    watcher.start()
+    try:
+        for _ in range(50):
+            ObjectDirectory(disk_dir).close()
+    finally:
+        over.set()
+        watcher.join()
+
+
+# Damage ------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+def another_name(path: Path) -> None:
+    shutil.copy(object_path(path.parents[2], "other"), path)
+
+
+HEADER_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a bit of the length": lambda path: flip(path, 2),
+    "a bit of the header": lambda path: flip(path, 60),
+    "a bit of the padding": lambda path: flip(path, 4000),
+    "cut in the header": lambda path: os.truncate(path, 1000),
+    "cut in the data": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "somebody else's": another_name,
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("damage", HEADER_DAMAGES)
+def test_a_damaged_object_is_told_and_costs_its_own_key_only(damage: str, disk_dir: Path) -> None:
+    made(disk_dir, KEY, "other")
+    path = object_path(disk_dir)
+    HEADER_DAMAGES[damage](path)
+    directory = ObjectDirectory(disk_dir)
+    assert [stored.key for stored in directory.objects()] == ["other"]
+    error = directory.damaged[object_name(KEY)]
+    assert isinstance(error, TransferError)
+    assert error.path == str(path)
+    if damage == "somebody else's":
+        assert isinstance(error, CorruptDataError)
+        assert "'other'" in str(error)
+    if not path.is_dir():
+        write(directory, KEY, NEW)
+        assert not directory.damaged
+    directory.close()
+    assert path.is_dir() or look(disk_dir) == "new"
+
+
+def test_every_bit_of_a_header_counts(disk_dir: Path) -> None:
+    """Many single flips, of which the structure alone would let two in five pass."""
+    made(disk_dir, KEY)
+    path = object_path(disk_dir)
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    end = whole.rindex(b"}", 0, 8 + length) + 20
+    for offset in range(0, end, 7):
+        raw = bytearray(whole)
+        raw[offset] ^= 1 << offset % 8
+        path.write_bytes(raw)
+        (found,) = find_objects(disk_dir)
+        assert found.error is not None, f"bit {offset % 8} of byte {offset}"
+    path.write_bytes(whole)
+    assert look(disk_dir) == "old"
