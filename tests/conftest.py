@@ -19,6 +19,7 @@ THREADS = 2
 # Set before any test imports the libraries that read these, and inherited by subprocesses.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads starve each other on a busy machine
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
 if "torch" in sys.modules:  # too late for the variable above
     sys.modules["torch"].set_num_threads(THREADS)

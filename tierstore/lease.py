@@ -55,9 +55,14 @@ class Lease:
 
     def release(self) -> None:
         """Give the group back. A second call does nothing."""
+        self._release()  # once, however often it is called
+        self._tensors = None
+
+    def abandon(self) -> None:
+        """`release` for finalizers: they may run in the middle of a step, so it is done later."""
         if self._tensors is not None:
             self._tensors = None
-            self._release()
+            self._lose()
 
     def __enter__(self) -> Lease:
         return self
@@ -72,9 +77,7 @@ class Lease:
 
     def __del__(self) -> None:
         if getattr(self, "_tensors", None) is not None:
-            self._tensors = None
-            # Not released here: this may run inside the store's own code.
-            self._lose()
+            self.abandon()
             warnings.warn(
                 f"a lease of {self.key!r} was lost without release(): use it in a with statement",
                 ResourceWarning,

@@ -15,6 +15,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from threading import Condition
 from typing import TypeVar
 
@@ -46,6 +47,16 @@ from tierstore.waiting import Request, WaitingRoom
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
+class _Lent:
+    """The store's side of a lease."""
+
+    version: str
+    access: Access
+    owner: object
+    out: bool = False
+
+
 class Serving:
     """What a store does under its lock. `TierStore` is what its users see of it."""
 
@@ -64,7 +75,8 @@ class Serving:
         self._changed = self._waiting.condition
         self._versions: dict[str, str] = {}  # key -> the version that readers see
         self._next_version = 1
-        self._lost_leases: deque[tuple[str, Access, object]] = deque()
+        # Leases that were garbage-collected: that may happen in the middle of any step.
+        self._lost_leases: deque[_Lent] = deque()
         self._lost_groups: deque[str] = deque()
         self._counts: Counter[str] = Counter()
         self._stalled = 0.0
@@ -216,23 +228,29 @@ class Serving:
         error = self._planner.error_of(version)
         if error is not None:
             raise error
-        if not self._planner.lease(version, request.access):
-            return None
+        loan = _Lent(version, request.access, request.owner)
+        try:
+            loan.out = self._planner.lease(version, request.access)
+            return self._lent(request, version, loan) if loan.out else None
+        except BaseException:  # an interrupt, most likely: nobody would give the lease back
+            self._end_lease(loan)
+            raise
+
+    def _lent(self, request: Request, version: str, loan: _Lent) -> Lease:
+        self._waiting.lend(request.owner, version)
+        request.version = ""
         self._planner.withdraw(version)
         self._deliver()
-        self._waiting.lend(request.owner, version)
         if request.tried >= 0:
             self._stalled += time.monotonic() - request.since
-        request.version = ""
         tensors = self._carrier.view(version)
         self._order_after_arrival(version)
-        terms = (version, request.access, request.owner)
         return Lease(
             request.key,
             version,
             dict(tensors),
-            functools.partial(self._release, *terms),
-            functools.partial(self._lost, *terms),
+            functools.partial(self._release, loan),
+            functools.partial(self._lost_leases.append, loan),
         )
 
     def _order_after_arrival(self, version: str) -> None:
@@ -281,19 +299,19 @@ class Serving:
             "first, or raise the budget",
         )
 
-    def _release(self, version: str, access: Access, owner: object) -> None:
+    def _release(self, loan: _Lent) -> None:
         with self._changed:
-            taken = self._end_lease(version, access, owner)
+            taken = self._end_lease(loan)
         if taken is not None:
             self._remove_file(*taken)
 
-    def _end_lease(
-        self, version: str, access: Access, owner: object
-    ) -> tuple[str, int, bool] | None:
-        """Take a lease back. What is returned is for `_remove_file`, without the lock."""
-        if self._closed:
+    def _end_lease(self, loan: _Lent) -> tuple[str, int, bool] | None:
+        """Take a lease back, once. What is returned is for `_remove_file`, without the lock."""
+        if self._closed or not loan.out:
             return None
-        self._waiting.give_back(owner, version)
+        loan.out = False
+        version, access = loan.version, loan.access
+        self._waiting.give_back(loan.owner, version)
         if self.device.type != "cpu":
             event = torch.accelerator.current_stream(self.device).record_event()
             self._carrier.used_on(version, event)
@@ -314,10 +332,6 @@ class Serving:
         """No version of `key` up to this one may be on disk from now on."""
         self._carrier.remove(key, version, durable)
 
-    def _lost(self, version: str, access: Access, owner: object) -> None:
-        """A lease was garbage-collected. This may run in the middle of a step, so only note it."""
-        self._lost_leases.append((version, access, owner))
-
     def discard_soon(self, keys: Iterable[str]) -> None:
         """Forget groups taken by `register` at the next step. For finalizers, which may run
         anywhere, so that nothing can be done at once."""
@@ -325,7 +339,7 @@ class Serving:
 
     def _collect_lost(self) -> None:
         while self._lost_leases:
-            taken = self._end_lease(*self._lost_leases.popleft())
+            taken = self._end_lease(self._lost_leases.popleft())
             if taken is not None:
                 self._remove_file(*taken)
         while self._lost_groups:

@@ -83,10 +83,10 @@ class WaitingRoom:
 
     def give_back(self, owner: object, version: str) -> None:
         """A lease comes back."""
-        held = self._held[owner]
+        held = self._held.get(owner, Counter())
         held[version] -= 1
         if not +held:
-            del self._held[owner]
+            self._held.pop(owner, None)
 
     def wait(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
         """Try until `attempt` gives something, sleeping until something has changed."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dis
+import gc
+import itertools
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,8 +26,9 @@ from tests.adapters.conftest import (
     store_on,
 )
 from tests.adapters.models import BLOCK_BYTES, Tower, given
-from tierstore import Access, LeaseError, OffloadHandle, TierStore, enable_group_offload
+from tierstore import Access, LeaseError, OffloadHandle, TierStore, adapters, enable_group_offload
 
+ADAPTERS = Path(adapters.__file__).parent
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -112,6 +118,70 @@ def test_an_error_while_the_weights_are_brought_in(device: str, disk_dir: Path) 
         assert torch.equal(model(x).cpu(), expected)
 
 
+class InterruptAt:
+    """Raises KeyboardInterrupt where Python would: the `point`-th time that it looks for signals in
+    code of the adapters. `raised` tells whether there were so many."""
+
+    # Instructions after which (or at the start of a function) the interpreter looks for signals.
+    LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")
+
+    def __init__(self, point: int) -> None:
+        self.left = point
+        self.raised = False
+
+    def __enter__(self) -> InterruptAt:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
+        if Path(frame.f_code.co_filename).parent != ADAPTERS or frame.f_code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes = True
+        last = ""
+
+        def instruction(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal last
+            if event == "opcode":
+                self.left -= last in self.LOOKS
+                if self.left == 0:
+                    self.raised = True
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            return instruction
+
+        return instruction
+
+
+@pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")  # lost before anybody had it
+@torch.no_grad()
+def test_an_interrupt_at_any_point_is_undone(disk_dir: Path) -> None:
+    model, x = Tower(2), given()
+    expected = model(x)
+    with (
+        TierStore(4 * BLOCK_BYTES, disk_dir, device="cpu") as store,
+        enable_group_offload(model, store, num_blocks_per_group=1) as handle,
+    ):
+        for point in itertools.count(1):
+            try:
+                with InterruptAt(point) as interrupt:
+                    model(x)
+            except KeyboardInterrupt:
+                pass
+            gc.collect()
+            # All weights are home: maps of files, not memory that the store uses again.
+            assert not pipelines.not_file_backed(model), point
+            assert torch.equal(model(x), expected), point
+            if not interrupt.raised:
+                break
+        assert point > 100
+        assert_nothing_is_leased(store, handle)
+
+
 # Threads ------------------------------------------------------------------------------------------
 
 
@@ -156,6 +226,7 @@ def test_one_model_called_from_two_threads(
                 assert torch.equal(logits(model, prompts[which]), expected[which])
 
         on_threads([lambda: repeat(0), lambda: repeat(1)])
+        assert store.stats().bytes_written == 0  # nobody took the other's steps for an edit
         assert_nothing_is_leased(store, handle)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
 

@@ -16,8 +16,8 @@ from tierstore.cli import checking
 from tierstore.cli.report import survey
 from tierstore.model.header import LENGTH_BYTES
 from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.objects import object_name
 from tierstore.transfer.disk import DataFile
+from tierstore.transfer.objects import object_name
 
 
 def test_a_whole_store_passes(store: Path, inspect: Inspect) -> None:

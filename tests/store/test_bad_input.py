@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from tests.store.helpers import (
     assert_same,
     is_root,
     join,
+    memory_held,
     needs_pretend,
     object_file,
     on_both,
@@ -911,6 +913,7 @@ def test_a_closed_store_gives_its_memory_back(disk_dir: Path) -> None:
     store.close()
     gc.collect()
     assert (pretend.pinned_bytes(), pretend.memory_allocated()) == before
+    assert memory_held(store) == {"HOST": 0, "DEVICE": 0}
 
 
 def test_a_put_that_returned_before_the_store_was_closed_is_in_the_next_one(
@@ -973,6 +976,33 @@ def test_a_forked_child(disk_dir: Path) -> None:
         store.put("key", pages(2))
     with open_store(disk_dir) as again:
         assert_group(again.get("key"), pages(2))
+
+
+def test_a_child_that_was_forked_at_a_bad_moment_ends(disk_dir: Path) -> None:
+    """Another thread has a lock that the child's copy of the store will never get."""
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        held, forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store._carrier._disk._ready:
+                held.set()
+                forked.wait(PATIENCE)
+
+        holder = threading.Thread(target=hold, daemon=True)
+        holder.start()
+        assert held.wait(PATIENCE)
+
+        def child() -> None:
+            signal.alarm(PATIENCE)  # kills it if it hangs
+            with pytest.raises(ClosedError):
+                store.close()
+
+        assert in_a_child(child) == 0
+        forked.set()
+        join(holder)
+    with open_store(disk_dir) as store:
+        assert_group(store.get("key"), pages(1))
 
 
 # Leases ------------------------------------------------------------------------------------------

@@ -630,6 +630,23 @@ def test_what_was_updated_on_the_accelerator_is_what_comes_back(disk_dir: Path) 
 
 
 @needs_pretend
+@pytest.mark.parametrize("change", ["queued", "none"])
+def test_an_update_that_has_only_been_queued_is_saved(change: str, disk_dir: Path) -> None:
+    """The way back to the host waits for the way there, and for the last user's stream."""
+    store = open_store(disk_dir, device="pretend")
+    store.put("key", pages(1))
+    source = pages(2).pin_memory()
+    with torch.Stream(device="pretend:0"), store.acquire("key", Access.UPDATE) as lease:
+        if change == "queued":
+            lease.tensor.copy_(source, non_blocking=True)
+    push_out(store, "key")
+    store = reopen(store)
+    assert_group(store.get("key"), pages(2 if change == "queued" else 1))
+    assert store.stats().bytes_read == PAGE
+    store.close()
+
+
+@needs_pretend
 @pytest.mark.parametrize("way", ["acquire", "get"])
 def test_a_side_stream_waits_for_what_it_acquires(way: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device="pretend") as store:

@@ -22,6 +22,8 @@ SEEDS = 4
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
 def test_a_store_holds_what_a_dict_would_hold(policy: str, device: str, tmp_path: Path) -> None:
     done: Counter[str] = Counter()
+    if device != "cpu":
+        pretend.reset_counters()
     for seed in range(SEEDS):
         print(f"Machine({seed}, {device!r}, directory, {policy!r}).play({STEPS})")
         machine = Machine(seed, device, tmp_path / str(seed), policy)
@@ -35,6 +37,7 @@ def test_a_store_holds_what_a_dict_would_hold(policy: str, device: str, tmp_path
     if device != "cpu":
         assert done["bytes_onloaded"] > SEEDS * DEVICE_PAGES * PAGE
         assert done["bytes_offloaded"] > 0
+        assert pretend.stale_copies() == 0, "a copy ran into memory that was given back"
     assert all(done[step] > SEEDS for step in Machine.STEPS)
     assert done["refused"], "no history ran into its own leases"
 

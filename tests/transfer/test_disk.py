@@ -502,6 +502,7 @@ class SpillMachine(RuleBasedStateMachine):
         if not hasattr(self, "spill"):
             return
         free = self.spill._free
+        assert all(room > 0 for _, room in free)
         assert all(one[0] + one[1] < other[0] for one, other in pairwise(free))
         used = sum(round_up(nbytes, PAGE) for nbytes, _ in self.live.values())
         assert self.spill._end == used + sum(room for _, room in free)

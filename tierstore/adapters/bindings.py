@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -26,9 +26,10 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 class Binding:
     """A tensor of the model, the group it is in, and its home: what it shows while away.
 
-    `users` counts the running units that show it. `edited` tells whether somebody gave it other
-    memory or wrote to it by a torch operation since it was brought home. (Writes that torch does
-    not count, such as to `tensor.data`, show in the pages of the home: see `WriteWatch`.)
+    `users` are the visits during which it shows leased memory. `edited` tells whether somebody gave
+    it other memory or wrote to it by a torch operation since it was brought home. (Writes that
+    torch does not count, such as to `tensor.data`, show in the pages of the home: see
+    `WriteWatch`.)
     """
 
     __slots__ = ("_seen", "home", "key", "name", "tensor", "users", "version")
@@ -36,14 +37,14 @@ class Binding:
     def __init__(self, tensor: torch.Tensor, key: str, name: str, home: torch.Tensor) -> None:
         self.tensor = tensor
         self.name = name
-        self.users = 0
+        self.users: set[object] = set()
         self.settle(key, home)
 
     def settle(self, key: str, home: torch.Tensor) -> None:
         """The tensor is in group `key` from now on, and away."""
         self.key = key
         self.home = home
-        if self.users == 0:
+        if not self.users:
             self._bring_home()
 
     def _bring_home(self) -> None:
@@ -59,18 +60,21 @@ class Binding:
         now = (self.tensor.data_ptr(), self.tensor.dtype, self.tensor.shape)
         return now != self._seen or version_of(self.tensor) != self.version
 
-    def show(self, leased: Mapping[str, torch.Tensor]) -> None:
-        """Let the tensor show the leased bytes."""
-        if self.users == 0:
-            assign(self.tensor, leased[self.name])
+    def show(self, visit: object, leased: torch.Tensor) -> None:
+        """Let the tensor show the leased bytes while `visit` lasts."""
+        first = not self.users
+        self.users.add(visit)  # before anything is shown: wherever this ends, put_back undoes it
+        if first:
+            assign(self.tensor, leased)
             self.version = version_of(self.tensor)
-        self.users += 1
 
-    def put_back(self) -> None:
-        """Let it show its home again, when the last unit is done with it."""
-        self.users -= 1
-        if self.users:
-            return
+    def put_back(self, visit: object) -> None:
+        """Let it show its home again, when the last visit ends. May be repeated if interrupted."""
+        if self.users == {visit}:
+            self._put_back()
+        self.users.discard(visit)
+
+    def _put_back(self) -> None:
         if version_of(self.tensor) != self.version:
             # The forward itself changed it. The home is where the change is kept, and noticed.
             self.home.copy_(self.tensor.detach())
@@ -102,55 +106,59 @@ class Loan:
         lock: threading.Lock,
         renew: Callable[[list[Binding]], None],
     ) -> None:
-        self._store = store
-        self._bindings = bindings
-        self._lock = lock
-        self._renew = renew
+        self.store = store
+        self.bindings = bindings
+        self.lock = lock
+        self.renew = renew
+
+
+class Visit:
+    """One run of a unit. `begin` brings its tensors in; `end`, whatever happened, undoes that.
+
+    Every visit holds leases of its own, so that visits on several threads may overlap.
+    """
+
+    def __init__(self, loan: Loan) -> None:
+        self._loan = loan
+        self._leases: list[Lease] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter(self) -> list[Lease]:
-        """Bring the tensors in. Undone by `leave`; nothing is held if it raises.
-
-        Every call holds leases of its own, so that calls on several threads may overlap.
-        """
-        edited = [binding for binding in self._bindings if binding.edited]
+    def begin(self) -> None:
+        """Bring the tensors in. If it raises, `end` still has to be called."""
+        loan = self._loan
+        with loan.lock:  # in the middle of another thread's step, anything looks edited
+            edited = [binding for binding in loan.bindings if binding.edited]
         if edited:
-            self._renew(edited)
-        leases = self._acquire_all()
-        shown: list[Binding] = []
-        try:
-            tensors = {lease.key: lease.tensors for lease in leases}
-            with self._lock:
-                for binding in self._bindings:
-                    binding.show(tensors[binding.key])
-                    shown.append(binding)
-        except BaseException:
-            self._send_back(shown, leases)
-            raise
-        return leases
+            loan.renew(edited)
+        while not self._show():
+            self._release_all()  # groups were renewed on another thread, meanwhile
 
-    def _acquire_all(self) -> list[Lease]:
-        leases: list[Lease] = []
-        keys = list(dict.fromkeys(binding.key for binding in self._bindings))
+    def _show(self) -> bool:
+        keys = list(dict.fromkeys(binding.key for binding in self._loan.bindings))
         try:
             for key in keys:
-                leases.append(self._store.acquire(key))
-        except BaseException as error:
-            self._send_back([], leases)
-            renewed = any(binding.key not in keys for binding in self._bindings)
-            if isinstance(error, UnknownKeyError) and renewed:  # on another thread, meanwhile
-                return self._acquire_all()
-            raise
-        return leases
+                self._leases.append(self._loan.store.acquire(key))
+        except UnknownKeyError:
+            if all(binding.key in keys for binding in self._loan.bindings):
+                raise
+            return False
+        tensors = {lease.key: lease.tensors for lease in self._leases}
+        with self._loan.lock:
+            if any(binding.key not in tensors for binding in self._loan.bindings):
+                return False
+            for binding in self._loan.bindings:
+                binding.show(self, tensors[binding.key][binding.name])
+        return True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(self, leases: list[Lease]) -> None:
-        """The opposite of `enter`."""
-        self._send_back(self._bindings, leases)
+    def end(self) -> None:
+        """Put everything back. To be called again if it was interrupted."""
+        with self._loan.lock:
+            for binding in self._loan.bindings:
+                binding.put_back(self)
+        self._release_all()
 
-    def _send_back(self, shown: list[Binding], leases: list[Lease]) -> None:
-        with self._lock:
-            for binding in shown:
-                binding.put_back()
-        for lease in reversed(leases):
-            lease.release()
+    def _release_all(self) -> None:
+        while self._leases:
+            self._leases[-1].release()
+            self._leases.pop()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from tierstore.adapters.bindings import Binding, Loan, assign
+from tierstore.adapters.bindings import Binding, Loan, Visit, assign
 from tierstore.adapters.grouping import GroupPlan, Unit, find_units, group_units, tensor_bytes
 from tierstore.lease import Lease
 from tierstore.model.tiers import Access
@@ -62,11 +62,17 @@ class OffloadedForward:
             args, kwargs = self.move(args, kwargs)
         if loan is None:
             return self.original(*args, **kwargs)
-        leases = loan.enter()
+        visit = Visit(loan)
         try:
-            return self.original(*args, **kwargs)
+            visit.begin()
+            result = self.original(*args, **kwargs)
         finally:
-            loan.leave(leases)
+            try:
+                visit.end()
+            except BaseException:  # an interrupt in the middle of putting back: do it again
+                visit.end()
+                raise
+        return result
 
     def remove(self) -> None:
         """Give the module its own method back; where others wrapped this one, only pass through."""
@@ -114,8 +120,9 @@ class OffloadedModule:
         self._wrappers: list[OffloadedForward] = []
         self._bindings: dict[int, Binding] = {}
         self._residents: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._resident_lease: Lease | None = None
-        self._finalizer = weakref.finalize(self, _forget, weakref.ref(store), self.groups)
+        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._resident_leases: list[Lease] = []
+        weakref.finalize(self, _forget, weakref.ref(store), self.groups, self._resident_leases)
         try:
             self._take(grouping)
         except BaseException:
@@ -186,11 +193,14 @@ class OffloadedModule:
         with self._renewing:
             for old in dict.fromkeys(binding.key for binding in edited):
                 members = [b for b in self._bindings.values() if b.key == old]
-                if any(b.users for b in members):
-                    continue  # they are in use: noticed again before the next one
+                with self._lock:
+                    if not members or any(b.users for b in members):
+                        continue  # they are in use: noticed again before the next one
+                    # Aliases: on another thread, the tensors may show leased memory soon.
+                    changed = {b.name: b.tensor.detach() for b in members}
                 self._renewals += 1
                 key = f"{old.partition('~')[0]}~{self._renewals}"
-                homes = self.store.register(key, {b.name: b.tensor for b in members})
+                homes = self.store.register(key, changed)
                 self.groups[key] = self.groups.pop(old)
                 with self._lock:
                     for binding in members:
@@ -210,27 +220,40 @@ class OffloadedModule:
         plain = {n: t for n, t in rest.items() if not hasattr(t, "__tensor_flatten__")}
         for name, tensor in rest.items():
             if name not in plain:
-                assign(tensor, tensor.data.to(self.store.device))
+                self._swap_to_device(tensor)
         if not plain:
             return
         key = f"{self._prefix}/resident"
         self.store.put(key, plain, durable=False)
         self.groups[key] = list(plain)
-        self._resident_lease = self.store.acquire(key, Access.UPDATE)
+        lease = self.store.acquire(key, Access.UPDATE)
+        self._resident_leases.append(lease)
         for name, tensor in plain.items():
             self._residents.append((tensor, tensor.data))
-            assign(tensor, self._resident_lease.tensors[name])
+            assign(tensor, lease.tensors[name])
+
+    def _swap_to_device(self, tensor: torch.Tensor) -> None:
+        """Move a wrapper around other tensors (a quantised weight): `.data` would not do."""
+        moved = tensor.detach().to(self.store.device)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, moved)
+        self._swapped.append((tensor, moved))
+
+    def _give_residents_back(self) -> None:
+        while self._swapped:
+            torch.utils.swap_tensors(*self._swapped.pop())
+        for tensor, before in self._residents:
+            assign(tensor, tensor.data.to(before.device, copy=True))
+        self._residents.clear()
+        while self._resident_leases:
+            self._resident_leases.pop().release()
 
     def disable(self) -> None:
         """Make it an ordinary module again. Its weights show what they showed while away."""
         while self._wrappers:
             self._wrappers.pop().remove()
-        for tensor, before in self._residents:
-            assign(tensor, tensor.data.to(before.device, copy=True))
-        self._residents.clear()
-        if self._resident_lease is not None:
-            self._resident_lease.release()
-            self._resident_lease = None
+        self._give_residents_back()
         for binding in self._bindings.values():
             if not binding.edited:  # otherwise it shows what somebody gave it
                 assign(binding.tensor, binding.home)
@@ -241,8 +264,12 @@ class OffloadedModule:
         self.groups.clear()
 
 
-def _forget(store: weakref.ref[TierStore], groups: dict[str, list[str]]) -> None:
+def _forget(
+    store: weakref.ref[TierStore], groups: dict[str, list[str]], leases: list[Lease]
+) -> None:
     """A model was garbage-collected: its groups are of no use to anybody."""
+    for lease in leases:
+        lease.abandon()
     alive = store()
     if alive is not None:
         alive.discard_soon(groups)
