@@ -89,6 +89,7 @@ def test_a_lost_update_would_be_counted(tmp_path: Path) -> None:
     crowd = Crowd(1, "cpu", tmp_path / "store")
     crowd.exclusive = False
     crowd.run()
-    with pytest.raises(AssertionError, match="updates were lost"):
+    # The count, or a checksum taken while somebody wrote: both show that the changers met.
+    with pytest.raises(AssertionError, match="updates were lost|is not what was written"):
         crowd.finish()
     crowd.store.close()
