@@ -90,6 +90,6 @@ def test_a_lost_update_would_be_counted(tmp_path: Path) -> None:
     crowd.exclusive = False
     crowd.run()
     # The count, or a checksum taken while somebody wrote: both show that the changers met.
-    with pytest.raises(AssertionError, match="updates were lost|is not what was written"):
+    with pytest.raises(AssertionError, match=r"updates were lost|is not what was written"):
         crowd.finish()
     crowd.store.close()
