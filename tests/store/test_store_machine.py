@@ -67,6 +67,7 @@ def test_the_model_notices_a_fault(fault: str, tmp_path: Path) -> None:
     machine.STEPS = {**Machine.STEPS, "reopen": 0}
     with pytest.raises(AssertionError):
         machine.play(10 * STEPS)
+    machine.release_all()
 
 
 @on_both
