@@ -7,18 +7,14 @@ link, whenever it was planted, can lead to another file.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import socket
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from tierstore.cli.failures import Code, Failure, system_failure
 from tierstore.cli.report import Item, look_at, opened_below, opened_store
-from tierstore.transfer.directory import describe_owner
+from tierstore.transfer.directory import describe_owner, sign_lock, try_lock
 from tierstore.transfer.objects import LOCK
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -48,26 +44,13 @@ def _take(descriptor: int, directory: str) -> None:
             f"Remove it by hand if no store uses {directory}.",
             Code.UNEXPECTED,
         )
-    if not _try(descriptor):
+    if not try_lock(descriptor):
         raise Failure(
             f"{directory} is in use by {describe_owner(descriptor)}",
             "Close that store first (end that process), then try again.",
             Code.LOCKED,
         )
-    owner = {"pid": os.getpid(), "host": socket.gethostname()}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-
-
-def _try(descriptor: int) -> bool:
-    """Somebody who only looks whether the lock is held holds it for an instant: try again then."""
-    for _ in range(5):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.02)
-    return False
+    sign_lock(descriptor)
 
 
 def remove(directory: str, root: int, items: Iterable[Item]) -> list[Item]:

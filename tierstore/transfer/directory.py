@@ -273,21 +273,25 @@ def _lock(disk_dir: str) -> int:
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "LOCK is no file of its own", os.path.join(disk_dir, LOCK))
-    if not _try_lock(descriptor):
+    if not try_lock(descriptor):
         owner = describe_owner(descriptor)
         os.close(descriptor)
         raise StoreLockedError(
             f"{disk_dir} is in use by another live store ({owner}): close that one, share it "
             "between pipelines, or choose another disk_dir"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0
-    )
+    sign_lock(descriptor)
     return descriptor
 
 
-def _try_lock(descriptor: int) -> bool:
+def sign_lock(descriptor: int) -> None:
+    """Write into the LOCK file who holds it, for the messages of others."""
+    owner = {"pid": os.getpid(), "host": socket.gethostname()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+
+
+def try_lock(descriptor: int) -> bool:
     """Take the lock, bearing with somebody who only looks whether it is held (`is_locked`)."""
     for _ in range(5):
         try:
