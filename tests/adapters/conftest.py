@@ -27,6 +27,12 @@ OFFLOAD_TYPES = ("block_level", "leaf_level")
 Checkpoints = Callable[..., Path]
 
 
+def acquires(store: TierStore) -> int:
+    """How often a group was asked for."""
+    stats = store.stats()
+    return stats.hits + stats.late + stats.misses
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """`checkpoint(kind, size="tiny", **seeds)`: a directory that nobody may change."""

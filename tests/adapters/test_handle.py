@@ -19,6 +19,7 @@ from tests.adapters.conftest import (
     Checkpoints,
     References,
     a_third_of,
+    acquires,
     store_on,
 )
 from tierstore import ClosedError, enable_group_offload
@@ -76,9 +77,9 @@ def test_disabled_a_pipeline_is_what_it_was(
         assert not replaced_methods(pipe)
         assert equal(values(pipe), true)
         assert {tensor.device.type for _, tensor in pipelines.weights(pipe)} == {"cpu"}
-        reads = store.stats().bytes_read
+        asked = acquires(store)  # not bytes: a prefetch may still be on its way from the disk
         assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
-        assert store.stats().bytes_read == reads
+        assert acquires(store) == asked > 0
         handle.disable()  # nothing more to do
     assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
 
@@ -124,9 +125,9 @@ def test_suspended_the_weights_are_ordinary(
         with handle.suspended():
             assert not handle.enabled and not handle.groups
             with handle.suspended():
-                reads = store.stats().bytes_read
+                asked, reads = acquires(store), store.stats().bytes_read
                 assert torch.equal(pipelines.run("flux", pipe), expected)
-                assert store.stats().bytes_read == reads
+                assert acquires(store) == asked > 0
             assert not handle.enabled
         assert handle.enabled and handle.groups
         assert torch.equal(pipelines.run("flux", pipe, device=device), expected)

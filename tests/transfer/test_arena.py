@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 
 from tests.device import pretend
 from tierstore.model.sizes import PAGE
-from tierstore.transfer.arena import Arena, Slot, device_arena, host_arena, plain_memory
+from tierstore.transfer.arena import Arena, Slot, device_arena, host_arena
+from tierstore.transfer.pages import fresh_memory
 
 REASON = pretend.ready()
 BUDGET = 12 * PAGE
@@ -106,8 +107,8 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.give(slot)
 
     @rule()
-    def clear(self) -> None:
-        self.arena.clear()
+    def close(self) -> None:
+        self.arena.close()
         live = sum(slot.nbytes for slot in self.taken if slot.memory is not None)
         assert self.memory.exists == live
 
@@ -194,7 +195,7 @@ def test_without_a_budget_nothing_is_unmade() -> None:
         arena.give(slot)
     assert memory.made == 19
     assert memory.exists == arena.bytes_held == 190 * PAGE
-    arena.clear()
+    arena.close()
     assert memory.exists == arena.bytes_held == 0
 
 
@@ -243,7 +244,7 @@ def test_threads_that_fill_at_once_stay_within_the_budget() -> None:
         thread.join()
     assert not wrong, "two groups shared memory"
     assert 0 < memory.peak == arena.peak_held <= BUDGET
-    arena.clear()
+    arena.close()
     assert memory.exists == arena.bytes_held == 0
 
 
@@ -257,8 +258,8 @@ def test_waiting_for_a_slot_includes_what_came_while_one_waited() -> None:
 
 
 @pytest.mark.parametrize("npages", [1, 3, 600])
-def test_plain_memory_is_whole_pages(npages: int) -> None:
-    memory = plain_memory(npages * PAGE)
+def test_fresh_memory_is_whole_pages(npages: int) -> None:
+    memory = fresh_memory(npages * PAGE)
     assert (memory.dtype, memory.shape) == (torch.uint8, (npages * PAGE,))
     assert memory.data_ptr() % PAGE == 0
     assert not memory.any()
@@ -280,7 +281,7 @@ def test_an_accelerators_host_memory_is_page_locked_to_the_byte() -> None:
     assert pretend.pinned_bytes() - before == arena.bytes_held == 10 * PAGE
     for slot in slots:
         arena.give(slot)
-    arena.clear()
+    arena.close()
     assert pretend.pinned_bytes() == before
 
 
@@ -294,5 +295,5 @@ def test_an_accelerators_own_memory_is_counted_to_the_byte() -> None:
     assert arena.fill(slot).device == device
     assert pretend.memory_allocated() - before == arena.bytes_held == 7 * PAGE
     arena.give(slot)
-    arena.clear()
+    arena.close()
     assert pretend.memory_allocated() == before

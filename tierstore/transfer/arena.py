@@ -3,14 +3,12 @@
 A slot has exactly the size of the group it holds, so nothing is lost to fragments or size classes,
 and what the budget counts is what is really taken (and, with an accelerator, really page-locked).
 A slot given back waits for the next group of its size; when another size needs the room, idle
-slots are unmade first. Host slots are maps of their own with 2 MiB pages, which direct reads
-want: into 4 KiB pages a disk delivers about half of its speed.
+slots are unmade first. Host slots lie in 2 MiB pages, which direct reads want: into 4 KiB pages a
+disk delivers about half of its speed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from tierstore.model.sizes import PAGE
+from tierstore.transfer.pages import RecycledPages, fresh_memory
 
 
 @dataclass(eq=False)
@@ -58,10 +57,12 @@ class Arena:
         budget: int | None,
         make: Callable[[int], torch.Tensor],
         unmake: Callable[[torch.Tensor], None] = lambda memory: None,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._budget = budget
         self._make = make
         self._unmake = unmake
+        self._close = close
         self._idle: dict[int, list[Slot]] = {}
         self._condemned: list[Slot] = []
         self._counted = 0  # bytes of slots that are in use or idle
@@ -117,8 +118,8 @@ class Arena:
                 slot.memory = None
                 self.bytes_held -= slot.nbytes
 
-    def clear(self) -> None:
-        """Unmake every idle slot."""
+    def close(self) -> None:
+        """Unmake every idle slot. What is still in use goes with its last view."""
         with self._lock:
             for nbytes, idle in self._idle.items():
                 self._counted -= nbytes * len(idle)
@@ -126,20 +127,14 @@ class Arena:
             self._idle.clear()
         with self._making:
             self._unmake_condemned()
-
-
-def plain_memory(nbytes: int) -> torch.Tensor:
-    """Page-aligned host memory in 2 MiB pages where that is possible."""
-    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+            self._close()
 
 
 def host_arena(budget: int | None, device: torch.device) -> Arena:
     """Host memory for transfers to `device`: page-locked if the device wants that."""
     if device.type == "cpu":
-        return Arena(budget, plain_memory)
+        pages = RecycledPages(budget)
+        return Arena(budget, pages.allocate, close=pages.close)
     if device.type == "cuda":
         return Arena(budget, _registered_memory, _unregister)
     return Arena(budget, _pinned_memory)
@@ -157,7 +152,7 @@ def device_arena(budget: int | None, device: torch.device, stream: Any) -> Arena
 
 def _registered_memory(nbytes: int) -> torch.Tensor:
     """Our own map, page-locked: torch's allocator would round to a power of two."""
-    memory = plain_memory(nbytes)
+    memory = fresh_memory(nbytes)
     memory.fill_(0)  # populate first: registering huge pages is faster than registering small ones
     result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
     torch.cuda.check_error(int(result))
@@ -173,7 +168,7 @@ def _pinned_memory(nbytes: int) -> torch.Tensor:
     try:
         memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:
-        return plain_memory(nbytes)  # this accelerator has no page-locked memory
+        return fresh_memory(nbytes)  # this accelerator has no page-locked memory
     if memory.data_ptr() % PAGE:
-        return plain_memory(nbytes)  # direct reads need whole pages
+        return fresh_memory(nbytes)  # direct reads need whole pages
     return memory

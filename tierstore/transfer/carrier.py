@@ -309,7 +309,7 @@ class ThreadCarrier:
                 self.arenas[tier].give(slot)  # leases that are still out keep what they look at
             cargo.slots.clear()
         for arena in self.arenas.values():
-            arena.clear()
+            arena.close()
         self.files.close()
         if self._spill is not None:
             self._spill.close()
