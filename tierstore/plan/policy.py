@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from tierstore.model.groups import name_of
 from tierstore.model.tiers import Tier
-from tierstore.plan.schedule import LearnedOrder, Schedule
+from tierstore.plan.schedule import Schedule
+
+_UNEXPECTED = 1e12
+"""Above the rank of everything that is expected, below infinity."""
+
+_SETTLED = 1e14
+"""Added to the rank of a host copy whose twin on the device is there to stay."""
+
+LEAVING = 3
+"""How many copies on the device count as about to leave it."""
+
+_FEW = 8
 
 
 class Policy(Protocol):
@@ -31,31 +45,120 @@ class Policy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The copy that was not used for longest goes first."""
+    """The copy that was not used for longest goes first.
+
+    A group on the device and in host memory is there twice. Of the host copies, those go first
+    whose group will stay on the device: all but the few that the device would give up next. So
+    the two tiers hold nearly as many different groups as fit both, and what leaves the device
+    need not be copied back: the host has it still.
+    """
 
     def __init__(self) -> None:
-        self._order: dict[str, None] = {}
-        self._on: dict[Tier, set[str]] = {tier: set() for tier in Tier}
+        # Copies have rows, so that a ranking is one array. Rows of what is gone are left empty
+        # until there are too many; then the arrays are made anew, and who still looks through
+        # the old ones may go on.
+        self._row: dict[str, int] = {}
+        self._keys: list[str] = []
+        self._on: dict[Tier, npt.NDArray[np.bool_]] = {t: np.zeros(16, np.bool_) for t in Tier}
+        self._touched = np.zeros(16)
+        self._clock = 0
 
     def admitted(self, key: str, tier: Tier) -> None:
-        self._on[tier].add(key)
-        self._touch(key)
+        row = self._row.get(key)
+        if row is None:
+            row = self._new_row(key)
+        self._on[tier][row] = True
+        self._touch(row)
 
     def used(self, key: str) -> None:
-        self._touch(key)
-
-    def _touch(self, key: str) -> None:
-        self._order.pop(key, None)
-        self._order[key] = None
+        row = self._row.get(key)
+        if row is not None:
+            self._touch(row)
 
     def dropped(self, key: str, tier: Tier) -> None:
-        self._on[tier].discard(key)
-        if not any(key in keys for keys in self._on.values()):
-            self._order.pop(key, None)
+        row = self._row.get(key)
+        if row is None:
+            return
+        self._on[tier][row] = False
+        if not any(on[row] for on in self._on.values()):
+            del self._row[key]
 
     def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
-        present = self._on[tier]
-        return iter([key for key in self._order if key in present and key != rival])
+        rows = np.flatnonzero(self._on[tier])
+        ranks = self._ranks()
+        found = ranks[rows]
+        if tier is Tier.HOST:
+            found[self._settled(ranks)[rows]] += _SETTLED
+        bound = -np.inf
+        if rival is not None:
+            found[rows == self._row.get(rival, -1)] = -np.inf
+            bound = self._rank_of_rival(rival)
+        return _descending(self._keys, rows, found, bound)
+
+    def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+        """What is on the device, not about to leave it, and could be read from disk if it did."""
+        there = np.flatnonzero(self._on[Tier.DEVICE])
+        settled = np.zeros_like(self._on[Tier.DEVICE])
+        if len(there) > LEAVING:
+            staying = np.argpartition(ranks[there], -LEAVING)[:-LEAVING]
+            settled[there[staying]] = True
+        return settled & self._on[Tier.DISK]
+
+    def _ranks(self) -> npt.NDArray[np.float64]:
+        """By row: the higher, the less a copy would be missed."""
+        return -self._touched
+
+    def _rank_of_rival(self, rival: str) -> float:
+        """What a prefetch may push out is above this rank."""
+        return -np.inf
+
+    def _touch(self, row: int) -> None:
+        self._clock += 1
+        self._touched[row] = self._clock
+
+    def _new_row(self, key: str) -> int:
+        if len(self._keys) > 2 * len(self._row) + 64:
+            self._close_ranks()
+        row = len(self._keys)
+        if row == len(self._touched):
+            self._touched = np.append(self._touched, np.zeros(row))
+            for tier, on in self._on.items():
+                self._on[tier] = np.append(on, np.zeros(row, np.bool_))
+        self._keys.append(key)
+        self._row[key] = row
+        return row
+
+    def _close_ranks(self) -> None:
+        """Make the arrays anew, without the empty rows."""
+        rows = np.array(list(self._row.values()), dtype=np.int64)
+        self._keys = list(self._row)
+        self._row = {key: row for row, key in enumerate(self._keys)}
+        room = 2 * len(rows) + 16
+        touched = np.zeros(room)
+        touched[: len(rows)] = self._touched[rows]
+        self._touched = touched
+        for tier, old in self._on.items():
+            self._on[tier] = np.zeros(room, np.bool_)
+            self._on[tier][: len(rows)] = old[rows]
+
+
+def _descending(
+    keys: list[str],
+    rows: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.float64],
+    bound: float,
+) -> Iterator[str]:
+    """The keys of `rows` with a rank above `bound`, the highest first."""
+    for _ in range(min(_FEW, len(rows))):  # more are hardly ever wanted: no need to sort all
+        best = int(ranks.argmax())
+        if ranks[best] <= bound:
+            return
+        yield keys[rows[best]]
+        ranks[best] = -np.inf
+    for place in np.argsort(-ranks, kind="stable"):
+        if ranks[place] <= bound:
+            return
+        yield keys[rows[place]]
 
 
 class FarthestNextUse(LeastRecentlyUsed):
@@ -67,19 +170,48 @@ class FarthestNextUse(LeastRecentlyUsed):
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
         self._schedule = schedule
+        self._number = np.zeros(16, dtype=np.int64)  # by row: the number of the key's name
+        self._rank = np.zeros(16)
+        self._ranked_in = -1  # the schedule's epoch at that time
+        self._outdated: set[int] = set()  # rows
 
-    def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
-        def steps(key: str) -> float:
-            return self._schedule.steps_until(name_of(key))
+    def _touch(self, row: int) -> None:
+        super()._touch(row)
+        self._outdated.add(row)
 
-        ranked = sorted(super().victims(tier, rival), key=lambda key: -steps(key))
-        if rival is None or self._knows_nothing():
-            return iter(ranked)
-        needed = steps(rival)
-        return iter([key for key in ranked if steps(key) > needed])
+    def _new_row(self, key: str) -> int:
+        row = super()._new_row(key)
+        if len(self._number) < len(self._touched):
+            self._number = np.resize(self._number, len(self._touched))
+            self._rank = np.resize(self._rank, len(self._touched))
+        self._number[row] = self._schedule.number(name_of(key))
+        return row
 
-    def _knows_nothing(self) -> bool:
-        return isinstance(self._schedule, LearnedOrder) and self._schedule.learning
+    def _close_ranks(self) -> None:
+        rows = np.array(list(self._row.values()), dtype=np.int64)
+        super()._close_ranks()
+        number = np.zeros(len(self._touched), dtype=np.int64)
+        number[: len(rows)] = self._number[rows]
+        self._number, self._rank = number, np.zeros(len(number))
+        self._ranked_in = -1
+
+    def _ranks(self) -> npt.NDArray[np.float64]:
+        if self._ranked_in != self._schedule.epoch:
+            rows = np.arange(len(self._keys))
+            self._ranked_in = self._schedule.epoch
+        else:
+            rows = np.fromiter(self._outdated, dtype=np.int64, count=len(self._outdated))
+        self._outdated.clear()
+        if len(rows):
+            ranks = self._schedule.ranks(self._number[rows])
+            self._rank[rows] = np.where(np.isinf(ranks), _UNEXPECTED - self._touched[rows], ranks)
+        return self._rank
+
+    def _rank_of_rival(self, rival: str) -> float:
+        if self._schedule.learning:
+            return -np.inf
+        number = np.array([self._schedule.number(name_of(rival))])
+        return float(self._schedule.ranks(number)[0])
 
 
 POLICIES = ("next-use", "lru")

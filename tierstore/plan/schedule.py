@@ -5,13 +5,16 @@ longest suffix match: it looks for the place in its history that was preceded by
 of keys equal to the newest ones, and expects what followed there. (The idea is that of prediction
 by partial matching, Cleary and Witten, 1984.) While it has nothing to go by, keys are expected in
 the order in which they were registered; that is good enough for a prefetch, and for nothing else.
+
+Keys have numbers, so that whole histories are looked at by numpy. While predictions come true, the
+match moves on by one place and only the key just used changes its rank; all ranks are computed
+anew only when the prediction was wrong. Then `epoch` changes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -22,10 +25,31 @@ LEARNING_RATE = 0.1
 TRUSTED = 0.5
 PATIENCE = 64
 """Uses after which a key that the caller said comes next is no longer waited for."""
+HINTS = 4
+"""How many keys the order of registration foretells: a wrong hint costs up to 1.85 x the reads."""
+
+SOON = -1e15
+"""The rank of what the caller expects; other ranks are places in a history, far above it."""
+
+_FEW = 8
+
+Numbers = npt.NDArray[np.int64]
+Ranks = npt.NDArray[np.float64]
 
 
 class Schedule(Protocol):
-    """A learned order of use."""
+    """A learned order of use. Each key has a number, which stays its own until it is forgotten."""
+
+    @property
+    def epoch(self) -> int:
+        """Changes when ranks do, but not for the key that was just used alone."""
+
+    @property
+    def learning(self) -> bool:
+        """Whether nothing has been seen twice yet: there are hints, and no ranks."""
+
+    def number(self, key: str) -> int:
+        """The number of `key`."""
 
     def advance_past(self, key: str) -> None:
         """Note that `key` has just been used."""
@@ -33,8 +57,17 @@ class Schedule(Protocol):
     def steps_until(self, key: str) -> float:
         """How many uses ahead `key` is expected; infinity if it is not expected at all."""
 
+    def ranks(self, numbers: Numbers) -> Ranks:
+        """For each number, when it is used next, on a scale of its own; infinity: not expected."""
+
     def upcoming(self, count: int) -> Iterator[str]:
         """The next `count` keys that are expected, soonest first, at most."""
+
+    def ahead(self, count: int) -> Numbers:
+        """`upcoming` as numbers."""
+
+    def foretold(self) -> int:
+        """How many of the upcoming keys the caller named."""
 
     def expect(self, keys: Iterable[str]) -> None:
         """The caller says that these keys come next, in this order."""
@@ -50,22 +83,31 @@ class LearnedOrder:
     """A schedule that predicts by the longest suffix match over the last `memory` uses.
 
     Uses of one key in a row count once. `trusted` is False while there is no prediction, or fewer
-    than about half of the latest ones came true; `steps_until` then answers by decayed access
-    rates, or not at all (infinity for every key) during the first pass.
+    than about half of the latest ones came true; keys are then ranked by decayed access rates, or
+    not at all (infinity for every key) during the first pass. The memory grows to twice the number
+    of registered keys, so that a pass over them fits.
     """
 
     def __init__(self, memory: int = MEMORY) -> None:
+        self.epoch = 0
         self._memory = memory
-        self._ids: dict[str, int] = {}
-        self._keys: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._keys: list[str | None] = []
+        self._spare: list[int] = []  # numbers that are nobody's
+        self._kept: set[str] = set()  # keys whose number somebody was told
         self._history = np.zeros(2 * memory, dtype=np.int64)
-        self._matched = np.zeros(2 * memory, dtype=np.int64)
+        self._following = np.zeros(2 * memory, dtype=np.int64)  # place -> where its key comes next
         self._length = 0
         self._place = -1  # where in the history we believe to be; -1: nowhere
         self._confidence = 1.0
-        self._distances: npt.NDArray[np.float64] | None = None
-        self._rate: dict[str, tuple[float, int]] = {}
         self._clock = 0
+        # By number: the last place in the history, the next place ahead, the rate of use.
+        self._last = np.full(16, -1, dtype=np.int64)
+        self._next = np.full(16, np.inf)
+        self._next_is_old = True
+        self._log_rate = np.full(16, -np.inf)
+        self._counted_at = np.zeros(16)
+        self._span = 4.0  # uses in which a rate decays to 1 / e
         self._registered: dict[str, str | None] = {}  # key -> the one registered after it
         self._before: dict[str, str | None] = {}  # key -> the one registered before it
         self._newest: str | None = None
@@ -78,10 +120,46 @@ class LearnedOrder:
 
     @property
     def learning(self) -> bool:
-        """Whether nothing has been seen twice yet."""
         return self._place < 0 and self._confidence >= TRUSTED
 
+    # Keys and their numbers --------------------------------------------------------------------
+
+    def number(self, key: str) -> int:
+        self._kept.add(key)
+        return self._number(key)
+
+    def _number(self, key: str) -> int:
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        if self._spare:
+            number = self._spare.pop()
+            self._keys[number] = key
+        else:
+            number = len(self._keys)
+            self._keys.append(key)
+            self._make_room(number)
+        self._numbers[key] = number
+        self._last[number] = -1
+        self._next[number] = np.inf
+        self._log_rate[number] = -np.inf
+        span = 4.0 * 2 ** math.ceil(math.log2(len(self._numbers)))
+        if span != self._span:
+            self._span = span
+            self.epoch += 1
+        return number
+
+    def _make_room(self, number: int) -> None:
+        if number < len(self._last):
+            return
+        more = len(self._last)
+        self._last = np.append(self._last, np.full(more, -1, dtype=np.int64))
+        self._next = np.append(self._next, np.full(more, np.inf))
+        self._log_rate = np.append(self._log_rate, np.full(more, -np.inf))
+        self._counted_at = np.append(self._counted_at, np.zeros(more))
+
     def introduce(self, key: str) -> None:
+        self.number(key)
         if key in self._registered:
             self._unlink(key)
         if self._newest is not None:
@@ -93,8 +171,22 @@ class LearnedOrder:
     def forget(self, key: str) -> None:
         if key in self._registered:
             self._unlink(key)
-        self._rate.pop(key, None)
-        self._expected.pop(key, None)
+        self._kept.discard(key)
+        if self._expected.pop(key, None) is not None:
+            self.epoch += 1
+        number = self._numbers.get(key)
+        if number is None:
+            return
+        self._log_rate[number] = -np.inf
+        if self._last[number] < 0:
+            self._release(number)  # else it has a place in the history, for now
+
+    def _release(self, number: int) -> None:
+        key = self._keys[number]
+        assert key is not None
+        del self._numbers[key]
+        self._keys[number] = None
+        self._spare.append(number)
 
     def _unlink(self, key: str) -> None:
         before, after = self._before.pop(key), self._registered.pop(key)
@@ -110,104 +202,160 @@ class LearnedOrder:
             self._expected.pop(key, None)
             # A caller who changes their mind must not keep the room taken for ever.
             self._expected[key] = self._clock + PATIENCE + 2 * len(self._expected)
+        self.epoch += 1
+
+    # Learning ----------------------------------------------------------------------------------
 
     def advance_past(self, key: str) -> None:
-        self._count(key)
-        self._expected.pop(key, None)
-        for late in [k for k, limit in self._expected.items() if limit < self._clock]:
-            del self._expected[late]
-        if self._length and self._last() == key:
+        number = self._number(key)
+        self._count(number)
+        if self._expected:
+            self._come(key)
+        if self._length and self._history[self._length - 1] == number:
             return
-        self._judge(key)
-        if self._length == len(self._history):
-            self._forget_the_oldest_half()
-        self._append(self._id(key))
-
-    def _last(self) -> str:
-        return self._keys[int(self._history[self._length - 1])]
-
-    def _count(self, key: str) -> None:
-        self._clock += 1
-        self._rate[key] = (self._decayed(key) + 1.0, self._clock)
-
-    def _decayed(self, key: str) -> float:
-        rate, when = self._rate.get(key, (0.0, self._clock))
-        return rate * math.exp((when - self._clock) / (4 * max(len(self._rate), 1)))
-
-    def _judge(self, key: str) -> None:
+        before = (self.trusted, self.learning)
+        foreseen = self._place >= 0 and self._history[self._place + 1] == number
         if self._place >= 0:
-            came_true = self._keys[self._history[self._place + 1]] == key
-            self._confidence += LEARNING_RATE * (came_true - self._confidence)
+            self._confidence += LEARNING_RATE * (foreseen - self._confidence)
+        if self._length == len(self._history):
+            self._forget_the_oldest()
+        self._append(number)
+        if foreseen:
+            self._place += 1
+            self._next[number] = self._following[self._place]
+        else:
+            self._place = self._best_match(number)
+            self._next_is_old = True
+        if not foreseen or before != (self.trusted, self.learning):
+            self.epoch += 1
 
-    def _id(self, key: str) -> int:
-        if key not in self._ids:
-            self._ids[key] = len(self._keys)
-            self._keys.append(key)
-        return self._ids[key]
+    def _come(self, key: str) -> None:
+        """What was expected has come, or has not come for too long."""
+        late = [k for k, limit in self._expected.items() if limit < self._clock]
+        for gone in {key, *late} & self._expected.keys():
+            del self._expected[gone]
+            self.epoch += 1
 
-    def _append(self, newest: int) -> None:
-        n = self._length
-        history, matched = self._history, self._matched
-        matched[1:n] = np.where(history[1:n] == newest, matched[: n - 1] + 1, 0) if n > 1 else 0
-        if n:
-            matched[0] = history[0] == newest
-        history[n] = newest
-        matched[n] = 0
-        self._length = n + 1
-        self._place = self._best_match(n)
-        self._distances = None
+    def _count(self, number: int) -> None:
+        self._clock += 1
+        rate = math.exp(self._decayed(number))
+        self._log_rate[number] = math.log1p(rate)
+        self._counted_at[number] = self._clock
 
-    def _best_match(self, n: int) -> int:
-        if n == 0:
+    def _decayed(self, number: int) -> float:
+        """The logarithm of a key's rate of use now."""
+        passed = self._clock - self._counted_at[number]
+        return float(self._log_rate[number] - passed / self._span)
+
+    def _append(self, number: int) -> None:
+        here = self._length
+        last = self._last[number]
+        if last >= 0:
+            self._following[last] = here
+        self._history[here] = number
+        self._last[number] = here
+        self._length += 1
+
+    def _best_match(self, number: int) -> int:
+        """The end of the longest earlier run that equals the newest uses; the newest of equals."""
+        now, history = self._length - 1, self._history
+        ends = np.flatnonzero(history[:now] == number)
+        depth = 1
+        while len(ends) > _FEW:
+            longer = ends[ends >= depth]
+            longer = longer[history[longer - depth] == history[now - depth]]
+            if not len(longer):
+                return int(ends[-1])
+            ends, depth = longer, depth + 1
+        if not len(ends):
             return -1
-        best = n - 1 - int(np.argmax(self._matched[:n][::-1]))
-        return best if self._matched[best] else -1
+        return max((self._match_length(int(end)), int(end)) for end in ends)[1]
 
-    def _forget_the_oldest_half(self) -> None:
-        kept = self._memory
-        for array in (self._history, self._matched):
-            array[:kept] = array[self._length - kept : self._length]
-        self._length = kept
-        self._place = -1
-        self._compact_ids()
+    def _match_length(self, end: int) -> int:
+        now = self._length - 1
+        there = self._history[: end + 1][::-1]
+        here = self._history[now - end : now + 1][::-1]
+        different = there != here
+        first = int(different.argmax())
+        return first if different[first] else end + 1
 
-    def _compact_ids(self) -> None:
-        """Drop the numbers of keys that the history no longer mentions (they may never return)."""
-        seen, self._history[: self._length] = np.unique(
-            self._history[: self._length], return_inverse=True
-        )
-        self._keys = [self._keys[i] for i in seen]
-        self._ids = {key: i for i, key in enumerate(self._keys)}
+    def _forget_the_oldest(self) -> None:
+        """Keep the newest half, or enough for twice the registered keys."""
+        kept = max(self._memory, 2 * len(self._registered))
+        gone = max(self._length - kept, 0)
+        history, following = (np.zeros(2 * kept, dtype=np.int64) for _ in range(2))
+        self._length -= gone
+        history[: self._length] = self._history[gone : gone + self._length]
+        following[: self._length] = self._following[gone : gone + self._length] - gone
+        self._history, self._following = history, following
+        self._last = np.maximum(self._last - gone, -1)
+        self._place = max(self._place - gone, -1)
+        self._next_is_old = True
+        self.epoch += 1
+        for key in [k for k, n in self._numbers.items() if self._last[n] < 0]:
+            if key not in self._kept and key not in self._expected:
+                self._release(self._numbers[key])
+
+    # Predicting --------------------------------------------------------------------------------
 
     def steps_until(self, key: str) -> float:
         if key in self._expected:
             return 1.0 + list(self._expected).index(key)
-        if self.trusted:
-            number = self._ids.get(key)
-            return math.inf if number is None else float(self._ahead()[number])
-        if self.learning:
+        number = self._numbers.get(key)
+        if number is None or self.learning:
             return math.inf
-        rate = self._decayed(key)
+        if self.trusted:
+            return float(self._places()[number]) - self._place
+        rate = math.exp(self._decayed(number))
         return 1.0 / rate if rate > 0 else math.inf
 
-    def _ahead(self) -> npt.NDArray[np.float64]:
-        if self._distances is None:
+    def ranks(self, numbers: Numbers) -> Ranks:
+        if self.trusted:
+            ranks = self._places()[numbers]
+        elif self.learning:
+            ranks = np.full(len(numbers), np.inf)
+        else:
+            # All rates decay alike, so this order holds until a key is used.
+            ranks = -(self._log_rate[numbers] + self._counted_at[numbers] / self._span)
+        for place, key in enumerate(self._expected):
+            ranks[numbers == self._numbers.get(key, -1)] = SOON + place
+        return ranks
+
+    def _places(self) -> Ranks:
+        """For every number, the place of its next use in the history that repeats itself."""
+        if self._next_is_old:
+            self._next.fill(np.inf)
             future = self._history[self._place + 1 : self._length]
-            self._distances = np.full(len(self._keys), np.inf)
             # Assigned backwards, so that the first occurrence is what remains.
-            self._distances[future[::-1]] = np.arange(len(future), 0, -1)
-        return self._distances
+            self._next[future[::-1]] = np.arange(self._length - 1, self._place, -1)
+            self._next_is_old = False
+        return self._next
 
     def upcoming(self, count: int) -> Iterator[str]:
-        yield from list(self._expected)
-        if self.trusted:
-            future = self._history[self._place + 1 : self._length][:count]
-            yield from [self._keys[number] for number in future]
-        elif self.learning and self._length:
-            yield from islice(self._registered_after(self._last()), count)
+        for number in self.ahead(count).tolist():
+            key = self._keys[number]
+            assert key is not None
+            yield key
 
-    def _registered_after(self, key: str) -> Iterator[str]:
-        following = self._registered.get(key)
-        while following is not None:
-            yield following
-            following = self._registered.get(following)
+    def ahead(self, count: int) -> Numbers:
+        learned = self._learned(count)
+        if not self._expected:
+            return learned
+        expected = [self._number(key) for key in self._expected]
+        return np.concatenate([np.array(expected, dtype=np.int64), learned])
+
+    def _learned(self, count: int) -> Numbers:
+        if self.trusted:
+            return self._history[self._place + 1 : min(self._place + 1 + count, self._length)]
+        following: list[int] = []
+        if self.learning and self._length:
+            key = self._keys[int(self._history[self._length - 1])]
+            while len(following) < min(count, HINTS):
+                key = self._registered.get(key or "")
+                if key is None:
+                    break
+                following.append(self._numbers[key])
+        return np.array(following, dtype=np.int64)
+
+    def foretold(self) -> int:
+        return len(self._expected)
