@@ -137,6 +137,9 @@ class LeavesTheForgotten(Planner):
 class GivesUpItsSource(Planner):
     """Evicts what is on its way up, between its two hops."""
 
+    def _all_have_room(self) -> bool:
+        return False
+
     def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
         promised, self._promised = self._promised, set()
         try:
@@ -170,6 +173,7 @@ class CopiesTheCleanDown(Planner):
         below = self.tiers[self.tiers.index(tier) + 1]
         if below not in group.copies and not group.exclusive and self._free(below, group.nbytes):
             group.copies[below] = CopyRecord(State.RESERVED)
+            self._foresight.took(group.number, below)
             self._take_room(below, group.nbytes)
             self._start(group, tier, below, urgent=True)
             return True
@@ -184,7 +188,7 @@ class NeverAsksAgain(Planner):
 
     def _settle(self) -> None:
         if self._in_flight or self._leases:
-            self._pursue_hopes(begin=True)
+            self._pursue_hopes(self.tiers[:-1])
         else:
             super()._settle()
 

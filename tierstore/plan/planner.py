@@ -25,33 +25,39 @@ that `error_of` tells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
 from tierstore.model.moves import Forget, Instruction, Reserve
 from tierstore.model.tiers import Access, Tier
+from tierstore.plan.foresight import Foresight
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import Numbers, Schedule
 from tierstore.plan.shelves import Shelves
 
-LOOKAHEAD = 16
-"""How many uses ahead are looked at for something to fetch early."""
 
 
 class Planner(Shelves):
-    """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them."""
+    """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them.
+
+    `clock` gives seconds; with it the planner learns how long computing and moving take. Without,
+    it fetches about two groups ahead.
+    """
 
     def __init__(
         self,
         budgets: Mapping[Tier, int | None],
         policy: Policy,
         schedule: Schedule,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        super().__init__(budgets, policy)
+        super().__init__(budgets, policy, Foresight(schedule, budgets, clock))
         self._schedule = schedule
-        self._known_bytes = 0  # of all groups together
+        self._numbered: dict[int, GroupRecord] = {}  # the newest version of each name
+        self._look_ahead = False  # something has changed since hopes were last pursued
+        self._cramped = False  # ... and then there was no room
         self._newest: dict[str, str] = {}  # name -> the version of it that was made last
         self._saves: dict[str, None] = {}
         self._offloads: dict[str, None] = {}
@@ -84,8 +90,10 @@ class Planner(Shelves):
         group = self._groups[key]
         self._refuse_what_never_fits(key, group.nbytes, self.tiers[:-1])
         self._demands[key] = self._demands.get(key, 0) + 1
+        self._foresight.asked(group.number)
         self._want_again(group)
-        self._settle()
+        if not group.present(self.top):
+            self._settle()
 
     def withdraw(self, key: str) -> None:
         """Take one demand, or a claim that was not filled, back."""
@@ -103,6 +111,7 @@ class Planner(Shelves):
         for key in keys:
             self._want_again(self._groups[key])
         self._schedule.expect(name_of(key) for key in keys)
+        self._look_ahead = True
         self._settle()
 
     def lease(self, key: str, access: Access) -> bool:
@@ -119,6 +128,8 @@ class Planner(Shelves):
         self._leases += 1
         self._policy.used(key)
         self._schedule.advance_past(name_of(key))
+        self._foresight.used(group.number)
+        self._look_ahead = True
         self._settle()
         return True
 
@@ -131,6 +142,7 @@ class Planner(Shelves):
         if access is Access.TAKE:
             self._discard(group)
         self._tidy(group)
+        self._look_ahead |= self._cramped
         self._settle()
 
     def offload(self, key: str) -> None:
@@ -165,19 +177,19 @@ class Planner(Shelves):
         """A copy that was instructed (or a claim that was granted: no `src`) is complete."""
         group = self._groups[key]
         group.copies[dst].state = State.PRESENT
-        self._in_flight -= 1
         self._policy.admitted(key, dst)
-        self._done_reading(group, src)
+        self._over(group, src, dst, came=True)
         self._claims.pop(key, None)
+        self._look_ahead = True
         self._tidy(group)
         self._settle()
 
     def failed(self, key: str, dst: Tier, src: Tier, error: BaseException) -> None:
         """A copy that was instructed could not be made: `src` is still valid, `dst` is not."""
         group = self._groups[key]
+        self._over(group, src, dst, came=False)
         self._release_room(group, dst)
-        self._in_flight -= 1
-        self._done_reading(group, src)
+        self._look_ahead = True
         if dst < src:
             group.error = error
             self._abandon(group)
@@ -222,9 +234,14 @@ class Planner(Shelves):
 
     def _settle(self) -> None:
         """Pursue everything that is wanted, the most pressing first."""
+        if self._look_ahead and self._all_have_room():
+            # What was fetched early and came half-way goes on before its place is needed again.
+            self._pursue_hopes(self.tiers[:1])
         roomy = self._pursue_needs()
-        self._pursue_hopes(begin=roomy)  # a hope must not take the room that somebody waits for
-        if self._abandon_orphans():
+        if roomy and self._look_ahead:  # a hope must not take the room that somebody waits for
+            self._look_ahead = self._cramped = False
+            self._pursue_hopes(self.tiers[-2::-1])
+        if self._promised and self._abandon_orphans():
             self._pursue_needs()
         if not self._in_flight and not self._leases:
             self._fail_what_is_stuck()
@@ -257,41 +274,35 @@ class Planner(Shelves):
         self._start(group, fastest, above, urgent=rival is None)
         return True
 
-    def _pursue_hopes(self, *, begin: bool) -> None:
-        """Fetch what is needed next, about two groups ahead, but no further.
+    def _all_have_room(self) -> bool:
+        """Whether nobody waits for room on the fastest tier."""
+        waiting = self._claims or self._saves or self._offloads or len(self.tiers) < 3
+        return not waiting and all(self.top in self._groups[k].copies for k in self._demands)
 
-        Unless `begin`, only finish what has its room on the fastest tier already.
+    def _pursue_hopes(self, tiers: Iterable[Tier]) -> None:
+        """Fetch to `tiers` what would be late otherwise."""
+        if self._foresight.all_there():
+            return
+        for dst in tiers:
+            while (found := self._foresight.next_missing(dst)) is not None:
+                number, sooner = found
+                group = self._numbered[number]
+                if group.error is not None or not group.copies or not self._fits(group):
+                    self._foresight.pass_over(number)
+                elif not self._hope(group, dst, sooner):
+                    break
 
-        A longer horizon would fetch sooner what could stay on disk for longer: a scan that does
-        not fit would then be read whole on every pass.
-        """
-        self._ahead.clear()
-        ahead = 0
-        for name in self._schedule.upcoming(LOOKAHEAD):
-            group = self._hope(name)
-            if group is None or not (begin or group.key in self._promised):
-                continue
-            if self._far_enough(ahead, group.nbytes):
-                return
-            if not self._pull(group, group.key):
-                return
-            if group.key not in self._ahead:
-                ahead += group.nbytes
-                self._ahead.add(group.key)
-
-    def _hope(self, name: str) -> GroupRecord | None:
-        group = self._groups.get(self._newest.get(name, ""))
-        usable = group is not None and group.error is None and self._fits(group)
-        return group if usable else None
-
-    def _far_enough(self, ahead: int, nbytes: int) -> bool:
-        """Whether a further group is beyond the horizon: two groups, or two average ones."""
-        if not ahead:
+    def _hope(self, group: GroupRecord, dst: Tier, sooner: Numbers) -> bool:
+        """Copy `group` to `dst`, if it is on the tier below and there is room."""
+        src = self.tiers[self.tiers.index(dst) + 1]
+        if not group.present(src):
             return False
-        budget = self.budgets[self.top]
-        if budget is not None and ahead + nbytes > budget // 4:
-            return True
-        return len(self._ahead) >= 2 and ahead + nbytes > 2 * self._known_bytes // len(self._groups)
+        self._ahead = set(sooner.tolist())
+        if not self._set_aside(group, dst, group.key):
+            self._cramped = True
+            return False
+        self._start(group, src, dst, urgent=False)
+        return True
 
     def _fits(self, group: GroupRecord) -> bool:
         budgets = (self.budgets[tier] for tier in self.tiers[:-1])
@@ -365,7 +376,6 @@ class Planner(Shelves):
                     self._offloads[group.key] = None
         if group.forgotten and not group.copies and group.key in self._groups:
             del self._groups[group.key]
-            self._known_bytes -= group.nbytes
             self._instructions.append(Forget(group.key))
 
     def _withdraw_claim(self, group: GroupRecord) -> None:
@@ -383,6 +393,7 @@ class Planner(Shelves):
         if self._newest.get(name) == group.key:
             del self._newest[name]
             self._schedule.forget(name)
+            self._unnumber(group)
         self._abandon(group)
         self._tidy(group)
 
@@ -445,6 +456,18 @@ class Planner(Shelves):
         return BudgetError(name_of(group.key), tier.name, group.nbytes, budget, advice)
 
     def _know(self, group: GroupRecord) -> None:
+        name = name_of(group.key)
         self._groups[group.key] = group
-        self._known_bytes += group.nbytes
-        self._newest[name_of(group.key)] = group.key
+        self._newest[name] = group.key
+        number = self._schedule.number(name)
+        if number in self._numbered:
+            self._unnumber(self._numbered[number])
+        group.number = number
+        self._numbered[number] = group
+        self._foresight.know(number, group.nbytes)
+
+    def _unnumber(self, group: GroupRecord) -> None:
+        """The number is another's, or nobody's, from now on."""
+        self._foresight.forget(group.number)
+        del self._numbered[group.number]
+        group.number = -1

@@ -21,21 +21,26 @@ class CopyRecord:
     """One group's copy on one tier.
 
     `readers` counts transfers that read it. `unwanted` means that it goes as soon as nothing uses
-    it and another copy is valid.
+    it and another copy is valid. `began` is when its transfer was instructed, in seconds.
     """
 
     state: State
+    began: float = 0.0
     readers: int = 0
     unwanted: bool = False
 
 
 @dataclass(slots=True)
 class GroupRecord:
-    """One group. `backed` means that a checkpoint holds its bytes: that copy takes no room."""
+    """One group. `backed` means that a checkpoint holds its bytes: that copy takes no room.
+
+    `number` is what the schedule knows its name by; -1 if a newer version has taken it over.
+    """
 
     key: str
     nbytes: int
     backed: bool = False
+    number: int = -1
     copies: dict[Tier, CopyRecord] = field(default_factory=dict)
     leases: int = 0
     exclusive: Access | None = None

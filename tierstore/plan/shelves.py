@@ -7,11 +7,12 @@ is the policy's choice, among those that nobody uses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tierstore.model.groups import name_of
 from tierstore.model.moves import Copy, Drop, Instruction
 from tierstore.model.tiers import Access, Tier
+from tierstore.plan.foresight import Foresight
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 
@@ -19,24 +20,29 @@ from tierstore.plan.records import CopyRecord, GroupRecord, State
 class Shelves:
     """The copies on the tiers of `budgets` (bytes; None for no limit), and what moves them."""
 
-    def __init__(self, budgets: Mapping[Tier, int | None], policy: Policy) -> None:
+    def __init__(
+        self, budgets: Mapping[Tier, int | None], policy: Policy, foresight: Foresight
+    ) -> None:
         self.tiers = tuple(sorted(budgets))
         self.top = self.tiers[0]
         self.budgets = dict(budgets)
         self.used = {tier: 0 for tier in self.tiers}
         self.peak = {tier: 0 for tier in self.tiers}
         self._policy = policy
+        self._foresight = foresight
         self._groups: dict[str, GroupRecord] = {}
         self._demands: dict[str, int] = {}  # what somebody insists on, and how many do
         self._claims: dict[str, None] = {}  # what somebody wants to put
         self._parting: set[tuple[str, Tier]] = set()  # copies that go when their save is done
         self._promised: set[str] = set()  # groups with room set aside on the fastest tier
-        self._ahead: set[str] = set()  # groups needed sooner than the one being fetched early
+        self._ahead: set[int] = set()  # groups needed sooner than the one being fetched early
         self._instructions: list[Instruction] = []
         self._in_flight = 0
 
     def _start(self, group: GroupRecord, src: Tier, dst: Tier, *, urgent: bool) -> None:
         group.copies[dst].state = State.ARRIVING
+        group.copies[dst].began = self._foresight.now()
+        self._foresight.hops[src, dst].begin(group.nbytes)
         if dst is self.top:
             self._promised.discard(group.key)
         group.copies[src].readers += 1
@@ -54,9 +60,13 @@ class Shelves:
         leased = tier is self.top and group.leases > 0
         return leased or copy.readers > 0 or copy.state is State.ARRIVING
 
-    def _done_reading(self, group: GroupRecord, src: Tier | None) -> None:
+    def _over(self, group: GroupRecord, src: Tier | None, dst: Tier, *, came: bool) -> None:
+        """A transfer is over. There was none (no `src`) if the caller filled the copy."""
         if src is not None:
+            began, hop = group.copies[dst].began, self._foresight.hops[src, dst]
+            hop.end(group.nbytes, began, self._foresight.now(), counts=came)
             group.copies[src].readers -= 1
+        self._in_flight -= 1
 
     # Room --------------------------------------------------------------------------------------
 
@@ -66,8 +76,10 @@ class Shelves:
         if not self._free(tier, nbytes) and not self._evict(tier, nbytes, rival):
             return False
         group.copies[tier] = CopyRecord(State.RESERVED)
-        if tier is self.top:
+        if tier is self.top and rival is None:
             self._promised.add(group.key)
+        if group.number >= 0:
+            self._foresight.took(group.number, tier)
         self._take_room(tier, nbytes)
         return True
 
@@ -82,6 +94,8 @@ class Shelves:
     def _release_room(self, group: GroupRecord, tier: Tier) -> None:
         self.used[tier] -= group.cost(tier)
         copy = group.copies.pop(tier)
+        if group.number >= 0:
+            self._foresight.gave_up(group.number, tier)
         if copy.state is not State.RESERVED:
             self._instructions.append(Drop(group.key, group.nbytes, tier))
 
@@ -98,11 +112,9 @@ class Shelves:
         """Make room on `tier`. True if it is there now; False if it is not, or not yet."""
         short = self.used[tier] + nbytes - (self.budgets[tier] or 0)
         chosen = []
-        ranked = self._policy.victims(tier, rival)
-        for key in sorted(ranked, key=self._to_go_up):  # a demand's own source last
+        for group in self._candidates(tier, rival):
             if short <= 0:
                 break
-            group = self._groups[key]
             if self._evictable(group, tier, rival):
                 chosen.append(group)
                 short -= group.cost(tier)
@@ -115,6 +127,17 @@ class Shelves:
                 break
             self._evict_copy(group, tier, nbytes)
         return self._free(tier, nbytes)
+
+    def _candidates(self, tier: Tier, rival: str | None) -> Iterator[GroupRecord]:
+        """In the policy's order, but a demand's own source last."""
+        going_up = []
+        for key in self._policy.victims(tier, rival):
+            group = self._groups[key]
+            if key in self._demands and not group.present(self.top):
+                going_up.append(group)
+            else:
+                yield group
+        yield from going_up
 
     def _evict_copy(self, group: GroupRecord, tier: Tier, nbytes: int) -> None:
         if group.valid_elsewhere(tier):
@@ -139,14 +162,11 @@ class Shelves:
         copy = group.copies[tier]
         if self._in_use(group, tier) or copy.unwanted or tier is Tier.DISK:
             return False
-        if group.key in self._promised or (rival is not None and group.key in self._ahead):
+        if group.key in self._promised or (rival is not None and group.number in self._ahead):
             return False  # it is the source of a copy on its way up, or needed sooner
         if tier is self.top and group.key in self._demands:
             return False  # its waiter is about to wake up and lease it
         return rival is None or group.valid_elsewhere(tier)
-
-    def _to_go_up(self, key: str) -> bool:
-        return key in self._demands and not self._groups[key].present(self.top)
 
     def _note_parting(self, group: GroupRecord, tier: Tier) -> None:
         self._parting.add((group.key, tier))

@@ -1,0 +1,248 @@
+"""When to fetch early: as late as possible, but before a stall would follow.
+
+The rule is FORESTALL (Kimbrel et al., OSDI 1996). Fetching everything as soon as possible evicts
+what is still needed: a scan that does not fit is then read whole on every pass. Fetching only the
+next group or two stalls where several that are missing lie close together. So one looks at the
+predicted uses: the computing that is left before each missing group against the time that all
+bytes missing up to there take to come. Only if the bytes could be late, the first of them is
+fetched now.
+
+Times are measured, not assumed: the computing that follows the use of a group, and the bytes per
+second of each hop, as moving averages. Until they are known, about two groups are fetched ahead.
+
+Hops are looked at one by one. Disk to host needs room in host memory, host to device room on the
+device. As the disk is the slower of the two, its hop looks further ahead all by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.model.tiers import Tier
+from tierstore.plan.schedule import Schedule
+
+WINDOW = 400
+"""Uses that are looked ahead at."""
+AT_ONCE = 2
+"""Copies on their way over one hop: one that moves, one that is ready to."""
+NEAR = 2
+"""A group that is missing and comes within so many uses is fetched in any case."""
+CAUTION = 1.15
+"""How much longer than measured a transfer may take."""
+
+_WEIGHT = 0.25
+_OUTLIER = 4.0
+_REMEMBERED = 0.8
+
+
+@dataclass(slots=True)
+class Hop:
+    """One way between neighbouring tiers: what moves on it now, and how fast it was."""
+
+    copies: int = 0
+    nbytes: int = 0
+    free_at: float = 0.0
+    _bytes: float = 0.0
+    _seconds: float = 0.0
+
+    def begin(self, nbytes: int) -> None:
+        """A copy was instructed."""
+        self.copies += 1
+        self.nbytes += nbytes
+
+    def end(self, nbytes: int, began: float, now: float, *, counts: bool) -> None:
+        """A copy is over. It `counts` as a measurement unless it failed."""
+        self.copies -= 1
+        self.nbytes -= nbytes
+        # Copies share the hop: what one took is the time since the one before was done.
+        seconds = now - max(began, self.free_at)
+        self.free_at = now
+        if counts and seconds > 0:
+            self._bytes = _REMEMBERED * self._bytes + nbytes
+            self._seconds = _REMEMBERED * self._seconds + seconds
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second; None before the first measurement."""
+        return self._bytes / self._seconds if self._seconds else None
+
+
+class Foresight:
+    """What will be missing, and whether it should be fetched now.
+
+    Groups go by the numbers of the schedule. `budgets` are the planner's; `clock` gives seconds.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        budgets: Mapping[Tier, int | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._schedule = schedule
+        self._budgets = budgets
+        self._clock = clock
+        self.hops = {(src, dst): Hop() for src in budgets for dst in budgets if src is not dst}
+        self._tiers = tuple(sorted(budgets))[:-1]
+        # By number: bytes, seconds of computing after a use, and on which tiers it has room.
+        self._nbytes = np.zeros(16, dtype=np.int64)
+        self._seconds = np.zeros(16)
+        self._held = {tier: np.zeros(16, dtype=np.bool_) for tier in self._tiers}
+        self._passed_over = np.ones(16, dtype=np.bool_)
+        self._known = 0
+        self._known_bytes = 0
+        self._on_top = 0
+        self._running = -1  # the group that was used last
+        self._since = 0.0
+        self._spent = 0.0  # seconds of computing since then, but for those since `_since`
+
+    # Books -------------------------------------------------------------------------------------
+
+    def know(self, number: int, nbytes: int) -> None:
+        """A group of `nbytes` bytes is known by this number."""
+        if number >= len(self._nbytes):
+            more = max(number + 1, 2 * len(self._nbytes)) - len(self._nbytes)
+            self._nbytes = np.append(self._nbytes, np.zeros(more, dtype=np.int64))
+            self._seconds = np.append(self._seconds, np.zeros(more))
+            for tier, held in self._held.items():
+                self._held[tier] = np.append(held, np.zeros(more, dtype=np.bool_))
+            self._passed_over = np.append(self._passed_over, np.ones(more, dtype=np.bool_))
+        self._nbytes[number] = nbytes
+        self._passed_over[number] = False
+        self._seconds[number] = 0.0
+        self._known += 1
+        self._known_bytes += nbytes
+
+    def forget(self, number: int) -> None:
+        """The group is gone, or another now goes by its number."""
+        self._known -= 1
+        self._known_bytes -= int(self._nbytes[number])
+        for tier in self._tiers:
+            self.gave_up(number, tier)
+        self._nbytes[number] = 0
+        self._passed_over[number] = True
+        if number == self._running:
+            self._running = -1
+
+    def took(self, number: int, tier: Tier) -> None:
+        """The group has room on `tier`, whether or not the bytes are there."""
+        if tier in self._held and not self._held[tier][number]:
+            self._held[tier][number] = True
+            self._passed_over[number] = False
+            self._on_top += tier is self._tiers[0]
+
+    def gave_up(self, number: int, tier: Tier) -> None:
+        """The group has no room on `tier` any more."""
+        if tier in self._held and self._held[tier][number]:
+            self._held[tier][number] = False
+            self._on_top -= tier is self._tiers[0]
+
+    def pass_over(self, number: int) -> None:
+        """Fetch the group no more until somebody insists on it: it cannot be had."""
+        self._passed_over[number] = True
+
+    # Times -------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The time, in seconds."""
+        return self._clock()
+
+    def asked(self, number: int) -> None:
+        """Somebody asks for a group: the computing after the last use is over."""
+        if self._running < 0:
+            return
+        self._spent += self._clock() - self._since
+        if number == self._running:
+            self._since = self._clock()
+            return  # and goes on with the same group
+        old = float(self._seconds[self._running])
+        # A pause, as between two prompts, is no computing.
+        new = min(self._spent, _OUTLIER * old) if old else self._spent
+        self._seconds[self._running] = old + _WEIGHT * (new - old) if old else new
+        self._running = -1
+
+    def used(self, number: int) -> None:
+        """A group was lent: computing goes on."""
+        if number != self._running:
+            self._running, self._spent = number, 0.0
+        self._since = self._clock()
+
+    def _remaining(self) -> float:
+        """Seconds of computing that are left of the use that goes on."""
+        if self._running < 0:
+            return 0.0
+        spent = self._spent + self._clock() - self._since
+        return max(float(self._seconds[self._running]) - spent, 0.0)
+
+    # The question ------------------------------------------------------------------------------
+
+    def all_there(self) -> bool:
+        """Whether every known group is on the fastest tier: nothing is left to foresee."""
+        return self._on_top == self._known
+
+    def next_missing(self, dst: Tier) -> tuple[int, npt.NDArray[np.int64]] | None:
+        """The group to copy to `dst` now, if any, and those that are used before it.
+
+        None: nothing is missing, or there is time. A group that is nearer than `dst` already is
+        not missing.
+        """
+        hop = self.hops[self._src(dst), dst]
+        if hop.copies >= AT_ONCE:
+            return None
+        ahead = self._schedule.ahead(WINDOW)
+        ahead = ahead[ahead < len(self._nbytes)]  # who never was known, or is not any more
+        missing = ~(self._held[dst][ahead] | self._passed_over[ahead])
+        for tier in self._tiers:
+            if tier < dst:
+                missing &= ~self._held[tier][ahead]
+        first = int(missing.argmax()) if len(ahead) else 0
+        if not len(ahead) or not missing[first]:
+            return None
+        if not self._now_or_never(hop, dst, ahead, missing, first):
+            return None
+        return int(ahead[first]), ahead[:first]
+
+    def _src(self, dst: Tier) -> Tier:
+        return Tier(dst + 1)
+
+    def _now_or_never(
+        self,
+        hop: Hop,
+        dst: Tier,
+        ahead: npt.NDArray[np.int64],
+        missing: npt.NDArray[np.bool_],
+        first: int,
+    ) -> bool:
+        foretold = self._schedule.foretold()
+        if first < foretold:
+            return self._is_within(dst, ahead[: first + 1], 2)
+        if hop.bandwidth is None or self._schedule.learning:
+            return self._is_within(dst, ahead[foretold : first + 1], 4) and self._is_near(
+                ahead[foretold : first + 1]
+            )
+        if first - foretold < NEAR:
+            return True
+        nbytes = self._nbytes[ahead]
+        left = self._remaining()
+        seconds = self._seconds[ahead]
+        before = left + np.cumsum(seconds) - seconds  # computing until each use
+        coming = (hop.nbytes + np.cumsum(nbytes * missing)) / hop.bandwidth
+        slack = 2 * float(nbytes.max()) / hop.bandwidth
+        return bool((missing & (coming * CAUTION + slack >= before)).any())
+
+    def _is_within(self, dst: Tier, numbers: npt.NDArray[np.int64], share: int) -> bool:
+        """Whether the groups take at most one in `share` of the tier, or are only one."""
+        budget = self._budgets[dst]
+        if budget is None or len(numbers) < 2:
+            return True
+        return bool(self._nbytes[np.unique(numbers)].sum() <= budget // share)
+
+    def _is_near(self, numbers: npt.NDArray[np.int64]) -> bool:
+        """Whether the groups are at most two, or no more than two average ones."""
+        different = np.unique(numbers)
+        mean = self._known_bytes / max(self._known, 1)
+        return len(different) <= 2 or bool(self._nbytes[different].sum() <= 2 * mean)
