@@ -55,7 +55,8 @@ class World:
     ) -> None:
         schedule = LearnedOrder(memory=64)
         chosen = policy_named(policy, schedule) if isinstance(policy, str) else policy(schedule)
-        self.planner = planner(budgets, chosen, schedule)
+        self.now = 0.0
+        self.planner = planner(budgets, chosen, schedule, lambda: self.now)
         self.books = Books(budgets)
         self.waiters: list[Waiter] = []
         self.leases: list[Waiter] = []
@@ -72,6 +73,7 @@ class World:
     def _step(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call the planner, do as it says, and see whether all promises hold."""
         self.sound = False
+        self.now += 1.0  # every step takes as long: the planner learns times, and plans by them
         answer = method(*args, **options)
         self._follow()
         self.sound = True

@@ -10,7 +10,13 @@ import pytest
 from tests.plan.scans import cycle, forward_backward, prompts, two_experts
 from tierstore.model.groups import version_id
 from tierstore.model.tiers import Tier
-from tierstore.plan.policy import POLICIES, FarthestNextUse, LeastRecentlyUsed, policy_named
+from tierstore.plan.policy import (
+    HARMLESS,
+    POLICIES,
+    FarthestNextUse,
+    LeastRecentlyUsed,
+    policy_named,
+)
 from tierstore.plan.schedule import LearnedOrder
 
 
@@ -132,10 +138,40 @@ def test_next_use_ranks_versions_by_the_schedule_of_their_names() -> None:
     assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "b", "a"]
 
 
-def test_a_prefetch_gets_only_what_is_needed_later() -> None:
-    policy = learned_cycle("bade")
-    assert names(list(policy.victims(Tier.HOST, version_id("c", 1)))) == ["e", "d"]
-    assert names(list(policy.victims(Tier.HOST, version_id("e", 1)))) == []
+def test_a_prefetch_gets_only_what_is_needed_much_later() -> None:
+    policy = learned_cycle("bcde")
+    assert HARMLESS == 3
+    assert names(list(policy.victims(Tier.HOST, version_id("a", 1)))) == ["e", "d"]
+    assert names(list(policy.victims(Tier.HOST, version_id("b", 1)))) == []
+    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "c", "b"]
+
+
+def twice_there(policy: FarthestNextUse, on_host: str) -> FarthestNextUse:
+    """All but c are on the device and on disk; `on_host` are in host memory, too."""
+    for key in "abde":
+        policy.admitted(version_id(key, 1), Tier.DEVICE)
+        policy.admitted(version_id(key, 1), Tier.DISK)
+    for key in on_host:
+        policy.admitted(version_id(key, 1), Tier.HOST)
+    return policy
+
+
+def test_of_host_copies_those_go_first_whose_group_stays_on_the_device() -> None:
+    """e, d and b are the next to leave the device: they keep their copies for longer than a."""
+    policy = twice_there(learned_cycle(""), "abcde")
+    assert names(list(policy.victims(Tier.HOST, None))) == ["a", "e", "d", "c", "b"]
+
+
+def test_a_host_copy_that_no_file_backs_is_not_given_up_before_others() -> None:
+    policy = twice_there(learned_cycle(""), "abcde")
+    policy.dropped(version_id("a", 1), Tier.DISK)
+    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "c", "b", "a"]
+
+
+def test_the_device_rather_gives_up_what_the_host_has_too() -> None:
+    """b comes in 2 uses and e in 5, but b is only a link away, where e must be read from disk."""
+    policy = twice_there(learned_cycle(""), "b")
+    assert names(list(policy.victims(Tier.DEVICE, None))) == ["b", "e", "d", "a"]
 
 
 def test_what_the_schedule_does_not_expect_goes_first_the_oldest_first() -> None:

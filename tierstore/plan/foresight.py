@@ -27,12 +27,16 @@ from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
 """Uses that are looked ahead at."""
-AT_ONCE = 2
-"""Copies on their way over one hop: one that moves, one that is ready to."""
-NEAR = 2
+IN_FLIGHT = 32 << 20
+"""Bytes on their way over one hop that keep it busy. More would only take room earlier."""
+AT_ONCE = 4
+"""Copies on their way over one hop, however small."""
+NEAR = 1
 """A group that is missing and comes within so many uses is fetched in any case."""
 CAUTION = 1.15
-"""How much longer than measured a transfer may take."""
+"""How much longer than measured a transfer may take, ..."""
+SLACK = 0.5
+"""... and how many times the group itself beyond that."""
 
 _WEIGHT = 0.25
 _OUTLIER = 4.0
@@ -191,7 +195,7 @@ class Foresight:
         not missing.
         """
         hop = self.hops[self._src(dst), dst]
-        if hop.copies >= AT_ONCE:
+        if hop.copies >= AT_ONCE or hop.nbytes >= IN_FLIGHT:
             return None
         ahead = self._schedule.ahead(WINDOW)
         ahead = ahead[ahead < len(self._nbytes)]  # who never was known, or is not any more
@@ -231,7 +235,7 @@ class Foresight:
         seconds = self._seconds[ahead]
         before = left + np.cumsum(seconds) - seconds  # computing until each use
         coming = (hop.nbytes + np.cumsum(nbytes * missing)) / hop.bandwidth
-        slack = 2 * float(nbytes.max()) / hop.bandwidth
+        slack = SLACK * nbytes / hop.bandwidth
         return bool((missing & (coming * CAUTION + slack >= before)).any())
 
     def _is_within(self, dst: Tier, numbers: npt.NDArray[np.int64], share: int) -> bool:

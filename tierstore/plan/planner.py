@@ -38,7 +38,6 @@ from tierstore.plan.schedule import Numbers, Schedule
 from tierstore.plan.shelves import Shelves
 
 
-
 class Planner(Shelves):
     """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them.
 

@@ -15,11 +15,19 @@ from tierstore.plan.schedule import Schedule
 _UNEXPECTED = 1e12
 """Above the rank of everything that is expected, below infinity."""
 
-_SETTLED = 1e14
-"""Added to the rank of a host copy whose twin on the device is there to stay."""
+_FIRST = 1e14
+"""Added to the rank of what should go before all others."""
 
 LEAVING = 3
 """How many copies on the device count as about to leave it."""
+
+DISK_COSTS = 4.0
+"""How many times as long a group takes from disk as from host memory, roughly."""
+
+HARMLESS = 3.0
+"""A prefetch pushes out only what is needed so many times later than it. What is needed a little
+later would be read once more for nothing: soon something better to push out is there, such as the
+group that is in use."""
 
 _FEW = 8
 
@@ -39,8 +47,8 @@ class Policy(Protocol):
     def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
         """Keys with a copy on `tier`, the one missed least first.
 
-        `rival` is the key of a prefetch that wants the room: only keys needed later than it are
-        yielded. None: the room must be had, so every key is yielded sooner or later.
+        `rival` is the key of a prefetch that wants the room: only keys needed (much) later than it
+        are yielded. None: the room must be had, so every key is yielded sooner or later.
         """
 
 
@@ -48,9 +56,11 @@ class LeastRecentlyUsed:
     """The copy that was not used for longest goes first.
 
     A group on the device and in host memory is there twice. Of the host copies, those go first
-    whose group will stay on the device: all but the few that the device would give up next. So
-    the two tiers hold nearly as many different groups as fit both, and what leaves the device
-    need not be copied back: the host has it still.
+    whose group will stay on the device: all but the few that the device would give up next. Of the
+    device copies, one that the host has too is missed less than one that only the disk has: as
+    if its next use were four times as far. So some groups stay on the device and others pass
+    through it, the two tiers together hold nearly as many groups as fit both, and what leaves the
+    device need not be copied back.
     """
 
     def __init__(self) -> None:
@@ -87,13 +97,15 @@ class LeastRecentlyUsed:
         rows = np.flatnonzero(self._on[tier])
         ranks = self._ranks()
         found = ranks[rows]
-        if tier is Tier.HOST:
-            found[self._settled(ranks)[rows]] += _SETTLED
-        bound = -np.inf
         if rival is not None:
             found[rows == self._row.get(rival, -1)] = -np.inf
-            bound = self._rank_of_rival(rival)
-        return _descending(self._keys, rows, found, bound)
+            found[found <= self._rank_of_rival(rival)] = -np.inf
+        if tier is Tier.HOST:
+            found[self._settled(ranks)[rows]] += _FIRST
+        elif tier is Tier.DEVICE and len(rows):
+            twice = self._on[Tier.HOST][rows]
+            found[twice] = self._farther(found[twice], DISK_COSTS)
+        return _descending(self._keys, rows, found)
 
     def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """What is on the device, not about to leave it, and could be read from disk if it did."""
@@ -107,6 +119,10 @@ class LeastRecentlyUsed:
     def _ranks(self) -> npt.NDArray[np.float64]:
         """By row: the higher, the less a copy would be missed."""
         return -self._touched
+
+    def _farther(self, ranks: npt.NDArray[np.float64], times: float) -> npt.NDArray[np.float64]:
+        """The ranks of copies that are missed so many times later."""
+        return times * (ranks + self._clock) - self._clock
 
     def _rank_of_rival(self, rival: str) -> float:
         """What a prefetch may push out is above this rank."""
@@ -146,17 +162,16 @@ def _descending(
     keys: list[str],
     rows: npt.NDArray[np.int64],
     ranks: npt.NDArray[np.float64],
-    bound: float,
 ) -> Iterator[str]:
-    """The keys of `rows` with a rank above `bound`, the highest first."""
+    """The keys of `rows`, those of the highest rank first; none whose rank is -infinity."""
     for _ in range(min(_FEW, len(rows))):  # more are hardly ever wanted: no need to sort all
         best = int(ranks.argmax())
-        if ranks[best] <= bound:
+        if ranks[best] == -np.inf:
             return
         yield keys[rows[best]]
         ranks[best] = -np.inf
     for place in np.argsort(-ranks, kind="stable"):
-        if ranks[place] <= bound:
+        if ranks[place] == -np.inf:
             return
         yield keys[rows[place]]
 
@@ -207,11 +222,14 @@ class FarthestNextUse(LeastRecentlyUsed):
             self._rank[rows] = np.where(np.isinf(ranks), _UNEXPECTED - self._touched[rows], ranks)
         return self._rank
 
+    def _farther(self, ranks: npt.NDArray[np.float64], times: float) -> npt.NDArray[np.float64]:
+        return self._schedule.farther(ranks, times)
+
     def _rank_of_rival(self, rival: str) -> float:
         if self._schedule.learning:
             return -np.inf
         number = np.array([self._schedule.number(name_of(rival))])
-        return float(self._schedule.ranks(number)[0])
+        return float(self._schedule.farther(self._schedule.ranks(number), HARMLESS)[0])
 
 
 POLICIES = ("next-use", "lru")

@@ -60,6 +60,9 @@ class Schedule(Protocol):
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
 
+    def farther(self, ranks: Ranks, times: float) -> Ranks:
+        """The ranks of keys that are used so many times as far ahead."""
+
     def upcoming(self, count: int) -> Iterator[str]:
         """The next `count` keys that are expected, soonest first, at most."""
 
@@ -107,7 +110,7 @@ class LearnedOrder:
         self._next_is_old = True
         self._log_rate = np.full(16, -np.inf)
         self._counted_at = np.zeros(16)
-        self._span = 4.0  # uses in which a rate decays to 1 / e
+        self._span = 1.0  # uses in which a rate decays to 1 / e
         self._registered: dict[str, str | None] = {}  # key -> the one registered after it
         self._before: dict[str, str | None] = {}  # key -> the one registered before it
         self._newest: str | None = None
@@ -143,7 +146,7 @@ class LearnedOrder:
         self._last[number] = -1
         self._next[number] = np.inf
         self._log_rate[number] = -np.inf
-        span = 4.0 * 2 ** math.ceil(math.log2(len(self._numbers)))
+        span = 2.0 ** math.ceil(math.log2(len(self._numbers)))
         if span != self._span:
             self._span = span
             self.epoch += 1
@@ -320,6 +323,11 @@ class LearnedOrder:
         for place, key in enumerate(self._expected):
             ranks[numbers == self._numbers.get(key, -1)] = SOON + place
         return ranks
+
+    def farther(self, ranks: Ranks, times: float) -> Ranks:
+        if self.trusted or self.learning:
+            return self._place + times * (ranks - self._place)
+        return ranks + math.log(times)  # ranks are logarithms of rates
 
     def _places(self) -> Ranks:
         """For every number, the place of its next use in the history that repeats itself."""

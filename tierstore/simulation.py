@@ -1,0 +1,208 @@
+"""The planner on a virtual clock: what a run would do, without doing it.
+
+A list of uses is played against the real planner. Moves take time on their hops, one after the
+other and urgent ones first, as on a disk or a link that is busy; computing takes the seconds that
+each use says. Nothing is read, and no thread runs, so that results are exact and the same each
+time. The command line predicts with it, tests assert with it, and benchmarks compare with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tierstore.model.moves import Copy, Instruction
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import policy_named
+from tierstore.plan.records import State
+from tierstore.plan.schedule import LearnedOrder, Numbers
+
+Way = tuple[Tier, Tier]
+"""Where a move goes from, and to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One use of a group, and the seconds of computing that follow it."""
+
+    key: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How one use went: its computing began at `start`, after `waited` seconds (all virtual).
+
+    `bytes_read` is what had been read from disk by then, in all; `found` is "hit", "late" or
+    "miss".
+    """
+
+    key: str
+    start: float
+    waited: float
+    bytes_read: int
+    found: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run took. Sizes are in bytes, times in seconds."""
+
+    seconds: float
+    computed_seconds: float
+    stalled_seconds: float
+    hits: int
+    late: int
+    misses: int
+    bytes_moved: dict[Way, int]
+    uses: tuple[Served, ...]
+    peak_bytes: dict[Tier, int]
+
+
+def simulate(
+    groups: Mapping[str, int],
+    uses: Sequence[Use],
+    budgets: Mapping[Tier, int | None],
+    *,
+    bandwidth: Mapping[Way, float] | None = None,
+    policy: str = "next-use",
+    prefetch: bool = True,
+) -> Outcome:
+    """Play `uses` of `groups` (key -> bytes, in the order of registration) on one thread.
+
+    `bandwidth` gives bytes per second for each hop; None, or a hop that it leaves out: moves take
+    no time. Without `prefetch`, groups move only when they are asked for. Raises BudgetError if a
+    group is larger than a budget, and KeyError for a use of an unknown group.
+    """
+    schedule = LearnedOrder() if prefetch else _NoForesight()
+    clock = _Clock()
+    planner = Planner(budgets, policy_named(policy, schedule), schedule, clock.time)
+    for key, nbytes in groups.items():
+        planner.register(key, nbytes, backed=True)
+    return _Run(planner, clock, dict(bandwidth or {}), uses).play()
+
+
+class _NoForesight(LearnedOrder):
+    """Learns, so that a policy may rank by it, and foretells nothing."""
+
+    def ahead(self, count: int) -> Numbers:
+        return super().ahead(0)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@dataclass
+class _Channel:
+    """One hop: what is queued on it, and what moves now."""
+
+    bandwidth: float | None
+    queue: list[tuple[int, int, Copy]] = field(default_factory=list)
+    busy: bool = False
+
+
+class _Run:
+    """One simulated run."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        clock: _Clock,
+        bandwidth: dict[Way, float],
+        uses: Sequence[Use],
+    ) -> None:
+        self._planner = planner
+        self._clock = clock
+        self._bandwidth = bandwidth
+        self._uses = uses
+        self._channels: dict[Way, _Channel] = {}
+        self._moving: list[tuple[float, int, Copy]] = []  # (end, age, copy)
+        self._age = itertools.count()
+        self._moved: Counter[Way] = Counter()
+        self._read = 0
+
+    def play(self) -> Outcome:
+        served = [self._use(use) for use in self._uses]
+        counts = Counter(s.found for s in served)
+        return Outcome(
+            seconds=self._clock.now,
+            computed_seconds=sum(use.seconds for use in self._uses),
+            stalled_seconds=sum(s.waited for s in served),
+            hits=counts["hit"],
+            late=counts["late"],
+            misses=counts["miss"],
+            bytes_moved=dict(self._moved),
+            uses=tuple(served),
+            peak_bytes=dict(self._planner.peak),
+        )
+
+    def _use(self, use: Use) -> Served:
+        planner, asked = self._planner, self._clock.now
+        state = planner.state_of(use.key)
+        found = {State.PRESENT: "hit", None: "miss"}.get(state, "late")
+        planner.demand(use.key)
+        self._deliver()
+        while not planner.lease(use.key, Access.READ):
+            error = planner.error_of(use.key)
+            if error is not None:
+                raise error
+            self._wait_for_a_move()
+        planner.withdraw(use.key)
+        self._deliver()
+        start = self._clock.now
+        served = Served(use.key, start, start - asked, self._read, found)
+        self._pass(use.seconds)
+        planner.release(use.key, Access.READ)
+        self._deliver()
+        return served
+
+    def _deliver(self) -> None:
+        self._follow(self._planner.instructions())
+
+    def _follow(self, instructions: Sequence[Instruction]) -> None:
+        for copy in instructions:
+            if isinstance(copy, Copy):
+                way = (copy.src, copy.dst)
+                channel = self._channels.setdefault(way, _Channel(self._bandwidth.get(way)))
+                heapq.heappush(channel.queue, (not copy.urgent, next(self._age), copy))
+                self._start(channel)
+
+    def _start(self, channel: _Channel) -> None:
+        if channel.busy or not channel.queue:
+            return
+        copy = heapq.heappop(channel.queue)[2]
+        seconds = copy.nbytes / channel.bandwidth if channel.bandwidth else 0.0
+        channel.busy = True
+        heapq.heappush(self._moving, (self._clock.now + seconds, next(self._age), copy))
+
+    def _wait_for_a_move(self) -> None:
+        assert self._moving, "somebody waits, and nothing moves"
+        self._end_a_move()
+
+    def _pass(self, seconds: float) -> None:
+        """Computing goes on for so long; what arrives meanwhile, arrives."""
+        end = self._clock.now + seconds
+        while self._moving and self._moving[0][0] <= end:
+            self._end_a_move()
+        self._clock.now = end
+
+    def _end_a_move(self) -> None:
+        when, _, copy = heapq.heappop(self._moving)
+        way = (copy.src, copy.dst)
+        self._clock.now = max(self._clock.now, when)
+        self._moved[way] += copy.nbytes
+        self._read += copy.nbytes if copy.src is Tier.DISK else 0
+        channel = self._channels[way]
+        channel.busy = False
+        self._planner.arrived(copy.key, copy.dst, copy.src)
+        self._deliver()
+        self._start(channel)
