@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 from tierstore.model.sizes import PAGE
 from tierstore.transfer import pages as pages_module
-from tierstore.transfer.pages import HUGE_PAGE, RecycledPages, fresh_memory
+from tierstore.transfer.pages import HUGE_PAGE, PATIENCE, RecycledPages, fresh_memory
 
 BUDGET = 64 * 1024**2
 SIZES = [PAGE, 3 * PAGE, HUGE_PAGE - PAGE, HUGE_PAGE, HUGE_PAGE + PAGE, 9 * 1024**2, 21 * PAGE * 77]
@@ -126,6 +128,28 @@ def test_a_view_that_outlives_its_slot_keeps_its_bytes() -> None:
     assert view.tolist() == [7] * 10
     pages.close()
     assert view.tolist() == [7] * 10
+
+
+def test_pages_that_are_just_coming_back_are_waited_for() -> None:
+    before = resident()
+    pages = RecycledPages(8 * HUGE_PAGE)
+    going = [pages.allocate(8 * HUGE_PAGE).fill_(1)]
+    timer = threading.Timer(PATIENCE / 5, going.clear)
+    timer.start()
+    pages.allocate(8 * HUGE_PAGE).fill_(2)
+    timer.join()
+    assert resident() - before < 9 * HUGE_PAGE
+
+
+def test_a_view_that_is_kept_is_not_waited_for_again_and_again() -> None:
+    pages = RecycledPages(8 * HUGE_PAGE)
+    kept = pages.allocate(8 * HUGE_PAGE)[:10]
+    started = time.monotonic()
+    rounds = 20
+    for _ in range(rounds):
+        pages.allocate(8 * HUGE_PAGE)
+    assert time.monotonic() - started < rounds * PATIENCE / 2, "each one waited"
+    assert len(kept) == 10
 
 
 def test_what_comes_back_after_the_end_goes_to_the_system() -> None:

@@ -18,6 +18,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections import deque
 
@@ -26,6 +27,9 @@ import torch
 from tierstore.model.sizes import PAGE
 
 HUGE_PAGE = 2 * 1024**2
+PATIENCE = 0.1
+"""Seconds to wait for pages whose last view is just going, before memory above the budget is
+taken."""
 
 _NO_ACCESS = 0
 _MAP_FIXED = 0x10
@@ -67,6 +71,7 @@ class RecycledPages:
         self._huge: list[tuple[int, int]] = []  # (address, bytes) of waiting pages
         self._small: list[tuple[int, int]] = []
         self._returned: deque[tuple[int, int]] = deque()  # not yet sorted into the two
+        self._overdue = 0  # bytes above the budget that views which outlive their lease cost
         self._closed = False
         self._lock = threading.Lock()
 
@@ -74,7 +79,7 @@ class RecycledPages:
         """uint8 memory at a multiple of 2 MiB, with whatever bytes it last held."""
         nbytes = -(-nbytes // PAGE) * PAGE
         with self._lock:
-            self._sort_in()
+            self._await_pages(nbytes)
             address = _reserve(nbytes)
             whole = nbytes // HUGE_PAGE * HUGE_PAGE
             try:
@@ -104,6 +109,25 @@ class RecycledPages:
             _unmap(address, nbytes)
         else:
             self._returned.append((address, nbytes))
+
+    def _await_pages(self, nbytes: int) -> None:
+        """Wait until `nbytes` more fit the budget, as they do when the views of old slots are gone.
+
+        Another thread may be about to let go of such a view. If it keeps it, there is nothing to
+        wait for: that much is above the budget for as long as it does.
+        """
+        until = time.monotonic() + PATIENCE
+        while True:
+            self._sort_in()
+            if self._budget is None:
+                return
+            waiting = sum(length for _, length in self._huge + self._small)
+            above = self._held - waiting + nbytes - self._budget
+            if above <= self._overdue or time.monotonic() > until:
+                self._overdue = max(above, 0)
+                self._give_up(self._held - self._budget)
+                return
+            time.sleep(PATIENCE / 200)
 
     def _sort_in(self) -> None:
         while self._returned:
