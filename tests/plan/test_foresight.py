@@ -1,0 +1,217 @@
+"""Prefetch: what it hides, what it costs in bytes, and that each of its rules is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.plan.scans import cycle, forward_backward, two_experts
+from tierstore.model.tiers import Tier
+from tierstore.plan import foresight, policy
+from tierstore.plan.foresight import Foresight, Hop
+from tierstore.plan.schedule import LearnedOrder
+from tierstore.simulation import Outcome, Use, simulate
+
+NBYTES = 100_000_000
+DISK, LINK = 2e9, 20e9
+READ = NBYTES / DISK
+"""Seconds that one group takes from disk."""
+WAYS = {(Tier.DISK, Tier.HOST): DISK, (Tier.HOST, Tier.DEVICE): LINK}
+
+
+def run(keys: Sequence[str], share: float, seconds: float, device: float | None = None) -> Outcome:
+    """Uses of equal groups, a `share` of which fits the host, `device` of them the device."""
+    groups = dict.fromkeys(keys, NBYTES)
+    budgets: dict[Tier, int | None] = {Tier.HOST: int(share * sum(groups.values()))}
+    if device is not None:
+        budgets[Tier.DEVICE] = int(device * sum(groups.values()))
+    uses = [Use(key, seconds) for key in keys]
+    return simulate(groups, uses, budgets | {Tier.DISK: None}, bandwidth=WAYS)
+
+
+def stalled_share(outcome: Outcome, first: int, last: int) -> float:
+    """The share of the time that uses `first` to `last` spent waiting."""
+    served = outcome.uses[first:last]
+    length = outcome.uses[last].start - outcome.uses[first].start
+    return sum(use.waited for use in served) / length
+
+
+PASSES = 8
+
+
+@pytest.mark.parametrize("device", [None, 0.2])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("computing", [1.0, 1.5, 4.0])
+def test_reads_are_hidden_where_computing_takes_as_long(
+    computing: float, share: float, device: float | None
+) -> None:
+    groups = 40
+    outcome = run(cycle(groups, PASSES), share, computing * READ, device)
+    assert outcome.bytes_moved[Tier.DISK, Tier.HOST] > groups * NBYTES, "nothing was read again"
+    for step in range(2, PASSES - 1):
+        assert stalled_share(outcome, step * groups, (step + 1) * groups) <= 0.03
+
+
+def test_without_prefetch_the_same_run_stalls() -> None:
+    """The control: it is the prefetch that hides the reads."""
+    keys = cycle(40, PASSES)
+    uses = [Use(key, READ) for key in keys]
+    budgets = {Tier.HOST: 20 * NBYTES, Tier.DISK: None}
+    outcome = simulate(dict.fromkeys(keys, NBYTES), uses, budgets, bandwidth=WAYS, prefetch=False)
+    assert stalled_share(outcome, 80, 120) > 0.2
+
+
+def test_bound_by_the_disk_a_loop_takes_what_the_missing_bytes_take() -> None:
+    groups, fits = 40, 20
+    outcome = run(cycle(groups, PASSES), fits / groups, READ / 4)
+    for step in range(2, PASSES - 1):
+        first, last = outcome.uses[step * groups], outcome.uses[(step + 1) * groups]
+        assert last.bytes_read - first.bytes_read <= 1.1 * (groups - fits + 1) * NBYTES
+        assert last.start - first.start <= 1.15 * (groups - fits + 1) * READ
+
+
+def test_a_second_pattern_is_learned_within_one_pass_of_it() -> None:
+    """Two experts that switch half-way: the second run knows the first one's switch."""
+    blocks, steps = 20, 6
+    outcome = run(two_experts(3, blocks, steps), 0.4, 1.2 * READ)
+    once = 2 * blocks * steps
+    first_passes = range(blocks * steps + 2 * blocks, once - blocks, blocks)
+    for start in first_passes:  # the second expert, from its third pass on
+        assert stalled_share(outcome, start, start + blocks) <= 0.03
+    assert stalled_share(outcome, 2 * once - 1, 3 * once - 1) <= 0.03
+
+
+def test_training_goes_there_and_back() -> None:
+    layers = 30
+    outcome = run(forward_backward(layers, PASSES), 0.5, 1.2 * READ)
+    assert stalled_share(outcome, 4 * layers, 2 * layers * PASSES - 1) <= 0.03
+
+
+def test_a_changed_order_costs_time_only_for_a_pass() -> None:
+    keys = cycle(30, 5)
+    other = [f"g{7 * i % 30}" for i in range(30)] * 5
+    outcome = run(keys + other, 0.5, 1.2 * READ)
+    assert stalled_share(outcome, 6 * 30, 7 * 30) > 0.03, "the new order was known already"
+    assert stalled_share(outcome, 8 * 30, 10 * 30 - 1) <= 0.03
+
+
+# Each rule is needed -----------------------------------------------------------------------------
+
+
+def take_turns(groups: int, passes: int) -> list[str]:
+    """Modules of two neighbouring groups run in turns."""
+    step = []
+    for i in range(groups - 1):
+        step += [f"g{i}", f"g{i + 1}"] * 2
+    return step * passes
+
+
+def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
+    return run(keys, share, seconds).bytes_moved[Tier.DISK, Tier.HOST]
+
+
+def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, seconds = take_turns(40, PASSES), READ / 8
+    careful = read_by(keys, 0.8, seconds)
+    monkeypatch.setattr(policy, "HARMLESS", 1.0)
+    assert careful < 0.8 * read_by(keys, 0.8, seconds)
+
+
+def test_what_is_not_needed_yet_is_left_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound by computing, a loop that fetches as early as it can reads more."""
+    keys, seconds = cycle(40, PASSES), 4 * READ
+    patient = read_by(keys, 0.8, seconds)
+    monkeypatch.setattr(foresight, "CAUTION", 1e9)
+    assert patient < 0.85 * read_by(keys, 0.8, seconds)
+
+
+def test_missing_groups_that_lie_close_together_are_fetched_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A row of short uses after a row of long ones: the next group or two are not enough."""
+    groups = 40
+    keys = cycle(groups, PASSES)
+    seconds = [(0.2 if i % groups >= groups // 2 else 2.0) * READ for i in range(len(keys))]
+    uses = [Use(key, s) for key, s in zip(keys, seconds, strict=True)]
+    budgets = {Tier.HOST: groups // 2 * NBYTES, Tier.DISK: None}
+
+    def stalled() -> float:
+        outcome = simulate(dict.fromkeys(keys, NBYTES), uses, budgets, bandwidth=WAYS)
+        return stalled_share(outcome, 3 * groups, (PASSES - 1) * groups)
+
+    foreseen = stalled()
+    assert foreseen <= 0.03
+    monkeypatch.setattr(Hop, "bandwidth", None)  # then two groups are fetched ahead
+    assert stalled() > 2 * max(foreseen, 0.03)
+
+
+# Measuring ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watch(pauses: Sequence[float]) -> float:
+    """The computing that a foresight believes to follow a use, after these."""
+    clock = Clock()
+    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, clock)
+    seen.know(0, 1)
+    seen.know(1, 1)
+    for pause in pauses:
+        seen.asked(0)
+        seen.used(0)
+        clock.now += pause
+        seen.asked(1)
+        clock.now += 100.0  # waiting is no computing
+        seen.used(1)
+    return float(seen._seconds[0])
+
+
+def test_computing_is_measured_without_the_waiting() -> None:
+    assert watch([2.0] * 3) == pytest.approx(2.0)
+
+
+def test_a_pause_counts_for_little() -> None:
+    assert watch([2.0] * 5 + [3600.0]) < 2 * 2.0
+
+
+def test_uses_of_one_group_in_a_row_add_up() -> None:
+    clock = Clock()
+    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, clock)
+    seen.know(0, 1)
+    for _ in range(3):
+        seen.asked(0)
+        seen.used(0)
+        clock.now += 1.0
+    seen.asked(1)
+    assert float(seen._seconds[0]) == pytest.approx(3.0)
+
+
+def bandwidth_after(moves: Callable[[Hop], None]) -> float | None:
+    hop = Hop()
+    moves(hop)
+    return hop.bandwidth
+
+
+def test_copies_that_share_a_hop_share_its_bandwidth() -> None:
+    def two_at_once(hop: Hop) -> None:
+        for _ in range(2):
+            hop.begin(100)
+        hop.end(100, 0.0, 1.0, counts=True)
+        hop.end(100, 0.0, 2.0, counts=True)
+
+    assert bandwidth_after(two_at_once) == pytest.approx(100.0)
+
+
+def test_what_failed_is_no_measurement() -> None:
+    def fail(hop: Hop) -> None:
+        hop.begin(100)
+        hop.end(100, 0.0, 1.0, counts=False)
+
+    assert bandwidth_after(fail) is None
