@@ -156,7 +156,6 @@ class _Run:
             if error is not None:
                 raise error
             self._wait_for_a_move()
-        planner.withdraw(use.key)
         self._deliver()
         start = self._clock.now
         served = Served(use.key, start, start - asked, self._read, found)

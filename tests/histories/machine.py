@@ -219,17 +219,19 @@ class World:
         if lent:
             self.books.leased(waiter.key, waiter.access)
             self.leases.append(waiter)
+            self._answered(waiter)
         self._follow()
         self.sound = True
-        if lent:
-            self.give_up(waiter)
         return lent
 
-    def give_up(self, waiter: Waiter) -> None:
-        """A waiter has its answer, or wants none any more."""
+    def _answered(self, waiter: Waiter) -> None:
         self.waiters.remove(waiter)
         if waiter.key in self.books.entries:
             self.books.entries[waiter.key].demands -= 1
+
+    def give_up(self, waiter: Waiter) -> None:
+        """A waiter was told of an error, or wants nothing any more."""
+        self._answered(waiter)
         self._step(self.planner.withdraw, waiter.key)
         others = {w.key for w in [*self.waiters, *self.savers]}
         if waiter.key in self.planner and waiter.key not in others:

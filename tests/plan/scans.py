@@ -54,7 +54,6 @@ class Scan:
         self.planner.demand(key)
         self._carry()
         assert self.planner.lease(key, Access.READ), f"{key} is not there"
-        self.planner.withdraw(key)
         self._carry()
         self.planner.release(key, Access.READ)
         self._carry()

@@ -101,7 +101,6 @@ def hopes_and_victims(
         planner.demand(key)
         carry()
         assert planner.lease(key, Access.READ)
-        planner.withdraw(key)
         carry()
         planner.release(key, Access.READ)
         carry()
@@ -196,7 +195,6 @@ def busy_planner() -> Planner:
         planner.demand(key)
         planner.arrived(key, Tier.HOST, Tier.DISK)
         assert planner.lease(key, access)
-        planner.withdraw(key)
     planner.release("idle", Access.READ)
     planner.check()
     return planner

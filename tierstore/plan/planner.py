@@ -98,11 +98,17 @@ class Planner(Shelves):
         """Take one demand, or a claim that was not filled, back."""
         if key in self._claims:
             self._withdraw_claim(self._groups[key])
-        elif self._demands.get(key, 0) > 1:
-            self._demands[key] -= 1
-        elif self._demands.pop(key, None) and key in self._groups:
+        elif self._take_back(key) and key in self._groups:
             self._groups[key].error = None
         self._settle()
+
+    def _take_back(self, key: str) -> bool:
+        """Take one demand back. True if it was the last one."""
+        left = self._demands.get(key, 0) - 1
+        if left > 0:
+            self._demands[key] = left
+            return False
+        return self._demands.pop(key, None) is not None
 
     def prefetch(self, keys: Iterable[str]) -> None:
         """The caller hopes to use these next, in this order."""
@@ -114,7 +120,10 @@ class Planner(Shelves):
         self._settle()
 
     def lease(self, key: str, access: Access) -> bool:
-        """Lend `key` out if it is on the fastest tier and nobody uses it in another way."""
+        """Lend `key` out if it is on the fastest tier and nobody uses it in another way.
+
+        If so, one demand for it is met.
+        """
         group = self._groups[key]
         if not group.present(self.top) or group.exclusive or group.forgotten:
             return False
@@ -129,6 +138,7 @@ class Planner(Shelves):
         self._schedule.advance_past(name_of(key))
         self._foresight.used(group.number)
         self._look_ahead = True
+        self._take_back(key)
         self._settle()
         return True
 
@@ -233,6 +243,14 @@ class Planner(Shelves):
 
     def _settle(self) -> None:
         """Pursue everything that is wanted, the most pressing first."""
+        needs = self._demands or self._claims or self._saves or self._offloads or self._promised
+        if needs:
+            self._settle_needs()
+        elif self._look_ahead:
+            self._look_ahead = self._cramped = False
+            self._pursue_hopes(self.tiers[-2::-1])
+
+    def _settle_needs(self) -> None:
         if self._look_ahead and self._all_have_room():
             # What was fetched early and came half-way goes on before its place is needed again.
             self._pursue_hopes(self.tiers[:1])
