@@ -55,6 +55,7 @@ from tierstore import (
     TruncatedFileError,
     UnknownKeyError,
 )
+from tierstore.transfer.spill import Spill
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -394,7 +395,7 @@ def test_without_the_stamp_an_overwritten_checkpoint_is_read(
     """The control: it is the check that notices, not luck."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._carrier.files.check = lambda path, expected: None
+        store._carrier.files.check = lambda path, expected: store._carrier.files.get(path)
         overwrite(checkpoint, restored=True)
         assert_group(store.get("m/b"), pages(8, 3))
 
@@ -427,7 +428,7 @@ def test_a_bit_that_flips_under_verify_always(checkpoint: Path, disk_dir: Path) 
         store.register_checkpoint(checkpoint, "m/")
         assert_group(store.get("m/b"), pages(2, 3))
         push_out(store, "m/b")
-        store._carrier.files.check = lambda path, expected: None
+        store._carrier.files.check = lambda path, expected: store._carrier.files.get(path)
         raw = bytearray(checkpoint.read_bytes())
         raw[-1] ^= 1
         checkpoint.write_bytes(raw)
@@ -718,6 +719,29 @@ def test_room_that_is_discarded_can_be_used_again(small_disk: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_room_that_is_kept_for_spilling_is_given_up_for_what_must_survive(
+    kept: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
+    if not kept:  # the control: with nothing to give up, the disk is full
+        monkeypatch.setattr(Spill, "trim", lambda spill: 0)
+    store = open_store(small_disk, 512 * PAGE)
+    store.put("spilled", pages(1, 200), durable=False)
+    push_out(store, "spilled")
+    store.discard("spilled")
+    store.put("key", pages(2, 400))
+    if kept:
+        store.flush()
+        assert_group(store.get("key"), pages(2, 400))
+    else:
+        with pytest.raises(DiskFullError):
+            store.flush()
+        store.discard("key")
+    assert_at_rest(store)
+    store.close()
+
+
 # Damage ------------------------------------------------------------------------------------------
 
 
@@ -813,7 +837,7 @@ def test_a_file_that_is_shorter_than_it_says(checkpoint: Path, disk_dir: Path) -
     """Where no stamp tells, the read itself does."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._carrier.files.check = lambda path, expected: None
+        store._carrier.files.check = lambda path, expected: store._carrier.files.get(path)
         os.truncate(checkpoint, checkpoint.stat().st_size - 2 * PAGE)
         with pytest.raises(TruncatedFileError) as error:
             store.get("m/b")
