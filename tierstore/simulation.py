@@ -50,7 +50,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run took. Sizes are in bytes, times in seconds."""
+    """What a simulated run took. Sizes are in bytes, times in seconds.
+
+    `reads` says how often each group was read from disk.
+    """
 
     seconds: float
     computed_seconds: float
@@ -60,6 +63,7 @@ class Outcome:
     misses: int
     bytes_moved: dict[Way, int]
     uses: tuple[Served, ...]
+    reads: dict[str, int]
     peak_bytes: dict[Tier, int]
 
 
@@ -129,6 +133,7 @@ class _Run:
         self._age = itertools.count()
         self._moved: Counter[Way] = Counter()
         self._read = 0
+        self._reads: Counter[str] = Counter()
 
     def play(self) -> Outcome:
         served = [self._use(use) for use in self._uses]
@@ -142,6 +147,7 @@ class _Run:
             misses=counts["miss"],
             bytes_moved=dict(self._moved),
             uses=tuple(served),
+            reads=dict(self._reads),
             peak_bytes=dict(self._planner.peak),
         )
 
@@ -199,7 +205,9 @@ class _Run:
         way = (copy.src, copy.dst)
         self._clock.now = max(self._clock.now, when)
         self._moved[way] += copy.nbytes
-        self._read += copy.nbytes if copy.src is Tier.DISK else 0
+        if copy.src is Tier.DISK:
+            self._read += copy.nbytes
+            self._reads[copy.key] += 1
         channel = self._channels[way]
         channel.busy = False
         self._planner.arrived(copy.key, copy.dst, copy.src)

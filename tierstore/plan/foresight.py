@@ -31,6 +31,8 @@ IN_FLIGHT = 32 << 20
 """Bytes on their way over one hop that keep it busy. More would only take room earlier."""
 AT_ONCE = 4
 """Copies on their way over one hop, however small."""
+EARLY = 4
+"""One in so many bytes of a tier may hold what was fetched early and was not used yet."""
 NEAR = 1
 """A group that is missing and comes within so many uses is fetched in any case."""
 CAUTION = 1.15
@@ -97,6 +99,7 @@ class Foresight:
         self._seconds = np.zeros(16)
         self._held = {tier: np.zeros(16, dtype=np.bool_) for tier in self._tiers}
         self._passed_over = np.ones(16, dtype=np.bool_)
+        self._early: dict[Tier, dict[int, int]] = {tier: {} for tier in self._tiers}
         self._known = 0
         self._known_bytes = 0
         self._on_top = 0
@@ -139,10 +142,15 @@ class Foresight:
             self._passed_over[number] = False
             self._on_top += tier is self._tiers[0]
 
+    def took_early(self, number: int, tier: Tier) -> None:
+        """The group is being copied to `tier` before anybody asked for it."""
+        self._early[tier][number] = int(self._nbytes[number])
+
     def gave_up(self, number: int, tier: Tier) -> None:
         """The group has no room on `tier` any more."""
         if tier in self._held and self._held[tier][number]:
             self._held[tier][number] = False
+            self._early[tier].pop(number, None)
             self._on_top -= tier is self._tiers[0]
 
     def pass_over(self, number: int) -> None:
@@ -171,6 +179,8 @@ class Foresight:
 
     def used(self, number: int) -> None:
         """A group was lent: computing goes on."""
+        for early in self._early.values():
+            early.pop(number, None)
         if number != self._running:
             self._running, self._spent = number, 0.0
         self._since = self._clock()
@@ -195,7 +205,7 @@ class Foresight:
         not missing.
         """
         hop = self.hops[self._src(dst), dst]
-        if hop.copies >= AT_ONCE or hop.nbytes >= IN_FLIGHT:
+        if hop.copies >= AT_ONCE:
             return None
         ahead = self._schedule.ahead(WINDOW)
         ahead = ahead[ahead < len(self._nbytes)]  # who never was known, or is not any more
@@ -206,9 +216,21 @@ class Foresight:
         first = int(missing.argmax()) if len(ahead) else 0
         if not len(ahead) or not missing[first]:
             return None
+        number = int(ahead[first])
+        if hop.copies and hop.nbytes + self._nbytes[number] > IN_FLIGHT:
+            return None
+        if self._is_early_enough(dst, int(self._nbytes[number])):
+            return None
         if not self._now_or_never(hop, dst, ahead, missing, first):
             return None
-        return int(ahead[first]), ahead[:first]
+        return number, ahead[:first]
+
+    def _is_early_enough(self, dst: Tier, nbytes: int) -> bool:
+        """Whether what was fetched early, and waits to be used, takes all that it may take."""
+        early, budget = self._early[dst], self._budgets[dst]
+        if not early or budget is None:
+            return False
+        return sum(early.values()) + nbytes > budget // EARLY
 
     def _src(self, dst: Tier) -> Tier:
         return Tier(dst + 1)

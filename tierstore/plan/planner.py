@@ -319,6 +319,7 @@ class Planner(Shelves):
             self._cramped = True
             return False
         self._start(group, src, dst, urgent=False)
+        self._foresight.took_early(group.number, dst)
         return True
 
     def _fits(self, group: GroupRecord) -> bool:
