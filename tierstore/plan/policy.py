@@ -100,21 +100,20 @@ class LeastRecentlyUsed:
         if rival is not None:
             found[rows == self._row.get(rival, -1)] = -np.inf
             found[found <= self._rank_of_rival(rival)] = -np.inf
-        if tier is Tier.HOST:
-            found[self._settled(ranks)[rows]] += _FIRST
+        if tier is Tier.HOST and len(settled := self._settled(ranks)):
+            found[np.isin(rows, settled)] += _FIRST
         elif tier is Tier.DEVICE and len(rows):
             twice = self._on[Tier.HOST][rows]
             found[twice] = self._farther(found[twice], DISK_COSTS)
         return _descending(self._keys, rows, found)
 
-    def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-        """What is on the device, not about to leave it, and could be read from disk if it did."""
+    def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """The rows of what is on the device, not about to leave it, and could be read from disk if it did."""
         there = np.flatnonzero(self._on[Tier.DEVICE])
-        settled = np.zeros_like(self._on[Tier.DEVICE])
-        if len(there) > LEAVING:
-            staying = np.argpartition(ranks[there], -LEAVING)[:-LEAVING]
-            settled[there[staying]] = True
-        return settled & self._on[Tier.DISK]
+        if len(there) <= LEAVING:
+            return there[:0]
+        staying = there[np.argpartition(ranks[there], -LEAVING)[:-LEAVING]]
+        return staying[self._on[Tier.DISK][staying]]
 
     def _ranks(self) -> npt.NDArray[np.float64]:
         """By row: the higher, the less a copy would be missed."""
