@@ -108,7 +108,7 @@ class LeastRecentlyUsed:
         return _descending(self._keys, rows, found)
 
     def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """The rows of what is on the device, not about to leave it, and could be read from disk if it did."""
+        """The rows of what is on the device, not about to leave it, and safe on disk."""
         there = np.flatnonzero(self._on[Tier.DEVICE])
         if len(there) <= LEAVING:
             return there[:0]
