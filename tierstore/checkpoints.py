@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import aiofiles
 from tierstore.model.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
+from tierstore.progress import bar
 from tierstore.transfer.disk import FileStamp, transfer_error
 
 MAX_INDEX_BYTES = 64 << 20
@@ -38,12 +40,16 @@ def read_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
     Raises TransferError if a file cannot be read, InvalidHeaderError if a header or the index is
     malformed, ValueError if two files hold a tensor of the same name.
     """
-    return _without_repeats([read_file(name) for name in checkpoint_files(path)])
+    return _without_repeats([read_file(name) for name in _with_bar(path)])
 
 
 async def aread_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
     """`read_checkpoint` for coroutines: no file access on the event loop's thread."""
-    return _without_repeats([await aread_file(name) for name in checkpoint_files(path)])
+    return _without_repeats([await aread_file(name) for name in _with_bar(path)])
+
+
+def _with_bar(path: str | os.PathLike[str]) -> Iterable[str]:
+    return bar(checkpoint_files(path), "Reading headers", "files")
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[str]:

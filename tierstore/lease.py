@@ -35,6 +35,7 @@ class Lease:
         self._tensors: dict[str, torch.Tensor] | None = tensors
         self._release = release
         self._lose = lose
+        self._over = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -47,6 +48,11 @@ class Lease:
         return self._tensors
 
     @property
+    def released(self) -> bool:
+        """Whether it was given back."""
+        return self._tensors is None
+
+    @property
     def tensor(self) -> torch.Tensor:
         """The only tensor of the group. Raises LeaseError if it has several."""
         if len(self.tensors) != 1:
@@ -55,13 +61,15 @@ class Lease:
 
     def release(self) -> None:
         """Give the group back. A second call does nothing."""
+        self._tensors = None  # first: another thread may give the memory away at once
         self._release()  # once, however often it is called
-        self._tensors = None
+        self._over = True
 
     def abandon(self) -> None:
         """`release` for finalizers: they may run in the middle of a step, so it is done later."""
-        if self._tensors is not None:
+        if not self._over:
             self._tensors = None
+            self._over = True
             self._lose()
 
     def __enter__(self) -> Lease:
@@ -76,7 +84,7 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        if getattr(self, "_tensors", None) is not None:
+        if not getattr(self, "_over", True):
             self.abandon()
             warnings.warn(
                 f"a lease of {self.key!r} was lost without release(): use it in a with statement",

@@ -12,8 +12,11 @@ class Stats:
     """What a store has done so far. Sizes are in bytes; dicts go by the name of a tier.
 
     `hits`, `late` and `misses` count acquires of groups that were on the fastest tier, on their
-    way, or had to be asked for; `stalled_seconds` is how long acquires waited in all.
-    `bytes_onloaded` and `bytes_offloaded` crossed the link to and from an accelerator.
+    way, or had to be asked for; `stalled_seconds` is how long acquires waited in all (on an
+    accelerator: how long its work waited for them). `bytes_onloaded` and `bytes_offloaded` crossed
+    the link to and from an accelerator. `busy_seconds` is for how long bytes moved on each way,
+    such as `DISK>HOST`. `overlap` is the share of the time in which any bytes moved that no acquire
+    waited: 1.0 if all transfers were hidden behind the caller's work, or if there were none.
     `peak_bytes` is memory that really existed at once (and was page-locked, where an accelerator
     wants that), staging included.
     """
@@ -22,6 +25,8 @@ class Stats:
     late: int
     misses: int
     stalled_seconds: float
+    overlap: float
+    busy_seconds: dict[str, float]
     bytes_read: int
     bytes_written: int
     bytes_onloaded: int
@@ -52,3 +57,12 @@ class Snapshot:
     groups: tuple[GroupSnapshot, ...]
     used_bytes: dict[str, int]
     budget_bytes: dict[str, int | None]
+
+
+BYTES_MOVED = {
+    "DISK>HOST": "bytes_read",
+    "HOST>DISK": "bytes_written",
+    "HOST>DEVICE": "bytes_onloaded",
+    "DEVICE>HOST": "bytes_offloaded",
+}
+"""The field of `Stats` that counts the bytes of a hop."""

@@ -12,7 +12,7 @@ import functools
 import os
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,8 +30,10 @@ from tierstore.model.errors import (
     UnknownKeyError,
 )
 from tierstore.model.groups import GroupSpec, Source, group_of, name_of, pack, version_id
+from tierstore.model.journal import Use
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, Tier
+from tierstore.observer import Observer
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
 from tierstore.plan.records import State
@@ -47,13 +49,11 @@ from tierstore.waiting import Request, WaitingRoom
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
-class _Lent:
-    """The store's side of a lease."""
+@dataclass(eq=False, slots=True)
+class _Lent(Use):
+    """The store's side of a lease, and later a note of it."""
 
-    version: str
-    access: Access
-    owner: object
+    access: Access = Access.READ
     out: bool = False
 
 
@@ -70,7 +70,9 @@ class Serving:
     ) -> None:
         schedule = LearnedOrder()
         self.device = device
-        self._planner = Planner(budgets, policy_named(policy, schedule), schedule)
+        self._planner = Planner(
+            budgets, policy_named(policy, schedule), schedule, time.perf_counter
+        )
         self._waiting = WaitingRoom(self._planner.idle, self._refuse_the_hopeless)
         self._changed = self._waiting.condition
         self._versions: dict[str, str] = {}  # key -> the version that readers see
@@ -78,19 +80,19 @@ class Serving:
         # Leases that were garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[_Lent] = deque()
         self._lost_groups: deque[str] = deque()
-        self._counts: Counter[str] = Counter()
-        self._stalled = 0.0
         self._pid = os.getpid()
         self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
         self._directory = ObjectDirectory(disk_dir)
         report = _weak_report(weakref.WeakMethod(self._arrived))
         self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report)
+        self._observer = Observer(self._carrier.journal, self._carrier.times)
         self._finalizer = weakref.finalize(
             self, _shut_down, self._carrier, self._directory, self._pid
         )
         try:
             self._recover()
+            self._observer.level(self._planner.used)
         except BaseException:
             self._finalizer()
             raise
@@ -202,20 +204,23 @@ class Serving:
 
     # Lending -----------------------------------------------------------------------------------
 
-    def _begin(self, key: str, access: Access) -> Request:
-        with self._locked():
-            self._collect_lost()
-            request = Request(key, Access(access))
-            state = self._planner.state_of(self._lookup(key))
-            self._demand(request)
-            count = {State.PRESENT: "hits", None: "misses"}.get(state, "late")
-            self._counts[count] += 1
-            return request
+    @property
+    def all_there(self) -> bool:
+        """Whether every group has its place on the device (or is on its way): room is no matter."""
+        return self._planner.all_there()
+
+    def _asked(self, key: str, access: Access) -> Request:
+        self._check_open()
+        return Request(key, Access(access))
 
     def _demand(self, request: Request) -> None:
         """Insist on the newest version of the key."""
-        request.version = self._lookup(request.key)
-        self._planner.demand(request.version)
+        request.version = version = self._lookup(request.key)
+        state = self._planner.state_of(version)
+        self._planner.demand(version)
+        if not request.met:
+            met = "hit" if state is State.PRESENT else "late" if state else "miss"
+            self._observer.asked(request, met)
         self._deliver()
 
     def _attempt(self, request: Request) -> Lease | None:
@@ -223,15 +228,18 @@ class Serving:
         self._check_open()
         self._collect_lost()
         if self._versions.get(request.key) != request.version:
-            self._demand(request)  # it was replaced (or discarded, which raises) meanwhile
+            self._demand(request)  # the first time, and if it was replaced meanwhile
         version = request.version
         error = self._planner.error_of(version)
         if error is not None:
             raise error
-        loan = _Lent(version, request.access, request.owner)
+        loan = _Lent(version, request.owner, request.met, request.since, access=request.access)
         try:
             loan.out = self._planner.lease(version, request.access)
-            return self._lent(request, version, loan) if loan.out else None
+            if loan.out:
+                return self._lent(request, version, loan)
+            self._observer.waits(request)
+            return None
         except BaseException:  # an interrupt, most likely: nobody would give the lease back
             self._end_lease(loan)
             raise
@@ -239,12 +247,12 @@ class Serving:
     def _lent(self, request: Request, version: str, loan: _Lent) -> Lease:
         self._waiting.lend(request.owner, version)
         request.version = ""
-        self._planner.withdraw(version)
         self._deliver()
-        if request.tried >= 0:
-            self._stalled += time.monotonic() - request.since
         tensors = self._carrier.view(version)
+        cargo = self._carrier.cargo(version)
+        self._observer.arrives(request, cargo.arrival)
         self._order_after_arrival(version)
+        self._observer.granted(request, loan, cargo.spec.nbytes)
         return Lease(
             request.key,
             version,
@@ -277,6 +285,7 @@ class Serving:
 
     def _give_up(self, request: Request) -> None:
         with self._changed:
+            self._observer.gave_up(request)
             if request.version in self._planner:
                 self._planner.withdraw(request.version)
                 self._deliver()
@@ -311,15 +320,16 @@ class Serving:
             return None
         loan.out = False
         version, access = loan.version, loan.access
-        self._waiting.give_back(loan.owner, version)
-        if self.device.type != "cpu":
-            event = torch.accelerator.current_stream(self.device).record_event()
-            self._carrier.used_on(version, event)
+        self._waiting.give_back(loan.caller, version)
+        mark = None
+        if self._carrier.times is not None:
+            mark = self._carrier.times.mark()
+            self._carrier.used_on(version, mark.event)
+        self._observer.released(loan, mark)
         cargo = self._carrier.cargo(version)
         self._planner.release(version, access)
         self._deliver()
-        key = name_of(version)
-        if access is not Access.TAKE or self._versions.get(key) != version:
+        if access is not Access.TAKE or self._versions.get(key := name_of(version)) != version:
             return None
         del self._versions[key]
         return key, self._newest_so_far(), cargo.durable
@@ -407,6 +417,7 @@ class Serving:
         instructions = self._planner.instructions()
         if instructions:
             self._carrier.accept(instructions)
+        self._observer.level(self._planner.used)
         self._waiting.changed()
 
     def _arrived(self, copy: Copy, error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ Only `put`, `acquire`, `get`, `flush`, `close` and their async twins may wait.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,14 @@ from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpo
 from tierstore.lease import Lease
 from tierstore.metrics import GroupSnapshot, Snapshot, Stats
 from tierstore.model.errors import ClosedError, TierStoreError
+from tierstore.model.journal import Summary
 from tierstore.model.objects import StoredObject
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access
+from tierstore.progress import bar
 from tierstore.serving import Serving
 from tierstore.settings import Size, resolve_budgets, resolve_device
+from tierstore.trace import load, merged, save
+from tierstore.tracks import Notes, document
 from tierstore.transfer.maps import AddressSpace
 from tierstore.transfer.objects import check_key, intact_object
 from tierstore.transfer.views import clone_all
@@ -203,7 +208,7 @@ class TierStore(Serving):
         caller itself holds; the error of a read that failed (CorruptDataError, TruncatedFileError,
         StaleCheckpointError, TransferError).
         """
-        request = self._begin(key, access)
+        request = self._asked(key, access)
         try:
             return self._waiting.wait(request, self._attempt)
         except BaseException:
@@ -212,7 +217,7 @@ class TierStore(Serving):
 
     async def aacquire(self, key: str, access: Access = Access.READ) -> Lease:
         """`acquire` for coroutines: never blocks the event loop; cancelled, it leaves nothing."""
-        request = self._begin(key, access)
+        request = self._asked(key, access)
         try:
             return await self._waiting.wait_async(request, self._attempt)
         except BaseException:
@@ -279,7 +284,8 @@ class TierStore(Serving):
     def _flush_all(self) -> None:
         with self._changed:
             dirty = [key for key, version in self._versions.items() if self._is_dirty(version)]
-        errors = [error for error in map(self._save_error, dirty) if error is not None]
+        saved = map(self._save_error, bar(dirty, "Writing what is not on disk", "groups"))
+        errors = [error for error in saved if error is not None]
         if errors:
             raise errors[0]
 
@@ -307,23 +313,42 @@ class TierStore(Serving):
     def stats(self) -> Stats:
         """What the store has done so far."""
         with self._changed:
-            planner, moved = self._planner, self._carrier.totals.get
-            peak = {t.name: planner.peak[t] for t in planner.tiers}
-            for tier, arena in self._carrier.arenas.items():
-                peak[tier.name] = arena.peak_held
-            return Stats(
-                hits=self._counts["hits"],
-                late=self._counts["late"],
-                misses=self._counts["misses"],
-                stalled_seconds=self._stalled,
-                bytes_read=moved(Tier.DISK, Tier.HOST),
-                bytes_written=moved(Tier.HOST, Tier.DISK),
-                bytes_onloaded=moved(Tier.HOST, Tier.DEVICE),
-                bytes_offloaded=moved(Tier.DEVICE, Tier.HOST),
-                used_bytes={t.name: planner.used[t] for t in planner.tiers},
-                peak_bytes=peak,
-                budget_bytes={t.name: planner.budgets[t] for t in planner.tiers},
+            self._carrier.look()
+            return self._stats(self._carrier.journal.summary())
+
+    def _stats(self, summary: Summary) -> Stats:
+        peak = {tier: arena.peak_held for tier, arena in self._carrier.arenas.items()}
+        return self._observer.stats(summary, self._planner, peak)
+
+    def trace(
+        self, path: str | os.PathLike[str], *, merge: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Write what the store did, as a Chrome trace that Perfetto opens.
+
+        It shows transfers, computing and waiting for groups (the newest events, if there were very
+        many) and the bytes on each tier. `path` is compressed if it ends with `.gz`. `merge` names
+        a trace that `torch.profiler` exported: `path` then holds both, on one clock. Never waits.
+
+        Raises OSError, or InvalidTraceError if `merge` is no trace.
+        """
+        with self._changed:
+            self._carrier.look()
+            journal, groups = self._carrier.journal, self._versions.items()
+            summary, spans = journal.read()
+            notes = Notes(
+                self._stats(summary),
+                summary,
+                spans,
+                journal.uses.events(),
+                journal.levels.events(),
+                {key: self._carrier.cargo(version).spec.nbytes for key, version in groups},
+                str(self.device),
+                journal.dropped,
+                journal.number,
+                time.monotonic(),
             )
+        trace = document(notes)
+        save(trace if merge is None else merged(trace, load(merge)), path)
 
     def snapshot(self) -> Snapshot:
         """What is where now."""

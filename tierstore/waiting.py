@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from tierstore.model.journal import Span
 from tierstore.model.tiers import Access
 
 T = TypeVar("T")
@@ -27,16 +27,17 @@ LOOK_AGAIN = 1.0
 
 def caller() -> object:
     """Who is asking: the running task, or else the thread."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:
-        task = None
+    # Every acquire asks; where no loop runs, that is all it costs.
+    task = None if asyncio._get_running_loop() is None else asyncio.current_task()
     return task if task is not None else threading.get_ident()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
-    """A caller that wants something of `key`. `tried` is the epoch of its last vain attempt."""
+    """A caller that wants something of `key`. `tried` is the epoch of its last vain attempt.
+
+    `met` says how an acquire was met; `stall` is its wait, which began on an accelerator at `mark`.
+    """
 
     key: str
     access: Access = Access.READ
@@ -44,6 +45,9 @@ class Request:
     owner: object = field(default_factory=caller)
     since: float = field(default_factory=time.monotonic)
     tried: int = -1
+    met: str = ""
+    stall: Span | None = None
+    mark: Any = None
 
 
 class WaitingRoom:
@@ -64,7 +68,7 @@ class WaitingRoom:
         self._called = -1  # the epoch in which a holder was woken to be refused
         self._requests: set[Request] = set()
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._held: dict[object, Counter[str]] = {}
+        self._held: dict[object, dict[str, int]] = {}  # owner -> version -> leases of it
 
     def changed(self) -> None:
         """Wake everybody: something is different."""
@@ -79,13 +83,16 @@ class WaitingRoom:
 
     def lend(self, owner: object, version: str) -> None:
         """A lease goes out."""
-        self._held.setdefault(owner, Counter())[version] += 1
+        held = self._held.setdefault(owner, {})
+        held[version] = held.get(version, 0) + 1
 
     def give_back(self, owner: object, version: str) -> None:
         """A lease comes back."""
-        held = self._held.get(owner, Counter())
-        held[version] -= 1
-        if not +held:
+        held = self._held.get(owner, {})
+        left = held.pop(version, 0) - 1
+        if left > 0:
+            held[version] = left
+        elif not held:
             self._held.pop(owner, None)
 
     def wait(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
@@ -128,7 +135,7 @@ class WaitingRoom:
         if not self._held or not self._held.keys() <= waiting or not all_tried or not self._idle():
             return
         if request.owner in self._held:
-            self._refuse(request, {v for held in self._held.values() for v in +held})
+            self._refuse(request, {v for held in self._held.values() for v in held})
         elif self._called != self._epoch:
             self._called = self._epoch
             self._wake()

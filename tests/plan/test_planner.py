@@ -88,7 +88,8 @@ def hopes_and_victims(
     pairs: list[tuple[float, float]] = []
 
     def carry() -> None:
-        while batch := planner.instructions():
+        for _ in range(20):  # without its protections, a planner may go on for ever
+            batch = planner.instructions()
             victims = [i.key for i in batch if isinstance(i, Drop)]
             hopes = [i for i in batch if isinstance(i, Copy)]
             if schedule.trusted and not any(copy.urgent for copy in hopes):

@@ -131,7 +131,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 ARENAS = settings(max_examples=100, stateful_step_count=40)
-UNSHRUNK = settings(ARENAS, phases=[Phase.generate], report_multiple_bugs=False)
+UNSHRUNK = settings(ARENAS, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
 def test_memory_stays_within_the_budget_in_any_order_of_calls() -> None:

@@ -7,24 +7,15 @@ import gc
 import mmap
 import os
 import random
-import tempfile
+import struct
 import threading
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from tierstore.model.errors import (
     DiskFullError,
@@ -40,7 +31,8 @@ from tierstore.transfer.disk import (
     DataFile,
     FileStamp,
     FileTable,
-    Spill,
+    direct_alignment,
+    parts,
     pieces,
     transfer_error,
     write_all,
@@ -161,6 +153,10 @@ def test_a_file_system_that_takes_the_flag_and_refuses_the_read(
     for _ in range(3):
         assert read(file, 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
     assert len(refused) == 1, "it is never asked again"
+    # Another thread may be about to read: the number must not become another file's.
+    assert os.readlink(f"/proc/self/fd/{direct}") == path
+    del file
+    gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(direct)
 
@@ -284,6 +280,84 @@ def test_pieces_are_whole_pages_and_cover_everything_once(source: Source, chunk:
                 segment.extent.path,
                 segment.extent.offset + byte,
             )
+
+
+@given(st.integers(0, 40 * PAGE), st.integers(1, 12))
+def test_parts_are_few_and_alike(nbytes: int, pages: int) -> None:
+    block = pages * PAGE
+    found = list(parts(nbytes, block))
+    assert len(found) == -(-nbytes // block), "more than needed"
+    here = 0
+    for offset, length in found:
+        assert offset == here
+        assert offset % PAGE == 0
+        assert 0 < length <= block
+        here += length
+    assert here == nbytes
+    if found:
+        assert len({length for _, length in found[:-1]} | {max(n for _, n in found)}) == 1
+        assert found[0][1] - found[-1][1] < len(found) * PAGE
+
+
+# What a disk is like -----------------------------------------------------------------------------
+
+
+def telling(memory: int, offset: int, mask: int = 0x2000) -> Callable[..., int]:
+    """The system call `statx` of a file system that tells of direct reads."""
+
+    def statx(_: int, __: bytes, ___: int, ____: int, answer: Any) -> int:
+        raw = bytearray(256)
+        struct.pack_into("=I", raw, 0, mask)
+        struct.pack_into("=II", raw, 152, memory, offset)
+        answer.raw = bytes(raw)
+        return 0
+
+    return statx
+
+
+def test_the_system_tells_what_direct_reads_want(path: str) -> None:
+    with open(path, "rb") as file:
+        told = direct_alignment(file.fileno())
+    if told is None:
+        pytest.skip("this system, or this kind of file system, does not tell")
+    if told == 0:
+        assert not knows_direct_reads(path)
+        return
+    assert told & (told - 1) == 0, "no power of two"
+    memory = room(2 * max(told, PAGE))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    assert os.preadv(descriptor, [memory[:told]], 0) == min(told, SIZE)
+    assert bytes(memory[: min(told, SIZE)]) == content(SIZE)[:told]
+    os.close(descriptor)
+
+
+def test_a_system_that_does_not_tell(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(path, "rb") as file:
+        for statx in (None, lambda *_: -1, telling(512, 512, mask=0)):
+            monkeypatch.setattr(disk, "_statx", statx)
+            assert direct_alignment(file.fileno()) is None
+            assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
+
+
+def test_a_file_that_takes_no_direct_reads_is_not_asked_for_any(
+    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    """Some file systems take the flag and read through the cache all the same."""
+    monkeypatch.setattr(disk, "_statx", telling(0, 0))
+    assert read(open_file(path), 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
+    assert direct_reads == [False]
+
+
+def test_a_disk_that_wants_more_than_pages(
+    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    if not knows_direct_reads(path):
+        pytest.skip("this file system knows no direct reads")
+    monkeypatch.setattr(disk, "_statx", telling(512, 4 * PAGE))
+    file = open_file(path)
+    assert read(file, PAGE, 2 * PAGE) == content(SIZE)[PAGE : 3 * PAGE]
+    assert read(file, 0, 4 * PAGE) == content(SIZE)[: 4 * PAGE]
+    assert direct_reads == [False, True]
 
 
 # The table ---------------------------------------------------------------------------------------
@@ -449,140 +523,3 @@ def test_errors_of_the_system_name_the_file_and_what_to_do(
     assert (error.key, error.path, error.__cause__) == ("k", "/some/file", cause)
     assert "/some/file" in str(error)
     assert os.strerror(number) in str(error)
-
-
-# Room for what need not survive ------------------------------------------------------------------
-
-
-class SpillMachine(RuleBasedStateMachine):
-    """Takes, writes, reads and gives back; a dict of what lies where is the model."""
-
-    kind: type[Spill] = Spill
-
-    @initialize(refused=st.sampled_from([0, os.O_TMPFILE, os.O_DIRECT]))
-    def start(self, refused: int) -> None:
-        self.patch = pytest.MonkeyPatch()
-        if refused:
-            self.patch.setattr(os, "open", refusing_open(refused))
-        self.directory = tempfile.mkdtemp(prefix="tierstore-spill-")
-        self.spill = self.kind(self.directory)
-        self.patch.undo()
-        assert os.listdir(self.directory) == [], "it has a name"
-        self.live: dict[int, tuple[int, bytes]] = {}
-
-    @rule(npages=st.integers(1, 5), seed=st.integers(0, 99))
-    def take(self, npages: int, seed: int) -> None:
-        nbytes = npages * PAGE - seed % 2
-        offset = self.spill.take(nbytes)
-        assert offset % PAGE == 0
-        data = room(npages * PAGE)
-        data[:] = content(npages * PAGE, seed)
-        self.spill.write(data, offset)
-        self.live[offset] = (nbytes, bytes(data))
-
-    @precondition(lambda self: self.live)
-    @rule(index=st.integers(0, 99))
-    def give_back(self, index: int) -> None:
-        offset = sorted(self.live)[index % len(self.live)]
-        nbytes, _ = self.live.pop(offset)
-        self.spill.give_back(offset, nbytes)
-
-    @invariant()
-    def nothing_overlaps_and_all_is_there(self) -> None:
-        if not hasattr(self, "spill"):
-            return
-        here = 0
-        for offset, (_, data) in sorted(self.live.items()):
-            assert offset >= here, "two groups overlap"
-            here = offset + len(data)
-            assert read(DataFile(self.spill.path, follow_links=True), offset, len(data)) == data
-
-    @invariant()
-    def free_room_is_merged_and_the_file_no_longer_than_it_must_be(self) -> None:
-        if not hasattr(self, "spill"):
-            return
-        free = self.spill._free
-        assert all(room > 0 for _, room in free)
-        assert all(one[0] + one[1] < other[0] for one, other in pairwise(free))
-        used = sum(round_up(nbytes, PAGE) for nbytes, _ in self.live.values())
-        assert self.spill._end == used + sum(room for _, room in free)
-        end = max((offset + len(data) for offset, (_, data) in self.live.items()), default=0)
-        assert self.spill._end == end, "room behind the last group was not given back"
-        assert os.stat(self.spill.path).st_size <= end
-
-    def teardown(self) -> None:
-        if hasattr(self, "spill"):
-            self.spill.close()
-            os.rmdir(self.directory)
-
-
-def refusing_open(refused: int) -> Callable[..., int]:
-    """`os.open` of a file system that does not know some flag."""
-    plain_open = os.open
-
-    def refusing(name: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & refused == refused:
-            raise OSError(errno.EOPNOTSUPP, "refused")
-        return plain_open(name, flags, *args, **options)
-
-    return refusing
-
-
-SPILLS = settings(max_examples=60, stateful_step_count=30)
-UNSHRUNK = settings(SPILLS, phases=[Phase.generate], report_multiple_bugs=False)
-
-
-def test_room_is_never_given_to_two_and_always_used_again() -> None:
-    run_state_machine_as_test(SpillMachine, settings=SPILLS)
-
-
-@pytest.mark.parametrize("fault", ["forgets to merge", "gives back too much"])
-def test_the_machine_notices_a_fault(fault: str) -> None:
-    """The control."""
-
-    class Faulty(Spill):
-        def give_back(self, offset: int, nbytes: int) -> None:
-            if fault == "gives back too much":
-                super().give_back(offset, nbytes + PAGE)
-            else:
-                self._free.append((offset, round_up(nbytes, PAGE)))
-                self._free.sort()
-
-    class FaultyMachine(SpillMachine):
-        kind = Faulty
-
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(FaultyMachine, settings=UNSHRUNK)
-
-
-def test_room_that_was_given_back_is_used_first(tmp_path: Path) -> None:
-    spill = Spill(str(tmp_path))
-    first, second, third = (spill.take(3 * PAGE) for _ in range(3))
-    spill.give_back(second, 3 * PAGE)
-    assert spill.take(2 * PAGE) == second
-    assert spill.take(PAGE) == second + 2 * PAGE
-    assert spill.take(PAGE) == third + 3 * PAGE
-    for offset, nbytes in [(first, 3), (second, 2), (second + 2 * PAGE, 1), (third, 4)]:
-        spill.give_back(offset, nbytes * PAGE)
-    assert (spill._end, spill._free) == (0, [])
-    spill.close()
-
-
-def test_spilling_into_a_full_disk_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spill = Spill(str(tmp_path))
-
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(DiskFullError) as error:
-        spill.write(room(PAGE), spill.take(PAGE))
-    assert str(tmp_path) in str(error.value)
-    spill.close()
-
-
-def test_reads_are_cut_into_chunks_that_keep_several_threads_busy() -> None:
-    source = Source((Segment(Extent("file", 0, 5 * disk.CHUNK), 0),))
-    assert [piece.nbytes for piece in pieces(source)] == [disk.CHUNK] * 5

@@ -26,55 +26,81 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 class Binding:
     """A tensor of the model, the group it is in, and its home: what it shows while away.
 
-    `users` are the visits during which it shows leased memory. `edited` tells whether somebody gave
-    it other memory or wrote to it by a torch operation since it was brought home. (Writes that
-    torch does not count, such as to `tensor.data`, show in the pages of the home: see
-    `WriteWatch`.)
+    `user` is the visit during which it shows leased memory, one of them if there are `others`.
+    `edited` tells whether somebody gave it other memory or wrote to it by a torch operation since
+    it was brought home. (Writes that torch does not count, such as to `tensor.data`, show in the
+    pages of the home: see `WriteWatch`.)
+
+    All of this runs for every tensor in every step, between computations that fill the processor's
+    caches: what counts is how few objects are touched.
     """
 
-    __slots__ = ("_seen", "home", "key", "name", "tensor", "users", "version")
+    __slots__ = ("_address", "home", "key", "name", "others", "tensor", "user", "version")
 
     def __init__(self, tensor: torch.Tensor, key: str, name: str, home: torch.Tensor) -> None:
         self.tensor = tensor
         self.name = name
-        self.users: set[object] = set()
+        self.user: object = None
+        self.others: set[object] | None = None
         self.settle(key, home)
 
     def settle(self, key: str, home: torch.Tensor) -> None:
         """The tensor is in group `key` from now on, and away."""
         self.key = key
         self.home = home
-        if not self.users:
+        self._address = home.data_ptr()
+        if self.user is None:
             self._bring_home()
 
     def _bring_home(self) -> None:
         assign(self.tensor, self.home)
         self.version = version_of(self.tensor)
-        self._seen = (self.home.data_ptr(), self.home.dtype, self.home.shape)
 
     @property
     def edited(self) -> bool:
         """Whether it is away and not what it was."""
-        if self.users:
+        return self.user is None and not self._is_as(self.home)
+
+    def _is_as(self, expected: torch.Tensor) -> bool:
+        """Whether it shows its home, unchanged, in the form of `expected`."""
+        tensor = self.tensor
+        return (
+            tensor.data_ptr() == self._address
+            and version_of(tensor) == self.version
+            and tensor.shape == expected.shape
+            and tensor.dtype is expected.dtype
+        )
+
+    def show(self, visit: object, leased: torch.Tensor, *, unless_edited: bool) -> bool:
+        """Let the tensor show the leased bytes while `visit` lasts. False if it was edited."""
+        if self.user is not None:
+            self.others = {visit} if self.others is None else {*self.others, visit}
+            return True
+        if unless_edited and not self._is_as(leased):
             return False
-        now = (self.tensor.data_ptr(), self.tensor.dtype, self.tensor.shape)
-        return now != self._seen or version_of(self.tensor) != self.version
+        self.user = visit  # before anything is shown: wherever this ends, put_back undoes it
+        assign(self.tensor, leased)
+        self.version = version_of(self.tensor)
+        return True
 
-    def show(self, visit: object, leased: torch.Tensor) -> None:
-        """Let the tensor show the leased bytes while `visit` lasts."""
-        first = not self.users
-        self.users.add(visit)  # before anything is shown: wherever this ends, put_back undoes it
-        if first:
-            assign(self.tensor, leased)
-            self.version = version_of(self.tensor)
+    def put_back(self, visit: object, *, with_grad: bool) -> None:
+        """Let it show its home again, when the last visit ends. May be repeated if interrupted.
 
-    def put_back(self, visit: object) -> None:
-        """Let it show its home again, when the last visit ends. May be repeated if interrupted."""
-        if self.users == {visit}:
-            self._put_back()
-        self.users.discard(visit)
+        `with_grad` tells whether autograd may have saved it.
+        """
+        if self.others:
+            self._leave_to_others(visit, self.others)
+        if self.user is visit:
+            self._put_back(with_grad)
+            self.user = None
 
-    def _put_back(self) -> None:
+    def _leave_to_others(self, visit: object, others: set[object]) -> None:
+        others.discard(visit)
+        if self.user is visit and others:
+            self.user = next(iter(others))
+            others.discard(self.user)
+
+    def _put_back(self, with_grad: bool) -> None:
         if version_of(self.tensor) != self.version:
             # The forward itself changed it. The home is where the change is kept, and noticed.
             self.home.copy_(self.tensor.detach())
@@ -82,7 +108,7 @@ class Binding:
             self.version = -1
             return
         self._bring_home()
-        if torch.is_grad_enabled() and self.tensor.requires_grad:
+        if with_grad and self.tensor.requires_grad:
             # What autograd saved shows memory that is used again: a backward must raise.
             torch.autograd.graph.increment_version(self.tensor)
             self.version = version_of(self.tensor)
@@ -90,7 +116,60 @@ class Binding:
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often torch operations wrote to a tensor; 0 for inference tensors, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+class Kept(threading.local):
+    """The lease of the group that was used last on this thread, kept for the unit that comes next.
+
+    Units that follow each other often share a group. It is kept only while `run` (a call of the
+    whole model) goes on, and only while all groups are there: then nobody waits for the room.
+    """
+
+    run: object = None
+    lease: Lease | None = None
+
+    def let_go(self) -> None:
+        """Release it. May be repeated if interrupted."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+
+class Shared:
+    """What the units of one model share.
+
+    `lock` guards what their tensors show, and `renewals`: how often any of them went to other
+    groups.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.renewals = 0
+        self.kept = Kept()
+
+
+class WholeRun:
+    """One call of the whole model: while it goes on, leases may be kept from unit to unit."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._kept = shared.kept
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self) -> None:
+        """A call inside of another one changes nothing."""
+        if self._kept.run is None:
+            self._kept.run = self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self) -> None:
+        """Leave nothing leased. To be called again if it was interrupted."""
+        if self._kept.run is self:
+            self._kept.let_go()
+            self._kept.run = None
 
 
 class Loan:
@@ -103,13 +182,21 @@ class Loan:
         self,
         store: TierStore,
         bindings: list[Binding],
-        lock: threading.Lock,
+        shared: Shared,
         renew: Callable[[list[Binding]], None],
     ) -> None:
         self.store = store
         self.bindings = bindings
-        self.lock = lock
+        self.shared = shared
         self.renew = renew
+        self._keys: tuple[int, list[str]] = (-1, [])
+
+    def keys(self) -> tuple[int, list[str]]:
+        """The groups that the tensors are in, each once, as of which renewal. With the lock."""
+        if self._keys[0] != self.shared.renewals:
+            keys = dict.fromkeys(binding.key for binding in self.bindings)
+            self._keys = self.shared.renewals, list(keys)
+        return self._keys
 
 
 class Visit:
@@ -118,6 +205,8 @@ class Visit:
     Every visit holds leases of its own, so that visits on several threads may overlap.
     """
 
+    __slots__ = ("_leases", "_loan")
+
     def __init__(self, loan: Loan) -> None:
         self._loan = loan
         self._leases: list[Lease] = []
@@ -125,38 +214,73 @@ class Visit:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> None:
         """Bring the tensors in. If it raises, `end` still has to be called."""
-        loan = self._loan
-        with loan.lock:  # in the middle of another thread's step, anything looks edited
-            edited = [binding for binding in loan.bindings if binding.edited]
+        edited = self._show(unless_edited=True)
         if edited:
-            loan.renew(edited)
-        while not self._show():
-            self._release_all()  # groups were renewed on another thread, meanwhile
+            self._release_all()
+            self._loan.renew(edited)
+        while edited is None or edited:
+            self._release_all()  # groups were renewed, by us or on another thread
+            edited = self._show(unless_edited=False)
 
-    def _show(self) -> bool:
-        keys = list(dict.fromkeys(binding.key for binding in self._loan.bindings))
+    def _show(self, *, unless_edited: bool) -> list[Binding] | None:
+        """Let the tensors show leased memory. Returns those that do not, as they were edited; then
+        nor do the others. None if groups were renewed meanwhile."""
+        loan, shared, leases = self._loan, self._loan.shared, self._leases
+        with shared.lock:
+            as_of, keys = loan.keys()
         try:
-            for key in keys:
-                self._leases.append(self._loan.store.acquire(key))
+            if shared.kept.lease is not None:
+                self._take_over(shared.kept, keys)
+            for key in keys[len(leases) :]:
+                leases.append(loan.store.acquire(key))
         except UnknownKeyError:
-            if all(binding.key in keys for binding in self._loan.bindings):
+            if shared.renewals == as_of:
                 raise
-            return False
-        tensors = {lease.key: lease.tensors for lease in self._leases}
-        with self._loan.lock:
-            if any(binding.key not in tensors for binding in self._loan.bindings):
-                return False
-            for binding in self._loan.bindings:
-                binding.show(self, tensors[binding.key][binding.name])
-        return True
+            return None
+        if len(leases) == 1:
+            leased = leases[0].tensors
+        else:
+            leased = {name: t for lease in leases for name, t in lease.tensors.items()}
+        with shared.lock:
+            if shared.renewals != as_of:
+                return None
+            edited = [
+                binding
+                for binding in loan.bindings
+                if not binding.show(self, leased[binding.name], unless_edited=unless_edited)
+            ]
+            if edited:
+                self._put_back()
+        return edited
+
+    def _put_back(self) -> None:
+        with_grad = torch.is_grad_enabled()
+        for binding in self._loan.bindings:
+            binding.put_back(self, with_grad=with_grad)
+
+    def _take_over(self, kept: Kept, keys: list[str]) -> None:
+        """Use the lease that was kept if it is the one that is needed; else let it go first."""
+        lease = kept.lease
+        if lease is None or lease.released or keys != [lease.key]:
+            kept.let_go()
+            return
+        self._leases.append(lease)
+        kept.lease = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """Put everything back. To be called again if it was interrupted."""
-        with self._loan.lock:
-            for binding in self._loan.bindings:
-                binding.put_back(self)
+        loan, kept = self._loan, self._loan.shared.kept
+        with loan.shared.lock:
+            self._put_back()
+        if kept.run is not None and kept.lease is None and len(self._leases) == 1:
+            self._leave(kept)
         self._release_all()
+
+    def _leave(self, kept: Kept) -> None:
+        if self._loan.store.all_there:
+            kept.lease = self._leases[0]
+            self._leases.pop()
 
     def _release_all(self) -> None:
         while self._leases:

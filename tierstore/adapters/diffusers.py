@@ -24,6 +24,7 @@ from tierstore.adapters.grouping import unique_bytes
 from tierstore.adapters.modules import OffloadedModule
 from tierstore.metrics import Stats
 from tierstore.model.errors import BudgetError
+from tierstore.model.outline import OFFLOAD_TYPES, target_bytes
 from tierstore.model.sizes import parse_size
 from tierstore.model.tiers import Tier
 from tierstore.settings import resolve_device
@@ -31,10 +32,7 @@ from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")
 
-OFFLOAD_TYPES = ("block_level", "leaf_level")
 MARKER = "group_offloading"
-LARGEST_GROUP = 256 << 20
-LARGEST_LEAF_GROUP = 32 << 20
 
 _CHANGES_WEIGHTS = (
     "load_lora_weights",
@@ -342,14 +340,12 @@ def _check_settings(
 
 
 def _target_bytes(store: TierStore, settings: dict[str, Any]) -> int:
-    """How large a group should be: several must fit beside each other on every tier."""
+    """How large a group should be at most."""
     if settings["group_size"] is not None:
         return int(settings["group_size"])
     budgets = store.stats().budget_bytes
     smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
-    if settings["offload_type"] == "leaf_level":
-        return max(min(smallest // 16, LARGEST_LEAF_GROUP), 1)
-    return max(min(smallest // 8, LARGEST_GROUP), 1)
+    return target_bytes(settings["offload_type"], smallest)
 
 
 def _components(target: Any, excluded: list[str], store: TierStore) -> dict[str, nn.Module]:

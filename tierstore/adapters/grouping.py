@@ -1,24 +1,20 @@
 """How a model is cut into groups.
 
-A *unit* is a module and the tensors its forward needs: all of a block (a child of a ModuleList or
-Sequential, wherever that is nested), or only the tensors of the module itself. Units that follow
-each other share a group until it is large enough. Tensors are grouped by the memory they show, not
-by the module that names them: a weight tied to two modules is in one group, and both modules use
-that group.
+The rules are those of `tierstore.model.outline`; here are the modules and tensors that they are
+applied to. A weight tied to two modules is in one group, and both modules use that group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-RESIDENT_BUFFER_BYTES = 1 << 20
-"""Buffers below this stay where they are used: statistics and tables that a forward may change."""
+from tierstore.model.outline import RESIDENT_BUFFER_BYTES, Need, Piece, cut, portions
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that use the weights of their children without calling them."""
 
@@ -47,10 +43,9 @@ class GroupPlan:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def unique_bytes(tensors: object) -> int:
+def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, each address counted once."""
-    seen = {t.data_ptr(): tensor_bytes(t) for t in tensors}  # type: ignore[attr-defined]
-    return sum(seen.values())
+    return sum({t.data_ptr(): tensor_bytes(t) for t in tensors}.values())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -58,64 +53,65 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def find_units(
-    root: nn.Module, offload_type: str, block_limit: int | None, block_modules: list[str]
-) -> list[Unit]:
-    """Cut a model into units, in the order in which its modules were registered.
+class ModuleBranch:
+    """A module of a model at hand."""
 
-    `"leaf_level"` makes every module with tensors of its own a unit. `"block_level"` keeps blocks
-    of up to `block_limit` bytes whole (None: however large) and cuts larger ones into leaves;
-    children of the root named in `block_modules` are blocks too.
-    """
-    return list(_walk(root, "", offload_type == "block_level", block_limit, set(block_modules)))
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, ties counted once."""
+        return unique_bytes(self.tensors(whole=True).values())
 
-def _walk(
-    module: nn.Module, name: str, blocks: bool, limit: int | None, extra: set[str]
-) -> Iterator[Unit]:
-    if _is_atomic(module):
-        yield Unit(name, module, _tensors(module, name, recurse=True))
-        return
-    own = _tensors(module, name, recurse=False)
-    children = list(module.named_children())
-    if own:
-        yield Unit(name, module, own, encloses=bool(children))
-    for child_name, child in children:
-        full = f"{name}.{child_name}" if name else child_name
-        is_block = blocks and (isinstance(module, _CONTAINERS) or full in extra)
-        if is_block and _is_whole(child, full, limit):
-            yield Unit(full, child, _tensors(child, full, recurse=True), block=True)
-        else:
-            yield from _walk(child, full, blocks, limit, extra)
+    @property
+    def atomic(self) -> bool:
+        """Whether it uses tensors of the modules in it without calling them."""
+        module = self.module
+        return (
+            isinstance(module, _ATOMIC)
+            or hasattr(module, "parametrizations")
+            or _is_adapter(module)
+        )
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether it is a list of modules."""
+        return isinstance(self.module, _LISTS)
 
-def _is_whole(module: nn.Module, name: str, limit: int | None) -> bool:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return False  # it has no forward: its children are called one by one
-    tensors = _tensors(module, name, recurse=True)
-    return bool(tensors) and (limit is None or unique_bytes(tensors.values()) <= limit)
+    @property
+    def callable(self) -> bool:
+        """Whether it has a forward."""
+        return not isinstance(self.module, (nn.ModuleList, nn.ModuleDict))
 
+    @property
+    def has_own(self) -> bool:
+        """Whether it has tensors of its own, outside of its children."""
+        return bool(self.tensors(whole=False))
 
-def _is_atomic(module: nn.Module) -> bool:
-    return isinstance(module, _ATOMIC) or hasattr(module, "parametrizations") or _is_adapter(module)
+    def children(self) -> list[ModuleBranch]:
+        """The modules in it."""
+        prefix = f"{self.name}." if self.name else ""
+        return [ModuleBranch(child, prefix + n) for n, child in self.module.named_children()]
+
+    def tensors(self, *, whole: bool) -> dict[str, torch.Tensor]:
+        """Its own tensors that can be offloaded, by full name; all in it if `whole`."""
+        module, prefix = self.module, f"{self.name}." if self.name else ""
+        found: dict[str, torch.Tensor] = {}
+        for key, parameter in module.named_parameters(recurse=whole, remove_duplicate=False):
+            if is_plain(parameter):
+                found[prefix + key] = parameter
+        kept = set(module.state_dict(keep_vars=True)) if whole else _own_persistent(module)
+        for key, buffer in module.named_buffers(recurse=whole, remove_duplicate=False):
+            if key in kept and is_plain(buffer) and tensor_bytes(buffer) >= RESIDENT_BUFFER_BYTES:
+                found[prefix + key] = buffer
+        return found
 
 
 def _is_adapter(module: nn.Module) -> bool:
     """A layer of PEFT may use its base layer's weight without calling it (DoRA does)."""
     return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
-
-
-def _tensors(module: nn.Module, name: str, *, recurse: bool) -> dict[str, torch.Tensor]:
-    prefix = f"{name}." if name else ""
-    found: dict[str, torch.Tensor] = {}
-    for key, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
-        if is_plain(parameter):
-            found[prefix + key] = parameter
-    persistent = set(module.state_dict(keep_vars=True)) if recurse else _own_persistent(module)
-    for key, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False):
-        if key in persistent and is_plain(buffer) and tensor_bytes(buffer) >= RESIDENT_BUFFER_BYTES:
-            found[prefix + key] = buffer
-    return found
 
 
 def _own_persistent(module: nn.Module) -> set[str]:
@@ -132,6 +128,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def find_units(
+    root: nn.Module, offload_type: str, block_limit: int | None, block_modules: list[str]
+) -> list[Unit]:
+    """Cut a model into units, in the order in which its modules were registered. See `cut`."""
+    pieces = cut(ModuleBranch(root, ""), offload_type, block_limit, set(block_modules))
+    return [_unit(piece) for piece in pieces]
+
+
+def _unit(piece: Piece[ModuleBranch]) -> Unit:
+    branch = piece.branch
+    tensors = branch.tensors(whole=piece.whole)
+    return Unit(branch.name, branch.module, tensors, piece.block, piece.encloses)
+
+
 def group_units(
     units: list[Unit], target: int, blocks_per_group: int | None
 ) -> tuple[list[GroupPlan], dict[Unit, list[str]]]:
@@ -140,31 +150,32 @@ def group_units(
     Returns the groups, and for each unit the names of the groups it needs: its own first, then
     those of tensors tied to others.
     """
-    ties = _Ties(units)
+    shown = _Shown(units)
+    needs = {unit: shown.memory_of(unit) for unit in units}
+    cut_units = [Need(unit.name, needs[unit], unit.block, unit.encloses) for unit in units]
     groups: list[GroupPlan] = []
-    needs: dict[Unit, list[str]] = {}
-    open_group: GroupPlan | None = None
-    size = count = 0
-    for unit in units:
-        own = ties.unclaimed(unit)
-        nbytes = unique_bytes(own.values())
-        full = (
-            count >= blocks_per_group if blocks_per_group and unit.block else size + nbytes > target
-        )
-        if open_group is None or full or unit.encloses or unit.block != ties.block_of(open_group):
-            open_group, size, count = GroupPlan(unit.name or "root"), 0, 0
-            ties.remember(open_group, unit.block)
-            groups.append(open_group)
-        ties.claim(open_group, own)
-        size, count = size + nbytes, count + 1
-        needs[unit] = ties.needed(unit)
-        if unit.encloses:
-            open_group = None  # held while its children run: nothing else should be in it
-    return [group for group in groups if group.tensors], needs
+    home: dict[object, str] = {}
+    for portion in portions(cut_units, shown.nbytes, target, blocks_per_group):
+        members = [member for piece in portion.memory for member in shown.members[piece].items()]
+        groups.append(GroupPlan(portion.name, _without_repeats(members)))
+        home.update(dict.fromkeys(portion.memory, portion.name))
+    names = {unit: list(dict.fromkeys(home[piece] for piece in needs[unit])) for unit in units}
+    return groups, names
 
 
-class _Ties:
-    """Which group has the memory that a tensor shows."""
+def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One object may have several names: it moves once, under the first."""
+    objects: set[int] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in members:
+        if id(tensor) not in objects:
+            objects.add(id(tensor))
+            kept[name] = tensor
+    return kept
+
+
+class _Shown:
+    """The memory that the tensors of units show. Tensors that overlap show the same piece of it."""
 
     def __init__(self, units: list[Unit]) -> None:
         spans = {
@@ -172,50 +183,24 @@ class _Ties:
             for unit in units
             for t in unit.tensors.values()
         }
-        self._cluster: dict[tuple[torch.device, int], tuple[torch.device, int]] = {}
+        self._piece: dict[tuple[torch.device, int], object] = {}
         end, first = 0, (torch.device("cpu"), 0)
         for device, start, stop in sorted(spans, key=lambda s: (str(s[0]), s[1], s[2])):
             if device != first[0] or start >= end:
                 first, end = (device, start), stop
-            self._cluster[device, start] = first
+            self._piece[device, start] = first
             end = max(end, stop)
-        self._group: dict[tuple[torch.device, int], GroupPlan] = {}
-        self._blocks: dict[str, bool] = {}
-        self._members: dict[tuple[torch.device, int], dict[str, torch.Tensor]] = {}
+        self.members: dict[object, dict[str, torch.Tensor]] = {}
         for unit in units:
             for name, tensor in unit.tensors.items():
-                self._members.setdefault(self._of(tensor), {})[name] = tensor
+                self.members.setdefault(self._of(tensor), {})[name] = tensor
+        self.nbytes = {piece: unique_bytes(m.values()) for piece, m in self.members.items()}
 
-    def _of(self, tensor: torch.Tensor) -> tuple[torch.device, int]:
-        return self._cluster[tensor.device, tensor.data_ptr()]
+    def _of(self, tensor: torch.Tensor) -> object:
+        return self._piece[tensor.device, tensor.data_ptr()]
 
-    def remember(self, group: GroupPlan, block: bool) -> None:
-        self._blocks[group.name] = block
-
-    def block_of(self, group: GroupPlan) -> bool:
-        return self._blocks[group.name]
-
-    def unclaimed(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """All tensors that show memory which this unit is the first to need."""
-        own: dict[str, torch.Tensor] = {}
-        for tensor in unit.tensors.values():
-            cluster = self._of(tensor)
-            if cluster not in self._group:
-                own.update(self._members[cluster])
-        return own
-
-    def claim(self, group: GroupPlan, tensors: dict[str, torch.Tensor]) -> None:
-        # One object may have several names: it moves once, under the first.
-        objects = {id(tensor) for tensor in group.tensors.values()}
-        for name, tensor in tensors.items():
-            self._group[self._of(tensor)] = group
-            if id(tensor) not in objects:
-                objects.add(id(tensor))
-                group.tensors[name] = tensor
-
-    def needed(self, unit: Unit) -> list[str]:
-        names = [self._group[self._of(tensor)].name for tensor in unit.tensors.values()]
-        return list(dict.fromkeys(names))
+    def memory_of(self, unit: Unit) -> tuple[object, ...]:
+        return tuple(self._of(tensor) for tensor in unit.tensors.values())
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -18,19 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
-from tierstore.adapters.bindings import Binding, Loan, Visit, assign
+from tierstore.adapters.bindings import Binding, Loan, Shared, Visit, WholeRun, assign
 from tierstore.adapters.grouping import GroupPlan, Unit, find_units, group_units, tensor_bytes
 from tierstore.lease import Lease
 from tierstore.model.tiers import Access
+from tierstore.progress import bar
 from tierstore.store import TierStore
 from tierstore.transfer.maps import AddressSpace, WriteWatch
 
 ENTRIES = ("forward", "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
-
-QUIET_SECONDS = 2.0
 
 
 class OffloadedForward:
@@ -43,12 +41,12 @@ class OffloadedForward:
         self,
         module: nn.Module,
         name: str,
-        loan: Loan | None,
+        visit: Callable[[], Visit | WholeRun],
         move: Callable[[Any, Any], tuple[Any, Any]] | None,
     ) -> None:
         self.module = module
         self.name = name
-        self.loan = loan
+        self.visit: Callable[[], Visit | WholeRun] | None = visit
         self.move = move
         self.replaced = module.__dict__.get(name)
         self.original: Callable[..., Any] = getattr(module, name)
@@ -57,12 +55,12 @@ class OffloadedForward:
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loan = self.loan
+        begin = self.visit
         if self.move is not None:
             args, kwargs = self.move(args, kwargs)
-        if loan is None:
+        if begin is None:
             return self.original(*args, **kwargs)
-        visit = Visit(loan)
+        visit = begin()
         try:
             visit.begin()
             result = self.original(*args, **kwargs)
@@ -76,7 +74,7 @@ class OffloadedForward:
 
     def remove(self) -> None:
         """Give the module its own method back; where others wrapped this one, only pass through."""
-        self.loan = self.move = None
+        self.visit = self.move = None
         if self.module.__dict__.get(self.name) is not self:
             return
         if self.replaced is None:
@@ -111,9 +109,8 @@ class OffloadedModule:
         self.store = store
         self.groups: dict[str, list[str]] = {}
         self._prefix = prefix
-        self._lock = threading.Lock()
         self._renewing = threading.RLock()
-        self._renewals = 0
+        self._shared = Shared()
         self._watched: list[Binding] = []
         self._watch = WriteWatch([])
         self._skip = skip_keywords
@@ -140,34 +137,26 @@ class OffloadedModule:
         for unit in units:
             self._wrap(unit, needs[unit])
         for name in self._entries():
-            self._wrappers.append(OffloadedForward(self.root, name, None, self._prepare))
+            run = functools.partial(WholeRun, self._shared)
+            self._wrappers.append(OffloadedForward(self.root, name, run, self._prepare))
 
     def _register(self, plans: list[GroupPlan]) -> None:
         space = AddressSpace()
-        total = sum(tensor_bytes(t) for plan in plans for t in plan.tensors.values())
-        with tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            delay=QUIET_SECONDS,
-            desc=self._prefix,
-            leave=False,
-        ) as bar:
-            for plan in plans:
-                key = f"{self._prefix}/{plan.name}"
-                homes = self.store.register(key, plan.tensors, space=space)
-                self.groups[key] = list(plan.tensors)
-                for name, tensor in plan.tensors.items():
-                    self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
-                    bar.update(tensor_bytes(tensor))
+        for plan in bar(plans, self._prefix, "groups"):
+            key = f"{self._prefix}/{plan.name}"
+            homes = self.store.register(key, plan.tensors, space=space)
+            self.groups[key] = list(plan.tensors)
+            for name, tensor in plan.tensors.items():
+                self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
 
     def _wrap(self, unit: Unit, needed: list[str]) -> None:
         distinct = {id(tensor): tensor for tensor in unit.tensors.values()}
         bindings = [self._bindings[i] for i in distinct]
-        loan = Loan(self.store, bindings, self._lock, self._renew)
+        loan = Loan(self.store, bindings, self._shared, self._renew)
         for name in self._entries() if unit.module is self.root else ["forward"]:
             if callable(getattr(unit.module, name, None)):
-                self._wrappers.append(OffloadedForward(unit.module, name, loan, None))
+                visit = functools.partial(Visit, loan)
+                self._wrappers.append(OffloadedForward(unit.module, name, visit, None))
 
     def _entries(self) -> list[str]:
         return [name for name in ENTRIES if callable(getattr(self.root, name, None))]
@@ -193,16 +182,16 @@ class OffloadedModule:
         with self._renewing:
             for old in dict.fromkeys(binding.key for binding in edited):
                 members = [b for b in self._bindings.values() if b.key == old]
-                with self._lock:
-                    if not members or any(b.users for b in members):
+                with self._shared.lock:
+                    if not members or any(b.user is not None for b in members):
                         continue  # they are in use: noticed again before the next one
                     # Aliases: on another thread, the tensors may show leased memory soon.
                     changed = {b.name: b.tensor.detach() for b in members}
-                self._renewals += 1
-                key = f"{old.partition('~')[0]}~{self._renewals}"
+                key = f"{old.partition('~')[0]}~{self._shared.renewals + 1}"
                 homes = self.store.register(key, changed)
                 self.groups[key] = self.groups.pop(old)
-                with self._lock:
+                with self._shared.lock:
+                    self._shared.renewals += 1
                     for binding in members:
                         binding.settle(key, homes[binding.name])
                 self.store.discard(old)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import click
 
+from tierstore.cli.bench import bench
 from tierstore.cli.frame import Inspector
 from tierstore.cli.look import disk_use, environment, list_groups, show
+from tierstore.cli.plan import plan
+from tierstore.cli.replay import replay
 from tierstore.cli.tidy import prune, remove_groups
+from tierstore.cli.trace import trace
 from tierstore.cli.verify import verify
 
 
@@ -43,5 +47,17 @@ def inspector() -> None:
     """
 
 
-for _command in (list_groups, show, disk_use, verify, prune, remove_groups, environment):
+for _command in (
+    list_groups,
+    show,
+    disk_use,
+    verify,
+    prune,
+    remove_groups,
+    environment,
+    bench,
+    plan,
+    replay,
+    trace,
+):
     inspector.add_command(_command)

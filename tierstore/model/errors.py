@@ -101,3 +101,13 @@ class StoreLockedError(TierStoreError):
 
 class ClosedError(TierStoreError):
     """The store is closed."""
+
+
+class InvalidTraceError(TierStoreError, ValueError):
+    """A file is not a whole trace of a store. `path` says which."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(
+            f"{path} cannot be read as a trace: {why}; write it again with store.trace(path)"
+        )
+        self.path = path

@@ -29,6 +29,8 @@ WINDOW = 400
 """Uses that are looked ahead at."""
 IN_FLIGHT = 32 << 20
 """Bytes on their way over one hop that keep it busy. More would only take room earlier."""
+IN_FLIGHT_SHARE = 8
+"""One in so many bytes of a tier may be arriving at once, or else one group."""
 AT_ONCE = 4
 """Copies on their way over one hop, however small."""
 EARLY = 4
@@ -217,13 +219,17 @@ class Foresight:
         if not len(ahead) or not missing[first]:
             return None
         number = int(ahead[first])
-        if hop.copies and hop.nbytes + self._nbytes[number] > IN_FLIGHT:
+        if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(dst):
             return None
         if self._is_early_enough(dst, int(self._nbytes[number])):
             return None
         if not self._now_or_never(hop, dst, ahead, missing, first):
             return None
         return number, ahead[:first]
+
+    def _in_flight(self, dst: Tier) -> int:
+        budget = self._budgets[dst]
+        return IN_FLIGHT if budget is None else min(IN_FLIGHT, budget // IN_FLIGHT_SHARE)
 
     def _is_early_enough(self, dst: Tier, nbytes: int) -> bool:
         """Whether what was fetched early, and waits to be used, takes all that it may take."""

@@ -29,16 +29,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
-from tierstore.model.moves import Forget, Instruction, Reserve
+from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.foresight import Foresight
+from tierstore.plan.movements import Movements
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
-from tierstore.plan.schedule import Numbers, Schedule
-from tierstore.plan.shelves import Shelves
+from tierstore.plan.schedule import Schedule
 
 
-class Planner(Shelves):
+class Planner(Movements):
     """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them.
 
     `clock` gives seconds; with it the planner learns how long computing and moving take. Without,
@@ -54,12 +54,8 @@ class Planner(Shelves):
     ) -> None:
         super().__init__(budgets, policy, Foresight(schedule, budgets, clock))
         self._schedule = schedule
-        self._numbered: dict[int, GroupRecord] = {}  # the newest version of each name
         self._look_ahead = False  # something has changed since hopes were last pursued
-        self._cramped = False  # ... and then there was no room
         self._newest: dict[str, str] = {}  # name -> the version of it that was made last
-        self._saves: dict[str, None] = {}
-        self._offloads: dict[str, None] = {}
         self._leases = 0
 
     # Steps -------------------------------------------------------------------------------------
@@ -239,7 +235,11 @@ class Planner(Shelves):
         """Whether nothing is on its way."""
         return self._in_flight == 0
 
-    # Bringing groups nearer --------------------------------------------------------------------
+    def all_there(self) -> bool:
+        """Whether every group has its place on the fastest tier: nobody waits for room."""
+        return self._foresight.all_there()
+
+    # Pursuing what is wanted -------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Pursue everything that is wanted, the most pressing first."""
@@ -267,134 +267,13 @@ class Planner(Shelves):
         """Pursue what somebody insists on. False if a demand or a claim waits for room."""
         for key in list(self._offloads):
             self._pursue_offload(self._groups[key])
-        roomy = [self._pull(self._groups[key], None) for key in list(self._demands)]
+        roomy = [self._pull(self._groups[key]) for key in list(self._demands)]
         roomy += [self._grant(self._groups[key]) for key in list(self._claims)]
         for key in list(self._saves):
             self._pursue_save(self._groups[key])
         return all(roomy)
 
-    def _pull(self, group: GroupRecord, rival: str | None) -> bool:
-        """Move `group` towards the fastest tier. False if there was no room to set aside."""
-        if group.error is not None or group.forgotten or group.present(self.top):
-            return True
-        fastest = min((t for t in group.copies if group.present(t)), default=None)
-        if fastest is None:
-            return True
-        if self.top not in group.copies and not self._set_aside(group, self.top, rival):
-            return False
-        above = self.tiers[self.tiers.index(fastest) - 1]
-        copy = group.copies.get(above)
-        if copy is not None and copy.state is State.ARRIVING:
-            return True
-        if copy is None and not self._set_aside(group, above, rival):
-            return False
-        self._start(group, fastest, above, urgent=rival is None)
-        return True
-
-    def _all_have_room(self) -> bool:
-        """Whether nobody waits for room on the fastest tier."""
-        waiting = self._claims or self._saves or self._offloads or len(self.tiers) < 3
-        return not waiting and all(self.top in self._groups[k].copies for k in self._demands)
-
-    def _pursue_hopes(self, tiers: Iterable[Tier]) -> None:
-        """Fetch to `tiers` what would be late otherwise."""
-        if self._foresight.all_there():
-            return
-        for dst in tiers:
-            while (found := self._foresight.next_missing(dst)) is not None:
-                number, sooner = found
-                group = self._numbered[number]
-                if group.error is not None or not group.copies or not self._fits(group):
-                    self._foresight.pass_over(number)
-                elif not self._hope(group, dst, sooner):
-                    break
-
-    def _hope(self, group: GroupRecord, dst: Tier, sooner: Numbers) -> bool:
-        """Copy `group` to `dst`, if it is on the tier below and there is room."""
-        src = self.tiers[self.tiers.index(dst) + 1]
-        if not group.present(src):
-            return False
-        self._ahead = set(sooner.tolist())
-        if not self._set_aside(group, dst, group.key):
-            self._cramped = True
-            return False
-        self._start(group, src, dst, urgent=False)
-        self._foresight.took_early(group.number, dst)
-        return True
-
-    def _fits(self, group: GroupRecord) -> bool:
-        budgets = (self.budgets[tier] for tier in self.tiers[:-1])
-        return all(budget is None or group.nbytes <= budget for budget in budgets)
-
-    def _grant(self, group: GroupRecord) -> bool:
-        tier = self._put_tier()
-        if group.error is not None or tier in group.copies:
-            return True
-        if not self._set_aside(group, tier, None):
-            return False
-        group.copies[tier].state = State.ARRIVING
-        self._promised.discard(group.key)
-        self._in_flight += 1
-        self._instructions.append(Reserve(group.key, group.nbytes, tier))
-        return True
-
-    def _put_tier(self) -> Tier:
-        return self.tiers[-2]
-
-    def _abandon_orphans(self) -> bool:
-        """Give up room set aside for what nobody wants any more. True if there was any."""
-        orphans = [
-            self._groups[key]
-            for key in self._promised
-            if key not in self._demands and not self._groups[key].moving()
-        ]
-        for group in orphans:
-            self._abandon(group)
-        return bool(orphans)
-
-    # Putting groups away -----------------------------------------------------------------------
-
-    def _pursue_offload(self, group: GroupRecord) -> None:
-        copy = group.copies.get(self.top)
-        if group.key in self._demands:
-            return
-        if copy is None or copy.state is State.RESERVED:
-            self._abandon(group)
-            del self._offloads[group.key]
-        elif copy.state is State.ARRIVING or self._put_away(group, self.top):
-            copy.unwanted = True
-            self._note_parting(group, self.top)
-            del self._offloads[group.key]
-            self._tidy(group)
-
-    def _pursue_save(self, group: GroupRecord) -> None:
-        if group.present(Tier.DISK) or group.forgotten or group.error is not None:
-            self._saves.pop(group.key, None)
-            return
-        if group.exclusive or not group.copies:
-            return
-        lowest = max((t for t in group.copies if group.present(t)), default=None)
-        if lowest is None:
-            return
-        below = self.tiers[self.tiers.index(lowest) + 1]
-        if below not in group.copies and self._set_aside(group, below, None):
-            self._start(group, lowest, below, urgent=True)
-
-    def _tidy(self, group: GroupRecord) -> None:
-        """Let go of what is unwanted or forgotten and no longer in use."""
-        for tier in list(group.copies):
-            copy = group.copies[tier]
-            if self._in_use(group, tier):
-                continue
-            if group.forgotten or (copy.unwanted and group.valid_elsewhere(tier)):
-                self._drop(group, tier)
-            elif copy.unwanted:
-                copy.unwanted = False
-                if tier is self.top:
-                    self._offloads[group.key] = None
-        if group.forgotten and not group.copies and group.key in self._groups:
-            del self._groups[group.key]
-            self._instructions.append(Forget(group.key))
+    # Giving up ---------------------------------------------------------------------------------
 
     def _withdraw_claim(self, group: GroupRecord) -> None:
         tier = self._put_tier()
@@ -414,14 +293,6 @@ class Planner(Shelves):
             self._unnumber(group)
         self._abandon(group)
         self._tidy(group)
-
-    def _want_again(self, group: GroupRecord) -> None:
-        self._offloads.pop(group.key, None)
-        for tier in self.tiers[:-1]:
-            if tier in group.copies:
-                group.copies[tier].unwanted = False
-
-    # Giving up ---------------------------------------------------------------------------------
 
     def _refuse_what_never_fits(self, key: str, nbytes: int, tiers: Iterable[Tier]) -> None:
         for tier in tiers:

@@ -1,8 +1,7 @@
-"""What a carrier knows of a group, and counts of what it moved."""
+"""What a carrier knows of a group."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,20 +39,3 @@ class Cargo:
     views: dict[str, torch.Tensor] | None = None
     arrival: Any = None
     first_digests: list[str] | None = None
-
-
-@dataclass
-class Totals:
-    """What was moved so far, in bytes, by (source, destination)."""
-
-    moved: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, src: Tier, dst: Tier, nbytes: int) -> None:
-        """Count `nbytes` bytes."""
-        with self.lock:
-            self.moved[src, dst] = self.moved.get((src, dst), 0) + nbytes
-
-    def get(self, src: Tier, dst: Tier) -> int:
-        """Bytes moved from `src` to `dst`."""
-        return self.moved.get((src, dst), 0)

@@ -11,26 +11,30 @@ for that event. Nothing ever synchronises a whole stream or device.
 
 from __future__ import annotations
 
+import functools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from tierstore.model.groups import Check, Extent, Segment, Source, name_of, packing_of
-from tierstore.model.header import digest
+from tierstore.model.errors import DiskFullError
+from tierstore.model.groups import name_of, packing_of
+from tierstore.model.journal import Journal, Span, hop
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier
 from tierstore.transfer.arena import Slot, device_arena, host_arena
-from tierstore.transfer.cargo import Cargo, Totals
+from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.disk import FileTable, Spill
+from tierstore.transfer.disk import FileTable
+from tierstore.transfer.figures import disk_threads
 from tierstore.transfer.reading import Reader, Reading, explained
+from tierstore.transfer.spill import Spill
+from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.transfer.views import view_all
 from tierstore.transfer.workers import EARLY, URGENT, Workers
-
-DISK_THREADS = 4
 
 Report = Callable[[Copy, BaseException | None], None]
 
@@ -62,7 +66,8 @@ class ThreadCarrier:
     ) -> None:
         self.device = device
         self.top = min(budgets)
-        self.totals = Totals()
+        self.journal = Journal()
+        self.times: DeviceTimes | None = None
         self.files = FileTable(directory.path)
         self._directory = directory
         self._report = report
@@ -73,12 +78,13 @@ class ThreadCarrier:
         self._versions: Counter[str] = Counter()  # key -> versions of it that are known
         self._commit_lock = threading.Lock()
         self.arenas = {Tier.HOST: host_arena(budgets[Tier.HOST], device)}
-        self._disk = Workers(DISK_THREADS, "disk")
+        self._disk = Workers(disk_threads(), "disk")
         self._reader = Reader(self.arenas[Tier.HOST], self.files, self._disk, verify)
         self._links: dict[Tier, Workers] = {}
         if self.top is Tier.DEVICE:
             self._up, self._down = torch.Stream(device), torch.Stream(device)
             self.arenas[Tier.DEVICE] = device_arena(budgets[Tier.DEVICE], device, self._up)
+            self.times = DeviceTimes(device, self._up)
             self._links = {Tier.DEVICE: Workers(1, "onload"), Tier.HOST: Workers(1, "offload")}
 
     # Books, kept at once -----------------------------------------------------------------------
@@ -140,45 +146,71 @@ class ThreadCarrier:
 
     def _begin(self, copy: Copy, cargo: Cargo) -> None:
         priority = URGENT if copy.urgent else EARLY
+        span = Span(hop(copy.src, copy.dst), name_of(copy.key))
         slot = None
         if copy.dst is not Tier.DISK:
             slot = self.arenas[copy.dst].take(cargo.spec.nbytes)
             cargo.slots[copy.dst] = slot
         if copy.src is Tier.DISK:
             assert slot is not None
-            reading = Reading(self._reader, copy, cargo, slot, self.finish)
-            self._disk.submit(priority, reading.begin)
+            finish = functools.partial(self._finish, span)
+            reading = Reading(self._reader, copy, cargo, slot, finish)
+            self._disk.submit(priority, functools.partial(self._read, span, reading))
         elif copy.dst is Tier.DISK:
-            self._disk.submit(priority, self._reported(copy, cargo, cargo.slots[copy.src], None))
+            job = self._reported(span, copy, cargo, cargo.slots[copy.src], None)
+            self._disk.submit(priority, job)
         else:
-            job = self._reported(copy, cargo, cargo.slots[copy.src], slot)
+            job = self._reported(span, copy, cargo, cargo.slots[copy.src], slot)
             self._links[copy.dst].submit(priority, job)
 
+    def _read(self, span: Span, reading: Reading) -> None:
+        self.journal.begin(span)
+        reading.begin()
+
     def _reported(
-        self, copy: Copy, cargo: Cargo, src: Slot, dst: Slot | None
+        self, span: Span, copy: Copy, cargo: Cargo, src: Slot, dst: Slot | None
     ) -> Callable[[], None]:
         def job() -> None:
             error: BaseException | None = None
+            marks: tuple[Mark, ...] = ()
+            span.start = time.monotonic()
             try:
                 if dst is None:
+                    self.journal.begin(span)
                     self._save(cargo, src)
                 elif copy.dst is Tier.DEVICE:
-                    self._onload(cargo, src, dst)
+                    marks = self._onload(cargo, src, dst)
                 else:
-                    self._offload(cargo, src, dst)
+                    marks = self._offload(cargo, src, dst)
             except BaseException as failure:  # every failure must reach whoever waits
                 error = explained(failure, copy)
-            self.finish(copy, error)
+            self._finish(span, copy, error, marks)
 
         return job
 
-    def finish(self, copy: Copy, error: BaseException | None) -> None:
-        """Count and report a copy."""
+    def _finish(
+        self, span: Span, copy: Copy, error: BaseException | None, marks: tuple[Mark, ...] = ()
+    ) -> None:
+        """Count and report a copy. `marks` are where the accelerator begins and ends it."""
         if error is None:
             source = self._cargo[copy.key].source
-            nbytes = copy.nbytes if source is None or copy.src is not Tier.DISK else source.nbytes
-            self.totals.add(copy.src, copy.dst, nbytes)
+            span.nbytes = (
+                copy.nbytes if source is None or copy.src is not Tier.DISK else source.nbytes
+            )
+            self.journal.count(span.kind, span.nbytes)
+        else:
+            span.note = "failed"
+        if self.times is None or not marks:
+            self.journal.end(span)
+        else:
+            self.times.tell(functools.partial(self.journal.end_between, span), *marks)
+        self.look()
         self._report(copy, error)
+
+    def look(self) -> None:
+        """Learn what the accelerator has done meanwhile, for the journal."""
+        if self.times is not None:
+            self.times.look()
 
     def fill(self, key: str, blocks: Mapping[str, torch.Tensor]) -> None:
         """Copy a group's blocks (uint8, any device) into the host memory reserved for it."""
@@ -192,35 +224,40 @@ class ThreadCarrier:
 
     # Between host and device -------------------------------------------------------------------
 
-    def _onload(self, cargo: Cargo, src: Slot, dst: Slot) -> None:
+    def _onload(self, cargo: Cargo, src: Slot, dst: Slot) -> tuple[Mark, Mark]:
         memory = self.arenas[Tier.DEVICE].fill(dst)
-        assert src.memory is not None
+        assert src.memory is not None and self.times is not None
         for event in dst.pending:
             self._up.wait_event(event)
         dst.pending.clear()
+        began = self.times.mark(self._up)
         with self._up:
             for run in cargo.spec.runs:
                 source = src.memory[run.host_offset : run.host_offset + run.nbytes]
                 target = memory[run.device_offset : run.device_offset + run.nbytes]
                 target.copy_(source, non_blocking=True)
-        event = self._up.record_event()
-        src.pending.append(event)
-        cargo.arrival = event
+        ended = self.times.mark(self._up)
+        src.pending.append(ended.event)
+        cargo.arrival = ended.event
+        return began, ended
 
-    def _offload(self, cargo: Cargo, src: Slot, dst: Slot) -> None:
+    def _offload(self, cargo: Cargo, src: Slot, dst: Slot) -> tuple[Mark, Mark]:
         memory = self.arenas[Tier.HOST].fill(dst)
         dst.wait()
-        assert src.memory is not None
+        assert src.memory is not None and self.times is not None
         for event in [*src.pending, cargo.arrival]:
             if event is not None:
                 self._down.wait_event(event)
+        began = self.times.mark(self._down)
         with self._down:
             for run in cargo.spec.runs:
                 source = src.memory[run.device_offset : run.device_offset + run.nbytes]
                 target = memory[run.host_offset : run.host_offset + run.nbytes]
                 target.copy_(source, non_blocking=True)
         # Host memory has arrived when the bytes are there: a save to disk may read them next.
-        self._down.record_event().synchronize()
+        ended = self.times.mark(self._down)
+        ended.event.synchronize()
+        return began, ended
 
     # Between host and disk ---------------------------------------------------------------------
 
@@ -233,17 +270,8 @@ class ThreadCarrier:
         cargo.verified = False
 
     def _save_spilled(self, cargo: Cargo, slot: Slot) -> None:
-        spill = self._the_spill()
-        offset = spill.take(cargo.spec.nbytes)
-        try:
-            spill.write(slot.bytes(), offset)
-        except BaseException:
-            spill.give_back(offset, cargo.spec.nbytes)
-            raise
-        cargo.spilled_at = offset
-        check = Check("the spilled group", 0, cargo.spec.nbytes, digest(slot.bytes()))
-        segment = Segment(Extent(spill.path, offset, cargo.spec.nbytes), 0)
-        cargo.source = Source((segment,), (), (check,))
+        saved = self._the_spill().save(slot.bytes(), self._disk.together)
+        cargo.spilled_at, cargo.source = saved
 
     def _the_spill(self) -> Spill:
         with self._commit_lock:
@@ -254,7 +282,15 @@ class ThreadCarrier:
     def _save_object(self, cargo: Cargo, slot: Slot) -> None:
         key = name_of(cargo.key)
         packing = cargo.packing or packing_of(cargo.spec)
-        staged = self._directory.stage(key, packing, slot.bytes(), single=cargo.single)
+        stage = functools.partial(
+            self._directory.stage, key, packing, slot.bytes(), single=cargo.single
+        )
+        try:
+            staged = stage(together=self._disk.together)
+        except DiskFullError:
+            if self._spill is None or not self._spill.trim():
+                raise
+            staged = stage(together=self._disk.together)  # there is more room now
         with self._commit_lock:
             if self._committed.get(key, -1) > cargo.order:
                 self._directory.abandon(staged)  # a newer version, or its removal, was faster

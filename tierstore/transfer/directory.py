@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
@@ -30,11 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.model.errors import StoreLockedError, TransferError
-from tierstore.model.groups import Packing
-from tierstore.model.header import build_header, digest
+from tierstore.model.groups import Block, Packing
+from tierstore.model.header import NO_SUM, build_header, digest
 from tierstore.model.objects import SINGLE, StoredObject
 from tierstore.model.sizes import PAGE
-from tierstore.transfer.disk import transfer_error, write_all
+from tierstore.progress import bar
+from tierstore.transfer.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_error, write_all
 from tierstore.transfer.objects import (
     LOCK,
     MARKER,
@@ -46,6 +48,7 @@ from tierstore.transfer.objects import (
     object_name,
     read_marker,
 )
+from tierstore.transfer.workers import Job, Together, one_by_one
 
 TEMPORARY_NAME = re.compile(r"(object|marker)-[0-9a-f]{16}")
 
@@ -125,7 +128,7 @@ class ObjectDirectory:
     def objects(self) -> list[StoredObject]:
         """Every intact object; the others are in `damaged` afterwards."""
         intact = []
-        for found in find_objects(self.path):
+        for found in bar(find_objects(self.path), "Looking at what is stored", "groups"):
             if found.stored is not None:
                 intact.append(found.stored)
             elif found.error is not None:
@@ -137,25 +140,29 @@ class ObjectDirectory:
         """The path of the object file of `key`."""
         return os.path.join(self.path, OBJECTS, object_name(key))
 
-    def stage(self, key: str, packing: Packing, data: memoryview, *, single: bool) -> Staged:
+    def stage(
+        self,
+        key: str,
+        packing: Packing,
+        data: memoryview,
+        *,
+        single: bool,
+        together: Together = one_by_one,
+    ) -> Staged:
         """Write a group to a temporary file and sync it. It counts from `commit` on.
 
-        `data` holds the packed group in page-aligned memory. Raises DiskFullError or
-        TransferError; nothing has changed then.
+        `data` holds the packed group in page-aligned memory. `together` does the parts of the work,
+        such as `Workers.together`. Raises DiskFullError or TransferError; nothing has changed then.
         """
-        blocks = zip(packing.blocks, packing.offsets, strict=True)
-        digests = tuple(digest(data[at : at + block.nbytes]) for block, at in blocks)
-        header = build_header(key, packing, digests, {SINGLE: "1"} if single else None)
+        writing = _Writing(key, packing, data, single)
         temporary = f"object-{os.urandom(8).hex()}"
-        stored = StoredObject(key, packing, digests, len(header), single)
-        staged = Staged(temporary, stored)
         try:
             with self._explained("writing to", key):
-                self._write_file(temporary, header, packing, data)
+                self._write_file(temporary, writing, together)
         except BaseException:
-            self.abandon(staged)
+            self._remove_temporary(temporary)
             raise
-        return staged
+        return Staged(temporary, writing.stored())
 
     def commit(self, staged: Staged) -> StoredObject:
         """Make a staged group the object of its key: when this returns, it survives a power cut.
@@ -177,49 +184,27 @@ class ObjectDirectory:
 
     def abandon(self, staged: Staged) -> None:
         """Remove a staged group that will not be committed."""
+        self._remove_temporary(staged.temporary)
+
+    def _remove_temporary(self, name: str) -> None:
         # It may not exist yet, or be renamed already; opening the directory cleans up what remains.
         with contextlib.suppress(OSError):
-            os.unlink(staged.temporary, dir_fd=self._temporary)
+            os.unlink(name, dir_fd=self._temporary)
 
     def write(self, key: str, packing: Packing, data: memoryview, *, single: bool) -> StoredObject:
         """Stage and commit."""
         return self.commit(self.stage(key, packing, data, single=single))
 
-    def _write_file(self, name: str, header: bytes, packing: Packing, data: memoryview) -> None:
-        descriptor = self._new_file(name)
+    def _write_file(self, name: str, writing: _Writing, together: Together) -> None:
+        file = OpenForWriting(self._new_file(name), name, self._temporary)
         try:
-            total = len(header) + packing.dense_nbytes
-            os.posix_fallocate(descriptor, 0, total)  # so that a full disk is known at once
-            straight = _straight_part(packing)
-            self._write_directly(name, data[:straight], len(header))
-            write_all(descriptor, memoryview(header), 0)
-            for block, at, dense in zip(
-                packing.blocks, packing.offsets, packing.dense, strict=True
-            ):
-                done = min(max(straight - dense, 0), block.nbytes)
-                part = data[at + done : at + block.nbytes]
-                write_all(descriptor, part, len(header) + dense + done)
+            os.posix_fallocate(file.cached, 0, writing.nbytes)  # a full disk is known at once
+            together(writing.jobs(file))
+            writing.finish(file.cached)
             # A failed fsync must never be repeated on the same file: the second one would succeed.
-            os.fsync(descriptor)
+            os.fsync(file.cached)
         finally:
-            os.close(descriptor)
-
-    def _write_directly(self, name: str, data: memoryview, offset: int) -> None:
-        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            descriptor = os.open(name, flags | os.O_DIRECT, dir_fd=self._temporary)
-        except OSError:
-            descriptor = os.open(name, flags, dir_fd=self._temporary)
-        try:
-            write_all(descriptor, data, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            os.close(descriptor)
-            descriptor = os.open(name, flags, dir_fd=self._temporary)
-            write_all(descriptor, data, offset)
-        finally:
-            os.close(descriptor)
+            file.close()
 
     @contextmanager
     def _shard(self, shard: str) -> Iterator[int]:
@@ -248,14 +233,67 @@ class ObjectDirectory:
             os.close(descriptor)
 
 
-def _straight_part(packing: Packing) -> int:
-    """Bytes at the start that lie in the file as in memory, in whole pages."""
-    end = 0
-    for block, at, dense in zip(packing.blocks, packing.offsets, packing.dense, strict=True):
-        if at != dense:
-            break
-        end = at + block.nbytes
-    return end // PAGE * PAGE
+class _Writing:
+    """A group on its way into a file.
+
+    All but its end lies in the file as in memory: that part goes straight from there, past the page
+    cache, while the checksums are computed. The end, which has odd sizes, and the header, which
+    holds the checksums, follow.
+    """
+
+    def __init__(self, key: str, packing: Packing, data: memoryview, single: bool) -> None:
+        self._key = key
+        self._packing = packing
+        self._data = data
+        self._single = single
+        self._digests: tuple[str, ...] = (NO_SUM,) * len(packing.blocks)
+        self._start = len(self._header())  # whatever the checksums are, they are as long
+        self.nbytes = self._start + packing.dense_nbytes
+
+    def _header(self) -> bytes:
+        extra = {SINGLE: "1"} if self._single else None
+        return build_header(self._key, self._packing, self._digests, extra)
+
+    def _blocks(self) -> Iterator[tuple[Block, int, int]]:
+        """Each block, and where it lies in memory and in the file's data."""
+        packing = self._packing
+        return zip(packing.blocks, packing.offsets, packing.dense, strict=True)
+
+    def _straight(self) -> int:
+        """Bytes at the start that lie in the file as in memory, in whole pages."""
+        end = 0
+        for block, at, dense in self._blocks():
+            if at != dense:
+                break
+            end = at + block.nbytes
+        return end // PAGE * PAGE
+
+    def jobs(self, file: OpenForWriting) -> Iterator[Job]:
+        """What may be done at the same time."""
+        yield self._compute_digests
+        for offset, length in parts(self._straight(), WRITE_BLOCK):
+            part = self._data[offset : offset + length]
+            yield functools.partial(file.write, part, self._start + offset)
+
+    def _compute_digests(self) -> None:
+        self._digests = tuple(
+            digest(self._data[at : at + block.nbytes]) for block, at, _ in self._blocks()
+        )
+
+    def finish(self, descriptor: int) -> None:
+        """Write what the jobs have not, once they are done."""
+        straight = self._straight()
+        for block, at, dense in self._blocks():
+            done = min(max(straight - dense, 0), block.nbytes)
+            part = self._data[at + done : at + block.nbytes]
+            write_all(descriptor, part, self._start + dense + done)
+        header = self._header()
+        assert len(header) == self._start
+        write_all(descriptor, memoryview(header), 0)
+
+    def stored(self) -> StoredObject:
+        """What the file holds."""
+        return StoredObject(self._key, self._packing, self._digests, self._start, self._single)
 
 
 def _sync_directory(path: str) -> None:

@@ -1,16 +1,21 @@
 """Reading and writing files at the disk's own speed.
 
-Files are read past the page cache (O_DIRECT) into page-aligned memory: no second copy in RAM, and
-no cache that a budget does not know of. Where a file system refuses that, reads go through the
-cache, and the cached pages are given back. Everything is `pread`: a file that was truncated is an
-exception then, where a memory map would kill the process.
+Files are read and written past the page cache (O_DIRECT), from and to page-aligned memory: no
+second copy in RAM, and no cache that a budget does not know of. Where a file system refuses that,
+reads go through the cache, and the cached pages are given back. Everything is `pread`: a file that
+was truncated is an exception then, where a memory map would kill the process.
+
+One call moves many mebibytes: the kernel cuts it into requests that are on their way together, and
+the interpreter's lock, which each call has to take again, costs nothing then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -25,9 +30,13 @@ from tierstore.model.errors import (
 from tierstore.model.groups import Segment, Source
 from tierstore.model.header import LENGTH_BYTES, MAX_HEADER_BYTES, digest
 from tierstore.model.sizes import PAGE, round_up
+from tierstore.transfer.figures import DEFAULT_BLOCK, known_figures
 
 CHUNK = 8 << 20
-"""Bytes per system call: large enough that the interpreter's lock costs nothing (see docs)."""
+"""Bytes per system call for who reads one file from start to end, with a buffer of its own."""
+
+WRITE_BLOCK = 16 << 20
+"""Bytes per system call of writes: while one part is written, the next one is summed."""
 
 MAX_OPEN_FILES = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -74,13 +83,24 @@ class FileStamp:
 
 
 class DataFile:
-    """A file open for reading. Closed when the last reference goes."""
+    """A file open for reading. Closed when the last reference goes.
+
+    `block` is how many bytes one read is best asked for.
+    """
 
     def __init__(self, path: str, *, follow_links: bool) -> None:
         flags = _READ if follow_links else _READ | os.O_NOFOLLOW
         self.path = path
         self._cached = os.open(path, flags)
+        known = known_figures(self._cached)
+        self.block = known.block if known is not None else DEFAULT_BLOCK
         self._direct: int | None = None
+        self._refused = False
+        self._alignment = PAGE
+        alignment = direct_alignment(self._cached)
+        if alignment == 0:
+            return
+        self._alignment = max(PAGE, alignment or PAGE)
         with contextlib.suppress(OSError):  # the file system may know no direct reads
             self._direct = os.open(path, flags | os.O_DIRECT)
 
@@ -88,6 +108,11 @@ class DataFile:
         for descriptor in (getattr(self, "_cached", None), getattr(self, "_direct", None)):
             if descriptor is not None:
                 os.close(descriptor)
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads go past the page cache."""
+        return self._direct is not None and not self._refused
 
     def stamp(self) -> FileStamp:
         """The stamp of the open file, whatever its name leads to by now."""
@@ -102,6 +127,7 @@ class DataFile:
         """Read into `room` from `offset`, at least `needed` bytes. Returns the bytes asked of disk.
 
         Direct where `offset` and `len(room)` are page multiples and the memory is page-aligned.
+        Any number of threads may read at once.
         """
         done = 0
         while done < needed:
@@ -116,15 +142,16 @@ class DataFile:
         return done
 
     def _read_once(self, room: memoryview, offset: int) -> int:
-        if self._direct is not None and offset % PAGE == 0 and len(room) % PAGE == 0:
+        aligned = offset % self._alignment == len(room) % self._alignment == 0
+        if self._direct is not None and not self._refused and aligned:
             try:
                 return os.preadv(self._direct, [room], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # The memory or the file system wants another alignment: never ask again.
-                descriptor, self._direct = self._direct, None
-                os.close(descriptor)
+                # The memory or the file system wants another alignment: never ask again. It stays
+                # open: another thread may be about to read, and must not find another file there.
+                self._refused = True
         got = os.preadv(self._cached, [room], offset)
         os.posix_fadvise(self._cached, offset, got, os.POSIX_FADV_DONTNEED)
         return got
@@ -176,17 +203,18 @@ class FileTable:
         with self._lock:
             self._open.clear()
 
-    def check(self, path: str, expected: FileStamp | None) -> None:
-        """Raise StaleCheckpointError if a registered file is not what it was."""
+    def check(self, path: str, expected: FileStamp | None) -> DataFile:
+        """The file. Raises StaleCheckpointError if it is registered and not what it was."""
         file = self.get(path)
         if expected is None:
-            return
+            return file
         try:
             found = [file.stamp(), FileStamp.of(os.stat(path))]
         except FileNotFoundError:
             found = []
         if found != [expected, expected]:
             raise stale(path)
+        return file
 
 
 def stale(path: str) -> StaleCheckpointError:
@@ -209,109 +237,108 @@ class ReadPiece:
     needed: int
 
 
-def pieces(source: Source, chunk: int = CHUNK) -> Iterator[ReadPiece]:
-    """Cut a source into reads whose offsets, lengths and places in memory are page multiples."""
+def pieces(source: Source, block: int = DEFAULT_BLOCK) -> Iterator[ReadPiece]:
+    """Cut a source into reads whose offsets, lengths and places in memory are page multiples.
+
+    None is longer than `block` bytes. A segment is cut into as few as that allows, of equal
+    lengths, so that several threads end together.
+    """
     for segment in source.segments:
-        yield from _segment_pieces(segment, chunk)
+        yield from _segment_pieces(segment, block)
 
 
-def _segment_pieces(segment: Segment, chunk: int) -> Iterator[ReadPiece]:
+def _segment_pieces(segment: Segment, block: int) -> Iterator[ReadPiece]:
     extent = segment.extent
     lead = extent.offset % PAGE
     start, stop = extent.offset - lead, extent.offset + extent.nbytes
-    for offset in range(start, stop, chunk):
-        end = min(offset + chunk, stop)
-        nbytes = round_up(end - offset, PAGE)
+    for offset, length in parts(stop - start, block):
         yield ReadPiece(
-            extent.path, offset, segment.at - lead + offset - start, nbytes, end - offset
+            extent.path,
+            start + offset,
+            segment.at - lead + offset,
+            round_up(length, PAGE),
+            length,
         )
+
+
+def parts(nbytes: int, block: int) -> Iterator[tuple[int, int]]:
+    """Cut `nbytes` into as few parts of at most `block` bytes as possible: (offset, length) each.
+
+    All begin at a page multiple, and but for the last they are equally long.
+
+    >>> list(parts(5 * PAGE, 4 * PAGE)) == [(0, 3 * PAGE), (3 * PAGE, 2 * PAGE)]
+    True
+    """
+    if nbytes:
+        length = round_up(-(-nbytes // -(-nbytes // block)), PAGE)
+        for offset in range(0, nbytes, length):
+            yield offset, min(length, nbytes - offset)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     """Write every byte of `data` at `offset`."""
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done : done + CHUNK], offset + done)
+        done += os.pwrite(descriptor, data[done : done + WRITE_BLOCK], offset + done)
 
 
-class Spill:
-    """Room on disk for what need not survive: one file without a name.
+class OpenForWriting:
+    """A file that is written past the page cache where that is possible.
 
-    Nothing is left behind when the process is killed, and nobody else can open it. Space that was
-    given back is used again first: overwriting is about twice as fast as growing. Offsets are page
-    multiples, found first-fit.
+    Owns both descriptors: `cached` from the start, and one for direct writes that is opened here
+    under the same `name` (below `dir_fd`, if given).
     """
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._descriptor = _anonymous_file(directory)
-        self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset
-        self._end = 0
-        self._lock = threading.Lock()
-        # Readers open it by this name; it has no other.
-        self.path = f"/proc/self/fd/{self._descriptor}"
-        try:
-            self._direct: int | None = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:
-            self._direct = None  # the file system knows no direct writes
-
-    def take(self, nbytes: int) -> int:
-        """The offset of `nbytes` bytes of room (rounded up to pages)."""
-        nbytes = round_up(nbytes, PAGE)
-        with self._lock:
-            for i, (offset, room) in enumerate(self._free):
-                if room >= nbytes:
-                    self._free[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
-                    return offset
-            offset, self._end = self._end, self._end + nbytes
-            return offset
-
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """The room is free again; its blocks go back to the file system."""
-        nbytes = round_up(nbytes, PAGE)
-        with self._lock:
-            self._free.append((offset, nbytes))
-            self._free.sort()
-            merged: list[tuple[int, int]] = []
-            for start, room in self._free:
-                if merged and sum(merged[-1]) == start:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + room)
-                else:
-                    merged.append((start, room))
-            if merged and sum(merged[-1]) == self._end:
-                self._end = merged.pop()[0]
-                os.ftruncate(self._descriptor, min(self._end, os.fstat(self._descriptor).st_size))
-            self._free = merged
+    def __init__(self, cached: int, name: str, dir_fd: int | None = None) -> None:
+        self.cached = cached
+        self._direct: int | None = None
+        self._refused = False
+        if direct_alignment(cached) != 0:
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT
+            with contextlib.suppress(OSError):  # the file system may know no direct writes
+                self._direct = os.open(name, flags, dir_fd=dir_fd)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write a group's packed bytes at an offset that `take` gave.
-
-        Raises DiskFullError or TransferError.
-        """
-        try:
+        """Write page-aligned memory at a page multiple. Any number of threads may do so at once."""
+        if self._direct is not None and not self._refused:
             try:
-                write_all(self._direct or self._descriptor, data, offset)
+                write_all(self._direct, data, offset)
+                return
             except OSError as error:
-                if error.errno != errno.EINVAL or self._direct is None:
+                if error.errno != errno.EINVAL:
                     raise
-                write_all(self._descriptor, data, offset)
-        except OSError as error:
-            raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
+                self._refused = True  # it wants another alignment: never ask again
+        write_all(self.cached, data, offset)
 
     def close(self) -> None:
-        """Give everything back."""
-        for descriptor in (self._descriptor, self._direct):
+        """Close both descriptors."""
+        for descriptor in (self.cached, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
 
 
-def _anonymous_file(directory: str) -> int:
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
-            raise
-    path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    os.unlink(path)
-    return descriptor
+# The part of struct statx, and of the request for it, that Python does not offer yet.
+_STATX_NBYTES = 256
+_STATX_MEMORY, _STATX_OFFSET = 152, 156
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+_statx = getattr(ctypes.CDLL(None), "statx", None)
+
+
+def direct_alignment(descriptor: int) -> int | None:
+    """What multiples direct reads and writes of an open file want: bytes, 0 if it takes none.
+
+    None where the system does not tell: before Linux 6.1, and for many kinds of file systems.
+    """
+    if _statx is None:
+        return None
+    answer = ctypes.create_string_buffer(_STATX_NBYTES)
+    if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
+        return None
+    if not int.from_bytes(answer.raw[:4], sys.byteorder) & _STATX_DIOALIGN:
+        return None
+    memory, offset = (
+        int.from_bytes(answer.raw[at : at + 4], sys.byteorder)
+        for at in (_STATX_MEMORY, _STATX_OFFSET)
+    )
+    return max(memory, offset) if offset else 0

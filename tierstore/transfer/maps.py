@@ -91,18 +91,42 @@ def _written_to(address: int, nbytes: int) -> bool:
 
 def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
     """For each page of a private file mapping, whether it was written to; None if unknown."""
-    first, last = address // PAGE, (address + nbytes - 1) // PAGE
-    wanted = (last - first + 1) * _PAGEMAP_ENTRY
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            raw = os.pread(pagemap.fileno(), wanted, first * _PAGEMAP_ENTRY)
+            return _written_pages_in(pagemap.fileno(), address, nbytes)
     except OSError:
         return None
+
+
+def _written_pages_in(pagemap: int, address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
+    first, last = address // PAGE, (address + nbytes - 1) // PAGE
+    wanted = (last - first + 1) * _PAGEMAP_ENTRY
+    raw = os.pread(pagemap, wanted, first * _PAGEMAP_ENTRY)
     if len(raw) != wanted:
         return None
     pages = np.frombuffer(raw, dtype=np.uint64)
     own = (pages & (_PRESENT | _FILE_PAGE)) == _PRESENT
     return np.asarray(own | (pages & _SWAPPED != 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Ranges that lie near each other, looked at together: their first and last pages in it."""
+
+    start: int
+    stop: int
+    numbers: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+    def written(self, pagemap: int) -> list[int]:
+        pages = _written_pages_in(pagemap, self.start, self.stop - self.start)
+        if pages is None or not pages.any():
+            return []
+        before = np.concatenate(([0], np.cumsum(pages)))
+        # What lies between the ranges is somebody else's, and may well be written to.
+        numbers: list[int] = self.numbers[before[self.last + 1] > before[self.first]].tolist()
+        return numbers
 
 
 class WriteWatch:
@@ -112,27 +136,35 @@ class WriteWatch:
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
-        self._ranges = ranges
-        self._spans: list[tuple[int, int, list[int]]] = []  # address, end, which ranges
+        near: list[list[int]] = []
+        end = 0
         for i in sorted(range(len(ranges)), key=lambda i: ranges[i]):
-            start, stop = ranges[i][0], ranges[i][0] + ranges[i][1]
-            if self._spans and start - self._spans[-1][1] < _NEAR:
-                first, last, members = self._spans[-1]
-                self._spans[-1] = (first, max(last, stop), [*members, i])
+            start, nbytes = ranges[i]
+            if near and start - end < _NEAR:
+                near[-1].append(i)
             else:
-                self._spans.append((start, stop, [i]))
+                near.append([i])
+            end = max(end, start + nbytes)
+        self._spans = [_span([ranges[i] for i in numbers], numbers) for numbers in near]
 
     def written(self) -> list[int]:
         """The ranges in which a page was written to since it was mapped, by their number.
 
         A page counts for every range that has a part of it. Empty where the system does not tell.
         """
-        found = []
-        for start, stop, members in self._spans:
-            pages = _written_pages(start, stop - start)
-            if pages is not None and pages.any():
-                found += [i for i in members if _written_to(*self._ranges[i])]
-        return found
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+                return [i for span in self._spans for i in span.written(pagemap.fileno())]
+        except OSError:
+            return []
+
+
+def _span(ranges: list[tuple[int, int]], numbers: list[int]) -> _Span:
+    start, stop = ranges[0][0], max(address + nbytes for address, nbytes in ranges)
+    first = np.array([address // PAGE for address, _ in ranges])
+    last = np.array([(address + nbytes - 1) // PAGE for address, nbytes in ranges])
+    here = start // PAGE
+    return _Span(start, stop, np.array(numbers), first - here, last - here)
 
 
 def map_file(path: str, offset: int, nbytes: int) -> memoryview:

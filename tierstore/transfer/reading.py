@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 
 from tierstore.model.errors import CorruptDataError, TransferError
@@ -14,7 +13,8 @@ from tierstore.model.tiers import Tier
 from tierstore.transfer.arena import Arena, Slot
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.disk import FileTable, ReadPiece, pieces, transfer_error
-from tierstore.transfer.workers import EARLY, URGENT, Workers
+from tierstore.transfer.figures import DEFAULT_BLOCK
+from tierstore.transfer.workers import Workers
 
 
 def explained(error: BaseException, copy: Copy) -> BaseException:
@@ -46,10 +46,11 @@ class Reader:
 
     def check(self, cargo: Cargo, slot: Slot, source: Source) -> None:
         """Put bytes that were read into place, and see that they are the ones written."""
+        assert slot.memory is not None
+        array = slot.memory.numpy()
+        for move in source.moves:  # the two ranges may overlap: numpy sees to that
+            array[move.dst : move.dst + move.nbytes] = array[move.src : move.src + move.nbytes]
         data = slot.bytes()
-        for move in source.moves:
-            # Not a plain slice copy: where the two ranges overlap, that would be a guess.
-            data[move.dst : move.dst + move.nbytes] = bytes(data[move.src : move.src + move.nbytes])
         if self._verify == "never" or (self._verify == "first" and cargo.verified):
             return
         for check in source.checks:
@@ -102,60 +103,36 @@ class Reading:
         self._cargo = cargo
         self._source = cargo.source
         self._slot = slot
-        self._priority = URGENT if copy.urgent else EARLY
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._left = 0
 
     def begin(self) -> None:
+        """Read the group, on this thread and on others that are idle, and tell of its arrival."""
+        error: BaseException | None = None
         try:
             self._reader.arena.fill(self._slot)
             self._slot.wait()
-            self._check_files()
-        except BaseException as error:  # reported, like every failure of a job
-            self._done(self._copy, explained(error, self._copy))
-            return
-        todo = list(pieces(self._source))
-        self._left = len(todo)
-        for piece in todo[1:]:
-            self._reader.workers.submit(self._priority, functools.partial(self._read, piece))
-        if todo:
-            self._read(todo[0])
-        else:
-            self._end()
+            block = self._check_files()
+            todo = pieces(self._source, block)
+            self._reader.workers.together(functools.partial(self._read, piece) for piece in todo)
+            self._check_files()  # what changed while it was read is no good either
+            self._reader.check(self._cargo, self._slot, self._source)
+        except BaseException as failure:  # reported, like every failure of a job
+            error = explained(failure, self._copy)
+        self._done(self._copy, error)
 
-    def _check_files(self) -> None:
+    def _check_files(self) -> int:
+        """See that the files are what they were. Returns how many bytes a read should have."""
+        block = DEFAULT_BLOCK
         for path in {segment.extent.path for segment in self._source.segments}:
             try:
-                self._reader.files.check(path, self._cargo.stamps.get(path))
+                block = self._reader.files.check(path, self._cargo.stamps.get(path)).block
             except OSError as error:
                 raise transfer_error(error, "reading", key=None, path=path) from error
+        return block
 
     def _read(self, piece: ReadPiece) -> None:
-        try:
-            if self._error is None:
-                self._read_piece(piece)
-        except OSError as error:
-            self._error = transfer_error(error, "reading", key=None, path=piece.path)
-        except BaseException as error:  # reported, like every failure of a job
-            self._error = error
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._end()
-
-    def _read_piece(self, piece: ReadPiece) -> None:
         # A function of its own: no reference to the memory may outlive the report of its arrival.
         room = self._slot.bytes()[piece.at : piece.at + piece.nbytes]
-        self._reader.files.get(piece.path).read_at_least(room, piece.offset, piece.needed)
-
-    def _end(self) -> None:
-        error = self._error
         try:
-            if error is None:
-                self._check_files()  # what changed while it was read is no good either
-                self._reader.check(self._cargo, self._slot, self._source)
-        except BaseException as failure:  # reported, like every failure of a job
-            error = failure
-        self._done(self._copy, None if error is None else explained(error, self._copy))
+            self._reader.files.get(piece.path).read_at_least(room, piece.offset, piece.needed)
+        except OSError as error:
+            raise transfer_error(error, "reading", key=None, path=piece.path) from error

@@ -5,9 +5,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 URGENT, EARLY = 0, 1
+
+Job = Callable[[], None]
+Together = Callable[[Iterable[Job]], None]
+"""What does the parts of a job, on one thread or several, and returns when all are done."""
 
 
 class Workers:
@@ -18,8 +23,9 @@ class Workers:
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
+        self._jobs: list[tuple[tuple[int, int], int, Job]] = []
         self._age = itertools.count()
+        self._place = threading.local()  # of the job that a thread does: its priority and age
         self._ready = threading.Condition()
         self._stopping = False
         self._threads = [
@@ -29,11 +35,28 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, priority: int, job: Callable[[], None]) -> None:
+    def submit(self, priority: int, job: Job) -> None:
         """Have `job` run on some thread. It must not raise."""
+        age = next(self._age)
+        self._push((priority, age), age, job)
+
+    def _push(self, place: tuple[int, int], age: int, job: Job) -> None:
         with self._ready:
-            heapq.heappush(self._jobs, (priority, next(self._age), job))
+            heapq.heappush(self._jobs, (place, age, job))
             self._ready.notify()
+
+    def together(self, parts: Iterable[Job]) -> None:
+        """Do the parts of the job that this thread is doing, with the help of idle threads.
+
+        Helpers come in the place of the whole job: what is older is done before its parts, and
+        what is newer after them. Returns when every part is done. Raises what one of them raised.
+        """
+        shared = _Parts(parts)
+        place = getattr(self._place, "now", (URGENT, 0))
+        for _ in range(min(shared.left, len(self._threads)) - 1):
+            self._push(place, next(self._age), shared.do)
+        shared.do()
+        shared.wait()
 
     def _work(self) -> None:
         while True:
@@ -42,7 +65,7 @@ class Workers:
                     self._ready.wait()
                 if not self._jobs:
                     return
-                job = heapq.heappop(self._jobs)[2]
+                self._place.now, _, job = heapq.heappop(self._jobs)
             job()
             del job  # it may hold the last reference to a buffer
 
@@ -53,3 +76,44 @@ class Workers:
             self._ready.notify_all()
         for thread in self._threads:
             thread.join(timeout=10)
+
+
+def one_by_one(parts: Iterable[Job]) -> None:
+    """`Workers.together` for who has no workers."""
+    for part in parts:
+        part()
+
+
+class _Parts:
+    """The parts of one job. Whoever has time takes the next one."""
+
+    def __init__(self, parts: Iterable[Job]) -> None:
+        self._parts = deque(parts)
+        self.left = len(self._parts)
+        self._over = threading.Condition()
+        self._error: BaseException | None = None
+
+    def do(self) -> None:
+        """Do parts until none is left to begin. Once one has failed, the others are left out."""
+        while True:
+            try:
+                part = self._parts.popleft()
+            except IndexError:
+                return
+            try:
+                if self._error is None:
+                    part()
+            except BaseException as error:  # raised where somebody waits for the whole
+                self._error = error
+            del part  # before anybody is told: it may hold a reference to a buffer
+            with self._over:
+                self.left -= 1
+                if not self.left:
+                    self._over.notify_all()
+
+    def wait(self) -> None:
+        with self._over:
+            while self.left:
+                self._over.wait()
+        if self._error is not None:
+            raise self._error

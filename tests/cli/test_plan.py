@@ -1,0 +1,443 @@
+"""`plan`: what is told of a checkpoint before it is loaded, and whether it comes true."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests import pipelines
+from tests.cli.conftest import Inspect, start
+from tierstore import TierStore, enable_group_offload
+from tierstore.model.groups import name_of
+from tierstore.model.tiers import Tier
+from tierstore.simulation import Use, simulate
+from tierstore.trace import read_trace
+from tierstore.transfer.figures import DiskFigures, remember
+
+MB = 1_000_000
+BLOCKS = 12
+
+
+@pytest.fixture(autouse=True)
+def no_disk_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def block(number: int) -> dict[str, torch.Tensor]:
+    """Two layers of 128 KiB and a little more."""
+    return {
+        f"blocks.{number}.up.weight": torch.zeros(128, 256),
+        f"blocks.{number}.up.bias": torch.zeros(128),
+        f"blocks.{number}.down.weight": torch.zeros(256, 128),
+    }
+
+
+def weights() -> dict[str, torch.Tensor]:
+    found = {"head.weight": torch.zeros(64, 256), "embed.weight": torch.zeros(64, 256)}
+    for number in range(BLOCKS):
+        found.update(block(number))
+    return found
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """One file of 3.3 MB."""
+    save_file(weights(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def keys_of(document: dict[str, Any], component: int = 0) -> list[str]:
+    return [group["key"] for group in document["components"][component]["groups"]]
+
+
+# --- from names -----------------------------------------------------------------------------------
+
+
+def test_blocks_are_groups_in_numerical_order(inspect: Inspect, checkpoint: Path) -> None:
+    found = inspect.json("plan", checkpoint, "--ram", "3MB")
+    assert keys_of(found) == ["embed", *(f"blocks.{n}" for n in range(BLOCKS)), "head"]
+    sizes = [group["nbytes"] for group in found["components"][0]["groups"]]
+    assert sum(sizes) == found["components"][0]["nbytes"]
+    assert all(nbytes % 4096 == 0 for nbytes in sizes)
+    least = sum(t.nbytes for t in weights().values())
+    assert least <= sum(sizes) <= least + 2 * 4096 * len(sizes)
+
+
+def test_blocks_that_are_large_for_the_budget_are_cut(inspect: Inspect, checkpoint: Path) -> None:
+    found = inspect.json("plan", checkpoint, "--ram", "1MB")
+    assert "blocks.2.up" in keys_of(found)
+    assert "blocks.2.down" in keys_of(found)
+
+
+def test_leaves_share_smaller_groups(inspect: Inspect, checkpoint: Path) -> None:
+    found = inspect.json("plan", checkpoint, "--ram", "3MB", "--offload-type", "leaf_level")
+    assert "blocks.2.up" in keys_of(found)
+    found = inspect.json("plan", checkpoint, "--ram", "300MB", "--offload-type", "leaf_level")
+    assert keys_of(found) == ["embed"]
+
+
+def test_a_directory_and_an_index_are_checkpoints_too(inspect: Inspect, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file(weights(), whole / "model.safetensors")
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    names = list(weights())
+    shards = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for shard, members in shards.items():
+        save_file({name: weights()[name] for name in members}, sharded / shard)
+    index = {"weight_map": {name: shard for shard in shards for name in shards[shard]}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = [inspect.json("plan", place, "--ram", "3MB") for place in (whole, sharded)]
+    assert keys_of(found[0]) == keys_of(found[1])
+    assert len(keys_of(found[0])) == BLOCKS + 2
+
+
+def test_only_headers_are_read(inspect: Inspect, tmp_path: Path) -> None:
+    """A checkpoint of 60 GB that takes no room on disk: its data is one hole."""
+    shape = (15_000, 10_000)
+    nbytes = 2 * shape[0] * shape[1]
+    header = {
+        f"blocks.{n}.weight": {
+            "dtype": "BF16",
+            "shape": shape,
+            "data_offsets": [n * nbytes, (n + 1) * nbytes],
+        }
+        for n in range(200)
+    }
+    raw = json.dumps(header).encode()
+    path = tmp_path / "large.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(path, 8 + len(raw) + 200 * nbytes)
+    found = inspect.json("plan", path, "--ram", "16GB", "--disk-bandwidth", "3GB/s")
+    (step,) = found["steps"]
+    assert found["components"][0]["nbytes"] >= 60_000 * MB
+    assert 60_000 * MB - 16_000 * MB <= step["read"] <= 60_000 * MB - 16_000 * MB + 4 * nbytes
+    assert step["resident"] == pytest.approx(found["components"][0]["nbytes"] - step["read"])
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """Two experts, an autoencoder, and what has no weights."""
+    place = tmp_path / "pipeline"
+    index = {
+        "_class_name": "SomePipeline",
+        "scheduler": ["diffusers", "SomeScheduler"],
+        "transformer": ["diffusers", "SomeTransformer"],
+        "transformer_2": ["diffusers", "SomeTransformer"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "safety_checker": [None, None],
+        "../elsewhere": ["diffusers", "SomeTransformer"],
+    }
+    for name in ("scheduler", "transformer", "transformer_2", "vae"):
+        (place / name).mkdir(parents=True)
+    for name in ("transformer", "transformer_2"):
+        save_file(weights(), place / name / "model.safetensors")
+    autoencoder = {
+        f"{part}.{layer}.weight": torch.zeros(64, 64)
+        for part in ("encoder", "decoder")
+        for layer in ("conv_in", "conv_out")
+    }
+    save_file(autoencoder, place / "vae" / "model.safetensors")
+    (place / "model_index.json").write_text(json.dumps(index))
+    return place
+
+
+def test_each_component_that_runs_in_every_step_is_told(inspect: Inspect, pipeline: Path) -> None:
+    found = inspect.json("plan", pipeline, "--ram", "2MB")
+    assert [part["name"] for part in found["components"]] == ["transformer", "transformer_2", "vae"]
+    assert keys_of(found)[0] == "transformer/embed"
+    assert keys_of(found, 2) == ["vae/encoder"], "both halves are blocks, and small"
+    assert [step["component"] for step in found["steps"]] == ["transformer", "transformer_2"]
+    one, other = found["steps"]
+    assert one["read"] == pytest.approx(other["read"], rel=0.01)
+    assert one["read"] > 0
+    table = inspect("plan", pipeline, "--ram", "2MB").stdout
+    assert "Each step of transformer_2:" in table
+
+
+def test_one_component_can_be_chosen(inspect: Inspect, pipeline: Path) -> None:
+    found = inspect.json("plan", pipeline, "--ram", "2MB", "--component", "vae")
+    assert [part["name"] for part in found["components"]] == ["vae"]
+    assert [step["component"] for step in found["steps"]] == ["vae"]
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def test_what_fits_is_read_once(inspect: Inspect, checkpoint: Path) -> None:
+    found = inspect.json("plan", checkpoint, "--ram", "10MB", "--disk-bandwidth", "1GB/s")
+    (step,) = found["steps"]
+    nbytes = found["components"][0]["nbytes"]
+    in_file = sum(tensor.nbytes for tensor in weights().values())
+    assert (step["read"], step["first_read"], step["resident"]) == (0, in_file, nbytes)
+    assert (step["seconds"], step["stalled_seconds"]) == (0, 0)
+
+
+def test_with_no_computing_the_disk_is_the_limit(inspect: Inspect, checkpoint: Path) -> None:
+    found = inspect.json("plan", checkpoint, "--ram", "2MB", "--disk-bandwidth", "1GB/s")
+    (step,) = found["steps"]
+    assert step["read"] >= found["components"][0]["nbytes"] - 2 * MB
+    assert step["seconds"] == pytest.approx(step["read"] / 1e9, rel=0.05)
+    assert step["stalled_seconds"] == pytest.approx(step["seconds"])
+
+
+def test_computing_may_be_the_limit(inspect: Inspect, checkpoint: Path) -> None:
+    options = "--ram", "2MB", "--disk-bandwidth", "1GB/s", "--compute", "60"
+    (step,) = inspect.json("plan", checkpoint, *options)["steps"]
+    assert step["seconds"] == pytest.approx(60)
+    assert step["stalled_seconds"] == pytest.approx(0, abs=1e-6)
+
+
+def test_seconds_are_told_only_if_the_disk_is_known(inspect: Inspect, checkpoint: Path) -> None:
+    plain = inspect("plan", checkpoint, "--ram", "2MB")
+    assert "takes" not in plain.stdout
+    assert "--disk-bandwidth" in plain.stderr
+    assert inspect.json("plan", checkpoint, "--ram", "2MB")["steps"][0]["seconds"] is None
+    remember(checkpoint, DiskFigures(8 << 20, 4, 2e9, 1e9, 1.0))
+    measured = inspect("plan", checkpoint, "--ram", "2MB")
+    assert "takes" in measured.stdout
+    assert "1.9 GiB/s" in measured.stderr
+    found = inspect.json("plan", checkpoint, "--ram", "2MB")
+    assert found["disk_bandwidth"] == 2e9
+    assert found["steps"][0]["seconds"] > 0
+    assert "need no time" in measured.stderr, "computing was not given"
+
+
+def test_a_device_has_a_budget_of_its_own(inspect: Inspect, checkpoint: Path) -> None:
+    options = "--ram", "10MB", "--device", "2MB", "--disk-bandwidth", "1GB/s"
+    found = inspect.json("plan", checkpoint, *options, "--link-bandwidth", "500MB/s")
+    (step,) = found["steps"]
+    nbytes = found["components"][0]["nbytes"]
+    assert found["budgets"] == {"DEVICE": 1_998_848, "HOST": 9_998_336, "DISK": None}
+    assert step["read"] == 0
+    assert step["onloaded"] >= nbytes - 2 * MB
+    assert step["seconds"] == pytest.approx(step["onloaded"] / 5e8, rel=0.02)
+    table = inspect("plan", checkpoint, *options, "--link-bandwidth", "500MB/s")
+    assert "the link to the device" in table.stdout
+
+
+def test_the_table_is_for_people(inspect: Inspect, checkpoint: Path) -> None:
+    result = inspect(
+        "plan", checkpoint, "--ram", "2MB", "--disk-bandwidth", "1GB/s", "--compute", "1"
+    )
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0].split() == ["COMPONENT", "WEIGHTS", "GROUPS", "LARGEST"]
+    assert "stays in memory" in result.stdout
+    assert result.stderr == ""
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+def test_a_budget_below_the_largest_group_is_refused_with_one_that_will_do(
+    inspect: Inspect, checkpoint: Path
+) -> None:
+    result = inspect("plan", checkpoint, "--ram", "100KB")
+    assert result.exit_code == 2
+    assert "--ram is too small: the group 'blocks." in result.stderr
+    advised = result.stderr.split("Give at least --ram ")[1].split(";")[0]
+    assert inspect("plan", checkpoint, "--ram", advised).exit_code == 0
+    below = f"{int(advised[:-1]) - 1}B"
+    assert inspect("plan", checkpoint, "--ram", below).exit_code == 2
+
+
+def test_a_budget_below_three_groups_is_remarked_on(inspect: Inspect, checkpoint: Path) -> None:
+    assert "hardly overlap" in inspect("plan", checkpoint, "--ram", "300KB").stderr
+    assert "hardly overlap" not in inspect("plan", checkpoint, "--ram", "500KB").stderr
+
+
+def test_a_device_budget_below_the_largest_group_is_refused(
+    inspect: Inspect, checkpoint: Path
+) -> None:
+    result = inspect("plan", checkpoint, "--ram", "1GB", "--device", "100KB")
+    assert result.exit_code == 2
+    assert "--device is too small" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--ram", "8"], "no unit"),
+        (["--ram", "1KB"], "less than one page"),
+        (["--ram", "8GB", "--device", "50%"], "a share of what"),
+        (["--ram", "8GB", "--disk-bandwidth", "3GB"], "3GB/s"),
+        (["--ram", "8GB", "--disk-bandwidth", "3/s"], "no unit"),
+        (["--ram", "8GB", "--link-bandwidth", "3GB/s"], "no link"),
+        (["--ram", "8GB", "--component", "vae"], "no component 'vae'"),
+        (["--ram", "8GB", "--steps", "3"], "--steps"),
+        ([], "--ram"),
+    ],
+)
+def test_wrong_usage(inspect: Inspect, checkpoint: Path, options: list[str], told: str) -> None:
+    result = inspect("plan", checkpoint, *options)
+    assert result.exit_code == 2
+    assert told in result.stderr
+
+
+@pytest.mark.parametrize("content", [None, "{}", "[]", "{", '{"unet": ["diffusers", "X"]}'])
+def test_what_is_no_checkpoint_is_said_to_be_none(
+    inspect: Inspect, tmp_path: Path, content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "model_index.json").write_text(content)
+    result = inspect("plan", tmp_path, "--ram", "8GB")
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.stderr
+    assert "Give" in result.stderr
+
+
+def test_two_variants_of_the_same_weights_are_not_added_up(
+    inspect: Inspect, tmp_path: Path
+) -> None:
+    for name in ("model.safetensors", "model.fp16.safetensors"):
+        save_file(weights(), tmp_path / name)
+    result = inspect("plan", tmp_path, "--ram", "8GB")
+    assert result.exit_code == 2
+    assert "one file" in result.stderr
+
+
+def test_a_damaged_header_is_said_to_be_one(inspect: Inspect, checkpoint: Path) -> None:
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100])
+    result = inspect("plan", checkpoint, "--ram", "8GB")
+    assert result.exit_code == 2
+    assert "header" in result.stderr
+
+
+def test_plan_leaves_torch_alone(checkpoint: Path) -> None:
+    tell = "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
+    run = start("plan", checkpoint, "--ram", "2MB", "--json", after=tell)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.splitlines()[-1] == "False True"
+
+
+# --- against real runs ----------------------------------------------------------------------------
+
+Built = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """`built(kind, size)`: a real checkpoint."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def find(kind: str, size: str) -> Path:
+        place = root / f"{kind}-{size}"
+        return place if place.exists() else pipelines.BUILDERS[kind](place, size)
+
+    return find
+
+
+def budget_of(pipe: Any, share: float) -> int:
+    return int(pipelines.weight_bytes(pipe) * share)
+
+
+def without_prefix(key: str) -> str:
+    """A key of a run, `FluxPipeline-0/transformer/norm`, without what names the run."""
+    return name_of(key).partition("/")[2]
+
+
+@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("share", [0.34, 0.8])
+@pytest.mark.parametrize("kind", ["flux", "wan", "sdxl", "llama"])
+def test_the_groups_are_those_of_a_real_run(
+    inspect: Inspect, built: Built, disk_dir: Path, kind: str, share: float, offload_type: str
+) -> None:
+    pipe = pipelines.load(kind, built(kind, "tiny"))
+    budget = budget_of(pipe, share)
+    with (
+        TierStore(budget, disk_dir, device="cpu") as store,
+        enable_group_offload(pipe, store, offload_type=offload_type) as handle,
+    ):
+        sizes = {group.key: group.nbytes for group in store.snapshot().groups}
+        real = {
+            (key.split("/")[1], *sorted(names)): sizes[key] for key, names in handle.groups.items()
+        }
+        assert store.stats().bytes_written == 0
+    options = "--ram", f"{budget}B", "--offload-type", offload_type
+    found = inspect.json("plan", built(kind, "tiny"), *options)
+    told = {
+        (part["name"] or group["key"], *sorted(group["tensors"])): group["nbytes"]
+        for part in found["components"]
+        for group in part["groups"]
+    }
+    if kind == "wan":  # in its autoencoder, the order of the modules is not the customary one
+        real, told = ({k: n for k, n in g.items() if k[0] != "vae"} for g in (real, told))
+    assert told == real
+    assert len(told) > 10
+
+
+def steps_of(path: Path, prefix: str, first: str) -> tuple[dict[str, int], list[list[str]]]:
+    """The groups of a recorded run, and the order of their uses in each step."""
+    recorded = read_trace(path)
+    groups = {without_prefix(key): nbytes for key, nbytes in recorded.groups}
+    steps: list[list[str]] = []
+    for key in (without_prefix(key) for key, _ in recorded.uses):
+        if not key.startswith(prefix) or (steps and steps[-1][-1:] == [key]):
+            continue
+        if key == first:
+            steps.append([])
+        steps[-1].append(key)
+    return groups, steps
+
+
+def source_bytes(store: TierStore, key: str) -> int:
+    """What reading a group adds to `stats().bytes_read`."""
+    source = store._carrier.cargo(store._versions[key]).source
+    assert source is not None
+    return source.nbytes
+
+
+@pytest.mark.parametrize("kind", ["flux", "llama"])
+def test_a_step_is_the_one_of_a_real_run(
+    inspect: Inspect, built: Built, disk_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    """The order of uses is the real one, so that the planner, on that order, reads as predicted."""
+    pipe = pipelines.load(kind, built(kind, "small"))
+    budget = budget_of(pipe, 0.8)
+    options = "--ram", f"{budget}B", "--disk-bandwidth", "1GB/s", "--compute", "0.1"
+    found = inspect.json("plan", built(kind, "small"), *options)
+    (step,) = found["steps"]
+    (part,) = [p for p in found["components"] if p["name"] == step["component"]]
+
+    with TierStore(budget, disk_dir, device="cpu") as store, enable_group_offload(pipe, store):
+        pipelines.run(kind, pipe, steps=6)
+        store.trace(tmp_path / "trace.json")
+        in_files = {without_prefix(key): source_bytes(store, key) for key in store}
+    keys = [group["key"] for group in part["groups"]]
+    groups, steps = steps_of(tmp_path / "trace.json", part["name"], keys[0])
+    assert len(steps) >= 6
+    assert all(order == keys for order in steps)
+
+    uses = [Use(key, 0.1 * groups[key] / part["nbytes"]) for key in keys]
+    budgets = {Tier.HOST: found["budgets"]["HOST"], Tier.DISK: None}
+    outcome = simulate(groups, uses * 20, budgets, bandwidth={(Tier.DISK, Tier.HOST): 1e9})
+    halfway = simulate(groups, uses * 10, budgets, bandwidth={(Tier.DISK, Tier.HOST): 1e9})
+    read = [sum(n * in_files[key] for key, n in o.reads.items()) for o in (halfway, outcome)]
+    assert step["read"] == round((read[1] - read[0]) / 10)
+    assert part["nbytes"] - found["budgets"]["HOST"] <= step["read"] < part["nbytes"]
+
+
+@pytest.mark.parametrize("kind", ["flux", "llama"])
+def test_a_real_run_reads_as_predicted_where_all_fits(
+    inspect: Inspect, built: Built, disk_dir: Path, kind: str
+) -> None:
+    pipe = pipelines.load(kind, built(kind, "tiny"))
+    budget = 2 * pipelines.weight_bytes(pipe)
+    found = inspect.json("plan", built(kind, "tiny"), "--ram", f"{budget}B")
+    (step,) = found["steps"]
+    with TierStore(budget, disk_dir, device="cpu") as store, enable_group_offload(pipe, store):
+        pipelines.run(kind, pipe, steps=2)
+        before = store.stats().bytes_read
+        pipelines.run(kind, pipe, steps=2)
+        read = store.stats().bytes_read
+    assert read - before == step["read"] == 0
+    assert 0.97 * step["first_read"] <= before
+    assert before <= sum(part["nbytes"] for part in found["components"])

@@ -1,0 +1,191 @@
+"""`replay`: a recorded run with other budgets and policies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.conftest import Inspect, start
+from tierstore import Stats, TierStore
+from tierstore.model.tiers import Tier
+from tierstore.simulation import Use, simulate
+from tierstore.trace import read_trace
+
+GROUPS = 16
+PASSES = 6
+GROUP = 1 << 16  # bytes; what a checkpoint's group takes is a page more
+WHOLE = GROUPS * (GROUP + 4096)
+HALF = WHOLE // 2
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stats]:
+    """A trace of a loop over groups of which half fit, and what the store counted."""
+    place = tmp_path_factory.mktemp("recorded")
+    weights = {f"block.{n:02}": torch.zeros(GROUP // 4) for n in range(GROUPS)}
+    save_file(weights, place / "model.safetensors")
+    with TierStore(HALF, place / "store", device="cpu") as store:
+        keys = store.register_checkpoint(place / "model.safetensors")
+        for _ in range(PASSES):
+            for key in keys:
+                with store.acquire(key) as lease:
+                    lease.tensor.sum()
+        stats = None
+        while stats != store.stats():  # what was fetched early is still arriving
+            stats = store.stats()
+            store.trace(place / "run.json")
+        return place / "run.json", stats
+
+
+@pytest.fixture
+def trace(recorded: tuple[Path, Stats]) -> Path:
+    return recorded[0]
+
+
+def edited(trace: Path, place: Path, **fields: Any) -> Path:
+    """A copy of a trace in which the object of the store says something else."""
+    document = json.loads(trace.read_text())
+    document["tierstore"].update(fields)
+    place.write_text(json.dumps(document))
+    return place
+
+
+def test_the_recorded_run_stands_first(inspect: Inspect, recorded: tuple[Path, Stats]) -> None:
+    trace, stats = recorded
+    first, *others = inspect.json("replay", trace)["runs"]
+    assert first["name"] == "recorded"
+    assert first["ram"] == stats.budget_bytes["HOST"] == HALF
+    assert first["read"] == stats.bytes_read > WHOLE
+    assert first["stalled_seconds"] == pytest.approx(stats.stalled_seconds)
+    assert [first[count] for count in ("hits", "late", "misses")] == [
+        stats.hits,
+        stats.late,
+        stats.misses,
+    ]
+    assert first["seconds"] == first["computed_seconds"] + first["stalled_seconds"]
+    assert [run["name"] for run in others] == ["next-use"]
+    assert others[0]["ram"] == HALF
+
+
+def test_a_replay_is_what_the_planner_does_with_the_recorded_uses(
+    inspect: Inspect, trace: Path
+) -> None:
+    run = inspect.json("replay", trace, "--ram", "600KB")["runs"][1]
+    recorded = read_trace(trace)
+    outcome = simulate(
+        dict(recorded.groups),
+        [Use(key, seconds) for key, seconds in recorded.uses],
+        {Tier.HOST: 598_016, Tier.DISK: None},
+        bandwidth={(Tier.DISK, Tier.HOST): recorded.bandwidth["DISK>HOST"]},
+    )
+    assert run["ram"] == 598_016
+    assert run["read"] == outcome.bytes_moved[Tier.DISK, Tier.HOST]
+    assert run["stalled_seconds"] == outcome.stalled_seconds
+    assert run["seconds"] == pytest.approx(outcome.seconds)
+    assert run["late"] == outcome.late
+
+
+def test_more_memory_reads_less(inspect: Inspect, trace: Path) -> None:
+    budgets = [f"{WHOLE * share // 4}B" for share in (1, 2, 3, 4)]
+    options = [word for budget in budgets for word in ("--ram", budget)]
+    runs = inspect.json("replay", trace, *options)["runs"][1:]
+    read = [run["read"] for run in runs]
+    assert read == sorted(read, reverse=True)
+    assert read[-1] == WHOLE, "each group once"
+    assert read[0] > 3 * WHOLE
+    assert runs[-1]["stalled_seconds"] < runs[0]["stalled_seconds"]
+
+
+def test_policies_stand_side_by_side(inspect: Inspect, trace: Path) -> None:
+    options = "--policy", "next-use", "--policy", "lru", "--ram", f"{HALF}B", "--ram", f"{WHOLE}B"
+    runs = inspect.json("replay", trace, *options)["runs"][1:]
+    assert [(run["name"], run["ram"]) for run in runs] == [
+        ("next-use", HALF),
+        ("lru", HALF),
+        ("next-use", WHOLE),
+        ("lru", WHOLE),
+    ]
+    assert runs[1]["read"] >= PASSES * WHOLE, "a loop that does not fit has no hits"
+    assert runs[0]["read"] < 0.8 * runs[1]["read"]
+    assert runs[2]["read"] == runs[3]["read"] == WHOLE
+
+
+def test_a_device_can_be_tried(inspect: Inspect, trace: Path) -> None:
+    run = inspect.json("replay", trace, "--ram", "10MB", "--device", f"{HALF}B")["runs"][1]
+    assert run["device"] == HALF
+    assert run["read"] == WHOLE
+    assert run["onloaded"] >= WHOLE + (PASSES - 1) * HALF
+    table = inspect("replay", trace, "--ram", "10MB", "--device", f"{HALF}B")
+    assert "ONLOADED" in table.stdout
+    assert "ONLOADED" not in inspect("replay", trace).stdout
+
+
+def test_a_recorded_device_keeps_its_budget(inspect: Inspect, trace: Path, tmp_path: Path) -> None:
+    budgets = {"DEVICE": HALF, "HOST": WHOLE, "DISK": None}
+    path = edited(trace, tmp_path / "device.json", budgets=budgets)
+    runs = inspect.json("replay", path, "--ram", "10MB")["runs"]
+    assert [run["device"] for run in runs] == [HALF, HALF]
+
+
+def test_the_table_is_for_people(inspect: Inspect, trace: Path) -> None:
+    result = inspect("replay", trace, "--ram", "600KB", "--policy", "lru")
+    assert result.exit_code == 0
+    head, first, second = (line.split() for line in result.stdout.splitlines())
+    assert head == ["RUN", "RAM", "READ", "STALLED", "SECONDS", "HITS", "LATE", "MISSES"]
+    assert (first[0], second[0]) == ("recorded", "lru")
+    assert second[1:3] == ["584.0", "KiB"]
+    assert result.stderr == ""
+
+
+def test_a_budget_below_a_group_is_told_beside_the_others(inspect: Inspect, trace: Path) -> None:
+    result = inspect("replay", trace, "--ram", "8KB", "--ram", "10MB")
+    assert result.exit_code == 0
+    assert "ram_budget" in result.stderr
+    assert result.stdout.splitlines()[2].split().count("-") == 6
+    _, small, large = inspect.json("replay", trace, "--ram", "8KB", "--ram", "10MB")["runs"]
+    assert (small["read"], small["seconds"]) == (None, None)
+    assert "ram_budget" in small["problem"]
+    assert (large["read"], large["problem"]) == (WHOLE, None)
+
+
+def test_a_trace_that_lost_events_says_so(inspect: Inspect, trace: Path, tmp_path: Path) -> None:
+    assert "not whole" not in inspect("replay", trace).stderr
+    path = edited(trace, tmp_path / "cut.json", dropped=5)
+    assert "5 oldest events" in inspect("replay", path).stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "cannot be read as a trace"),
+        ('{"traceEvents": []}', "cannot be read as a trace"),
+        (None, "failed"),
+    ],
+)
+def test_what_is_no_trace(inspect: Inspect, tmp_path: Path, content: str | None, told: str) -> None:
+    path = tmp_path / "run.json"
+    if content is not None:
+        path.write_text(content)
+    result = inspect("replay", path)
+    assert result.exit_code == (1 if content is None else 2)
+    assert told in result.stderr
+
+
+def test_a_trace_without_uses_cannot_be_replayed(
+    inspect: Inspect, trace: Path, tmp_path: Path
+) -> None:
+    result = inspect("replay", edited(trace, tmp_path / "empty.json", uses=[]))
+    assert result.exit_code == 2
+    assert "nothing to replay" in result.stderr
+
+
+def test_replay_leaves_torch_alone(trace: Path) -> None:
+    tell = "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
+    run = start("replay", trace, "--ram", "600KB", "--json", after=tell)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.splitlines()[-1] == "False True"

@@ -1,0 +1,206 @@
+"""`trace`: the numbers of a recorded run, and its picture."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from tests.cli.conftest import Inspect, start
+from tests.store.helpers import PAGE, open_store, pages, push_out, wait_until_idle
+from tierstore.cli import picture
+from tierstore.metrics import Stats
+from tierstore.trace import Slice, load, read_trace, save
+
+
+@dataclass(frozen=True)
+class Run:
+    """A store's trace, and what the store said then."""
+
+    path: Path
+    stats: Stats
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("run")
+    with open_store(directory / "store", 16 * PAGE) as store:
+        for i in range(12):
+            store.put(f"layer/{i}", pages(i, 2))
+        store.flush()
+        push_out(store, "layer/0")
+        for i in range(24):
+            store.get(f"layer/{i % 12}")
+        wait_until_idle(store)
+        stats = store.stats()
+        store.trace(directory / "run.json")
+    return Run(directory / "run.json", stats)
+
+
+def test_the_table_tells_what_the_store_said(run: Run, inspect: Inspect) -> None:
+    result = inspect("trace", run.path)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    stats = run.stats
+    told = [str(stats.hits), "hit,", str(stats.late), "late,", str(stats.misses), "missed"]
+    assert ["acquires", *told] in lines
+    assert ["uses", "24", "uses", "of", "12", "groups"] in lines
+    assert ["overlap", f"{stats.overlap:.1%}"] in lines
+    assert lines[3][:3] == ["stalled", f"{stats.stalled_seconds:.3f}", "s,"]
+    assert ["HOST", "64.0", "KiB", "64.0", "KiB"] in lines
+    moved = {line[1]: line for line in lines if line[:1] == ["disk"] and len(line) > 3}
+    assert moved["read"][2] == f"{stats.bytes_read / 1024:.1f}"
+    assert moved["write"][2] == f"{stats.bytes_written / 1024:.1f}"
+    waited = next(i for i, line in enumerate(lines) if line[:1] == ["WAITED"])
+    assert 1 <= len(lines[waited + 1 :]) <= 5
+    assert all(line[0].startswith("layer/") for line in lines[waited + 1 :])
+
+
+def test_the_document_tells_the_same_in_raw_numbers(run: Run, inspect: Inspect) -> None:
+    document = inspect.json("trace", run.path)
+    stats = run.stats
+    assert document["trace"] == str(run.path)
+    assert (document["hits"], document["late"], document["misses"]) == (
+        stats.hits,
+        stats.late,
+        stats.misses,
+    )
+    assert document["stalled_seconds"] == stats.stalled_seconds
+    assert document["overlap"] == stats.overlap
+    assert (document["uses"], document["groups"], document["device"]) == (24, 12, "cpu")
+    assert document["seconds"] == read_trace(run.path).seconds
+    hops = {hop["kind"]: hop for hop in document["hops"]}
+    assert hops.keys() == {"disk read", "disk write"}
+    assert hops["disk read"]["nbytes"] == stats.bytes_read
+    assert hops["disk read"]["seconds"] == stats.busy_seconds["DISK>HOST"]
+    tiers = {tier["tier"]: (tier["peak"], tier["budget"]) for tier in document["tiers"]}
+    assert tiers["HOST"] == (stats.peak_bytes["HOST"], 16 * PAGE)
+    assert tiers["DISK"] == (stats.peak_bytes["DISK"], None)
+    seconds = [stall["seconds"] for stall in document["stalls"]]
+    assert seconds == sorted(seconds, reverse=True)
+    assert sum(seconds) == pytest.approx(stats.stalled_seconds, abs=1e-6 * 2 * (1 + len(seconds)))
+
+
+def test_a_trace_that_is_not_whole_says_so(run: Run, inspect: Inspect, tmp_path: Path) -> None:
+    document = load(run.path)
+    document["tierstore"]["dropped"] = 3
+    save(document, tmp_path / "run.json")
+    result = inspect("trace", tmp_path / "run.json")
+    assert result.exit_code == 0
+    assert "3 older events were forgotten" in result.stderr
+    assert "forgotten" not in inspect("trace", run.path).output
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": []}', "[1, 2]"])
+def test_what_is_no_trace_is_wrong_usage(content: str, inspect: Inspect, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(content)
+    result = inspect("trace", tmp_path / "run.json")
+    assert result.exit_code == 2
+    assert str(tmp_path / "run.json") in result.stderr
+    assert "store.trace(path)" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_missing_file_is_a_failure(inspect: Inspect, tmp_path: Path) -> None:
+    result = inspect("trace", tmp_path / "run.json")
+    assert result.exit_code == 1
+    assert "No such file" in result.stderr
+
+
+def test_help_has_examples(inspect: Inspect) -> None:
+    text = inspect("trace", "--help").stdout
+    assert "Examples:" in text
+    assert "--png" in text
+
+
+# Pictures --------------------------------------------------------------------------------------
+
+
+def colours(path: Path) -> set[str]:
+    """Every colour in a picture, as `#rrggbb`."""
+    assert path.read_bytes().startswith(b"\x89PNG")
+    picture = np.rint(imread(path)[..., :3] * 255).astype(np.uint8)
+    return {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in np.unique(picture.reshape(-1, 3), axis=0)}
+
+
+STALL, COMPUTE, READ, WRITE, ONLOAD = "#d55e00", "#999999", "#009e73", "#cc79a7", "#0072b2"
+USED, BUDGET = "#0072b2", "#222222"
+
+
+def test_the_picture_shows_every_kind_of_event(run: Run, inspect: Inspect, tmp_path: Path) -> None:
+    result = inspect("trace", run.path, "--png", tmp_path / "run.png")
+    assert result.exit_code == 0, result.output
+    assert "overlap" in result.stdout
+    assert colours(tmp_path / "run.png") >= {STALL, COMPUTE, READ, WRITE, USED, BUDGET}
+
+
+def test_the_picture_shows_nothing_that_did_not_happen(
+    run: Run, inspect: Inspect, tmp_path: Path
+) -> None:
+    document = load(run.path)
+    document["traceEvents"] = [
+        event
+        for event in document["traceEvents"]
+        if event["cat"] not in ("tierstore,disk write", "tierstore,stall")
+    ]
+    save(document, tmp_path / "run.json")
+    assert inspect("trace", tmp_path / "run.json", "--png", tmp_path / "run.png").exit_code == 0
+    shown = colours(tmp_path / "run.png")
+    assert shown >= {COMPUTE, READ}
+    assert not shown & {WRITE, STALL}
+
+
+def test_an_empty_trace_can_be_drawn(inspect: Inspect, tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.trace(tmp_path / "run.json")
+    result = inspect("trace", tmp_path / "run.json", "--png", tmp_path / "run.png")
+    assert result.exit_code == 0, result.output
+    assert "overlap   100.0%" in result.stdout
+    assert "WAITED" not in result.stdout
+    assert len(colours(tmp_path / "run.png")) > 1, "it is blank"
+
+
+def test_many_tracks_of_a_kind_share_the_last_row(run: Run, tmp_path: Path) -> None:
+    recorded = read_trace(run.path)
+    reads = [
+        Slice("disk read", f"disk read {i + 1}" if i else "disk read", "key", 0.0, 1.0, {})
+        for i in range(12)
+    ]
+    lanes = picture._lanes([*recorded.slices, *reads])
+    assert [name for name in lanes if name.startswith("disk read")] == [
+        "disk read",
+        "disk read 2",
+        "disk read 3",
+        "disk read 4…",
+    ]
+    assert sum(map(len, lanes.values())) == len(recorded.slices) + len(reads)
+    assert next(iter(lanes)) == "stall"
+
+
+def test_a_picture_that_cannot_be_written_is_a_failure(
+    run: Run, inspect: Inspect, tmp_path: Path
+) -> None:
+    result = inspect("trace", run.path, "--png", tmp_path / "missing" / "run.png")
+    assert result.exit_code == 1
+    assert "run.png" in result.stderr
+    assert result.stdout == ""
+
+
+def test_without_matplotlib_it_says_what_to_install(run: Run, tmp_path: Path) -> None:
+    without = "sys.modules['matplotlib'] = None"
+    drawn = start("trace", run.path, "--png", tmp_path / "run.png", before=without)
+    assert drawn.returncode == 1
+    assert "pip install 'tierstore[plot]'" in drawn.stderr
+    told = start("trace", run.path, "--json", before=without)
+    assert told.returncode == 0
+    assert json.loads(told.stdout)["overlap"] == run.stats.overlap
+
+
+def test_it_needs_no_torch(run: Run, tmp_path: Path) -> None:
+    after = "print('torch' in sys.modules, file=sys.stderr)"
+    done = start("trace", run.path, "--png", tmp_path / "run.png", after=after)
+    assert (done.returncode, done.stderr) == (0, "False\n")

@@ -1,0 +1,89 @@
+"""What the bench of the policies compares with: nobody does better, and somebody does so well."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.bench import traces
+from tools.bench.traces import MB, Trace, belady, least_missed, trace_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def fewest_misses(keys: tuple[str, ...], room: int) -> int:
+    """Every way to keep groups, tried out: misses with room for so many of equal size."""
+    reached = {frozenset[str](): 0}
+    for key in keys:
+        following: dict[frozenset[str], int] = {}
+        for held, misses in reached.items():
+            cost = misses + (key not in held)
+            others = held - {key}
+            for count in range(min(room - 1, len(others)) + 1):
+                for kept in itertools.combinations(sorted(others), count):
+                    state = frozenset((*kept, key))
+                    following[state] = min(cost, following.get(state, cost))
+        reached = following
+    return min(reached.values())
+
+
+some_uses = st.lists(st.sampled_from("abcde"), min_size=1, max_size=9).map(tuple)
+
+
+@settings(deadline=None)
+@given(keys=some_uses, room=st.integers(1, 4))
+def test_belady_is_the_best_where_groups_are_equal(keys: tuple[str, ...], room: int) -> None:
+    trace = trace_of("drawn", keys, lambda key: 3)
+    best = 3 * MB * fewest_misses(keys, room)
+    assert belady(trace, 3 * MB * room) == best
+    assert least_missed(trace, 3 * MB * room) <= best * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(keys=some_uses, sizes=st.tuples(*[st.integers(1, 5)] * 5), more=st.integers(0, 12))
+def test_the_bound_is_one_for_groups_of_any_size(
+    keys: tuple[str, ...], sizes: tuple[int, ...], more: int
+) -> None:
+    trace = trace_of("drawn", keys, lambda key: sizes["abcde".index(key)])
+    budget = trace.largest + more * MB
+    once = sum(trace.groups.values())
+    assert least_missed(trace, budget) <= belady(trace, budget) * (1 + 1e-9)
+    assert once <= belady(trace, budget) <= trace.sizes.sum()
+
+
+def test_a_loop_keeps_what_fits_and_reads_the_rest() -> None:
+    trace = traces.cyclic(6, 5)
+    assert belady(trace, 4 * 400 * MB) == 400 * MB * fewest_misses(trace.keys, 4)
+    assert belady(trace, 6 * 400 * MB) == least_missed(trace, 6 * 400 * MB) == 6 * 400 * MB
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [*traces.deterministic(), *traces.irregular(), *traces.by_chance()],
+    ids=lambda trace: trace.name,
+)
+def test_a_trace_uses_the_groups_that_it_has(trace: Trace) -> None:
+    assert set(trace.keys) == set(trace.groups)
+    assert all(nbytes >= 20 * MB for nbytes in trace.groups.values())
+    assert len(trace.keys) > 3 * len(trace.groups), "or nothing could be learned"
+
+
+@pytest.mark.slow
+def test_what_is_claimed_of_the_policies_holds() -> None:
+    """Bytes and virtual seconds only: the cost of planning is measured by the bench itself."""
+    parts = [word for part in ("missed", "hierarchy", "prefetch") for word in ("--only", part)]
+    run = subprocess.run(
+        [sys.executable, ROOT / "tools/bench/policies.py", "--small", *parts],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    claims = [line for line in run.stdout.split("## Claims")[1].splitlines() if line]
+    assert len(claims) == 7
+    assert all(line.startswith("- held: ") for line in claims), "\n".join(claims)

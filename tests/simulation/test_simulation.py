@@ -1,0 +1,259 @@
+"""A simulated run: its clock and its bytes add up, and its budgets hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore import simulation
+from tierstore.model.errors import BudgetError
+from tierstore.model.moves import Copy, Instruction
+from tierstore.model.tiers import Tier
+from tierstore.plan.planner import Planner
+from tierstore.simulation import Outcome, Use, Way, simulate
+
+TO_HOST = (Tier.DISK, Tier.HOST)
+TO_DEVICE = (Tier.HOST, Tier.DEVICE)
+SPEED = {TO_HOST: 100.0, TO_DEVICE: 400.0}  # bytes per second
+
+
+def on_host(nbytes: int) -> dict[Tier, int | None]:
+    return {Tier.HOST: nbytes, Tier.DISK: None}
+
+
+def with_device(device: int, host: int) -> dict[Tier, int | None]:
+    return {Tier.DEVICE: device, **on_host(host)}
+
+
+def loop(groups: Mapping[str, int], passes: int, seconds: float) -> list[Use]:
+    return [Use(key, seconds) for key in groups] * passes
+
+
+def equal(count: int, nbytes: int = 100) -> dict[str, int]:
+    return {f"g{number}": nbytes for number in range(count)}
+
+
+# --- the clock ------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_for_is_waited_for() -> None:
+    outcome = simulate({"a": 250}, [Use("a", 2.0)], on_host(250), bandwidth=SPEED)
+    (use,) = outcome.uses
+    assert (use.start, use.waited, use.bytes_read, use.found) == (2.5, 2.5, 250, "miss")
+    assert (outcome.seconds, outcome.computed_seconds, outcome.stalled_seconds) == (4.5, 2.0, 2.5)
+    assert outcome.bytes_moved == {TO_HOST: 250}
+
+
+def test_what_stays_is_not_waited_for_again() -> None:
+    outcome = simulate({"a": 250}, [Use("a", 1.0)] * 3, on_host(250), bandwidth=SPEED)
+    assert [use.waited for use in outcome.uses] == [2.5, 0.0, 0.0]
+    assert (outcome.hits, outcome.late, outcome.misses) == (2, 0, 1)
+
+
+@pytest.mark.parametrize(("seconds", "waited"), [(1.0, 0.0), (3.0, 0.0), (0.25, 0.75), (0.0, 1.0)])
+def test_computing_hides_as_much_of_a_read_as_it_lasts(seconds: float, waited: float) -> None:
+    uses = [Use("a", seconds), Use("b", seconds)]
+    outcome = simulate(equal_named("a", "b"), uses, on_host(200), bandwidth=SPEED)
+    assert [use.waited for use in outcome.uses] == [1.0, waited]
+    assert outcome.uses[1].found == ("hit" if not waited else "late")
+    assert outcome.seconds == 1.0 + seconds + waited + seconds
+
+
+def equal_named(*keys: str) -> dict[str, int]:
+    return dict.fromkeys(keys, 100)
+
+
+def test_without_prefetch_nothing_is_hidden() -> None:
+    uses = [Use("a", 3.0), Use("b", 3.0)]
+    outcome = simulate(equal_named("a", "b"), uses, on_host(200), bandwidth=SPEED, prefetch=False)
+    assert [use.waited for use in outcome.uses] == [1.0, 1.0]
+    assert outcome.misses == 2
+
+
+def test_both_hops_are_waited_for() -> None:
+    outcome = simulate({"a": 200}, [Use("a", 1.0)], with_device(200, 200), bandwidth=SPEED)
+    assert outcome.uses[0].waited == 2.0 + 0.5
+    assert outcome.bytes_moved == {TO_HOST: 200, TO_DEVICE: 200}
+
+
+def test_moves_of_no_known_speed_take_no_time() -> None:
+    groups = equal(5)
+    outcome = simulate(groups, loop(groups, 3, 2.0), on_host(200))
+    assert outcome.stalled_seconds == 0
+    assert outcome.seconds == 15 * 2.0
+    assert outcome.bytes_moved[TO_HOST] >= 500
+
+
+def test_a_loop_under_lru_is_read_whole_in_every_pass() -> None:
+    groups = equal(4)
+    outcome = simulate(
+        groups,
+        loop(groups, 3, 1.0),
+        on_host(300),
+        bandwidth=SPEED,
+        policy="lru",
+        prefetch=False,
+    )
+    assert outcome.misses == 12
+    assert outcome.bytes_moved == {TO_HOST: 12 * 100}
+    assert outcome.stalled_seconds == 12.0
+
+
+def test_computing_as_long_as_reading_hides_it() -> None:
+    """Half of the groups fit, and reading one takes as long as computing with one."""
+    groups = equal(20)
+    uses = loop(groups, 12, 1.0)
+    hidden = simulate(groups, uses, on_host(1000), bandwidth=SPEED)
+    shown = simulate(groups, uses, on_host(1000), bandwidth=SPEED, prefetch=False)
+    learned = slice(3 * len(groups), None)
+    stalled = sum(use.waited for use in hidden.uses[learned])
+    computed = 9 * len(groups) * 1.0
+    assert stalled <= 0.03 * computed
+    assert sum(use.waited for use in shown.uses[learned]) > 0.4 * computed, "so it has to be hidden"
+
+
+def test_a_group_that_never_fits_is_an_error() -> None:
+    with pytest.raises(BudgetError, match="ram_budget"):
+        simulate({"a": 300}, [Use("a", 1.0)], on_host(299))
+
+
+def test_an_unknown_group_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        simulate({"a": 100}, [Use("b", 1.0)], on_host(200))
+
+
+def test_the_same_run_is_the_same_again() -> None:
+    groups = equal(9)
+    runs = [simulate(groups, loop(groups, 6, 0.7), on_host(500), bandwidth=SPEED) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+# --- what always holds ----------------------------------------------------------------------------
+
+
+class Watched(Planner):
+    """A planner that is checked at every step, and whose instructions are kept."""
+
+    planners: ClassVar[list[Watched]] = []
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.copies: list[Copy] = []
+        self.arrivals: Counter[Way] = Counter()
+        Watched.planners.append(self)
+
+    def instructions(self) -> list[Instruction]:
+        self.check()
+        found = super().instructions()
+        self.copies += [one for one in found if isinstance(one, Copy)]
+        return found
+
+    def arrived(self, key: str, dst: Tier, src: Tier | None = None) -> None:
+        assert src is not None
+        self.arrivals[src, dst] += self._groups[key].nbytes
+        super().arrived(key, dst, src)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(simulation, "Planner", Watched)
+    Watched.planners.clear()
+    yield
+    Watched.planners.clear()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[dict[str, int], list[Use], dict[Tier, int | None]]:
+    sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
+    groups = {f"g{number}": nbytes for number, nbytes in enumerate(sizes)}
+    seconds = st.sampled_from([0.0, 0.1, 0.5, 2.0])
+    uses = [
+        Use(key, draw(seconds))
+        for key in draw(st.lists(st.sampled_from(list(groups)), min_size=1, max_size=12))
+    ] * draw(st.integers(1, 5))
+    room = st.integers(max(sizes), sum(sizes) + 10)
+    budgets = on_host(draw(room))
+    if draw(st.booleans()):
+        budgets = with_device(draw(room), draw(room))
+    return groups, uses, budgets
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    run=runs(),
+    policy=st.sampled_from(["next-use", "lru"]),
+    prefetch=st.booleans(),
+    timed=st.booleans(),
+)
+def test_time_and_bytes_add_up_and_budgets_hold(
+    run: tuple[dict[str, int], list[Use], dict[Tier, int | None]],
+    policy: str,
+    prefetch: bool,
+    timed: bool,
+) -> None:
+    groups, uses, budgets = run
+    Watched.planners.clear()
+    outcome = simulate(
+        groups,
+        uses,
+        budgets,
+        bandwidth=SPEED if timed else None,
+        policy=policy,
+        prefetch=prefetch,
+    )
+    check_clock(outcome, uses)
+    (planner,) = Watched.planners
+    check_bytes(outcome, planner, groups)
+    for tier, budget in budgets.items():
+        assert budget is None or outcome.peak_bytes[tier] <= budget
+    if not timed:
+        assert outcome.stalled_seconds == 0
+
+
+def check_clock(outcome: Outcome, uses: Sequence[Use]) -> None:
+    """On one thread, every second is computing or waiting."""
+    now = 0.0
+    for use, served in zip(uses, outcome.uses, strict=True):
+        assert served.key == use.key
+        assert served.start == pytest.approx(now + served.waited)
+        assert served.waited >= 0
+        now = served.start + use.seconds
+    assert outcome.seconds == pytest.approx(now)
+    spent = outcome.computed_seconds + outcome.stalled_seconds
+    assert outcome.seconds == pytest.approx(spent)
+    found = Counter(served.found for served in outcome.uses)
+    assert found == +Counter(hit=outcome.hits, late=outcome.late, miss=outcome.misses)
+
+
+def check_bytes(outcome: Outcome, planner: Watched, groups: Mapping[str, int]) -> None:
+    """What moved is what was instructed and has come, and every group had to come."""
+    assert outcome.bytes_moved == dict(planner.arrivals)
+    instructed: Counter[Way] = Counter()
+    for copy in planner.copies:
+        assert copy.nbytes == groups[copy.key]
+        instructed[copy.src, copy.dst] += copy.nbytes
+    assert all(planner.arrivals[way] <= nbytes for way, nbytes in instructed.items())
+    read = [served.bytes_read for served in outcome.uses]
+    assert read == sorted(read)
+    assert outcome.bytes_moved[TO_HOST] >= read[-1]
+    seen: dict[str, None] = {}
+    for served in outcome.uses:
+        seen[served.key] = None
+        assert served.bytes_read >= sum(groups[key] for key in seen), "it cannot have come"
+
+
+def test_a_planner_that_overfills_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above is one: with a wrong budget in the books it fails."""
+
+    class Forgetful(Watched):
+        def _take_room(self, tier: Tier, nbytes: int) -> None:
+            super()._take_room(tier, nbytes - (tier is Tier.HOST))
+
+    monkeypatch.setattr(simulation, "Planner", Forgetful)
+    with pytest.raises(AssertionError, match="HOST"):
+        simulate({"a": 100}, [Use("a", 1.0)], on_host(100))

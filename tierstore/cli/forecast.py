@@ -1,0 +1,180 @@
+"""What a run would read, keep and wait for: a checkpoint's groups, played through the planner."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tierstore.checkpoints import read_checkpoint
+from tierstore.model.groups import FileTensor, GroupSpec
+from tierstore.model.naming import groups_of
+from tierstore.model.outline import target_bytes
+from tierstore.model.tiers import Tier
+from tierstore.simulation import Outcome, Use, Way, simulate
+
+FROM_DISK = (Tier.DISK, Tier.HOST)
+TO_DEVICE = (Tier.HOST, Tier.DEVICE)
+
+INDEX = "model_index.json"
+LARGEST_INDEX = 1 << 20
+
+LOOPS = ("transformer", "unet", "prior")
+"""How the components begin that run in every step of a pipeline."""
+
+_AUTOENCODER_BLOCKS = ("quant_conv", "post_quant_conv", "encoder", "decoder")
+
+
+@dataclass(frozen=True)
+class Component:
+    """A model of a checkpoint, and the groups that it is cut into; its name is empty if alone.
+
+    `in_files` says, by key, how many bytes of the files are read for a group.
+    """
+
+    name: str
+    groups: tuple[GroupSpec, ...]
+    in_files: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its groups."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of its largest group."""
+        return max((group.nbytes for group in self.groups), default=0)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Bytes per second of each hop (None: not known), and the seconds that a step computes."""
+
+    disk: float | None
+    link: float | None
+    compute: float
+
+    @property
+    def hops(self) -> dict[Way, float]:
+        """The speeds that are known."""
+        known = {FROM_DISK: self.disk, TO_DEVICE: self.link}
+        return {way: speed for way, speed in known.items() if speed is not None}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One step of a component's loop, once the planner knows the order: bytes and seconds."""
+
+    component: Component
+    first_read: int
+    read: float
+    onloaded: float
+    seconds: float
+    stalled: float
+
+    @property
+    def resident(self) -> float:
+        """Bytes that need not be read in a step: they stay in memory."""
+        return max(self.component.nbytes - self.read, 0.0)
+
+
+def components_of(
+    checkpoint: str, offload_type: str, budgets: Iterable[int], only: str | None
+) -> list[Component]:
+    """The models of a checkpoint, each cut as `enable_group_offload` would cut it.
+
+    `budgets` are the ones of the tiers in memory. Raises TransferError or InvalidHeaderError for
+    files that cannot be read, KeyError if there is no component `only`.
+    """
+    target = target_bytes(offload_type, min(budgets))
+    found = []
+    for name, (place, blocks) in _places(checkpoint, only).items():
+        files = read_checkpoint(place)
+        tensors: list[FileTensor] = [tensor for file in files for tensor in file.tensors]
+        prefix = f"{name}/" if name else ""
+        named = [
+            (replace(group, key=prefix + group.key), read)
+            for group, read in groups_of(tensors, offload_type, target, blocks)
+        ]
+        in_files = {group.key: read for group, read in named}
+        found.append(Component(name, tuple(group for group, _ in named), in_files))
+    return found
+
+
+def _places(checkpoint: str, only: str | None) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Where each component lies, and which modules of it count as blocks."""
+    index = Path(checkpoint, INDEX)
+    if not index.is_file():
+        if only is not None:
+            raise KeyError(only)
+        return {"": (checkpoint, ())}
+    places: dict[str, tuple[str, tuple[str, ...]]] = {}
+    for name, kind in _entries(index):
+        place = index.parent / name
+        if place.is_dir() and any(place.glob("*.safetensors")):
+            autoencoder = kind.startswith("AutoencoderKL")
+            places[name] = (str(place), _AUTOENCODER_BLOCKS if autoencoder else ())
+    return places if only is None else {only: places[only]}
+
+
+def _entries(index: Path) -> list[tuple[str, str]]:
+    """Each component that a pipeline's index names, and its class."""
+    with open(index, encoding="utf-8") as file:
+        document = json.loads(file.read(LARGEST_INDEX))
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    rows = [(name, value) for name, value in document.items() if isinstance(value, list)]
+    return [(name, str(value[-1])) for name, value in rows if value and _is_file_name(name)]
+
+
+def _is_file_name(name: str) -> bool:
+    return os.path.basename(name) == name and name not in ("", ".", "..")
+
+
+def in_every_step(components: Iterable[Component]) -> list[Component]:
+    """The components that run in every step: those with the usual names, else the largest."""
+    filled = [component for component in components if component.groups]
+    usual = [component for component in filled if component.name.startswith(LOOPS)]
+    return usual or [max(filled, key=lambda component: component.nbytes)]
+
+
+def forecast(
+    component: Component,
+    known: Mapping[str, int],
+    budgets: Mapping[Tier, int | None],
+    speeds: Speeds,
+    steps: int,
+) -> Forecast:
+    """Play `steps` steps of a component's loop. What is told is the mean of their second half.
+
+    `known` are all groups that the store has, by key, with their bytes.
+    """
+    half = steps // 2
+
+    def play(count: int) -> Outcome:
+        uses = [
+            Use(group.key, speeds.compute * group.nbytes / component.nbytes)
+            for group in component.groups
+        ]
+        return simulate(known, uses * count, budgets, bandwidth=speeds.hops)
+
+    earlier, whole = play(half), play(steps)
+
+    def each(of: float, before: float) -> float:
+        return (of - before) / (steps - half)
+
+    def read_by(outcome: Outcome) -> int:
+        return sum(outcome.reads.get(key, 0) * n for key, n in component.in_files.items())
+
+    onloaded = [outcome.bytes_moved.get(TO_DEVICE, 0) for outcome in (whole, earlier)]
+    return Forecast(
+        component,
+        first_read=read_by(play(1)),
+        read=each(read_by(whole), read_by(earlier)),
+        onloaded=each(*onloaded),
+        seconds=each(whole.seconds, earlier.seconds),
+        stalled=each(whole.stalled_seconds, earlier.stalled_seconds),
+    )

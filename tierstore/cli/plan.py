@@ -1,0 +1,266 @@
+"""`plan`: what a checkpoint would take at a budget, told before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from tierstore.cli import documents, options, words
+from tierstore.cli.failures import Code, Failure
+from tierstore.cli.frame import as_json_option, data, examples, remark
+from tierstore.model.errors import TierStoreError
+from tierstore.model.outline import OFFLOAD_TYPES
+from tierstore.model.tiers import Tier
+
+if TYPE_CHECKING:  # it brings numpy: only who plans shall wait for that
+    from tierstore.cli.forecast import Component, Forecast, Speeds
+
+COMFORTABLE = 3
+"""So many of the largest groups should have room: one in use, one arriving, one beside."""
+
+
+@click.command(
+    "plan",
+    epilog=examples(
+        "plan FLUX.1-dev --ram 8GB",
+        "plan FLUX.1-dev --ram 24GB --device 8GB --compute 1.5 --disk-bandwidth 5GB/s",
+        "plan model.safetensors --ram 4GiB --json",
+    ),
+)
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.option("--ram", type=options.ram, metavar="SIZE", required=True, help=options.ram_help)
+@click.option("--device", type=options.device, metavar="SIZE", help=options.device_help)
+@click.option(
+    "--offload-type",
+    type=click.Choice(OFFLOAD_TYPES),
+    default=OFFLOAD_TYPES[0],
+    show_default=True,
+    help="How the model is cut, as in enable_group_offload.",
+)
+@click.option("--component", help="Only this component of a pipeline.")
+@click.option(
+    "--compute",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Seconds that a step takes when all weights are in place. Left out: no time at all, so "
+    "that the disk (or the link) is the limit.",
+)
+@click.option(
+    "--disk-bandwidth",
+    type=options.speed,
+    metavar="SPEED",
+    help="Such as 3GB/s. Left out: what `bench` measured of this disk.",
+)
+@click.option(
+    "--link-bandwidth",
+    type=options.speed,
+    metavar="SPEED",
+    help="From host memory to the device. Left out: no limit.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Steps to play."
+)
+@as_json_option
+def plan(  # noqa: PLR0913 - each is an option of the command
+    checkpoint: str,
+    ram: int,
+    device: int | None,
+    offload_type: str,
+    component: str | None,
+    compute: float | None,
+    disk_bandwidth: float | None,
+    link_bandwidth: float | None,
+    steps: int,
+    as_json: bool,
+) -> None:
+    """Predict what would stay in memory, and what each step would read, from headers alone.
+
+    CHECKPOINT is a safetensors file, a directory with one or with several and an index, or the
+    directory of a diffusers pipeline. Nothing but headers is read. The real planner is played
+    through on paper. A step is one run of the model; pipelines with guidance may do two of them.
+    """
+    from tierstore.cli.forecast import Speeds, forecast, in_every_step
+
+    if device is None and link_bandwidth is not None:
+        raise click.UsageError("--link-bandwidth is for --device; without it there is no link.")
+    budgets = options.budgets_of(ram, device)
+    components = _components(checkpoint, offload_type, budgets, component)
+    _refuse_what_never_fits(components, budgets)
+    measured = _measured(checkpoint) if disk_bandwidth is None else None
+    speeds = Speeds(disk_bandwidth or measured, link_bandwidth, compute or 0.0)
+    known = {group.key: group.nbytes for part in components for group in part.groups}
+    loops = [forecast(part, known, budgets, speeds, steps) for part in in_every_step(components)]
+    if as_json:
+        document = _document(components, loops, budgets, speeds)
+        click.echo(documents.text_of({"checkpoint": checkpoint, **document}))
+        return
+    _show(components, loops, budgets, speeds)
+    if measured is not None:
+        remark(f"Disk: {words.size(measured)}/s, as `tierstore-inspect bench` measured it.")
+    elif speeds.disk is None:
+        remark(
+            "Seconds are not told, for the disk's speed is not known: give --disk-bandwidth, or "
+            "measure it with `tierstore-inspect bench DIR`."
+        )
+    if compute is None and speeds.disk is not None:
+        remark("Computing is taken to need no time: give --compute SECONDS of a step.")
+
+
+def _components(
+    checkpoint: str, offload_type: str, budgets: options.Budgets, only: str | None
+) -> list[Component]:
+    from tierstore.cli.forecast import components_of
+
+    in_memory = [budget for budget in budgets.values() if budget is not None]
+    try:
+        components = components_of(checkpoint, offload_type, in_memory, only)
+    except KeyError as error:
+        raise Failure(
+            f"{checkpoint} has no component {only!r} with safetensors files",
+            "Leave --component out to see which there are.",
+            Code.USAGE,
+        ) from error
+    except TierStoreError as error:
+        raise Failure(str(error), "Give another CHECKPOINT.", Code.USAGE) from error
+    except (OSError, ValueError) as error:
+        raise Failure(
+            f"{checkpoint} cannot be planned with: {error}",
+            "Give one file, or a directory that holds each tensor once.",
+            Code.USAGE,
+        ) from error
+    if not any(component.groups for component in components):
+        raise Failure(
+            f"{checkpoint} holds no weights in safetensors files",
+            "Give another CHECKPOINT.",
+            Code.USAGE,
+        )
+    return components
+
+
+def _refuse_what_never_fits(components: Sequence[Component], budgets: options.Budgets) -> None:
+    largest = max(
+        (group for part in components for group in part.groups), key=lambda group: group.nbytes
+    )
+    for tier, option in ((Tier.HOST, "--ram"), (Tier.DEVICE, "--device")):
+        budget = budgets.get(tier)
+        if budget is None:
+            continue
+        if largest.nbytes > budget:
+            raise Failure(
+                f"{option} is too small: the group {largest.key!r} alone has "
+                f"{largest.nbytes:,} bytes, and no module can be cut",
+                f"Give at least {option} {largest.nbytes}B; "
+                f"{COMFORTABLE * largest.nbytes}B would let reading and computing overlap.",
+                Code.USAGE,
+            )
+        if COMFORTABLE * largest.nbytes > budget:
+            remark(
+                f"{option} has room for less than {COMFORTABLE} of the largest groups: reading "
+                f"and computing will hardly overlap. {COMFORTABLE * largest.nbytes}B would do."
+            )
+
+
+def _measured(checkpoint: str) -> float | None:
+    from tierstore.transfer.measure import measured_bandwidth
+
+    return measured_bandwidth(checkpoint)
+
+
+def _show(
+    components: Sequence[Component],
+    loops: Sequence[Forecast],
+    budgets: options.Budgets,
+    speeds: Speeds,
+) -> None:
+    from tierstore.cli import render
+
+    render.draw(
+        [
+            render.Column("COMPONENT", flexible=True),
+            render.Column("WEIGHTS", right=True),
+            render.Column("GROUPS", right=True),
+            render.Column("LARGEST", right=True),
+        ],
+        [
+            (
+                part.name or "model",
+                words.size(part.nbytes),
+                f"{len(part.groups):,}",
+                words.size(part.largest),
+            )
+            for part in components
+        ],
+    )
+    for loop in loops:
+        data("")
+        for line in _told(loop, budgets, speeds):
+            data(line)
+
+
+def _told(loop: Forecast, budgets: options.Budgets, speeds: Speeds) -> list[str]:
+    part = loop.component
+    share = loop.resident / part.nbytes
+    lines = [
+        f"Each step of {part.name or 'the model'}:",
+        f"  stays in memory  {words.size(loop.resident)} of {words.size(part.nbytes)}, {share:.0%}",
+        f"  read from disk   {words.size(loop.read)}; in the first step "
+        f"{words.size(loop.first_read)}",
+    ]
+    if Tier.DEVICE in budgets:
+        lines.append(f"  to the device    {words.size(loop.onloaded)}")
+    if speeds.disk is not None:
+        lines.append(
+            f"  takes            {loop.seconds:.3g} s, of which {loop.stalled:.3g} s are waiting "
+            f"for {_limit(loop, speeds)}"
+        )
+    return lines
+
+
+def _limit(loop: Forecast, speeds: Speeds) -> str:
+    disk = loop.read / speeds.disk if speeds.disk else 0.0
+    link = loop.onloaded / speeds.link if speeds.link else 0.0
+    return "the disk" if disk >= link else "the link to the device"
+
+
+def _document(
+    components: Sequence[Component],
+    loops: Sequence[Forecast],
+    budgets: options.Budgets,
+    speeds: Speeds,
+) -> documents.Document:
+    timed = speeds.disk is not None
+    return {
+        "budgets": {tier.name: budget for tier, budget in budgets.items()},
+        "disk_bandwidth": speeds.disk,
+        "link_bandwidth": speeds.link,
+        "compute_seconds": speeds.compute,
+        "components": [
+            {
+                "name": part.name,
+                "nbytes": part.nbytes,
+                "groups": [
+                    {
+                        "key": group.key,
+                        "nbytes": group.nbytes,
+                        "tensors": [tensor.name for tensor in group.tensors],
+                    }
+                    for group in part.groups
+                ],
+            }
+            for part in components
+        ],
+        "steps": [
+            {
+                "component": loop.component.name,
+                "resident": round(loop.resident),
+                "first_read": loop.first_read,
+                "read": round(loop.read),
+                "onloaded": round(loop.onloaded),
+                "seconds": loop.seconds if timed else None,
+                "stalled_seconds": loop.stalled if timed else None,
+            }
+            for loop in loops
+        ],
+    }

@@ -1,0 +1,157 @@
+"""How a model is cut into groups, whether its modules are at hand or only the names in its files.
+
+A *unit* is a module and the tensors its forward needs: all of a block (a child of a list of
+modules, wherever that is nested), or only the tensors of the module itself. Units that follow each
+other share a group until it is large enough. Tensors are grouped by the memory they show, not by
+the module that names them: a weight tied to two modules is in one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+OFFLOAD_TYPES = ("block_level", "leaf_level")
+
+RESIDENT_BUFFER_BYTES = 1 << 20
+"""Buffers below this stay where they are used: statistics and tables that a forward may change."""
+
+LARGEST_GROUP = 256 << 20
+LARGEST_LEAF_GROUP = 32 << 20
+
+
+def target_bytes(offload_type: str, smallest_budget: int) -> int:
+    """How large a group should be: several must fit beside each other on every tier in memory."""
+    if offload_type == "leaf_level":
+        return max(min(smallest_budget // 16, LARGEST_LEAF_GROUP), 1)
+    return max(min(smallest_budget // 8, LARGEST_GROUP), 1)
+
+
+class Branch(Protocol):
+    """A module of a model, as far as cutting the model needs to know it."""
+
+    @property
+    def name(self) -> str:
+        """Its full name; empty for the model itself."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors, ties counted once."""
+
+    @property
+    def atomic(self) -> bool:
+        """Whether it uses tensors of the modules in it without calling them."""
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether its children are blocks: it is a list of modules."""
+
+    @property
+    def callable(self) -> bool:
+        """Whether it has a forward. Of some lists, only the children are called."""
+
+    @property
+    def has_own(self) -> bool:
+        """Whether it has tensors of its own, outside of its children."""
+
+    def children(self) -> Sequence[Branch]:
+        """The modules in it."""
+
+
+BranchType = TypeVar("BranchType", bound=Branch)
+
+
+@dataclass(frozen=True)
+class Piece(Generic[BranchType]):
+    """A unit: a branch, with all that is in it (`whole`) or with its own tensors only.
+
+    `block` says that it counts as a block. `encloses` others while it runs.
+    """
+
+    branch: BranchType
+    whole: bool
+    block: bool = False
+    encloses: bool = False
+
+
+def cut(
+    root: BranchType, offload_type: str, block_limit: int | None, block_modules: Collection[str]
+) -> Iterator[Piece[BranchType]]:
+    """Cut a model into units, in the order of its modules.
+
+    `"leaf_level"` makes every module with tensors of its own a unit. `"block_level"` keeps blocks
+    of up to `block_limit` bytes whole (None: however large) and cuts larger ones into leaves;
+    the modules that are named in `block_modules` are blocks too.
+    """
+    return _walk(root, offload_type == "block_level", block_limit, block_modules)
+
+
+def _walk(
+    branch: BranchType, blocks: bool, limit: int | None, extra: Collection[str]
+) -> Iterator[Piece[BranchType]]:
+    if branch.atomic:
+        yield Piece(branch, whole=True)
+        return
+    children: Sequence[BranchType] = branch.children()  # type: ignore[assignment]
+    if branch.has_own:
+        yield Piece(branch, whole=False, encloses=bool(children))
+    for child in children:
+        is_block = blocks and (branch.holds_blocks or child.name in extra)
+        if is_block and _stays_whole(child, limit):
+            yield Piece(child, whole=True, block=True)
+        else:
+            yield from _walk(child, blocks, limit, extra)
+
+
+def _stays_whole(branch: Branch, limit: int | None) -> bool:
+    return branch.callable and branch.nbytes > 0 and (limit is None or branch.nbytes <= limit)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A unit, as far as grouping sees it: the memory that it needs, piece by piece."""
+
+    name: str
+    memory: tuple[Hashable, ...]
+    block: bool = False
+    encloses: bool = False
+
+
+@dataclass
+class Portion:
+    """What moves together, and the name to call it by."""
+
+    name: str
+    memory: list[Hashable] = field(default_factory=list)
+
+
+def portions(
+    units: Sequence[Need],
+    nbytes: Mapping[Any, int],
+    target: int,
+    blocks_per_group: int | None,
+) -> list[Portion]:
+    """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
+
+    `nbytes` tells the size of each piece of memory. It is in the group of the first unit that
+    needs it.
+    """
+    groups: list[Portion] = []
+    claimed: set[Hashable] = set()
+    size = count = 0
+    of_blocks: bool | None = None  # what the open group is made of; None: no group is open
+    for unit in units:
+        own = [piece for piece in dict.fromkeys(unit.memory) if piece not in claimed]
+        needed = sum(nbytes[piece] for piece in own)
+        counted = blocks_per_group and unit.block
+        full = count >= (blocks_per_group or 0) if counted else size + needed > target
+        if full or unit.encloses or unit.block is not of_blocks:
+            groups.append(Portion(unit.name or "root"))
+            size, count, of_blocks = 0, 0, unit.block
+        groups[-1].memory += own
+        claimed.update(own)
+        size, count = size + needed, count + 1
+        if unit.encloses:
+            of_blocks = None  # held while its children run: nothing else should be in it
+    return [group for group in groups if group.memory]

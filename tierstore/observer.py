@@ -1,0 +1,109 @@
+"""Who takes the notes that a store's numbers and traces come from."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from tierstore.metrics import BYTES_MOVED, Stats
+from tierstore.model.journal import STALL, Journal, Span, Summary, Use
+from tierstore.model.tiers import Tier
+from tierstore.plan.shelves import Shelves
+from tierstore.transfer.timing import DeviceTimes, Mark
+from tierstore.waiting import Request
+
+
+class Observer:
+    """Takes notes of how acquires are met, for `stats` and traces. All methods need the lock.
+
+    `times` is None where the device is the CPU. Otherwise the caller runs ahead of the device, so
+    that waiting and computing are timed on the device.
+    """
+
+    def __init__(self, journal: Journal, times: DeviceTimes | None) -> None:
+        self.journal = journal
+        self.counts: Counter[str] = Counter()
+        self._times = times
+        self._used: tuple[int, ...] = ()
+
+    def level(self, used: Mapping[Tier, int]) -> None:
+        """So many bytes are used on each tier."""
+        now = tuple(used.values())
+        if now != self._used:
+            self._used = now
+            self.journal.levels.add((time.monotonic(), now))
+
+    def asked(self, request: Request, met: str) -> None:
+        """An acquire begins; it is a hit, late or a miss."""
+        request.met = met
+        self.counts[met] += 1
+
+    def waits(self, request: Request) -> None:
+        """What an acquire asks for is not there (yet)."""
+        if request.stall is None:
+            request.stall = Span(STALL, request.key, note=request.met, start=request.since)
+            if self._times is None:
+                self.journal.begin(request.stall)
+            else:
+                request.mark = self._times.mark()
+
+    def arrives(self, request: Request, arrival: Any) -> None:
+        """The device will wait for `arrival`, if that has not come yet, before it goes on."""
+        if arrival is not None and not arrival.query():
+            self.waits(request)
+
+    def granted(self, request: Request, use: Use, nbytes: int) -> None:
+        """An acquire has got its lease, of a group of `nbytes` bytes."""
+        use.nbytes = nbytes
+        use.granted = time.monotonic()
+        self.journal.uses.add(use)
+        if request.stall is None:
+            return
+        if self._times is None:
+            self.journal.end(request.stall)
+        else:
+            arrived = functools.partial(self._arrived, request.stall, use)
+            self._times.tell(arrived, request.mark, self._times.mark())
+        request.stall = None
+
+    def _arrived(self, stall: Span, use: Use, times: list[float]) -> None:
+        use.ready = times[-1]
+        self.journal.end_between(stall, times)
+
+    def gave_up(self, request: Request) -> None:
+        """An acquire has failed, or was interrupted."""
+        if request.stall is not None:
+            request.stall.note = "failed"
+            self.journal.end(request.stall)
+            request.stall = None
+
+    def released(self, use: Use, mark: Mark | None) -> None:
+        """A lease was given back; `mark` is the end of what the device does with it."""
+        use.released = time.monotonic()
+        if not isinstance(use.caller, int):
+            use.caller = id(use.caller)  # notes must not keep a task alive
+        if mark is not None and self._times is not None:
+            self._times.tell(functools.partial(_set_done, use), mark)
+
+    def stats(self, summary: Summary, shelves: Shelves, peak: Mapping[Tier, int]) -> Stats:
+        """What all of it comes to. `peak` is what memory existed at once, where that is known."""
+        tiers, moved = shelves.tiers, summary.moved
+        return Stats(
+            hits=self.counts["hit"],
+            late=self.counts["late"],
+            misses=self.counts["miss"],
+            stalled_seconds=summary.stalled,
+            overlap=summary.overlap,
+            busy_seconds=summary.busy,
+            **{field: moved.get(hop, 0) for hop, field in BYTES_MOVED.items()},
+            used_bytes={t.name: shelves.used[t] for t in tiers},
+            peak_bytes={t.name: peak.get(t, shelves.peak[t]) for t in tiers},
+            budget_bytes={t.name: shelves.budgets[t] for t in tiers},
+        )
+
+
+def _set_done(use: Use, times: list[float]) -> None:
+    use.done = times[0]

@@ -1,0 +1,154 @@
+"""Room on disk for what need not survive: one file without a name.
+
+Nothing is left behind when the process is killed, and nobody else can open it. Offsets are page
+multiples, found first-fit.
+
+Overwriting is about twice as fast as writing what was never written before, so blocks are not given
+back to the file system just because nobody needs them now: what a step spills and reads back, the
+next step spills again. They are kept as long as the file system has as much room free besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import threading
+from bisect import bisect_left
+
+from tierstore.model.groups import Check, Extent, Segment, Source
+from tierstore.model.header import digest
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.transfer.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_error
+from tierstore.transfer.workers import Together, one_by_one
+
+GROWTH = 64 << 20
+"""Bytes by which the file grows at least, where there is room."""
+
+
+class Spill:
+    """The file and its free room. Any number of threads may use it at once."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        descriptor = anonymous_file(directory)
+        self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset, never neighbours
+        self._end = 0  # of the last group
+        self._lock = threading.Lock()
+        # Readers open it by this name; it has no other.
+        self.path = f"/proc/self/fd/{descriptor}"
+        self._file = OpenForWriting(descriptor, self.path)
+
+    def take(self, nbytes: int) -> int:
+        """The offset of `nbytes` bytes of room (rounded up to pages).
+
+        Raises DiskFullError or TransferError.
+        """
+        nbytes = round_up(nbytes, PAGE)
+        with self._lock:
+            for i, (offset, room) in enumerate(self._free):
+                if room >= nbytes:
+                    self._free[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
+                    return offset
+            self._grow(self._end + nbytes)
+            offset, self._end = self._end, self._end + nbytes
+            return offset
+
+    def _grow(self, size: int) -> None:
+        """See that the file has at least `size` bytes: writes inside it need not wait in line."""
+        now = os.fstat(self._file.cached).st_size
+        more = size - now
+        if more <= 0:
+            return
+        if max(more, GROWTH) <= self._spare() // 2:
+            more = max(more, GROWTH)
+        try:
+            os.posix_fallocate(self._file.cached, now, more)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
+                return  # the file system cannot reserve room: writes make the file longer
+            raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
+
+    def _spare(self) -> int:
+        """Bytes that the file system has free."""
+        status = os.fstatvfs(self._file.cached)
+        return status.f_bavail * status.f_frsize
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """The room is free again."""
+        stop = offset + round_up(nbytes, PAGE)
+        with self._lock:
+            i = bisect_left(self._free, (offset, 0))
+            if i < len(self._free) and self._free[i][0] == stop:
+                stop += self._free.pop(i)[1]
+            if i > 0 and sum(self._free[i - 1]) == offset:
+                i -= 1
+                offset = self._free.pop(i)[0]
+            if stop < self._end:
+                self._free.insert(i, (offset, stop - offset))
+                return
+            self._end = offset
+            if self._behind() > self._spare():
+                self._trim()
+
+    def trim(self) -> int:
+        """Give the room behind the last group back to the file system. Returns how many bytes."""
+        with self._lock:
+            return self._trim()
+
+    def _trim(self) -> int:
+        given = self._behind()
+        if given:
+            os.ftruncate(self._file.cached, self._end)
+        return given
+
+    def _behind(self) -> int:
+        """Bytes of the file behind the last group."""
+        return max(os.fstat(self._file.cached).st_size - self._end, 0)
+
+    def save(self, data: memoryview, together: Together = one_by_one) -> tuple[int, Source]:
+        """Write a group's packed bytes. Returns their offset, and how to read them again.
+
+        `together` does the parts of the work, such as `Workers.together`. Raises DiskFullError or
+        TransferError; nothing is taken then.
+        """
+        checks: dict[int, Check] = {}
+        start = self.take(len(data))
+
+        def save_part(at: int, nbytes: int) -> None:
+            part = data[at : at + nbytes]
+            self.write(part, start + at)
+            checks[at] = Check("the spilled group", at, nbytes, digest(part))
+
+        try:
+            together(functools.partial(save_part, *part) for part in parts(len(data), WRITE_BLOCK))
+        except BaseException:
+            self.give_back(start, len(data))
+            raise
+        segment = Segment(Extent(self.path, start, len(data)), 0)
+        return start, Source((segment,), (), tuple(checks[at] for at in sorted(checks)))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write (part of) a group's packed bytes at its place in what `take` gave.
+
+        Raises DiskFullError or TransferError.
+        """
+        try:
+            self._file.write(data, offset)
+        except OSError as error:
+            raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._file.close()
+
+
+def anonymous_file(directory: str) -> int:
+    """A file in `directory` that has no name, open for reading and writing."""
+    with contextlib.suppress(OSError):
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.unlink(path)
+    return descriptor

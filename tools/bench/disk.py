@@ -1,0 +1,337 @@
+"""The disk engine against fio and against what one would otherwise use, on the same files.
+
+    python tools/bench/disk.py --markdown docs/benchmarks/NAME.md
+
+Needs fio, which every distribution has. Every round runs everything once, in another order, with
+the page cache dropped before each run (where this process may). A figure is the median of its
+ratios, round by round, to the fio configuration that was best over all rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tierstore.model.header import digest
+from tierstore.transfer.arena import Slot
+from tierstore.transfer.cargo import Cargo
+from tierstore.transfer.figures import disk_threads, known_figures
+from tierstore.transfer.pages import fresh_memory
+from tools.bench import disk_peers as peers
+from tools.bench import fio, machine
+from tools.bench.disk_engine import Engine, digest_of, one_tensor
+from tools.bench.fio import MIB, Rate
+
+Run = Callable[[], Rate]
+
+OURS = "tierstore"
+CHECKED = "tierstore, every checksum compared"
+SPILL = "tierstore, spill into room used before"
+SPILL_NEW = "tierstore, spill into new room"
+DURABLE = "tierstore, durable (checksums, fsync, rename)"
+
+PREDICTED = {
+    OURS: ("1.00", ".008"),
+    CHECKED: ("0.95", ".04"),
+    "O_DIRECT preadv into 4 KiB pages": ("0.50", ".035"),
+    "buffered preadv": ("0.50", ".4"),
+    "numpy memmap, copied": ("0.60", ".21"),
+    "safetensors load_file, copied": ("0.50", ".45"),
+    "safetensors get_tensor, copied": ("0.25", "1.0"),
+    "torch.load(mmap=True), copied": ("0.50", ".4"),
+    "aiofiles readinto": ("0.30", ".8"),
+    SPILL: ("0.95", ".04"),
+    SPILL_NEW: ("0.50", ".04"),
+    DURABLE: ("0.48", ".045"),
+    "fio, new files, synced": ("0.50", ".015"),
+    "safetensors save_file, synced": ("0.10", "1.5"),
+    "write through the page cache, synced": ("0.15", "1.0"),
+}
+"""Ratio to fio and CPU seconds per GB, written down before the first run of this script."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is read and written: `groups` tensors of `group` bytes each."""
+
+    group: int
+    groups: int
+    rounds: int
+
+    @property
+    def total(self) -> int:
+        return self.group * self.groups
+
+
+FULL = Sizes(32 * MIB, 32, 7)
+SMALL = Sizes(32 * MIB, 4, 1)
+
+
+def rated(nbytes: int, work: Callable[[], object]) -> Rate:
+    """Do the work, which moves so many bytes."""
+    with machine.Stopwatch() as watch:
+        work()
+    return Rate(nbytes / watch.seconds, watch.cpu_seconds / nbytes * 1e9)
+
+
+# Reading -----------------------------------------------------------------------------------------
+
+
+class Files:
+    """A checkpoint, as safetensors and as torch save it, and memory for its tensors."""
+
+    def __init__(self, directory: Path, sizes: Sizes) -> None:
+        self.directory = directory
+        self.sizes = sizes
+        self.safetensors = directory / "model.safetensors"
+        self.torch = directory / "model.pt"
+        self.memory: dict[str, torch.Tensor] = {}
+        self._room = fresh_memory(sizes.total)
+        self._room.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
+        for i in range(sizes.groups):
+            part = self._room[i * sizes.group : (i + 1) * sizes.group]
+            self.memory[f"blocks.{i:03}.weight"] = part.view(torch.bfloat16)
+        save_file(self.memory, self.safetensors)
+        torch.save(dict(self.memory), self.torch)
+        self.small = peers.small_pages(peers.THREADS * peers.BLOCK)
+        machine.drop_page_cache()
+
+    @property
+    def room(self) -> memoryview:
+        return self._room.numpy().data
+
+
+def reads(engine: Engine, files: Files) -> dict[str, Run]:
+    """Every way to read the checkpoint, by name."""
+    total = files.sizes.total
+    checkpoint = engine.checkpoint(files.safetensors)
+    stored = store_groups(engine, files)
+    see_that_it_is_right(engine, checkpoint, files)
+
+    def ours(cargos: Sequence[Cargo], verify: str) -> Run:
+        return lambda: rated(
+            fio.LOOPS * total, lambda: [engine.read(cargos, verify) for _ in range(fio.LOOPS)]
+        )
+
+    def peer(work: Callable[..., object], *arguments: object) -> Run:
+        return lambda: rated(total, lambda: work(*arguments))
+
+    named = (files.safetensors, files.memory)
+    return {
+        OURS: ours(checkpoint, "never"),
+        CHECKED: ours(stored, "always"),
+        "O_DIRECT preadv into 4 KiB pages": peer(
+            peers.read_in_threads, files.safetensors, files.small, os.O_DIRECT
+        ),
+        "buffered preadv": peer(peers.read_in_threads, files.safetensors, files.room),
+        "numpy memmap, copied": peer(peers.copy_from_memory_map, *named),
+        "safetensors load_file, copied": peer(peers.load_whole_file, *named),
+        "safetensors get_tensor, copied": peer(peers.get_each_tensor, *named),
+        "torch.load(mmap=True), copied": peer(peers.torch_load, files.torch, files.memory),
+        "aiofiles readinto": peer(peers.read_with_aiofiles, files.safetensors, files.room),
+        **{
+            f"fio {name}": functools.partial(
+                fio.run, files.safetensors, name, total, "--rw=read", f"--loops={fio.LOOPS}"
+            )
+            for name in fio.READS
+        },
+    }
+
+
+def store_groups(engine: Engine, files: Files) -> list[Cargo]:
+    """Put as many groups into the store's directory as the checkpoint has."""
+    spec, packing = one_tensor(files.sizes.group)
+    slots = [engine.fill(spec, seed=i) for i in range(files.sizes.groups)]
+    engine.store_all(packing, slots)
+    engine.give(slots)
+    return engine.stored()
+
+
+def see_that_it_is_right(engine: Engine, cargos: Sequence[Cargo], files: Files) -> None:
+    """Speed means nothing if the bytes are wrong: compare all of them once."""
+    found: dict[str, str] = {}
+
+    def arrived(cargo: Cargo, slot: Slot) -> None:
+        assert cargo.source is not None
+        found[cargo.key] = digest_of(slot, cargo.source)
+
+    engine.read(cargos, "never", arrived)
+    expected = {
+        name: digest(tensor.view(torch.uint8).numpy().data) for name, tensor in files.memory.items()
+    }
+    if found != expected:
+        raise SystemExit("the engine read other bytes than the file holds")
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+class Writing:
+    """Groups of random bytes, and every way to write them."""
+
+    def __init__(self, engine: Engine, directory: Path, sizes: Sizes) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._total = sizes.total
+        self._spec, self._packing = one_tensor(sizes.group)
+        self._slots = [engine.fill(self._spec, seed=i) for i in range(sizes.groups)]
+        self._tensors = {}
+        for i, slot in enumerate(self._slots):
+            assert slot.memory is not None
+            self._tensors[f"group{i}"] = slot.memory[: sizes.group].view(torch.bfloat16)
+        self._over = directory / "overwritten"
+        fio.run(self._over, "psync 16M x4", self._total, "--rw=write", "--fallocate=posix")
+
+    def runs(self) -> dict[str, Run]:
+        """The ways, by name."""
+        save, plain = peers.save_with_safetensors, peers.write_plainly
+        return {
+            SPILL: self.spill_again,
+            SPILL_NEW: self.spill_anew,
+            DURABLE: self.durable,
+            "fio, new files, synced": self.fio_anew,
+            "safetensors save_file, synced": lambda: self.by_peer(save),
+            "write through the page cache, synced": lambda: self.by_peer(plain),
+            **{f"fio {name}": functools.partial(self.fio_again, name) for name in fio.WRITES},
+        }
+
+    def spill_again(self) -> Rate:
+        self._spill_once()  # whoever ran before may have trimmed the file
+        return self._spill(fio.LOOPS)
+
+    def spill_anew(self) -> Rate:
+        self._engine.spill.trim()
+        return self._spill(1)
+
+    def _spill(self, loops: int) -> Rate:
+        return rated(loops * self._total, lambda: [self._spill_once() for _ in range(loops)])
+
+    def _spill_once(self) -> None:
+        for offset in self._engine.spill_all(self._slots):
+            self._engine.spill.give_back(offset, self._spec.nbytes)
+
+    def durable(self) -> Rate:
+        self._engine.remove_all()
+        return rated(self._total, lambda: self._engine.store_all(self._packing, self._slots))
+
+    def by_peer(self, write: Callable[[Path, Mapping[str, torch.Tensor]], None]) -> Rate:
+        made = Path(tempfile.mkdtemp(dir=self._directory))
+        try:
+            return rated(self._total, lambda: write(made, self._tensors))
+        finally:
+            shutil.rmtree(made)
+
+    def fio_anew(self) -> Rate:
+        made = self._directory / "new"
+        try:
+            options = ("--rw=write", "--fallocate=posix", "--end_fsync=1")
+            return fio.run(made, "libaio 8M q4", self._total, *options)
+        finally:
+            made.unlink()
+
+    def fio_again(self, configuration: str) -> Rate:
+        options = ("--rw=write", "--overwrite=1", f"--loops={fio.LOOPS}")
+        return fio.run(self._over, configuration, self._total, *options)
+
+
+# Telling -----------------------------------------------------------------------------------------
+
+
+def table(results: Mapping[str, Sequence[Rate]]) -> str:
+    """What was measured, beside what was predicted. fio's best configuration is the reference."""
+    speeds = {name: [rate.speed for rate in rates] for name, rates in results.items()}
+    configurations = [name for name in results if name.startswith("fio ")]
+    best = max(configurations, key=lambda name: machine.median(speeds[name]))
+    shown = [best, *(name for name in results if name not in configurations)]
+    rows = []
+    for name in shown:
+        predicted, predicted_cpu = PREDICTED.get(name, ("", ""))
+        rows.append(
+            (
+                f"**{name}** (the best of {len(configurations)})" if name == best else name,
+                f"{machine.median(speeds[name]) / 1e9:.2f}",
+                predicted,
+                machine.spread(machine.ratios(speeds[name], speeds[best])),
+                predicted_cpu,
+                f"{machine.median(rate.cpu for rate in results[name]):.3f}",
+            )
+        )
+    columns = ("", "GB/s", "predicted ratio", "ratio to fio", "predicted CPU s/GB", "CPU s/GB")
+    return machine.table(columns, rows)
+
+
+def all_of_fio(results: Mapping[str, Sequence[Rate]]) -> str:
+    """fio's configurations, for who doubts the choice."""
+    rows = [
+        (name, machine.spread([rate.speed / 1e9 for rate in rates]))
+        for name, rates in results.items()
+        if name.startswith("fio ")
+    ]
+    return machine.table(("configuration", "GB/s"), rows)
+
+
+def measure(directory: Path, sizes: Sizes) -> str:
+    """Everything, as Markdown."""
+    known = known_figures(directory)
+    about = [
+        *machine.describe(directory, ("torch", "safetensors", "numpy", "aiofiles")),
+        f"{fio.version()}, its buffers in huge pages",
+        f"{sizes.groups} groups of {sizes.group // MIB} MiB, {sizes.rounds} rounds; the engine has "
+        f"{disk_threads()} threads and "
+        + ("the default block" if known is None else f"blocks of {known.block // MIB} MiB"),
+    ]
+    engine = Engine(directory / "store")
+    try:
+        cold = machine.drop_page_cache()
+        if not cold:
+            about.append("**the page cache could not be dropped: peers that use it look too good**")
+        drop = machine.drop_page_cache
+        read = machine.interleave(
+            reads(engine, Files(directory, sizes)), sizes.rounds, before=drop, doing="Reading"
+        )
+        writing = Writing(engine, directory, sizes)
+        wrote = machine.interleave(writing.runs(), sizes.rounds, before=drop, doing="Writing")
+    finally:
+        engine.close()
+    sections = [
+        "\n".join(f"- {line}" for line in about),
+        f"```sh\n{machine.command_line()}\n```",
+        f"## Reading, cold\n\n{table(read)}",
+        f"## Writing\n\n{table(wrote)}",
+        f"## Every configuration of fio\n\n{all_of_fio(read)}\n\n{all_of_fio(wrote)}",
+    ]
+    return "\n\n".join(sections)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the disk engine against its peers.")
+    parser.add_argument("--dir", type=Path, default=Path("."), help="where the files are made")
+    parser.add_argument("--small", action="store_true", help="a short run that proves nothing")
+    parser.add_argument("--rounds", type=int, help="how often each run is repeated")
+    parser.add_argument("--markdown", type=Path, help="put the results into this page")
+    arguments = parser.parse_args()
+    if not fio.available():
+        raise SystemExit("fio is not installed: it is the reference (try: apt-get install fio)")
+    sizes = SMALL if arguments.small else FULL
+    if arguments.rounds:
+        sizes = Sizes(sizes.group, sizes.groups, arguments.rounds)
+    with tempfile.TemporaryDirectory(prefix="bench-disk-", dir=arguments.dir) as directory:
+        text = measure(Path(directory), sizes)
+    print(text)
+    if arguments.markdown:
+        machine.publish(arguments.markdown, "The disk engine", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The store's own disk engine, as its carrier drives it, for `disk.py`.
+
+Groups go through the parts that a store is made of: `Reading`, `Spill`, `ObjectDirectory`, with
+`Workers`, a `FileTable` and an arena of recycled host memory. Only the planner is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tierstore.model.groups import (
+    Block,
+    Extent,
+    FileTensor,
+    GroupSpec,
+    Packing,
+    Source,
+    TensorSpec,
+    contiguous_stride,
+    group_of,
+    pack,
+    place,
+)
+from tierstore.model.header import digest, parse_header
+from tierstore.model.moves import Copy
+from tierstore.model.tiers import Tier
+from tierstore.transfer.arena import Slot, host_arena
+from tierstore.transfer.cargo import Cargo
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.disk import FileTable
+from tierstore.transfer.figures import disk_threads
+from tierstore.transfer.reading import Reader, Reading
+from tierstore.transfer.spill import Spill
+from tierstore.transfer.workers import EARLY, Workers
+
+T = TypeVar("T")
+
+AT_ONCE = 4
+"""Groups on their way at once. A store has as many where prefetch has room for them."""
+
+
+class Engine:
+    """One pass over all groups, in one direction or the other."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = ObjectDirectory(directory)
+        self.spill = Spill(str(directory))
+        self._files = FileTable(str(directory))
+        self._workers = Workers(disk_threads(), "disk")
+        self._arena = host_arena(None, torch.device("cpu"))
+
+    def checkpoint(self, path: Path) -> list[Cargo]:
+        """The tensors of a safetensors file, each a group of its own."""
+        raw = path.open("rb").read(8)
+        raw = path.open("rb").read(8 + int.from_bytes(raw, "little"))[8:]
+        header = parse_header(raw, path.stat().st_size, str(path))
+        cargo = []
+        for entry in header.entries:
+            extent = Extent(str(path), header.data_start + entry.begin, entry.end - entry.begin)
+            placed = place([FileTensor(entry.name, entry.dtype, entry.shape, extent)])
+            spec = group_of(entry.name, placed.specs, placed.end)
+            cargo.append(Cargo(entry.name, spec, Source(placed.segments, placed.moves)))
+        return cargo
+
+    def read(self, cargos: Iterable[Cargo], verify: str, arrived: Callable[[Cargo, Slot], object]
+             = lambda cargo, slot: None) -> None:  # fmt: skip
+        """Read every group into a slot that is used again for later ones."""
+        reader = Reader(self._arena, self._files, self._workers, verify)
+        errors: list[BaseException] = []
+
+        def begin(cargo: Cargo, over: Callable[[], None]) -> None:
+            slot = self._arena.take(cargo.spec.nbytes)
+            cargo.verified = False
+
+            def done(_: Copy, error: BaseException | None) -> None:
+                if error is None:
+                    arrived(cargo, slot)
+                else:
+                    errors.append(error)
+                self._arena.give(slot)
+                over()
+
+            copy = Copy(cargo.key, cargo.spec.nbytes, Tier.DISK, Tier.HOST)
+            reading = Reading(reader, copy, cargo, slot, done)
+            self._workers.submit(EARLY, reading.begin)
+
+        _several_at_once(cargos, begin)
+        if errors:
+            raise errors[0]
+
+    def fill(self, spec: GroupSpec, seed: int) -> Slot:
+        """A slot full of random bytes."""
+        slot = self._arena.take(spec.nbytes)
+        generator = torch.Generator().manual_seed(seed)
+        memory = self._arena.fill(slot)
+        memory.view(torch.int64).random_(generator=generator)
+        return slot
+
+    def spill_all(self, slots: Iterable[Slot]) -> list[int]:
+        """Spill every group. Returns the offsets to give back."""
+        offsets: list[int] = []
+
+        def save(slot: Slot) -> None:
+            offsets.append(self.spill.save(slot.bytes(), self._workers.together)[0])
+
+        self._on_workers(slots, save)
+        return offsets
+
+    def store_all(self, packing: Packing, slots: Iterable[Slot]) -> None:
+        """Make every group durable under a key of its own."""
+
+        def save(numbered: tuple[int, Slot]) -> None:
+            number, slot = numbered
+            together = self._workers.together
+            self.directory.commit(
+                self.directory.stage(
+                    f"group {number}", packing, slot.bytes(), single=False, together=together
+                )
+            )
+
+        self._on_workers(enumerate(slots), save)
+
+    def remove_all(self) -> None:
+        """Remove what is durable."""
+        for found in self.directory.objects():
+            self.directory.remove(found.key)
+
+    def give(self, slots: Iterable[Slot]) -> None:
+        """The slots are free again."""
+        for slot in slots:
+            self._arena.give(slot)
+
+    def stored(self) -> list[Cargo]:
+        """The groups that are durable."""
+        found = self.directory.objects()
+        return [Cargo(o.key, o.spec(), o.source(self.directory.path_of(o.key))) for o in found]
+
+    def _on_workers(self, items: Iterable[T], save: Callable[[T], None]) -> None:
+        errors: list[BaseException] = []
+
+        def job(item: T, over: Callable[[], None]) -> None:
+            try:
+                save(item)
+            except BaseException as error:  # a job must not raise
+                errors.append(error)
+            over()
+
+        def begin(item: T, over: Callable[[], None]) -> None:
+            self._workers.submit(EARLY, functools.partial(job, item, over))
+
+        _several_at_once(items, begin)
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        self._workers.stop()
+        self._arena.close()
+        self._files.close()
+        self.spill.close()
+        self.directory.close()
+
+
+def _several_at_once(items: Iterable[T], begin: Callable[[T, Callable[[], None]], None]) -> None:
+    """Begin the items in order, a few at once: the next one when one is over."""
+    room = threading.Semaphore(AT_ONCE)
+    for item in items:
+        room.acquire()
+        begin(item, room.release)
+    for _ in range(AT_ONCE):
+        room.acquire()
+
+
+def one_tensor(nbytes: int) -> tuple[GroupSpec, Packing]:
+    """A group of one tensor, and how it is packed."""
+    shape = (nbytes // 2,)
+    tensor = TensorSpec("weight", "BF16", shape, contiguous_stride(shape), 0)
+    packing = pack([Block("weight", "BF16", shape, nbytes, (tensor,))])
+    return group_of("weight", packing.specs(), packing.nbytes), packing
+
+
+def digest_of(slot: Slot, source: Source) -> str:
+    """The checksum of the group's own bytes in a slot."""
+    (segment,) = source.segments
+    return digest(slot.bytes()[segment.at : segment.at + segment.extent.nbytes])

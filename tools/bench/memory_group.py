@@ -1,0 +1,59 @@
+"""A control group of Linux in which a process can have only so much memory, page cache included."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+class MemoryGroup:
+    """A group of processes that may take `limit` bytes of RAM together. A context manager.
+
+    What they read from files through the page cache counts, as it would on a machine with so much
+    RAM. Raises OSError where this process may not make such a group.
+    """
+
+    def __init__(self, limit: int) -> None:
+        first = (ROOT / "memory").is_dir()  # version 1, or 1 and 2 side by side
+        self._path = (ROOT / "memory" if first else ROOT) / f"tierstore-bench-{os.getpid()}"
+        self._limit = "memory.limit_in_bytes" if first else "memory.max"
+        self._peak = "memory.max_usage_in_bytes" if first else "memory.peak"
+        self._anonymous = "total_rss" if first else "anon"
+        self._path.mkdir()
+        try:
+            (self._path / self._limit).write_text(str(limit))
+            if not first:
+                (self._path / "memory.swap.max").write_text("0")
+        except OSError:
+            self._path.rmdir()
+            raise
+
+    def command(self, words: list[str]) -> list[str]:
+        """The same command, started inside of the group."""
+        join = 'echo $$ > "$0"; exec "$@"'
+        return ["sh", "-c", join, str(self._path / "cgroup.procs"), *words]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were taken at once, page cache included."""
+        return int((self._path / self._peak).read_text())
+
+    @property
+    def anonymous(self) -> int:
+        """Bytes taken now that are no page cache."""
+        lines = (self._path / "memory.stat").read_text().splitlines()
+        return {name: int(value) for name, value in map(str.split, lines)}[self._anonymous]
+
+    def __enter__(self) -> MemoryGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _ in range(50):  # the last process may still be ending
+            try:
+                self._path.rmdir()
+                return
+            except OSError:
+                time.sleep(0.1)

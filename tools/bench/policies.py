@@ -1,0 +1,369 @@
+"""What the planner reads and how long it stalls, against what nobody can do better
+
+    python tools/bench/policies.py [--small] [--only PART] [--trace FILE] [--markdown FILE]
+
+Everything is simulated: the real planner, policy and schedule, with a clock and a carrier that
+exist on paper. So the figures are exact and the same on every machine, except for the last part,
+the cost of planning. The traces are orders in which models use their groups, made up or recorded.
+*Belady* gives up what is needed farthest ahead, and knows the future. The *bound* is what must be
+missed even if a part of a group could be kept: a linear program, if scipy is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tierstore.model.tiers import Tier
+from tierstore.simulation import Outcome, Use, simulate
+from tools.bench import traces
+from tools.bench.report import Claim, Page
+from tools.bench.traces import Trace, belady, least_missed
+
+POLICIES = ("next-use", "lru")
+DISK_BANDWIDTH = 3e9  # bytes per second; only its ratio to the compute matters
+
+TO_HOST = (Tier.DISK, Tier.HOST)
+TO_DEVICE = (Tier.HOST, Tier.DEVICE)
+
+
+@dataclass
+class Limit:
+    """Something that shall be at most so much everywhere, and where it was looked at."""
+
+    text: str
+    at_most: float
+    found: list[tuple[float, str]] = field(default_factory=list)
+
+    def add(self, value: float, where: str) -> str:
+        """Note a figure. Returns it as a cell of a table, marked if it is too high."""
+        self.found.append((value, where))
+        return f"{value:.3f}{'' if value <= self.at_most else ' !'}"
+
+    def claim(self) -> Claim:
+        """That even the worst is within the limit."""
+        worst, where = max(self.found)
+        missed = sum(value > self.at_most for value, _ in self.found)
+        count = f"; {missed} of {len(self.found)} are above" if missed else ""
+        text = f"{self.text} at most {self.at_most:g}, worst for {where}{count}"
+        return Claim(text, worst, at_most=self.at_most)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How much is looked at, what was recorded, and where it is told."""
+
+    size: Size
+    recorded: list[Trace]
+    page: Page
+
+    def table(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Show figures as they are worked out."""
+        self.page.text(f"## {title}")
+        self.page.table(head, tqdm(rows, desc=title, delay=2, leave=False))
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def on_demand(trace: Trace, budget: int, policy: str) -> int:
+    """Bytes read from disk where nothing is fetched early."""
+    uses = [Use(key, 0.0) for key in trace.keys]
+    budgets = {Tier.HOST: budget, Tier.DISK: None}
+    outcome = simulate(trace.groups, uses, budgets, policy=policy, prefetch=False)
+    return outcome.bytes_moved.get(TO_HOST, 0)
+
+
+def budgets_of(trace: Trace, shares: Iterable[float]) -> list[tuple[float, int]]:
+    """The budgets in which two of the largest groups have room."""
+    sized = [(share, int(trace.nbytes * share)) for share in shares]
+    return [(share, budget) for share, budget in sized if budget >= 2 * trace.largest]
+
+
+# --- without prefetch -----------------------------------------------------------------------------
+
+
+def missed_bytes(look: Look) -> list[Limit]:
+    learned = Limit("deterministic traces: bytes missed / Belady's", 1.05)
+    recordings = Limit("recorded traces: bytes missed / Belady's", 1.05)
+    against_lru = Limit("random and Zipf traces: bytes missed / LRU's", 1.02)
+    kinds = [
+        *((trace, learned) for trace in look.size.deterministic()),
+        *((trace, recordings) for trace in look.recorded),
+        *((trace, None) for trace in look.size.irregular()),
+        *((trace, against_lru) for trace in look.size.by_chance()),
+    ]
+
+    def rows() -> Iterator[Sequence[str]]:
+        for trace, claim in kinds:
+            for share, budget in budgets_of(trace, look.size.shares):
+                best = belady(trace, budget)
+                ours, lru = (on_demand(trace, budget, policy) for policy in POLICIES)
+                where = f"{trace.name} at {percent(share)}"
+                to_best, to_lru = f"{ours / best:.3f}", f"{ours / lru:.3f}"
+                if claim is against_lru:
+                    to_lru = claim.add(ours / lru, where)
+                elif claim is not None:
+                    to_best = claim.add(ours / best, where)
+                yield (
+                    trace.name,
+                    percent(share),
+                    f"{best / 1e9:.1f}",
+                    to_best,
+                    f"{lru / best:.3f}",
+                    to_lru,
+                    f"{least_missed(trace, budget) / best:.3f}",
+                )
+
+    head = ("trace", "budget", "Belady, GB", "ours / Belady", "LRU / Belady", "ours / LRU")
+    look.table("Without prefetch: bytes missed", (*head, "bound / Belady"), rows())
+    return [claim for claim in (learned, recordings, against_lru) if claim.found]
+
+
+# --- host and device as one hierarchy -------------------------------------------------------------
+
+SPLITS = ((0.1, 0.3), (0.2, 0.4), (0.3, 0.6), (0.5, 0.4))
+"""Shares of the working set: on the device, and in host memory."""
+
+
+def hierarchy(look: Look) -> list[Limit]:
+    link = Limit("bytes over the link / the bound for the device", 1.15)
+    disk = Limit("bytes from disk / the bound for device and host together", 1.35)
+
+    def rows() -> Iterator[Sequence[str]]:
+        for trace, (device, host) in itertools.product(look.size.hierarchies(), look.size.splits):
+            on_device, in_host = int(trace.nbytes * device), int(trace.nbytes * host)
+            if on_device < 2 * trace.largest:
+                continue
+            budgets = {Tier.DEVICE: on_device, Tier.HOST: in_host, Tier.DISK: None}
+            uses = [Use(key, 0.0) for key in trace.keys]
+            moved = simulate(trace.groups, uses, budgets, prefetch=False).bytes_moved
+            where = f"{trace.name}, device {percent(device)}, host {percent(host)}"
+            to_device = moved.get(TO_DEVICE, 0) / least_missed(trace, on_device)
+            to_host = moved.get(TO_HOST, 0) / least_missed(trace, on_device + in_host)
+            back = moved.get((Tier.DEVICE, Tier.HOST), 0) / max(moved.get(TO_DEVICE, 0), 1)
+            yield (
+                trace.name,
+                percent(device),
+                percent(host),
+                link.add(to_device, where),
+                disk.add(to_host, where),
+                f"{back:.3f}",
+            )
+
+    head = ("trace", "device", "host", "link / bound", "disk / bound", "back / over the link")
+    look.table("Host and device, without prefetch", head, rows())
+    return [link, disk]
+
+
+# --- with prefetch --------------------------------------------------------------------------------
+
+
+def overlap(look: Look) -> list[Limit]:
+    loops = Limit("loops: time / the bound", 1.18), Limit("loops: bytes read / the bound", 1.4)
+    cut = Limit("cut blocks: time / the bound", 1.18), Limit("cut blocks: bytes / the bound", 1.4)
+
+    def rows() -> Iterator[Sequence[str]]:
+        kinds = [(trace, loops) for trace in look.size.loops()]
+        kinds += [(trace, cut) for trace in look.size.cut_loops()]
+        for trace, (seconds, nbytes) in kinds:
+            for share, budget in budgets_of(trace, look.size.loop_shares):
+                least = least_missed(trace, budget)
+                for ratio in look.size.ratios:
+                    outcome = with_compute(trace, budget, ratio)
+                    limit = max(outcome.computed_seconds, least / DISK_BANDWIDTH)
+                    where = f"{trace.name} at {percent(share)}, F = {ratio:g}"
+                    slower = seconds.add(outcome.seconds / limit, where)
+                    more = nbytes.add(outcome.bytes_moved.get(TO_HOST, 0) / least, where)
+                    stalled = outcome.stalled_seconds / outcome.seconds
+                    acquires = f"{outcome.hits} / {outcome.late} / {outcome.misses}"
+                    cells = (f"{ratio:g}", f"{limit:.1f}", slower, more, percent(stalled), acquires)
+                    yield (trace.name, percent(share), *cells)
+
+    head = ("trace", "budget", "F", "bound, s", "time / bound", "bytes / bound", "stalled")
+    look.table(
+        "With prefetch (F: seconds to fetch a group / seconds of its compute)",
+        (*head, "hits / late / misses"),
+        rows(),
+    )
+    return [claim for claim in (*loops, *cut) if claim.found]
+
+
+def with_compute(trace: Trace, budget: int, ratio: float) -> Outcome:
+    """Run a trace whose groups take `ratio` times as long to fetch as to compute with."""
+    uses = [
+        Use(key, nbytes / DISK_BANDWIDTH / ratio)
+        for key, nbytes in zip(trace.keys, trace.sizes.tolist(), strict=True)
+    ]
+    budgets = {Tier.HOST: budget, Tier.DISK: None}
+    return simulate(trace.groups, uses, budgets, bandwidth={TO_HOST: DISK_BANDWIDTH})
+
+
+# --- what planning costs --------------------------------------------------------------------------
+
+HISTORY = 8192
+MEASURED = 2000
+
+
+def cost(look: Look) -> list[Limit]:
+    """Processor time per use on this machine, with the simulated carrier's own share in it."""
+    claim = Limit("microseconds for each acquire and release, planned and simulated", 100)
+
+    def rows() -> Iterator[Sequence[str]]:
+        for groups, prefetch in itertools.product(look.size.group_counts, (False, True)):
+            for order, keys in orders(groups):
+                micros = 1e6 * marginal_cost(groups, keys, prefetch, look.size.repeats)
+                where = f"{groups} groups, {order}, {'with' if prefetch else 'without'} prefetch"
+                yield (
+                    f"{groups:,}",
+                    order,
+                    "yes" if prefetch else "no",
+                    claim.add(micros, where),
+                )
+
+    head = ("groups", "order", "prefetch", "microseconds")
+    look.table(f"Cost of one use after {HISTORY:,} others", head, rows())
+    return [claim]
+
+
+def orders(groups: int) -> list[tuple[str, list[str]]]:
+    """Loops over all groups, over as many as the history shows twice, and no order at all."""
+    uses = HISTORY + MEASURED
+    few = min(groups, HISTORY // 3)
+    return [
+        ("loop", [f"g{i % groups}" for i in range(uses)]),
+        ("inner loop", [f"g{i % few}" for i in range(uses)]),
+        ("Zipf", [f"g{key[6:]}" for key in traces.zipf(groups, uses).keys]),
+    ]
+
+
+def marginal_cost(groups: int, keys: list[str], prefetch: bool, repeats: int) -> float:
+    """Seconds for each of the last uses: the fastest run with them less the fastest without."""
+    sizes = {f"g{i}": 1 << 20 for i in range(groups)}
+    budgets = {Tier.HOST: (groups << 20) // 2, Tier.DISK: None}
+    bandwidth = {TO_HOST: DISK_BANDWIDTH} if prefetch else None
+    seconds = 2 * (1 << 20) / DISK_BANDWIDTH
+
+    def run(count: int) -> float:
+        uses = [Use(key, seconds if prefetch else 0.0) for key in keys[:count]]
+        start = time.process_time()
+        simulate(sizes, uses, budgets, bandwidth=bandwidth, prefetch=prefetch)
+        return time.process_time() - start
+
+    shorter = min(run(HISTORY) for _ in range(repeats))
+    longer = min(run(HISTORY + MEASURED) for _ in range(repeats))
+    return (longer - shorter) / MEASURED
+
+
+# --- all of it ------------------------------------------------------------------------------------
+
+Part = Callable[[Look], list[Limit]]
+PARTS: dict[str, Part] = {
+    "missed": missed_bytes,
+    "hierarchy": hierarchy,
+    "prefetch": overlap,
+    "cost": cost,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is looked at."""
+
+    deterministic: Callable[[], list[Trace]] = traces.deterministic
+    irregular: Callable[[], list[Trace]] = traces.irregular
+    by_chance: Callable[[], list[Trace]] = traces.by_chance
+    hierarchies: Callable[[], list[Trace]] = lambda: [
+        traces.cyclic(),
+        traces.flux(),
+        traces.two_experts(),
+        traces.training(),
+        traces.two_pipelines(),
+    ]
+    loops: Callable[[], list[Trace]] = lambda: [
+        traces.cyclic(57, 20),
+        traces.flux(3, 20),
+        traces.two_experts(1, 24, 12),
+    ]
+    cut_loops: Callable[[], list[Trace]] = lambda: [traces.cut_blocks()]
+    shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    loop_shares: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
+    splits: tuple[tuple[float, float], ...] = SPLITS
+    ratios: tuple[float, ...] = (0.25, 0.5, 1, 2, 4)
+    group_counts: tuple[int, ...] = (60, 1000, 10_000)
+    repeats: int = 3
+
+
+SMALL = Size(
+    deterministic=lambda: [traces.cyclic(), traces.training()],
+    irregular=lambda: [],
+    by_chance=lambda: [traces.uniform(uses=2000), traces.zipf(uses=2000)],
+    hierarchies=lambda: [traces.cyclic()],
+    loops=lambda: [traces.cyclic(57, 20)],
+    cut_loops=lambda: [],
+    shares=(0.3, 0.7),
+    loop_shares=(0.5,),
+    splits=((0.2, 0.4),),
+    ratios=(0.5, 2),
+    group_counts=(60,),
+    repeats=1,
+)
+
+
+def recorded_trace(path: str | Path) -> Trace:
+    from tierstore.trace import read_trace
+
+    recorded = read_trace(path)
+    return Trace(Path(path).stem, tuple(key for key, _ in recorded.uses), dict(recorded.groups))
+
+
+def record(steps: int = 15) -> Trace:
+    """Run a tiny FluxPipeline for two prompts, with a third of its weights in memory."""
+    from tests import pipelines
+    from tierstore import TierStore, enable_group_offload
+
+    with tempfile.TemporaryDirectory() as directory:
+        pipe = pipelines.load("flux", pipelines.build_flux(Path(directory, "flux"), "tiny"))
+        budget = pipelines.weight_bytes(pipe) // 3
+        path = Path(directory, "recorded, tiny Flux.json")
+        with TierStore(budget, Path(directory, "store"), device="cpu") as store:
+            with enable_group_offload(pipe, store):
+                for seed in range(2):
+                    pipelines.run("flux", pipe, steps=steps, seed=seed)
+            store.trace(path)
+        return recorded_trace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a little of everything")
+    parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
+    parser.add_argument("--trace", action="append", default=[], help="a recorded trace")
+    parser.add_argument("--markdown", type=Path, help="write the page here too")
+    options = parser.parse_args(arguments)
+    parts = options.only or list(PARTS)
+    recorded = [recorded_trace(path) for path in options.trace]
+    if "missed" in parts and not recorded:
+        recorded.append(record())
+    page = Page(__doc__, Path(), ("numpy",))
+    page.text(f"Bounds by {traces.how_bounds_are_found()}. Figures with a `!` miss a claim.")
+    look = Look(SMALL if options.small else Size(), recorded, page)
+    limits = [limit for name in parts for limit in PARTS[name](look)]
+    page.text("## Claims")
+    page.claims(limit.claim() for limit in limits)
+    page.write(options.markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
