@@ -103,8 +103,10 @@ def test_stats_are_the_store_s(
     with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store) as handle:
         assert handle.stats().bytes_read == 0
         pipelines.run("flux", pipe, device=device)
-        stats = handle.stats()
-        assert stats == store.stats()
+        stats, later = handle.stats(), store.stats()
+        for field in ("hits", "late", "misses", "bytes_written", "budget_bytes"):
+            assert getattr(stats, field) == getattr(later, field)
+        assert stats.bytes_read <= later.bytes_read  # a prefetch may have come in between
         assert stats.bytes_read >= expected.needed
         assert stats.misses > 0 and stats.hits > 0
         assert (stats.bytes_onloaded >= expected.needed) == (device != "cpu")
