@@ -114,6 +114,8 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
 
 def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
+    for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
+        monkeypatch.setattr(foresight, other, 1)
     careful = read_by(keys, 0.8, seconds)
     monkeypatch.setattr(policy, "HARMLESS", 1.0)
     assert careful < 0.9 * read_by(keys, 0.8, seconds)
@@ -127,7 +129,7 @@ def test_what_is_not_needed_yet_is_left_on_disk(monkeypatch: pytest.MonkeyPatch)
     assert patient < 0.85 * read_by(keys, 0.8, seconds)
 
 
-def test_what_was_fetched_early_takes_a_quarter_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_fetched_early_takes_an_eighth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing that jumps about makes everything look urgent."""
     rng = random.Random(1)
     keys = take_turns(30, PASSES)
@@ -142,6 +144,21 @@ def test_what_was_fetched_early_takes_a_quarter_at_most(monkeypatch: pytest.Monk
     bounded = read()
     monkeypatch.setattr(foresight, "EARLY", 1)
     assert bounded < 0.9 * read()
+
+
+def test_a_quarter_while_times_are_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound by computing and the disk alike: it takes some groups in reserve to keep both busy."""
+    keys = [f"g{i}" for i in range(60)] * PASSES
+    sizes = {key: NBYTES * (3 if i < 20 else 1) for i, key in enumerate(keys[:60])}
+    uses = [Use(key, sizes[key] / DISK / 1.5) for key in keys]
+    budgets = {Tier.HOST: sum(sizes.values()) * 3 // 10, Tier.DISK: None}
+
+    def taken() -> float:
+        return simulate(sizes, uses, budgets, bandwidth=WAYS).seconds
+
+    reserve = taken()
+    monkeypatch.setattr(foresight, "STEADY", -1.0)
+    assert reserve < 0.97 * taken()
 
 
 def test_missing_groups_that_lie_close_together_are_fetched_in_time(

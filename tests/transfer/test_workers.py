@@ -61,22 +61,25 @@ def test_parts_of_an_older_job_go_before_newer_jobs(workers: Callable[[int], Wor
     for gate in gates:
         assert gate.reached.wait(30)
     order: list[str] = []
-    met = threading.Barrier(2)
+    begun, met = threading.Event(), threading.Barrier(2)
 
     def part(name: str) -> Callable[[], None]:
         def run() -> None:
+            begun.set()  # from here on the helper is in the queue
             met.wait(30)  # the thread that began the job, and the helper
             order.append(name)
 
         return run
 
-    done = threading.Event()
-    two.submit(EARLY, lambda: two.together([part("older") for _ in range(4)]))
+    done, over = threading.Event(), threading.Event()
+    two.submit(EARLY, lambda: (two.together([part("older") for _ in range(4)]), over.set()))
     two.submit(EARLY, lambda: order.append("newer"))
     two.submit(EARLY, done.set)
-    for gate in gates:
-        gate.open()
+    gates[0].open()
+    assert begun.wait(30)
+    gates[1].open()  # only now is there a second thread, which has the choice
     assert done.wait(30)
+    assert over.wait(30)
     assert order.index("newer") >= 3, "a newer job came before the helper"
     assert sorted(order) == ["newer"] + 4 * ["older"]
 

@@ -33,8 +33,12 @@ IN_FLIGHT_SHARE = 8
 """One in so many bytes of a tier may be arriving at once, or else one group."""
 AT_ONCE = 4
 """Copies on their way over one hop, however small."""
-EARLY = 4
-"""One in so many bytes of a tier may hold what was fetched early and was not used yet."""
+EARLY = 8
+"""One in so many bytes of a tier may hold what was fetched early and was not used yet, ..."""
+EARLY_IF_STEADY = 4
+"""... or in so many, while computing takes as long as it did before."""
+STEADY = 0.1
+"""How far, on average, the latest times may be from what was expected."""
 NEAR = 1
 """A group that is missing and comes within so many uses is fetched in any case."""
 CAUTION = 1.15
@@ -45,6 +49,7 @@ SLACK = 0.5
 _WEIGHT = 0.25
 _OUTLIER = 4.0
 _REMEMBERED = 0.8
+_SURPRISED = 0.05
 
 
 @dataclass(slots=True)
@@ -105,6 +110,7 @@ class Foresight:
         self._known = 0
         self._known_bytes = 0
         self._on_top = 0
+        self._surprise = 1.0  # how far the latest times were from what was expected
         self._running = -1  # the group that was used last
         self._since = 0.0
         self._spent = 0.0  # seconds of computing since then, but for those since `_since`
@@ -174,6 +180,9 @@ class Foresight:
             self._since = self._clock()
             return  # and goes on with the same group
         old = float(self._seconds[self._running])
+        if old:
+            off = abs(self._spent - old) / max(self._spent, old)
+            self._surprise += _SURPRISED * (off - self._surprise)
         # A pause, as between two prompts, is no computing.
         new = min(self._spent, _OUTLIER * old) if old else self._spent
         self._seconds[self._running] = old + _WEIGHT * (new - old) if old else new
@@ -236,7 +245,8 @@ class Foresight:
         early, budget = self._early[dst], self._budgets[dst]
         if not early or budget is None:
             return False
-        return sum(early.values()) + nbytes > budget // EARLY
+        share = EARLY_IF_STEADY if self._surprise < STEADY else EARLY
+        return sum(early.values()) + nbytes > budget // share
 
     def _src(self, dst: Tier) -> Tier:
         return Tier(dst + 1)
