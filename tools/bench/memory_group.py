@@ -18,34 +18,27 @@ class MemoryGroup:
 
     def __init__(self, limit: int) -> None:
         first = (ROOT / "memory").is_dir()  # version 1, or 1 and 2 side by side
-        self._path = (ROOT / "memory" if first else ROOT) / f"tierstore-bench-{os.getpid()}"
+        self.path = (ROOT / "memory" if first else ROOT) / f"tierstore-bench-{os.getpid()}"
         self._limit = "memory.limit_in_bytes" if first else "memory.max"
         self._peak = "memory.max_usage_in_bytes" if first else "memory.peak"
-        self._anonymous = "total_rss" if first else "anon"
-        self._path.mkdir()
+        self.path.mkdir()
         try:
-            (self._path / self._limit).write_text(str(limit))
+            (self.path / self._limit).write_text(str(limit))
             if not first:
-                (self._path / "memory.swap.max").write_text("0")
+                (self.path / "memory.swap.max").write_text("0")
         except OSError:
-            self._path.rmdir()
+            self.path.rmdir()
             raise
 
     def command(self, words: list[str]) -> list[str]:
         """The same command, started inside of the group."""
         join = 'echo $$ > "$0"; exec "$@"'
-        return ["sh", "-c", join, str(self._path / "cgroup.procs"), *words]
+        return ["sh", "-c", join, str(self.path / "cgroup.procs"), *words]
 
     @property
     def peak(self) -> int:
         """The most bytes that were taken at once, page cache included."""
-        return int((self._path / self._peak).read_text())
-
-    @property
-    def anonymous(self) -> int:
-        """Bytes taken now that are no page cache."""
-        lines = (self._path / "memory.stat").read_text().splitlines()
-        return {name: int(value) for name, value in map(str.split, lines)}[self._anonymous]
+        return int((self.path / self._peak).read_text())
 
     def __enter__(self) -> MemoryGroup:
         return self
@@ -53,7 +46,7 @@ class MemoryGroup:
     def __exit__(self, *_: object) -> None:
         for _ in range(50):  # the last process may still be ending
             try:
-                self._path.rmdir()
+                self.path.rmdir()
                 return
             except OSError:
                 time.sleep(0.1)

@@ -1,8 +1,7 @@
-"""What a benchmark says: a page of Markdown with the machine, tables, and claims held or missed."""
+"""What a benchmark says: the machine, tables, and claims that are held or missed."""
 
 from __future__ import annotations
 
-import datetime
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,19 +30,18 @@ class Claim:
 
 
 class Page:
-    """Prints what it is told, and keeps it for a file. `method` is a script's own description."""
+    """Prints what it is told, and keeps it for a page of Markdown."""
 
-    def __init__(self, method: str, directory: Path, packages: Iterable[str]) -> None:
-        title, _, rest = method.strip().partition("\n\n")
-        self._kept = [f"# {title.rstrip('.')}", "", str(datetime.date.today()), ""]
-        prose = [part for part in rest.split("\n\n") if not part.startswith("    ")]
-        self._kept += ["\n\n".join(prose), "", "```sh", _command(), "```", ""]
+    def __init__(self, title: str, directory: Path, packages: Iterable[str]) -> None:
+        self._title = title.splitlines()[0]
+        self._told: list[str] = []
         self.text("\n".join(f"- {line}" for line in machine.describe(directory, packages)))
+        self.text(f"```sh\n{_command()}\n```")
 
     def text(self, text: str) -> None:
         """A paragraph."""
         print(f"{text.strip()}\n", flush=True)
-        self._kept += [text.strip(), ""]
+        self._told.append(text.strip())
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """A table."""
@@ -53,10 +51,10 @@ class Page:
         """What was to be shown, and whether it was."""
         self.text("\n".join(f"- {claim.verdict()}" for claim in claims))
 
-    def write(self, path: Path | None) -> None:
-        """The whole page as a file, if there shall be one."""
-        if path is not None:
-            path.write_text("\n".join(self._kept).rstrip() + "\n")
+    def write(self, page: Path | None) -> None:
+        """Put it into a page, if there shall be one."""
+        if page is not None:
+            machine.publish(page, self._title, "\n\n".join(self._told))
 
 
 def _command() -> str:

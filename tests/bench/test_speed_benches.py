@@ -1,0 +1,113 @@
+"""The benchmarks of whole models run, and say what they are there to say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench import memory_group
+from tools.bench.memory_group import MemoryGroup
+from tools.bench.report import Claim
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(name: str, place: Path) -> str:
+    """What the script prints for a short run, which must be what it puts into the page."""
+    page = place / "page.md"
+    done = subprocess.run(
+        [sys.executable, f"tools/bench/{name}.py", "--small", "--dir", place, "--markdown", page],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    if page.exists():
+        assert done.stdout.strip() in page.read_text()
+        assert str(place) not in done.stdout
+    return done.stdout
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """The rows of all tables by their first cell."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ")]
+    return {first.strip(): [cell.strip() for cell in rest] for first, *rest in lines}
+
+
+def number(cell: str) -> float:
+    """The number that a cell begins with."""
+    found = re.match(r"[\d,.]+", cell)
+    assert found, cell
+    return float(found[0].replace(",", ""))
+
+
+@pytest.mark.slow
+def test_denoising(tmp_path: Path) -> None:
+    text = run("denoise", tmp_path)
+    rows = cells(text)
+    assert {"in memory", "tierstore", "diffusers"} <= rows.keys()
+    for name in ("tierstore", "diffusers"):
+        seconds, ratio, *_ = rows[name]
+        assert number(seconds) > 0
+        assert number(ratio) > 0
+    assert rows["tierstore"][-1] == "equal"
+    read, missing = number(rows["tierstore"][2]), number(rows["missing at least, MB"][0])
+    assert read >= missing > 0, "it did not have to read, so nothing is compared"
+    assert "the image is the same bit for bit" in text
+
+
+@pytest.mark.slow
+def test_overhead(tmp_path: Path) -> None:
+    text = run("overhead", tmp_path)
+    assert cells(text)["tiny"][-1] == "equal"
+    assert "acquire and release take at most 30 us" in text
+
+
+@pytest.mark.slow
+def test_overlap(tmp_path: Path) -> None:
+    rows = cells(run("overlap", tmp_path))
+    for ratio in ("1", "1.5", "2"):
+        stalled, read = rows[ratio]
+        assert 0 <= number(stalled) < 100
+        assert number(read) >= 1, "less was read than can be missed"
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "tools/bench/cuda.py", "--small", "--dir", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "There is no CUDA GPU here: nothing was measured.\n"
+
+
+def test_a_claim_is_held_within_its_bounds() -> None:
+    assert Claim("fast", 3.0, at_least=3.0).verdict() == "held: fast (3)"
+    assert Claim("fast", 2.999, at_least=3.0).verdict().startswith("MISSED")
+    assert Claim("short", 1.13, at_most=1.12).verdict() == "MISSED: short (1.13)"
+
+
+@pytest.mark.skipif(
+    not os.access(memory_group.ROOT / "memory", os.W_OK), reason="may not make control groups"
+)
+def test_what_takes_more_than_a_group_may_have_is_ended() -> None:
+    take = "x = bytearray({}); print(len(x))"
+    with MemoryGroup(64 << 20) as group:
+        for mebibytes, expected in ((16, 0), (128, -9)):
+            words = group.command([sys.executable, "-c", take.format(mebibytes << 20)])
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            assert done.returncode == expected, done.stderr
+        assert 16 << 20 < group.peak <= 64 << 20
+    assert not group.path.exists()
