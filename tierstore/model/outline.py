@@ -17,15 +17,17 @@ OFFLOAD_TYPES = ("block_level", "leaf_level")
 RESIDENT_BUFFER_BYTES = 1 << 20
 """Buffers below this stay where they are used: statistics and tables that a forward may change."""
 
+SHARE_OF_BUDGET = 32
+"""One in so many bytes of a tier is a group. What is in use, what arrives and what comes next take
+several groups: the smaller they are, the more of the tier is left to what stays."""
 LARGEST_GROUP = 256 << 20
 LARGEST_LEAF_GROUP = 32 << 20
 
 
 def target_bytes(offload_type: str, smallest_budget: int) -> int:
-    """How large a group should be: several must fit beside each other on every tier in memory."""
-    if offload_type == "leaf_level":
-        return max(min(smallest_budget // 16, LARGEST_LEAF_GROUP), 1)
-    return max(min(smallest_budget // 8, LARGEST_GROUP), 1)
+    """How large a group should be: many must fit beside each other on every tier in memory."""
+    largest = LARGEST_LEAF_GROUP if offload_type == "leaf_level" else LARGEST_GROUP
+    return max(min(smallest_budget // SHARE_OF_BUDGET, largest), 1)
 
 
 class Branch(Protocol):

@@ -16,6 +16,7 @@ device. As the disk is the slower of the two, its hop looks further ahead all by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,12 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.model.tiers import Tier
+from tierstore.plan.residents import Residents
 from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
 """Uses that are looked ahead at."""
 IN_FLIGHT = 32 << 20
-"""Bytes on their way over one hop that keep it busy. More would only take room earlier."""
+"""Bytes on their way over one hop that keep it busy, while none of its copies are ending. More
+would only take room earlier."""
 IN_FLIGHT_SHARE = 8
 """One in so many bytes of a tier may be arriving at once, or else one group."""
 AT_ONCE = 4
@@ -54,9 +57,13 @@ _SURPRISED = 0.05
 
 @dataclass(slots=True)
 class Hop:
-    """One way between neighbouring tiers: what moves on it now, and how fast it was."""
+    """One way between neighbouring tiers: what moves on it now, and how fast it was.
+
+    Of its `copies`, some are `ending`: their last bytes move, and there is room for the next.
+    """
 
     copies: int = 0
+    ending: int = 0
     nbytes: int = 0
     free_at: float = 0.0
     _bytes: float = 0.0
@@ -101,6 +108,7 @@ class Foresight:
         self._clock = clock
         self.hops = {(src, dst): Hop() for src in budgets for dst in budgets if src is not dst}
         self._tiers = tuple(sorted(budgets))[:-1]
+        self.residents = Residents(schedule, budgets[self._tiers[-1]])
         # By number: bytes, seconds of computing after a use, and on which tiers it has room.
         self._nbytes = np.zeros(16, dtype=np.int64)
         self._seconds = np.zeros(16)
@@ -113,6 +121,7 @@ class Foresight:
         self._surprise = 1.0  # how far the latest times were from what was expected
         self._running = -1  # the group that was used last
         self._since = 0.0
+        self._asked_since = -1.0  # when somebody began to wait for a group; negative: nobody does
         self._spent = 0.0  # seconds of computing since then, but for those since `_since`
 
     # Books -------------------------------------------------------------------------------------
@@ -173,6 +182,8 @@ class Foresight:
 
     def asked(self, number: int) -> None:
         """Somebody asks for a group: the computing after the last use is over."""
+        if self._asked_since < 0:
+            self._asked_since = self._clock()
         if self._running < 0:
             return
         self._spent += self._clock() - self._since
@@ -183,6 +194,7 @@ class Foresight:
         if old:
             off = abs(self._spent - old) / max(self._spent, old)
             self._surprise += _SURPRISED * (off - self._surprise)
+        self.residents.passed(computed=self._spent)
         # A pause, as between two prompts, is no computing.
         new = min(self._spent, _OUTLIER * old) if old else self._spent
         self._seconds[self._running] = old + _WEIGHT * (new - old) if old else new
@@ -192,6 +204,9 @@ class Foresight:
         """A group was lent: computing goes on."""
         for early in self._early.values():
             early.pop(number, None)
+        if self._asked_since >= 0:
+            self.residents.passed(waited=self._clock() - self._asked_since)
+            self._asked_since = -1.0
         if number != self._running:
             self._running, self._spent = number, 0.0
         self._since = self._clock()
@@ -202,6 +217,20 @@ class Foresight:
             return 0.0
         spent = self._spent + self._clock() - self._since
         return max(float(self._seconds[self._running]) - spent, 0.0)
+
+    def choose_residents(self, number: int) -> bool:
+        """After a use: see who should stay in the tier above the disk. True if it is news."""
+        before = (self.residents.staying, self.residents.nearer)
+        if length := self.residents.round_of(number):
+            tier = self._tiers[-1]
+            order = self._schedule.ahead(length)
+            order = order[order < len(self._nbytes)]
+            for nearer in self._tiers[:-1]:
+                order = order[~self._held[nearer][order]]
+            speed = self.hops[self._src(tier), tier].bandwidth
+            if speed is not None and len(order):
+                self.residents.begin_round(order, self._nbytes[order], self._seconds[order], speed)
+        return (self.residents.staying, self.residents.nearer) != before
 
     # The question ------------------------------------------------------------------------------
 
@@ -228,7 +257,7 @@ class Foresight:
         if not len(ahead) or not missing[first]:
             return None
         number = int(ahead[first])
-        if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(dst):
+        if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(hop, dst):
             return None
         if self._is_early_enough(dst, int(self._nbytes[number])):
             return None
@@ -236,9 +265,11 @@ class Foresight:
             return None
         return number, ahead[:first]
 
-    def _in_flight(self, dst: Tier) -> int:
+    def _in_flight(self, hop: Hop, dst: Tier) -> float:
+        """Bytes that may be on their way at once, if there are several copies."""
         budget = self._budgets[dst]
-        return IN_FLIGHT if budget is None else min(IN_FLIGHT, budget // IN_FLIGHT_SHARE)
+        share = math.inf if budget is None else budget // IN_FLIGHT_SHARE
+        return share if hop.ending == hop.copies else min(IN_FLIGHT, share)
 
     def _is_early_enough(self, dst: Tier, nbytes: int) -> bool:
         """Whether what was fetched early, and waits to be used, takes all that it may take."""

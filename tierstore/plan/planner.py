@@ -133,6 +133,9 @@ class Planner(Movements):
         self._policy.used(key)
         self._schedule.advance_past(name_of(key))
         self._foresight.used(group.number)
+        if self._foresight.choose_residents(group.number):
+            residents = self._foresight.residents
+            self._policy.keep(residents.staying, residents.nearer)
         self._look_ahead = True
         self._take_back(key)
         self._settle()
@@ -177,6 +180,15 @@ class Planner(Movements):
         """Forget the group; its copies go as soon as nothing uses them."""
         self._discard(self._groups[key])
         self._settle()
+
+    def ending(self, key: str, dst: Tier, src: Tier) -> None:
+        """The last bytes of a copy that was instructed move: soon the hop has nothing to do."""
+        copy = self._groups[key].copies[dst]
+        if not copy.ending:
+            copy.ending = True
+            self._foresight.hops[src, dst].ending += 1
+            self._look_ahead = True
+            self._settle()
 
     def arrived(self, key: str, dst: Tier, src: Tier | None = None) -> None:
         """A copy that was instructed (or a claim that was granted: no `src`) is complete."""

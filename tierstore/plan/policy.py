@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tierstore.model.groups import name_of
 from tierstore.model.tiers import Tier
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import Ranks, Schedule
 
 _UNEXPECTED = 1e12
 """Above the rank of everything that is expected, below infinity."""
@@ -31,6 +31,8 @@ group that is in use."""
 
 _FEW = 8
 
+Rows = npt.NDArray[np.int64]
+
 
 class Policy(Protocol):
     """One ranking for all tiers. The planner tells it what it does and asks for victims."""
@@ -43,6 +45,12 @@ class Policy(Protocol):
 
     def dropped(self, key: str, tier: Tier) -> None:
         """The copy of `key` on `tier` is gone."""
+
+    def keep(self, numbers: Collection[int], nearer: float) -> None:
+        """These groups, by their numbers in the schedule, should stay in host memory.
+
+        They are given up as if their next use were so many times (below 1) as far ahead.
+        """
 
     def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
         """Keys with a copy on `tier`, the one missed least first.
@@ -93,6 +101,9 @@ class LeastRecentlyUsed:
         if not any(on[row] for on in self._on.values()):
             del self._row[key]
 
+    def keep(self, numbers: Collection[int], nearer: float) -> None:
+        pass  # what was used lately stays
+
     def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
         rows = np.flatnonzero(self._on[tier])
         ranks = self._ranks()
@@ -100,12 +111,19 @@ class LeastRecentlyUsed:
         if rival is not None:
             found[rows == self._row.get(rival, -1)] = -np.inf
             found[found <= self._rank_of_rival(rival)] = -np.inf
-        if tier is Tier.HOST and len(settled := self._settled(ranks)):
-            found[np.isin(rows, settled)] += _FIRST
+        if tier is Tier.HOST:
+            settled = np.isin(rows, self._settled(ranks))
+            found[settled] += _FIRST
+            self._spare(rows, found, ~settled, rival)
         elif tier is Tier.DEVICE and len(rows):
             twice = self._on[Tier.HOST][rows]
             found[twice] = self._farther(found[twice], DISK_COSTS)
         return _descending(self._keys, rows, found)
+
+    def _spare(
+        self, rows: Rows, ranks: Ranks, among: npt.NDArray[np.bool_], rival: str | None
+    ) -> None:
+        """Lower the ranks of what should stay."""
 
     def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """The rows of what is on the device, not about to leave it, and safe on disk."""
@@ -188,6 +206,23 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._rank = np.zeros(16)
         self._ranked_in = -1  # the schedule's epoch at that time
         self._outdated: set[int] = set()  # rows
+        self._nearer = 1.0
+        self._kept = np.zeros(1, np.bool_)  # by number: whether it should stay
+
+    def keep(self, numbers: Collection[int], nearer: float) -> None:
+        self._nearer = nearer
+        self._kept = np.zeros(1 + max(numbers, default=0), np.bool_)
+        self._kept[list(numbers)] = True
+
+    def _spare(
+        self, rows: Rows, ranks: Ranks, among: npt.NDArray[np.bool_], rival: str | None
+    ) -> None:
+        numbers = np.minimum(self._number[rows], len(self._kept))
+        kept = np.append(self._kept, False)[numbers]
+        # Once all are there, a prefetch takes none of them: it waits for room among the others.
+        closed = rival is not None and kept.sum() == self._kept.sum()
+        kept &= among
+        ranks[kept] = -np.inf if closed else self._farther(ranks[kept], self._nearer)
 
     def _touch(self, row: int) -> None:
         super()._touch(row)

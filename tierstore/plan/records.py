@@ -21,13 +21,15 @@ class CopyRecord:
     """One group's copy on one tier.
 
     `readers` counts transfers that read it. `unwanted` means that it goes as soon as nothing uses
-    it and another copy is valid. `began` is when its transfer was instructed, in seconds.
+    it and another copy is valid. `began` is when its transfer was instructed, in seconds; it is
+    `ending` once the last of its bytes move.
     """
 
     state: State
     began: float = 0.0
     readers: int = 0
     unwanted: bool = False
+    ending: bool = False
 
 
 @dataclass(slots=True)

@@ -57,6 +57,12 @@ class Schedule(Protocol):
     def steps_until(self, key: str) -> float:
         """How many uses ahead `key` is expected; infinity if it is not expected at all."""
 
+    def round(self, number: int) -> int:
+        """After how many uses the group in use, `number`, comes again; 0 if that is not known."""
+
+    def repeats(self, length: int) -> bool:
+        """Whether the next uses, so many, are expected to be what the latest ones were."""
+
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
 
@@ -311,6 +317,19 @@ class LearnedOrder:
             return float(self._places()[number]) - self._place
         rate = math.exp(self._decayed(number))
         return 1.0 / rate if rate > 0 else math.inf
+
+    def round(self, number: int) -> int:
+        if not self.trusted or self._expected:
+            return 0
+        away = float(self._places()[number]) - self._place
+        return int(away) if math.isfinite(away) else 0
+
+    def repeats(self, length: int) -> bool:
+        now, place = self._length, self._place + 1
+        if not self.trusted or length > now or place + length > now:
+            return False
+        latest = self._history[now - length : now]
+        return bool(np.array_equal(latest, self._history[place : place + length]))
 
     def ranks(self, numbers: Numbers) -> Ranks:
         if self.trusted:

@@ -65,6 +65,8 @@ class Shelves:
         if src is not None:
             began, hop = group.copies[dst].began, self._foresight.hops[src, dst]
             hop.end(group.nbytes, began, self._foresight.now(), counts=came)
+            hop.ending -= group.copies[dst].ending
+            group.copies[dst].ending = False
             group.copies[src].readers -= 1
         self._in_flight -= 1
 

@@ -86,7 +86,10 @@ class Reader:
 
 
 class Reading:
-    """One group on its way from disk to host memory, in pieces that several threads read."""
+    """One group on its way from disk to host memory, in pieces that several threads read.
+
+    `ending` is told when the last of them is begun, `done` when the group is there or has failed.
+    """
 
     def __init__(
         self,
@@ -95,10 +98,12 @@ class Reading:
         cargo: Cargo,
         slot: Slot,
         done: Callable[[Copy, BaseException | None], None],
+        ending: Callable[[Copy], None] = lambda copy: None,
     ) -> None:
         assert cargo.source is not None
         self._reader = reader
         self._done = done
+        self._ending = functools.partial(ending, copy)
         self._copy = copy
         self._cargo = cargo
         self._source = cargo.source
@@ -112,7 +117,8 @@ class Reading:
             self._slot.wait()
             block = self._check_files()
             todo = pieces(self._source, block)
-            self._reader.workers.together(functools.partial(self._read, piece) for piece in todo)
+            parts = (functools.partial(self._read, piece) for piece in todo)
+            self._reader.workers.together(parts, self._ending)
             self._check_files()  # what changed while it was read is no good either
             self._reader.check(self._cargo, self._slot, self._source)
         except BaseException as failure:  # reported, like every failure of a job

@@ -45,13 +45,14 @@ class Workers:
             heapq.heappush(self._jobs, (place, age, job))
             self._ready.notify()
 
-    def together(self, parts: Iterable[Job]) -> None:
+    def together(self, parts: Iterable[Job], last: Job = lambda: None) -> None:
         """Do the parts of the job that this thread is doing, with the help of idle threads.
 
         Helpers come in the place of the whole job: what is older is done before its parts, and
         what is newer after them. Returns when every part is done. Raises what one of them raised.
+        Who begins with the last part does `last` before; it must not raise.
         """
-        shared = _Parts(parts)
+        shared = _Parts(parts, last)
         place = getattr(self._place, "now", (URGENT, 0))
         for _ in range(min(shared.left, len(self._threads)) - 1):
             self._push(place, next(self._age), shared.do)
@@ -87,8 +88,9 @@ def one_by_one(parts: Iterable[Job]) -> None:
 class _Parts:
     """The parts of one job. Whoever has time takes the next one."""
 
-    def __init__(self, parts: Iterable[Job]) -> None:
+    def __init__(self, parts: Iterable[Job], last: Job) -> None:
         self._parts = deque(parts)
+        self._last = last
         self.left = len(self._parts)
         self._over = threading.Condition()
         self._error: BaseException | None = None
@@ -100,6 +102,8 @@ class _Parts:
                 part = self._parts.popleft()
             except IndexError:
                 return
+            if not self._parts:
+                self._last()
             try:
                 if self._error is None:
                     part()
