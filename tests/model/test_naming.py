@@ -150,8 +150,11 @@ def test_blocks_may_be_counted_instead() -> None:
 
 
 def test_groups_are_a_share_of_the_smallest_budget() -> None:
-    assert target_bytes("block_level", 800) == 25
-    assert target_bytes("leaf_level", 800) == 25
+    assert target_bytes("block_level", 800) == 100
+    assert target_bytes("leaf_level", 800) == 50
+    assert target_bytes("block_level", 128 << 20) == 16 << 20
+    assert target_bytes("block_level", 256 << 20) == 16 << 20
+    assert target_bytes("block_level", 1024 << 20) == 32 << 20
     assert target_bytes("block_level", 1 << 40) == 256 << 20
     assert target_bytes("leaf_level", 1 << 40) == 32 << 20
     assert target_bytes("block_level", 1) == 1

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ SIZES = [PAGE, 3 * PAGE, HUGE_PAGE - PAGE, HUGE_PAGE, HUGE_PAGE + PAGE, 9 * 1024
 def resident() -> int:
     """Private memory of this process now, in bytes."""
     gc.collect()
+    return _resident()
+
+
+def _resident() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
@@ -43,7 +48,12 @@ def _faults() -> dict[str, int]:
     return found
 
 
-def churn(allocate: Callable[[int], torch.Tensor], rounds: int, seed: int = 1) -> None:
+def churn(
+    allocate: Callable[[int], torch.Tensor],
+    rounds: int,
+    seed: int = 1,
+    after_each: Callable[[], None] = lambda: None,
+) -> None:
     """Slots of many sizes, together never above the budget, each written and checked."""
     rng = random.Random(seed)
     live: list[tuple[torch.Tensor, int]] = []
@@ -56,9 +66,10 @@ def churn(allocate: Callable[[int], torch.Tensor], rounds: int, seed: int = 1) -
         memory = allocate(nbytes)
         assert memory.dtype == torch.uint8
         assert memory.numel() == nbytes
-        assert memory.data_ptr() % PAGE == 0
+        assert memory.data_ptr() % HUGE_PAGE == 0 or allocate is fresh_memory
         memory.fill_(turn % 251)
         live.append((memory, turn % 251))
+        after_each()
     for memory, mark in live:
         assert_holds(memory, mark)
 
@@ -69,14 +80,70 @@ def assert_holds(memory: torch.Tensor, mark: int) -> None:
     assert bool((memory[PAGE - 1 :: PAGE] == mark).all()), "two slots shared a page"
 
 
-def test_slots_of_any_size_share_nothing_and_stay_within_the_budget() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_of_any_size_share_nothing_and_stay_within_the_budget(seed: int) -> None:
     before = resident()
     pages = RecycledPages(BUDGET)
-    for seed in range(5):
-        churn(pages.allocate, 100, seed)
-        assert resident() - before < BUDGET + 2 * 1024**2
+    most: list[int] = []
+    churn(pages.allocate, 200, seed, lambda: most.append(_resident() - before))
+    assert BUDGET * 3 / 4 < max(most) < BUDGET + 2 * 1024**2
     pages.close()
     assert resident() - before < 2 * 1024**2, "pages were lost"
+
+
+def test_threads_share_nothing_and_stay_within_the_budget() -> None:
+    before = resident()
+    pages = RecycledPages(4 * BUDGET)
+    most: list[int] = []
+    with ThreadPoolExecutor(4) as pool:  # each keeps to a quarter
+        work = [
+            pool.submit(churn, pages.allocate, 100, seed, lambda: most.append(_resident() - before))
+            for seed in range(4)
+        ]
+        for done in work:
+            done.result()
+    assert BUDGET < max(most) < 4 * BUDGET + 4 * 1024**2
+    pages.close()
+    assert resident() - before < 4 * 1024**2, "pages were lost"
+
+
+def test_a_slot_like_an_earlier_one_has_its_pages_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = RecycledPages(BUDGET)
+    sizes = (3 * HUGE_PAGE + PAGE, 5 * HUGE_PAGE, 2 * PAGE)
+    slots = {nbytes: pages.allocate(nbytes).fill_(1) for nbytes in sizes}
+    addresses = {nbytes: memory.data_ptr() for nbytes, memory in slots.items()}
+    slots.clear()
+    changes: list[str] = []
+    for change in ("_map", "_unmap", "_move_huge_page", "_populate_on_touch", "_vacate"):
+        monkeypatch.setattr(pages_module, change, lambda *_, name=change: changes.append(name))
+    again = {nbytes: pages.allocate(nbytes) for nbytes in reversed(sizes)}
+    assert {nbytes: memory.data_ptr() for nbytes, memory in again.items()} == addresses
+    assert changes == []
+
+
+def test_a_slot_in_use_lends_the_pages_below_it() -> None:
+    pages = RecycledPages(10 * HUGE_PAGE)
+    pages.allocate(10 * HUGE_PAGE).fill_(1)
+    low = pages.allocate(4 * HUGE_PAGE).fill_(2)
+    others: list[torch.Tensor] = []
+    made = populated(lambda: others.append(pages.allocate(6 * HUGE_PAGE).fill_(3)))
+    assert made < HUGE_PAGE
+    assert_holds(low, 2)
+    assert_holds(others[0], 3)
+
+
+def test_the_small_pages_of_a_larger_tail_give_way_to_huge_ones() -> None:
+    before = resident()
+    pages = RecycledPages(4 * HUGE_PAGE)
+    slots = [pages.allocate(2 * HUGE_PAGE - PAGE).fill_(1) for _ in range(2)]
+    slots.clear()
+    slots = [pages.allocate(HUGE_PAGE + PAGE).fill_(mark) for mark in (2, 3)]
+    slots.append(pages.allocate(2 * HUGE_PAGE - 2 * PAGE).fill_(4))
+    assert resident() - before < 4 * HUGE_PAGE + 1024**2
+    for memory, mark in zip(slots, (2, 3, 4), strict=True):
+        assert_holds(memory, mark)
 
 
 def test_after_the_first_pass_hardly_anything_is_populated() -> None:
@@ -90,9 +157,8 @@ def test_after_the_first_pass_hardly_anything_is_populated() -> None:
 
 def test_a_large_slot_lies_in_huge_pages_again_after_its_pages_moved() -> None:
     pages = RecycledPages(BUDGET)
-    first = pages.allocate(9 * HUGE_PAGE + PAGE)
-    first.fill_(1)
-    del first
+    first = [pages.allocate(nbytes).fill_(1) for nbytes in (5 * HUGE_PAGE + PAGE, 3 * HUGE_PAGE)]
+    first.clear()
     second = pages.allocate(8 * HUGE_PAGE)
     second.fill_(2)
     if not _huge_pages_at(first_made := fresh_memory(8 * HUGE_PAGE)):
@@ -163,9 +229,20 @@ def test_what_comes_back_after_the_end_goes_to_the_system() -> None:
     assert resident() - before < HUGE_PAGE
 
 
+def test_the_end_gives_up_what_a_slot_in_use_has_to_spare() -> None:
+    before = resident()
+    pages = RecycledPages(BUDGET)
+    pages.allocate(9 * HUGE_PAGE - PAGE).fill_(1)
+    memory = pages.allocate(2 * HUGE_PAGE + PAGE).fill_(7)
+    assert resident() - before > 8 * HUGE_PAGE
+    pages.close()
+    assert resident() - before < 3 * HUGE_PAGE
+    assert_holds(memory, 7)
+
+
 def test_pages_that_cannot_be_moved_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process may have only so many maps (vm.max_map_count); then `mremap` refuses."""
-    monkeypatch.setattr(pages_module, "_move", lambda start, nbytes, address: False)
+    monkeypatch.setattr(pages_module, "_move_huge_page", lambda start, address: False)
     before = resident()
     pages = RecycledPages(BUDGET)
     churn(pages.allocate, 200)

@@ -29,9 +29,9 @@ FIRM = 0.7
 """From one round to the next, the groups that should stay count as needed so many times sooner: who
 is there instead leaves little by little, and hardly a round reads more than the others."""
 AHEAD_GROUPS = 3
-"""Room for so many of the largest groups is left to what streams, ..."""
-AHEAD_SHARE = 4
-"""... but at most one in so many bytes."""
+"""Room for so many of the largest groups is left to what streams."""
+AHEAD_SHARE = 6
+"""If that is more than one in so many bytes, too little would stay: the groups are too large."""
 BISECTIONS = 10
 STEEPEST = 8.0
 """The fastest that the account fills, compared with what an even load needs on average."""
@@ -104,8 +104,9 @@ class Residents:
         assert budget is not None
         if nbytes.sum() <= budget // 2:
             return  # a loop within a loop: the larger one counts
+        ahead = AHEAD_GROUPS * int(nbytes.max())
         total = int(nbytes[np.unique(order, return_index=True)[1]].sum())
-        if total <= budget // 2:
+        if total <= budget // 2 or ahead > budget // AHEAD_SHARE:
             return
         took = self._take_meters(len(order))
         self.nearer *= FIRM
@@ -113,7 +114,6 @@ class Residents:
             self._choose([])
         if total > budget and took is not None and self._rounds_left <= 0:
             loop = visits(order, nbytes, seconds, budget // 2)
-            ahead = min(AHEAD_GROUPS * int(nbytes.max()), budget // AHEAD_SHARE)
             found = even_load(loop, room=budget - ahead, ahead=ahead)
             if found is not None and max(took[0], found.missed / speed) <= WORTH * sum(took):
                 self._choose(found.staying)
