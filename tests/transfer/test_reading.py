@@ -161,9 +161,9 @@ def test_several_threads_read_one_group(
     preadv = os.preadv
 
     def met(*arguments: Any) -> int:
-        if len(threads) < 3:
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
             meeting.wait(30)  # three are here at once, or nobody goes on
-        threads.add(threading.get_ident())
         return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", met)
