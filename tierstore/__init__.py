@@ -27,9 +27,11 @@ from tierstore.model.errors import (
 from tierstore.model.tiers import Access, Tier
 
 if TYPE_CHECKING:
+    from tierstore.adapters.activations import ActivationOffload, offload_activations
+    from tierstore.adapters.checkpointing import checkpoint
     from tierstore.adapters.diffusers import OffloadHandle, enable_group_offload
     from tierstore.lease import Lease
-    from tierstore.metrics import Snapshot, Stats
+    from tierstore.metrics import ActivationStats, Snapshot, Stats
     from tierstore.store import TierStore
 
 __version__ = "0.1.0"
@@ -40,12 +42,18 @@ _LAZY = {
     "Lease": "tierstore.lease",
     "Stats": "tierstore.metrics",
     "Snapshot": "tierstore.metrics",
+    "ActivationStats": "tierstore.metrics",
+    "ActivationOffload": "tierstore.adapters.activations",
+    "offload_activations": "tierstore.adapters.activations",
+    "checkpoint": "tierstore.adapters.checkpointing",
     "enable_group_offload": "tierstore.adapters.diffusers",
     "OffloadHandle": "tierstore.adapters.diffusers",
 }
 
 __all__ = [
     "Access",
+    "ActivationOffload",
+    "ActivationStats",
     "BudgetError",
     "ClosedError",
     "CorruptDataError",
@@ -66,7 +74,9 @@ __all__ = [
     "TransferError",
     "TruncatedFileError",
     "UnknownKeyError",
+    "checkpoint",
     "enable_group_offload",
+    "offload_activations",
 ]
 
 

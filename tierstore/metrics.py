@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class ActivationStats:
+    """What `offload_activations` did with the memory that autograd saved, in bytes.
+
+    `saved_bytes` counts each piece of memory once (at each of its versions), however many saved
+    tensors look at it: it is `shipped_bytes`, which were copied into the store, and `kept_bytes`,
+    which stayed where they were. `deduplicated_bytes` is what further saved tensors would have
+    added, had they not shared a copy. `skipped` says why memory stayed, by reason: it was
+    `"parameter"` (or a buffer, or a leaf that wants a gradient: the graph holds those anyway),
+    `"small"`, `"sparse_slice"` (too little of it is looked at), `"other_device"`, `"recomputed"`
+    (inside a backward pass), `"no_room"` (no budget can hold it), or `"unsupported"` (sparse,
+    nested, subclasses of `torch.Tensor`).
+    """
+
+    saved_bytes: int = 0
+    shipped_bytes: int = 0
+    deduplicated_bytes: int = 0
+    kept_bytes: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,7 @@ class Stats:
     used_bytes: dict[str, int]
     peak_bytes: dict[str, int]
     budget_bytes: dict[str, int | None]
+    activations: ActivationStats = ActivationStats()
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict of plain values."""

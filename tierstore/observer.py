@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tierstore.metrics import BYTES_MOVED, Stats
+from tierstore.metrics import BYTES_MOVED, ActivationStats, Stats
 from tierstore.model.journal import STALL, Journal, Span, Summary, Use
 from tierstore.model.tiers import Tier
 from tierstore.plan.shelves import Shelves
 from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.waiting import Request
+
+
+class ActivationCounts:
+    """Counts the memory that autograd saved, in bytes. On any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shipped = 0
+        self._deduplicated = 0
+        self._skipped: Counter[str] = Counter()
+
+    def shipped(self, nbytes: int, *, instead_of: str = "") -> None:
+        """So many bytes went into the store; maybe after they had been kept for a reason."""
+        with self._lock:
+            self._shipped += nbytes
+            if instead_of:
+                self._skipped[instead_of] -= nbytes
+
+    def deduplicated(self, nbytes: int) -> None:
+        """So many bytes needed no copy of their own."""
+        with self._lock:
+            self._deduplicated += nbytes
+
+    def kept(self, reason: str, nbytes: int) -> None:
+        """So many bytes stay where they are."""
+        with self._lock:
+            self._skipped[reason] += nbytes
+
+    def stats(self) -> ActivationStats:
+        """What all of it comes to."""
+        with self._lock:
+            kept = self._skipped.total()
+            skipped = {reason: n for reason, n in sorted(self._skipped.items()) if n}
+            saved = self._shipped + kept
+            return ActivationStats(saved, self._shipped, self._deduplicated, kept, skipped)
 
 
 class Observer:
@@ -26,6 +62,7 @@ class Observer:
     def __init__(self, journal: Journal, times: DeviceTimes | None) -> None:
         self.journal = journal
         self.counts: Counter[str] = Counter()
+        self.activations = ActivationCounts()
         self._times = times
         self._used: tuple[int, ...] = ()
 
@@ -102,6 +139,7 @@ class Observer:
             used_bytes={t.name: shelves.used[t] for t in tiers},
             peak_bytes={t.name: peak.get(t, shelves.peak[t]) for t in tiers},
             budget_bytes={t.name: shelves.budgets[t] for t in tiers},
+            activations=self.activations.stats(),
         )
 
 

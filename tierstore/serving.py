@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Condition
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,7 +39,7 @@ from tierstore.plan.policy import policy_named
 from tierstore.plan.records import State
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.carrier import Report, ThreadCarrier
+from tierstore.transfer.carrier import ThreadCarrier
 from tierstore.transfer.directory import ObjectDirectory
 from tierstore.transfer.disk import FileStamp
 from tierstore.transfer.objects import check_key, object_name
@@ -84,8 +84,9 @@ class Serving:
         self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
         self._directory = ObjectDirectory(disk_dir)
-        report = _weak_report(weakref.WeakMethod(self._arrived))
-        self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report)
+        # Carrier threads must not keep a forgotten store alive.
+        report, ending = (_weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
+        self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report, ending)
         self._observer = Observer(self._carrier.journal, self._carrier.times)
         self._finalizer = weakref.finalize(
             self, _shut_down, self._carrier, self._directory, self._pid
@@ -165,14 +166,8 @@ class Serving:
         request = Request(key, version=version)
         return request, {name: data for name, (_, data) in sources.items()}
 
-    def _fill(self, request: Request, data: Mapping[str, torch.Tensor], durable: bool) -> None:
-        """Fill the room that was granted, and let readers see it. Copies; waits for nobody."""
-        key, version = request.key, request.version
-        try:
-            self._carrier.fill(version, data)
-        except BaseException:
-            self._give_up(request)
-            raise
+    def _filled(self, key: str, version: str, durable: bool) -> None:
+        """Let readers see a version whose room was granted and filled."""
         with self._locked():
             replaced = self._show(key, version)
             leaves_file = replaced is not None and self._carrier.cargo(replaced).durable
@@ -420,6 +415,11 @@ class Serving:
         self._observer.level(self._planner.used)
         self._waiting.changed()
 
+    def _ending(self, copy: Copy) -> None:
+        with self._changed:
+            self._planner.ending(copy.key, copy.dst, copy.src)
+            self._deliver()
+
     def _arrived(self, copy: Copy, error: BaseException | None) -> None:
         with self._changed:
             if error is None:
@@ -429,15 +429,15 @@ class Serving:
             self._deliver()
 
 
-def _weak_report(method: weakref.WeakMethod[Report]) -> Report:
-    """Carrier threads must not keep a forgotten store alive."""
+def _weakly(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """The method, while its object is there."""
 
-    def report(copy: Copy, error: BaseException | None) -> None:
-        arrived = method()
-        if arrived is not None:
-            arrived(copy, error)
+    def call(*arguments: Any) -> None:
+        found = method()
+        if found is not None:
+            found(*arguments)
 
-    return report
+    return call
 
 
 def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory, pid: int) -> None:

@@ -14,6 +14,7 @@ from types import TracebackType
 import torch
 
 from tierstore.adoption import WEIGHTS, adopt, checkpoint_groups, content_hash
+from tierstore.aside import PuttingAside
 from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpoint
 from tierstore.lease import Lease
 from tierstore.metrics import GroupSnapshot, Snapshot, Stats
@@ -22,18 +23,18 @@ from tierstore.model.journal import Summary
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access
 from tierstore.progress import bar
-from tierstore.serving import Serving
 from tierstore.settings import Size, resolve_budgets, resolve_device
 from tierstore.trace import load, merged, save
 from tierstore.tracks import Notes, document
 from tierstore.transfer.maps import AddressSpace
 from tierstore.transfer.objects import check_key, intact_object
 from tierstore.transfer.views import clone_all
+from tierstore.waiting import Request
 
 VERIFY = ("first", "always", "never")
 
 
-class TierStore(Serving):
+class TierStore(PuttingAside):
     """Serves groups of tensors by key, within hard budgets.
 
     Args:
@@ -113,6 +114,15 @@ class TierStore(Serving):
             self._give_up(request)
             raise
         await self._off_the_loop(lambda: self._fill(request, data, durable))
+
+    def _fill(self, request: Request, data: Mapping[str, torch.Tensor], durable: bool) -> None:
+        """Fill the room that was granted, and let readers see it. Copies; waits for nobody."""
+        try:
+            self._carrier.fill(request.version, data)
+        except BaseException:
+            self._give_up(request)
+            raise
+        self._filled(request.key, request.version, durable)
 
     # Taking by reference -----------------------------------------------------------------------
 
@@ -305,6 +315,7 @@ class TierStore(Serving):
     def keys(self, prefix: str = "") -> list[str]:
         """The keys of all groups that begin with `prefix`, sorted."""
         with self._changed:
+            self._tidy_up()
             return sorted(key for key in self._versions if key.startswith(prefix))
 
     def __iter__(self) -> Iterator[str]:
@@ -313,7 +324,7 @@ class TierStore(Serving):
     def stats(self) -> Stats:
         """What the store has done so far."""
         with self._changed:
-            self._carrier.look()
+            self._tidy_up()
             return self._stats(self._carrier.journal.summary())
 
     def _stats(self, summary: Summary) -> Stats:
@@ -332,7 +343,7 @@ class TierStore(Serving):
         Raises OSError, or InvalidTraceError if `merge` is no trace.
         """
         with self._changed:
-            self._carrier.look()
+            self._tidy_up()
             journal, groups = self._carrier.journal, self._versions.items()
             summary, spans = journal.read()
             notes = Notes(
@@ -353,6 +364,7 @@ class TierStore(Serving):
     def snapshot(self) -> Snapshot:
         """What is where now."""
         with self._changed:
+            self._tidy_up()
             planner = self._planner
             groups = [self._group_snapshot(k, v) for k, v in sorted(self._versions.items())]
             return Snapshot(

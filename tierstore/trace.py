@@ -48,7 +48,7 @@ KINDS = {
 }
 """The kinds of slices, as people read them, by what the store calls them. From top to bottom."""
 
-_BY_NAME = ("used_bytes", "peak_bytes", "budget_bytes", "busy_seconds")
+_BY_NAME = ("used_bytes", "peak_bytes", "budget_bytes", "busy_seconds", "activations")
 _GZIP = b"\x1f\x8b"
 _TIERS = "|".join(tier.name for tier in Tier)
 _HOP = re.compile(f"({_TIERS})>({_TIERS})")
@@ -201,7 +201,7 @@ def _stats(ours: Document) -> dict[str, Any]:
 
 def _is_figure(value: object) -> bool:
     if isinstance(value, dict):
-        return all(number is None or _is_amount(number) for number in value.values())
+        return all(number is None or _is_figure(number) for number in value.values())
     return _is_amount(value)
 
 

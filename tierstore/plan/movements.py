@@ -124,6 +124,19 @@ class Movements(Shelves):
             del self._offloads[group.key]
             self._tidy(group)
 
+    def spill_early(self, key: str) -> int:
+        """Begin to save a group that will have to make room soon. Returns the bytes to be written.
+
+        A hope: if it fails, only those who wait for room are told.
+        """
+        group, src = self._groups[key], self._put_tier()
+        if group.forgotten or not group.present(src) or Tier.DISK in group.copies:
+            return 0
+        if not self._set_aside(group, Tier.DISK, None):
+            return 0
+        self._start(group, src, Tier.DISK, urgent=False)
+        return group.nbytes
+
     def _pursue_save(self, group: GroupRecord) -> None:
         if group.present(Tier.DISK) or group.forgotten or group.error is not None:
             self._saves.pop(group.key, None)

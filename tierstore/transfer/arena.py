@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +40,19 @@ class Slot:
 
     def wait(self) -> None:
         """Wait for the device work that still uses the memory."""
-        while self.pending:
-            event = self.pending[-1]
-            event.synchronize()
-            self.pending.remove(event)  # by now there may be a newer one at the end
+        while waiting := self.pending[-1:]:
+            waiting[0].synchronize()
+            self._over(waiting)  # by now there may be a newer one at the end
+
+    def look(self) -> list[torch.Event]:
+        """The device work that still uses the memory. Waits for nothing."""
+        self._over([event for event in self.pending if event.query()])
+        return list(self.pending)
+
+    def _over(self, events: list[torch.Event]) -> None:
+        for event in events:
+            with suppress(ValueError):  # another thread found out, too
+                self.pending.remove(event)
 
 
 class Arena:
@@ -66,6 +76,7 @@ class Arena:
         self._idle: dict[int, list[Slot]] = {}
         self._condemned: list[Slot] = []
         self._counted = 0  # bytes of slots that are in use or idle
+        self._forgotten = 0  # bytes of slots that are held no more, not yet subtracted
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self.bytes_held = 0
@@ -98,6 +109,12 @@ class Arena:
             else:
                 self._idle.setdefault(slot.nbytes, []).append(slot)
 
+    def forget(self, slot: Slot) -> None:
+        """Somebody else has the slot's memory from now on. It goes with the last view of it."""
+        with self._lock:
+            self._counted -= slot.nbytes
+            self._forgotten += slot.nbytes
+
     def fill(self, slot: Slot) -> torch.Tensor:
         """The slot's memory, made if it must be. May wait for device work."""
         if slot.memory is None:
@@ -111,6 +128,8 @@ class Arena:
     def _unmake_condemned(self) -> None:
         with self._lock:
             condemned, self._condemned = self._condemned, []
+            forgotten, self._forgotten = self._forgotten, 0
+        self.bytes_held -= forgotten
         for slot in condemned:
             slot.wait()
             if slot.memory is not None:

@@ -22,7 +22,7 @@ class Cargo:
     it; None for what came from checkpoints, which is written only once it was changed. `durable`
     groups are written as object files, others into the spill. `stamps` is what the checkpoint
     files in `source` must look like. Of two versions of one key, the disk keeps the one of the
-    higher `order`.
+    higher `order`. The device's copy may have been `handed_over` to a caller.
     """
 
     key: str
@@ -39,3 +39,4 @@ class Cargo:
     views: dict[str, torch.Tensor] | None = None
     arrival: Any = None
     first_digests: list[str] | None = None
+    handed_over: bool = False

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +53,8 @@ class Carrier(Protocol):
 class ThreadCarrier:
     """Moves groups between an accelerator (if any), host memory and files.
 
-    `report` is called, on a worker thread, when a copy is done or has failed. `top` is the fastest
+    `report` is called, on a worker thread, when a copy is done or has failed; `ending`, when the
+    last bytes of a copy from disk are asked for. `top` is the fastest
     tier: HOST when the device is the CPU.
     """
 
@@ -63,6 +65,7 @@ class ThreadCarrier:
         directory: ObjectDirectory,
         verify: str,
         report: Report,
+        ending: Callable[[Copy], None],
     ) -> None:
         self.device = device
         self.top = min(budgets)
@@ -71,6 +74,7 @@ class ThreadCarrier:
         self.files = FileTable(directory.path)
         self._directory = directory
         self._report = report
+        self._ending = ending
         self._cargo: dict[str, Cargo] = {}
         self._spill: Spill | None = None
         self._committed: dict[str, int] = {}  # key -> newest version that is on disk, or removed
@@ -135,7 +139,11 @@ class ThreadCarrier:
             if cargo.arrival is not None:
                 slot.pending.append(cargo.arrival)
                 cargo.arrival = None
-        self.arenas[tier].give(slot)
+        if tier is Tier.DEVICE and cargo.handed_over:
+            cargo.handed_over = False
+            self.arenas[tier].forget(slot)
+        else:
+            self.arenas[tier].give(slot)
 
     def _drop_from_disk(self, cargo: Cargo) -> None:
         """An object file stays until its key is written anew or removed; spilled room is freed."""
@@ -154,7 +162,7 @@ class ThreadCarrier:
         if copy.src is Tier.DISK:
             assert slot is not None
             finish = functools.partial(self._finish, span)
-            reading = Reading(self._reader, copy, cargo, slot, finish)
+            reading = Reading(self._reader, copy, cargo, slot, finish, self._ending)
             self._disk.submit(priority, functools.partial(self._read, span, reading))
         elif copy.dst is Tier.DISK:
             job = self._reported(span, copy, cargo, cargo.slots[copy.src], None)
@@ -213,21 +221,72 @@ class ThreadCarrier:
             self.times.look()
 
     def fill(self, key: str, blocks: Mapping[str, torch.Tensor]) -> None:
-        """Copy a group's blocks (uint8, any device) into the host memory reserved for it."""
+        """Copy a group's blocks (uint8, any device) into the host memory reserved for it.
+
+        What comes from the store's device is copied by the device, in order with the current
+        stream. Nobody waits for that here.
+        """
+        self._fill(key, blocks, behind=False)
+
+    def fill_behind(self, key: str, blocks: Mapping[str, torch.Tensor]) -> torch.Event | None:
+        """`fill`, but beside what the current stream does next.
+
+        The caller must neither change nor let go of the blocks before the event that is returned.
+        None: they are copied.
+        """
+        return self._fill(key, blocks, behind=True)
+
+    def _fill(
+        self, key: str, blocks: Mapping[str, torch.Tensor], behind: bool
+    ) -> torch.Event | None:
         cargo = self._cargo[key]
         assert cargo.packing is not None
         slot = cargo.slots[Tier.HOST]
         memory = self.arenas[Tier.HOST].fill(slot)
         slot.wait()
-        for block, at in zip(cargo.packing.blocks, cargo.packing.offsets, strict=True):
-            memory[at : at + block.nbytes].copy_(blocks[block.name])
+        places = [
+            (memory[at : at + block.nbytes], blocks[block.name])
+            for block, at in zip(cargo.packing.blocks, cargo.packing.offsets, strict=True)
+        ]
+        if self.top is Tier.DEVICE and all(source.device == self.device for _, source in places):
+            return self._fetch(key, slot, places, behind)
+        for target, source in places:
+            target.copy_(source)
+        return None
+
+    def _fetch(
+        self, key: str, slot: Slot, places: list[tuple[torch.Tensor, torch.Tensor]], behind: bool
+    ) -> torch.Event:
+        """Have the device fill a host slot. Who reads the slot waits for what is pending there."""
+        assert self.times is not None
+        stream = here = torch.accelerator.current_stream(self.device)
+        entered: AbstractContextManager[object] = nullcontext()
+        if behind:
+            self._down.wait_event(self.times.mark(here).event)
+            stream = entered = self._down
+        began = self.times.mark(stream)
+        with entered:
+            for target, source in places:
+                target.copy_(source, non_blocking=True)
+        ended = self.times.mark(stream)
+        slot.pending.append(ended.event)
+        nbytes = sum(source.nbytes for _, source in places)
+        span = Span(hop(Tier.DEVICE, Tier.HOST), name_of(key), nbytes)
+        self.journal.count(span.kind, nbytes)
+        self.times.tell(functools.partial(self.journal.end_between, span), began, ended)
+        event: torch.Event = ended.event
+        return event
+
+    def hand_over(self, key: str) -> None:
+        """The copy on the device is its borrower's as well: no other group gets its memory."""
+        self._cargo[key].handed_over = True
 
     # Between host and device -------------------------------------------------------------------
 
     def _onload(self, cargo: Cargo, src: Slot, dst: Slot) -> tuple[Mark, Mark]:
         memory = self.arenas[Tier.DEVICE].fill(dst)
         assert src.memory is not None and self.times is not None
-        for event in dst.pending:
+        for event in [*src.look(), *dst.pending]:  # a put may still be filling the source
             self._up.wait_event(event)
         dst.pending.clear()
         began = self.times.mark(self._up)

@@ -1,0 +1,174 @@
+"""The heart of it: what is saved goes away, comes back as it was, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import tierstore
+from tests.activations.helpers import (
+    assert_equal,
+    assert_nothing_left,
+    chain,
+    offloading,
+    on_both,
+    open_store,
+    plain_gradients,
+    random_matrices,
+    saved_by,
+)
+from tests.store.helpers import PAGE, assert_sound
+
+
+@on_both
+@pytest.mark.parametrize("pages", [5, 20, 200], ids="{} pages".format)
+def test_gradients_are_equal_and_nothing_is_left(device: str, pages: int, disk_dir: Path) -> None:
+    x, *weights = random_matrices(9, device)
+    wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
+    options = {} if device == "cpu" else {"device_budget": 20 * PAGE}
+    with open_store(disk_dir, pages * PAGE, device, **options) as store:
+        for _ in range(3):
+            found = plain_gradients(lambda: chain(x, weights), [x, *weights], offloading(store))
+            assert_equal(found, wanted)
+        stats = store.stats()
+        assert stats.activations.shipped_bytes >= 3 * 16 * x.nbytes
+        assert stats.activations.skipped["parameter"] > 0
+        if pages < 64:
+            assert stats.bytes_written > 0
+        assert_nothing_left(store)
+        assert_sound(store)
+
+
+@on_both
+def test_views_share_one_copy_and_keep_their_strides(device: str, disk_dir: Path) -> None:
+    (x,) = random_matrices(1, device)
+    with open_store(disk_dir, 64 * PAGE, device) as store:
+        with saved_by() as saved, offloading(store):
+            h = x * 2
+            y = h @ h.t()
+        node = y.grad_fn
+        assert node is not None
+        mine, other = node._saved_self, node._saved_mat2
+        assert mine.stride() == (64, 1) and other.stride() == (1, 64)
+        assert torch.equal(mine, h) and torch.equal(other, h.t())
+        assert store.stats().activations.shipped_bytes == h.nbytes
+        assert store.stats().activations.deduplicated_bytes == h.nbytes
+        assert saved.tensors == 0  # the innermost hooks are ours
+
+
+@on_both
+def test_changes_in_place_are_noticed(device: str, disk_dir: Path) -> None:
+    x, weight = random_matrices(2, device)
+    with open_store(disk_dir, 64 * PAGE, device) as store:
+        with offloading(store):
+            h = torch.exp(x)
+            loss = (h @ weight).sum()
+        with torch.no_grad():
+            weight.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1"):
+            loss.backward()
+        with offloading(store):
+            h = torch.exp(x)
+        h.add_(1)
+        with pytest.raises(RuntimeError, match="output 0 of Exp, is at version 1"):
+            h.sum().backward()
+        del h, loss
+        assert_nothing_left(store)
+
+
+@on_both
+def test_checkpoints_ship_what_comes_by_keyword_and_closure(device: str, disk_dir: Path) -> None:
+    x, one, other = random_matrices(3, device)
+
+    def run() -> torch.Tensor:
+        h = x * 2
+        scale = x + 1
+
+        def region(a: torch.Tensor, *, b: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(a @ one) * torch.sin(b @ other) * scale.exp()
+
+        return tierstore.checkpoint(region, h, b=h.cos()).sum()
+
+    wanted = plain_gradients(run, [x, one, other])
+    with open_store(disk_dir, 64 * PAGE, device) as store:
+        with offloading(store):
+            loss = run()
+        # h, h.cos() and scale; h is saved by cos, too
+        assert store.stats().activations.shipped_bytes == 3 * x.nbytes
+        assert_equal(torch.autograd.grad(loss, [x, one, other]), wanted)
+        del loss
+        assert_nothing_left(store)
+
+
+@on_both
+def test_counters_of_their_own_have_copies_of_their_own(device: str, disk_dir: Path) -> None:
+    """Gates that an LSTM cuts out of one tensor: one memory, all at version 1, at other times."""
+
+    def run() -> torch.Tensor:
+        first, second = (x * 2).unsafe_chunk(2)
+        return (first.sigmoid_() * 3).sum() + (second.tanh_() * 5).sum()
+
+    (x,) = random_matrices(1, device)
+    wanted = plain_gradients(run, [x])
+    with open_store(disk_dir, 64 * PAGE, device) as store:
+        assert_equal(plain_gradients(run, [x], offloading(store)), wanted)
+        assert store.stats().activations.shipped_bytes > 0
+
+
+@on_both
+def test_a_slice_does_not_keep_what_it_was_cut_from(device: str, disk_dir: Path) -> None:
+    (x,) = random_matrices(1, device, size=128)
+
+    def run() -> torch.Tensor:
+        large = x * 2
+        return large[3:5].sin().sum() + large[5:, 0].cos().sum() + large[9:9].sin().sum()
+
+    wanted = plain_gradients(run, [x])
+    with open_store(disk_dir, 64 * PAGE, device) as store:
+        with offloading(store):
+            loss = run()
+        stats = store.stats().activations
+        assert stats.shipped_bytes == 0
+        assert 0 < stats.skipped["small"] < x.nbytes / 4
+        assert_equal(torch.autograd.grad(loss, [x]), wanted)
+
+
+def test_device_memory_goes_while_the_forward_runs(pretend: object, disk_dir: Path) -> None:
+    x, *weights = random_matrices(33, "pretend", size=128)
+    torch.pretend.synchronize()
+    before = torch.pretend.memory_allocated()
+    with open_store(disk_dir, 4 << 20, "pretend") as store:
+        with offloading(store):
+            loss = chain(x, weights)
+            waiting = torch.pretend.memory_allocated() - before
+        left = torch.pretend.memory_allocated() - before
+        saved = store.stats().activations.shipped_bytes
+        assert saved >= 64 * x.nbytes
+        assert waiting <= 4 * x.nbytes, "the forward ran far ahead of the copies"
+        assert left <= 0.05 * saved
+        loss.backward()
+        del loss
+        assert_nothing_left(store)
+        assert torch.pretend.stale_copies() == 0
+
+
+@on_both
+def test_a_store_may_be_shared_by_steps_in_threads(device: str, disk_dir: Path) -> None:
+    leaves = [random_matrices(5, device, seed=seed) for seed in range(3)]
+    wanted = [plain_gradients(lambda m=m: chain(m[0], m[1:]), m) for m in leaves]
+    with open_store(disk_dir, 12 * PAGE, device) as store, ThreadPoolExecutor(3) as threads:
+
+        def steps(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+            for _ in range(5):
+                found = plain_gradients(
+                    lambda: chain(matrices[0], matrices[1:]), matrices, offloading(store)
+                )
+            return found
+
+        for found, right in zip(threads.map(steps, leaves), wanted, strict=True):
+            assert_equal(found, right)
+        assert_nothing_left(store)
+        assert_sound(store)

@@ -1,0 +1,98 @@
+"""Nothing grows over hundreds of steps, and nothing is left behind by a process that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.activations import stepping
+from tests.store.helpers import PATIENCE, files_below, on_both, open_store
+
+pytestmark = pytest.mark.slow
+
+STEPS = 200
+WARM = 50
+"""Steps after which pools, caches and learned orders are as large as they get."""
+
+
+@contextmanager
+def started(device: str, disk_dir: Path, steps: int, what: str) -> Iterator[subprocess.Popen[str]]:
+    # Without a threshold of its own, the allocator keeps freed memory and would be counted.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+    arguments = [device, str(disk_dir), str(steps), what]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.activations.stepping", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+
+
+def measure(device: str, disk_dir: Path, steps: int, what: str) -> list[dict[str, Any]]:
+    with started(device, disk_dir, steps, what) as process:
+        output, _ = process.communicate(timeout=5 * PATIENCE)
+    assert process.returncode == 0
+    lines = [line for line in output.splitlines() if line.startswith("STEP ")]
+    assert len(lines) == steps // stepping.EVERY
+    return [json.loads(line.removeprefix("STEP ")) for line in lines]
+
+
+SAVED = 9 * stepping.SIZE**2 * 4
+"""Bytes that a step saves."""
+
+
+@on_both
+def test_nothing_grows(device: str, disk_dir: Path) -> None:
+    measured = measure(device, disk_dir, STEPS, "measure")
+    assert measured[-1]["written"] > STEPS * SAVED // 10, "the disk was hardly used"
+    assert all(step["groups"] == 0 for step in measured)
+    assert all(not any(step["used"].values()) for step in measured)
+    assert all(step["files"] == measured[0]["files"] for step in measured)
+    warm, rest = measured[: WARM // stepping.EVERY], measured[WARM // stepping.EVERY :]
+    for name in ("device", "pinned", "slab"):
+        assert max(step[name] for step in rest) <= max(step[name] for step in warm), name
+    # A leak of one saved tensor of each step would be 37 MiB.
+    grown = max(step["host"] for step in rest[-4:]) - max(step["host"] for step in warm)
+    assert grown < 8 * 1024 * 1024
+    assert rest[-1]["tensors"] <= max(step["tensors"] for step in warm)
+
+
+@on_both
+def test_what_grows_would_be_noticed(device: str, disk_dir: Path) -> None:
+    """The control: the graphs of all steps are kept, and so is what they saved."""
+    measured = measure(device, disk_dir, 20, "leak")
+    first, last = measured[0], measured[-1]
+    assert last["groups"] > 3 * first["groups"] > 0
+    assert last["used"]["DISK"] > first["used"]["DISK"] > 0
+    assert last["tensors"] > first["tensors"]
+
+
+@on_both
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_killed_process_leaves_no_file(part: str, device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir):
+        pass
+    empty = files_below(disk_dir)
+    with started(device, disk_dir, 3, part) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "READY\n"
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+    assert files_below(disk_dir) == empty
+    with open_store(disk_dir) as store:
+        assert len(store) == 0
+        assert store.snapshot().used_bytes["DISK"] == 0

@@ -1,0 +1,59 @@
+"""The operating system enforces the budget: what does not fit in memory is trained all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.activations import limited
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux"),
+        reason="only Linux counts private memory for RLIMIT_DATA",
+    ),
+]
+
+
+def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
+    # Without a threshold of its own, the allocator keeps freed memory and would be limited for it.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.activations.limited", how, str(place / "store")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_a_step_of_five_times_the_memory_finishes(tmp_path: Path) -> None:
+    done = run("store", tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
+    activations = limited.LAYERS * limited.NUMBERS * 4
+    assert activations >= 5 * limited.HEADROOM
+    assert result["right"]
+    # The first layer's input is a leaf that wants a gradient, which is there anyway.
+    assert result["shipped"] >= activations - limited.NUMBERS * 4
+    assert result["written"] >= activations - limited.HEADROOM
+    assert result["peak"] <= limited.BUDGET
+
+
+@pytest.mark.parametrize("how", ["nothing", "save_on_cpu"])
+def test_without_the_store_it_does_not(how: str, tmp_path: Path) -> None:
+    """The control."""
+    done = run(how, tmp_path)
+    assert done.returncode == 1
+    assert "RESULT" not in done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(("RuntimeError", "MemoryError")), done.stderr[-3000:]
+    assert "memory" in last.lower()

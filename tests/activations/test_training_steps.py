@@ -1,0 +1,142 @@
+"""Training steps of small real models: the same gradients, and memory within its bounds."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import pipelines
+from tests.activations.helpers import (
+    FRACTIONS,
+    SMALL,
+    Saved,
+    assert_equal,
+    assert_nothing_left,
+    budget_for,
+    needs_pretend,
+    offloading,
+    on_both,
+    open_store,
+    plain_gradients,
+)
+from tests.activations.models import Trained, trained
+from tests.store.helpers import PAGE, PATIENCE, assert_sound
+from tierstore.model.sizes import round_up
+
+pytestmark = pytest.mark.slow
+
+WAYS = [(how, fraction) for how in ("none", "ours") for fraction in FRACTIONS] + [("theirs", 0.1)]
+"""How a model is checkpointed, and the RAM budget as a share of what it saves then."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each model."""
+    place = tmp_path_factory.mktemp("models")
+    return {kind: build(place / kind, "tiny") for kind, build in pipelines.BUILDERS.items()}
+
+
+@functools.lru_cache(maxsize=1)
+def prepared(kind: str, checkpoint: Path, device: str) -> tuple[Trained, list[torch.Tensor]]:
+    """A model, and its gradients in a run without the store and without checkpointing."""
+    step = trained(kind, checkpoint, device)
+    step.checkpoint("none")
+    wanted = plain_gradients(step.loss, step.leaves)
+    again = plain_gradients(step.loss, step.leaves)
+    assert_equal(again, wanted)
+    return step, wanted
+
+
+@functools.lru_cache(maxsize=1)
+def saved_bytes(kind: str, checkpoint: Path, device: str, how: str) -> Saved:
+    """What a step saves, but for parameters and buffers."""
+    step, _ = prepared(kind, checkpoint, device)
+    step.checkpoint(how)
+    saved = Saved(SMALL)
+    with saved.watching():
+        loss = step.loss()
+    saved.without(step.parameters())
+    del loss
+    return saved
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_kept() -> Iterator[None]:
+    yield
+    prepared.cache_clear()
+    saved_bytes.cache_clear()
+
+
+@pytest.mark.parametrize(("how", "fraction"), WAYS)
+@pytest.mark.parametrize("kind", pipelines.KINDS)
+@on_both
+def test_gradients(
+    device: str,
+    kind: str,
+    how: str,
+    fraction: float,
+    checkpoints: dict[str, Path],
+    disk_dir: Path,
+) -> None:
+    step, wanted = prepared(kind, checkpoints[kind], device)
+    saved = saved_bytes(kind, checkpoints[kind], device, how)
+    step.checkpoint(how)
+    budget = budget_for(saved, fraction)
+    options = {} if device == "cpu" else {"device_budget": 4 * round_up(saved.largest, PAGE)}
+    with open_store(disk_dir, budget, device, **options) as store:
+        context = offloading(store, SMALL, model=step.model)
+        assert_equal(plain_gradients(step.loss, step.leaves, context), wanted)
+        stats = store.stats()
+        # Kept out of the bound: what parameters take. So none of them was shipped either.
+        if how != "ours":
+            assert 0 < stats.activations.shipped_bytes <= saved.nbytes
+        assert stats.activations.shipped_bytes > 0
+        assert stats.peak_bytes["HOST"] <= budget
+        if fraction < 0.5 and how == "none":
+            assert stats.bytes_written > 0
+        assert_nothing_left(store)
+        assert_sound(store)
+
+
+@needs_pretend
+@pytest.mark.parametrize("kind", pipelines.KINDS)
+def test_memory_on_the_device_and_page_locked(
+    kind: str, pretend: Any, checkpoints: dict[str, Path], disk_dir: Path
+) -> None:
+    """At the end of the forward 95 % of what is saved has left the device, and RAM is in budget."""
+    step, wanted = prepared(kind, checkpoints[kind], "pretend")
+    saved = saved_bytes(kind, checkpoints[kind], "pretend", "none")
+    step.checkpoint("none")
+    budget = budget_for(saved, 0.5)
+    pretend.synchronize()
+    pretend.reset_peak_pinned()
+    before = pretend.memory_allocated(), pretend.pinned_bytes()
+    with open_store(disk_dir, budget, "pretend", device_budget=saved.nbytes) as store:
+        with offloading(store, SMALL, model=step.model):
+            loss = step.loss()
+        pretend.synchronize()
+        most = before[0] + saved.small_bytes + loss.nbytes + saved.nbytes // 20
+        assert eventually_at_most(pretend, most)
+        assert pretend.peak_pinned_bytes() - before[1] <= budget
+        assert_equal(torch.autograd.grad(loss, step.leaves), wanted)
+        assert pretend.peak_pinned_bytes() - before[1] <= budget
+        # The control: without the store most of it is on the device.
+        held = step.loss()
+        assert pretend.memory_allocated() - before[0] > 0.8 * saved.nbytes
+        del held, loss
+
+
+def eventually_at_most(pretend: Any, nbytes: int) -> bool:
+    """Whether the device holds no more than this once what is on its way has arrived."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE / 0.05)):
+        if pretend.memory_allocated() <= nbytes:
+            return True
+        pause.wait(0.05)
+    return False

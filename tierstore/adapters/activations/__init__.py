@@ -1,0 +1,251 @@
+"""Training with more activations than the memory holds: what autograd saves goes to a store.
+
+    with tierstore.offload_activations(store):
+        loss = model(x)
+    loss.backward()
+
+Built on `torch.autograd.graph.saved_tensors_hooks`. Any such hook switches autograd's own check for
+changes in place off, so it is made here. What comes back has the same bytes, strides, dtype and
+device (with its index) as what was saved; gradients are the same to the last bit.
+
+What is put aside is copied once per storage and version, however many saved tensors look at it. It
+stays in the store as long as the graph that saved it: unpacking twice (`retain_graph`) is fine, and
+a graph that is dropped leaves nothing behind. On an accelerator, copies run beside the forward
+pass; in the backward pass the store is told what comes next, which is what was packed before.
+
+What stays where it is, and why, is counted in `store.stats().activations.skipped`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tierstore.adapters.activations.geometry import (
+    Geometry,
+    described,
+    geometry_of,
+    refuse_changed,
+)
+from tierstore.adapters.activations.shelf import Piece, Shelf
+from tierstore.model.sizes import parse_size
+from tierstore.store import TierStore
+
+PLAIN = (torch.Tensor, nn.Parameter)
+HELD = (nn.Parameter, nn.Buffer)
+
+_shelves: weakref.WeakKeyDictionary[TierStore, weakref.ref[Shelf]] = weakref.WeakKeyDictionary()
+_shelves_lock = threading.Lock()
+_active = threading.local()
+
+
+def _shelf_of(store: TierStore) -> Shelf:
+    with _shelves_lock:
+        known = _shelves.get(store)
+        shelf = None if known is None else known()
+        if shelf is None:
+            shelf = Shelf(store)
+            _shelves[store] = weakref.ref(shelf)
+        return shelf
+
+
+class Shipped:
+    """What the graph holds instead of a tensor that was put aside. It dies with the graph."""
+
+    __slots__ = ("_geometry", "_name", "_piece")
+
+    def __init__(self, piece: Piece, geometry: Geometry, name: str) -> None:
+        self._piece = piece
+        self._geometry = geometry
+        self._name = name
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, as it was."""
+        self._piece.watch.check(self._name)
+        return self._piece.build(self._geometry)
+
+
+class Kept:
+    """What the graph holds instead of a tensor that stays where it is.
+
+    Never the tensor itself: an output that its own graph holds would be held for ever.
+    """
+
+    __slots__ = ("_name", "_piece", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, piece: Piece | None) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+        self._name = described(tensor)
+        self._piece = piece  # so that it is counted once
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if it is what it was."""
+        refuse_changed(self._name, self._tensor._version, self._version)
+        return self._tensor
+
+
+class ActivationOffload:
+    """Puts what autograd saves inside of it into a store. See `offload_activations`.
+
+    It may be entered any number of times, one after the other, in one another, and by several
+    threads: hooks are a thread's own, so a forward pass in a worker thread enters it there.
+    """
+
+    def __init__(self, store: TierStore, min_size: int, modules: Iterable[nn.Module]) -> None:
+        self.store = store
+        self.min_size = min_size
+        self._modules = tuple(modules)
+        self._shelf = _shelf_of(store)
+        # Weak references: as long as there is one, nobody else gets the address of a storage.
+        self._parameters: dict[int, StorageWeakRef] = {}
+
+    def __enter__(self) -> ActivationOffload:
+        for cdata in [cdata for cdata, ref in self._parameters.items() if ref.expired()]:
+            self._parameters.pop(cdata, None)
+        for tensor in _tensors_of(self._modules):
+            self._know(tensor)
+        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        _entered().append((self, hooks))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _, hooks = _entered().pop()
+        hooks.__exit__(kind, error, trace)
+        self._shelf.let_go(but=None if kind else 0)
+
+    # Packing -----------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Shipped | Kept:
+        with torch.no_grad():
+            if not _is_plain(tensor):
+                self._shelf.counts.kept("unsupported", _nbytes(tensor))
+                return Kept(tensor, None)
+            reason = self._why_kept(tensor)
+            if reason == "other_device" and (other := self._who_serves(tensor.device)):
+                return other._pack(tensor)
+            return self._kept(tensor, reason) if reason else self._saved(tensor)
+
+    def _why_kept(self, tensor: torch.Tensor) -> str:
+        if torch._C._current_graph_task_id() != -1:
+            return "recomputed"  # by a checkpoint, or to be differentiated again: used at once
+        if self._is_parameter(tensor):
+            return "parameter"
+        return "" if tensor.device == self.store.device else "other_device"
+
+    def _who_serves(self, device: torch.device) -> ActivationOffload | None:
+        """The innermost of those around this one whose store is on `device`."""
+        around = [offload for offload, _ in _entered() if offload.store.device == device]
+        return around[-1] if around else None
+
+    def _kept(self, tensor: torch.Tensor, reason: str) -> Kept:
+        storage = tensor.untyped_storage()
+        piece = self._shelf.piece(tensor, (0, storage.nbytes()))
+        self._shelf.keep(piece, reason)
+        return Kept(tensor, piece)
+
+    def _saved(self, tensor: torch.Tensor) -> Shipped:
+        storage, geometry = tensor.untyped_storage(), geometry_of(tensor)
+        piece = self._shelf.piece(tensor, geometry.span(storage.nbytes()))
+        self._shelf.save(piece, geometry, self.min_size)
+        return Shipped(piece, geometry, described(tensor))
+
+    # Parameters --------------------------------------------------------------------------------
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory is a parameter's, a buffer's, or a leaf's that wants a gradient.
+
+        `nn.Linear` saves a view of its weight, which is a plain tensor: so look at the memory.
+        """
+        if tensor.untyped_storage()._cdata in self._parameters:
+            return True
+        for held in (tensor, tensor._base):
+            if isinstance(held, HELD):
+                self._know(held)
+                return True
+            # The graph's node for the gradient of a leaf holds the leaf.
+            if held is not None and held.is_leaf and held.requires_grad:
+                return True
+        return False
+
+    def _know(self, tensor: torch.Tensor) -> None:
+        if _is_plain(tensor):
+            storage = tensor.untyped_storage()
+            self._parameters.setdefault(storage._cdata, StorageWeakRef(storage))
+
+
+def offload_activations(
+    store: TierStore,
+    *,
+    min_size: int | str = "1MB",
+    model: nn.Module | Iterable[nn.Module] | None = None,
+) -> ActivationOffload:
+    """Put what autograd saves in a forward pass into `store`, until the backward pass wants it.
+
+    Use it around the forward pass of any model; the backward pass may be inside or outside. What
+    stays where it is: pieces of memory below `min_size` (bytes, or like `"1MB"`), parameters and
+    buffers, what is not on the store's device, and what is no plain tensor. `model` is whose
+    parameters and buffers are recognised in any disguise; without it, frozen parameters that were
+    detached, and buffers, are taken for activations.
+
+    A store serves one device, with its index. For a model on several devices enter one for each,
+    in one another. Only the innermost other hooks of `saved_tensors_hooks` apply, as always in
+    torch: inside of them nothing is offloaded.
+
+    A forward pass raises what `put` raises (DiskFullError, BudgetError if the disk budget is used
+    up, TransferError); a backward pass what `acquire` raises, and torch's own RuntimeError for a
+    saved tensor that was changed in place.
+    """
+    modules = [model] if isinstance(model, nn.Module) else model or ()
+    return ActivationOffload(store, parse_size(min_size) if min_size else 0, modules)
+
+
+def _unpack(saved: Shipped | Kept) -> torch.Tensor:
+    with torch.no_grad():
+        return saved.unpack()
+
+
+def _entered() -> list[tuple[ActivationOffload, Any]]:
+    """What the running thread has entered, the innermost last."""
+    found: list[tuple[ActivationOffload, Any]] | None = getattr(_active, "entered", None)
+    if found is None:
+        found = _active.entered = []
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is bytes with strides, and nothing else."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_nested)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        yield from module.parameters()
+        yield from module.buffers()
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.nbytes
+    except (RuntimeError, NotImplementedError):
+        return 0  # compressed sparse tensors do not tell

@@ -1,0 +1,149 @@
+"""Activation checkpointing whose boundaries go to a store with everything else.
+
+`torch.utils.checkpoint` keeps the inputs of a region and computes the rest again in the backward
+pass. The inputs are what is left to keep; but the hooks of `offload_activations` are shown only
+positional tensors. Here all tensors that a call brings along are made positional: those in
+keywords, in lists, tuples and dicts, in the arguments of `functools.partial`, and in the variables
+that a function takes from around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checkpoint(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `fn`, keep only what it is given, and compute it again in the backward pass.
+
+    Non-reentrant (`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`), with the state of
+    the random generators restored. Inside of `offload_activations`, what is kept goes to the store:
+    tensors among the arguments, in containers, and in the closure of `fn` (or of what
+    `functools.partial` wraps). A tensor that `fn` finds in an object of its own, such as an
+    attribute, stays where it is. What `fn` assigns to a tensor of its closure is kept for the
+    forward pass, and is gone after the second one.
+    """
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    tensors = _Tensors()
+    call = _Call(fn, tensors, tensors.taken_from((args, kwargs)))
+    result: T = torch_checkpoint.checkpoint(call, *tensors.found, use_reentrant=False)
+    return result
+
+
+class _Tensors:
+    """The tensors of a call, each once."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def taken_from(self, value: Any) -> _Filled:
+        """What builds `value` anew from its tensors."""
+        leaves, structure = tree_flatten(value)
+        return _Filled([self._left(leaf) for leaf in leaves], structure)
+
+    def _left(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self._places:
+            self._places[id(leaf)] = len(self.found)
+            self.found.append(leaf)
+        return _Place(self._places[id(leaf)])
+
+
+class _Place(int):
+    """Where in a list a tensor is."""
+
+
+class _Filled:
+    """A value with places instead of tensors."""
+
+    def __init__(self, leaves: list[Any], structure: Any) -> None:
+        self._leaves = leaves
+        self._structure = structure
+
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether there is any place."""
+        return any(isinstance(leaf, _Place) for leaf in self._leaves)
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The value with these tensors."""
+        leaves = [tensors[leaf] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._structure)
+
+
+class _Call:
+    """A call that holds none of its tensors, but is given them each time.
+
+    The first time, in the forward pass, it calls the function itself.
+    """
+
+    def __init__(self, fn: Callable[..., Any], tensors: _Tensors, arguments: _Filled) -> None:
+        self._first: Callable[..., Any] | None = fn
+        self._arguments = arguments
+        self._again = _rebuilt(fn, tensors)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        fn, self._first = self._first, None
+        if fn is None:
+            fn = self._again(tensors)
+        args, kwargs = self._arguments(tensors)
+        return fn(*args, **kwargs)
+
+
+Rebuild = Callable[[tuple[torch.Tensor, ...]], Callable[..., Any]]
+
+
+def _rebuilt(fn: Callable[..., Any], tensors: _Tensors) -> Rebuild:
+    """What makes a function that does what `fn` does, from the tensors that `fn` brings along."""
+    if isinstance(fn, functools.partial):
+        inner = _rebuilt(fn.func, tensors)
+        bound = tensors.taken_from((fn.args, fn.keywords))
+        return lambda given: _partial(inner(given), *bound(given))
+    if isinstance(fn, types.FunctionType):
+        return _rebuilt_function(fn, tensors)
+    return lambda given: fn
+
+
+def _partial(fn: Callable[..., Any], args: Any, keywords: Any) -> Callable[..., Any]:
+    return functools.partial(fn, *args, **keywords)
+
+
+def _rebuilt_function(fn: types.FunctionType, tensors: _Tensors) -> Rebuild:
+    defaults = tensors.taken_from((fn.__defaults__, fn.__kwdefaults__))
+    cells = [_rebuilt_cell(cell, tensors) for cell in fn.__closure__ or ()]
+    if not defaults.holds_tensors and all(isinstance(cell, types.CellType) for cell in cells):
+        return lambda given: fn  # as it is
+    code, names, name = fn.__code__, fn.__globals__, fn.__name__
+
+    def rebuild(given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        closure = tuple(
+            cell if isinstance(cell, types.CellType) else types.CellType(cell(given))
+            for cell in cells
+        )
+        positional, keywords = defaults(given)
+        made = types.FunctionType(code, names, name, positional, closure or None)
+        made.__kwdefaults__ = keywords
+        return made
+
+    return rebuild
+
+
+def _rebuilt_cell(cell: types.CellType, tensors: _Tensors) -> types.CellType | _Filled:
+    """The cell itself, shared with the function around, unless there are tensors in it."""
+    try:
+        filled = tensors.taken_from(cell.cell_contents)
+    except ValueError:  # nothing is assigned yet
+        return cell
+    return filled if filled.holds_tensors else cell

@@ -1,0 +1,172 @@
+"""Memory that is put aside for a while and wanted back soon, under names that the store makes up.
+
+What autograd saves has no name, is written once, read once or a few times, and goes with the graph.
+No name is used twice: a learned order of use would tell the planner, in the middle of the forward
+pass, to fetch what the backward pass of the last step began with. Who puts memory aside says itself
+what it wants next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tierstore.lease import Lease
+from tierstore.model.tiers import Access, Tier
+from tierstore.observer import ActivationCounts
+from tierstore.serving import Serving
+from tierstore.waiting import Request
+
+PREFIX = "activation/"
+
+SCARCE = 256 << 20
+"""Room in host memory is scarce when so many bytes of the budget are left, ..."""
+SCARCE_SHARE = 4
+"""... or one in so many."""
+
+
+def key_of(number: int) -> str:
+    """The key of what was put aside under this number.
+
+    >>> key_of(7)
+    'activation/000007'
+    """
+    return f"{PREFIX}{number:06}"
+
+
+class PuttingAside(Serving):
+    """The part of a store that lends a shelf to who saves activations.
+
+    Only `put_aside` may wait.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budgets: dict[Tier, int | None],
+        disk_dir: str,
+        policy: str,
+        verify: str,
+    ) -> None:
+        self._fresh = itertools.count()
+        self._left: deque[int] = deque()  # dropped by finalizers
+        self._unspilled: dict[int, str] = {}  # number -> version, the oldest first
+        super().__init__(device, budgets, disk_dir, policy, verify)
+
+    def _collect_lost(self) -> None:
+        super()._collect_lost()
+        gone = False
+        while self._left:
+            number = self._left.popleft()
+            version = self._versions.pop(key_of(number), None)
+            self._unspilled.pop(number, None)
+            if version is not None:
+                self._planner.discard(version)
+                gone = True
+        if gone:
+            self._deliver()
+
+    def _tidy_up(self) -> None:
+        """Take back what finalizers have left, so that one sees what really is there."""
+        self._carrier.look()
+        if not self._closed:
+            self._collect_lost()
+
+    @property
+    def activation_counts(self) -> ActivationCounts:
+        """Where those who save activations count what they do."""
+        return self._observer.activations
+
+    def current_stream(self) -> torch.Stream | None:
+        """The stream of the caller's device work; None on the CPU."""
+        if self.device.type == "cpu":
+            return None
+        return torch.accelerator.current_stream(self.device)
+
+    def largest_aside(self) -> int:
+        """The bytes that any one group may have at most: what every tier above the disk can hold
+        (2**62 if there is no limit)."""
+        budgets = [self._planner.budgets[tier] for tier in self._planner.tiers[:-1]]
+        return min([budget for budget in budgets if budget is not None], default=1 << 62)
+
+    def put_aside(self, memory: torch.Tensor) -> tuple[int, Any]:
+        """Copy `memory` (uint8, 1-d) into the store, beside what the device does next.
+
+        Returns its number, and an event: the caller neither changes `memory` nor lets it go before
+        the event has passed. None: it is copied. Raises what `put` raises.
+        """
+        with self._locked():
+            self._collect_lost()
+            number = next(self._fresh)
+        try:
+            request, data = self._claim(key_of(number), memory, False)
+            try:
+                self._waiting.wait(request, self._granted)
+                copied = self._carrier.fill_behind(request.version, data)
+            except BaseException:
+                self._give_up(request)
+                raise
+            self._filled(request.key, request.version, False)
+            self._spill_early(number)
+            return number, copied
+        except BaseException:
+            self.drop_aside(number)
+            raise
+
+    def _spill_early(self, number: int) -> None:
+        """Where room gets scarce, write as much as has come: the oldest is wanted last.
+
+        Later, who needs the room can have it at once.
+        """
+        budget = self._planner.budgets[Tier.HOST]
+        with self._changed:
+            version = self._versions.get(key_of(number))
+            if version is None or budget is None:
+                return
+            self._unspilled[number] = version
+            if self._planner.used[Tier.HOST] <= budget - min(budget // SCARCE_SHARE, SCARCE):
+                return
+            due = self._carrier.cargo(version).spec.nbytes
+            while due > 0 and self._unspilled:
+                oldest = self._unspilled.pop(next(iter(self._unspilled)))
+                due -= self._planner.spill_early(oldest)
+            self._deliver()
+
+    def drop_aside(self, number: int) -> None:
+        """Forget what was put aside, at the next step: finalizers may run anywhere."""
+        self._left.append(number)
+
+    def expect_aside(self, numbers: Iterable[int]) -> None:
+        """Say what is wanted back next, in order. A hint, like `prefetch`."""
+        with self._locked():
+            self._collect_lost()
+            found = [self._versions.get(key_of(number)) for number in numbers]
+            self._planner.prefetch([version for version in found if version is not None])
+            self._deliver()
+
+    def take_from_aside(self, number: int) -> Lease:
+        """A lease of what was put aside. Raises what `acquire` raises."""
+        request: Request = self._asked(key_of(number), Access.READ)
+        try:
+            return self._waiting.wait(request, self._attempt)
+        except BaseException:
+            self._give_up(request)
+            raise
+
+    def hand_over(self, lease: Lease) -> torch.Tensor:
+        """End the lease of one tensor on an accelerator, and leave the caller its memory.
+
+        No other group ever gets that memory. It is the caller's to read, not to change: as long as
+        the group is known, it may be the store's copy too.
+        """
+        tensor = lease.tensor
+        # The store allocated it on a stream of its own.
+        tensor.record_stream(torch.accelerator.current_stream(self.device))
+        with self._changed:
+            self._carrier.hand_over(lease.version)
+        lease.release()
+        return tensor
