@@ -1,0 +1,255 @@
+"""Train a transformer with its activations in a store, and get the same weights.
+
+The example builds a WanTransformer3DModel (the part of a video pipeline that is trained) from a
+config, with random weights, and trains it for a few steps with AdamW. It does so twice, each time
+in a fresh process:
+
+- plain: as usual;
+- tierstore: the same, with ``tierstore.offload_activations`` around the forward, under a RAM
+  budget.
+
+At the end it prints what each run took, and whether losses and weights are equal bit for bit.
+Memory is anonymous memory over a baseline, read from /proc (so: Linux). At the baseline there are
+already weights, gradients and the state of AdamW, because one step on a tiny batch has been taken:
+what is left is what activations take.
+
+    python docs/examples/train_offloaded.py
+    python docs/examples/train_offloaded.py --budget 32MB --steps 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from rich.console import Console
+from rich.table import Table
+
+CHANNELS, FRAMES, SIDE = 16, 4, 32  # latents; a patch is 1x2x2, so these are 1,024 tokens
+TEXT_TOKENS, TEXT_WIDTH = 32, 256
+
+
+def main() -> int:
+    """Train both ways, compare."""
+    options = parse_arguments()
+    if options.role:
+        run_child(options)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="tierstore-example-", dir=options.workdir) as directory:
+        arguments = ["--budget", options.budget, "--steps", options.steps]
+        arguments += ["--min-size", options.min_size]
+        plain = run_in_fresh_process("plain", Path(directory), arguments)
+        offloaded = run_in_fresh_process("tierstore", Path(directory), arguments)
+    return report(plain, offloaded, options.budget)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line. With ``--role`` and ``--result`` the example starts itself for one run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--budget", default="64MB", help="RAM for activations (default: %(default)s)")
+    add("--min-size", default="1MB", help="smaller ones are left alone (default: %(default)s)")
+    add("--steps", type=int, default=3, help="steps of training (default: %(default)s)")
+    add("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    add("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
+    add("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be 1 or more")
+    return options
+
+
+# --- the two runs ---------------------------------------------------------------------------------
+
+
+def run_plain(training: Training, steps: int) -> dict[str, Any]:
+    """As everyone trains."""
+    with measure_memory() as memory:
+        done = [training.step() for _ in range(steps)]
+    return {"steps": done, **memory}
+
+
+def run_offloaded(training: Training, steps: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The same, with what autograd saves in a store that keeps at most the budget in RAM."""
+    import tierstore
+
+    disk_dir = options.result.parent / "store"
+    with (
+        measure_memory() as memory,
+        tierstore.TierStore(options.budget, disk_dir, device="cpu") as store,
+    ):
+        offload = tierstore.offload_activations(
+            store, min_size=options.min_size, model=training.model
+        )
+        done = [training.step(offload) for _ in range(steps)]
+        stats = store.stats().as_dict()
+    return {"steps": done, **memory, **stats}
+
+
+class Training:
+    """The model, its optimizer and the data. The same numbers every time it is made."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = diffusers.WanTransformer3DModel(
+            num_attention_heads=2,
+            attention_head_dim=128,
+            ffn_dim=1024,
+            num_layers=10,
+            text_dim=TEXT_WIDTH,
+            freq_dim=256,
+            rope_max_seq_len=32,
+        ).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._update(self._loss(side=2))  # from now on there are gradients and AdamW's state
+
+    def step(self, around: AbstractContextManager[Any] | None = None) -> tuple[float, float]:
+        """One step of training, with something around the forward. The loss, and the seconds."""
+        started = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=False)
+        with around or nullcontext():
+            loss = self._loss(SIDE)
+        value = self._update(loss)
+        return value, time.perf_counter() - started
+
+    def _loss(self, side: int) -> torch.Tensor:
+        """What flow matching asks for: the way from the video to noise."""
+        video, noise = torch.randn(2, 1, CHANNELS, FRAMES, side, side)
+        timestep = torch.randint(1, 1000, (1,))
+        share = timestep / 1000
+        velocity = self.model(
+            hidden_states=(1 - share) * video + share * noise,
+            timestep=timestep,
+            encoder_hidden_states=torch.randn(1, TEXT_TOKENS, TEXT_WIDTH),
+            return_dict=False,
+        )[0]
+        return torch.nn.functional.mse_loss(velocity, noise - video)
+
+    def _update(self, loss: torch.Tensor) -> float:
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def measure_memory() -> Iterator[dict[str, int]]:
+    """Sample memory every 5 ms; the dict holds, after the block, the peak over the beginning."""
+    start = peak = anonymous_memory()
+    done = threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.wait(0.005):
+            peak = max(peak, anonymous_memory())
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    gained: dict[str, int] = {}
+    try:
+        yield gained
+    finally:
+        done.set()
+        sampler.join()
+        gained["anon"] = peak - start
+
+
+def anonymous_memory() -> int:
+    """This process's bytes in RAM that are not those of a file."""
+    status = Path("/proc/self/status").read_text()
+    lines = dict(line.split(":", 1) for line in status.splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+
+def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> dict[str, Any]:
+    """Start this file again for one run: nothing allocated earlier is in its figures."""
+    print(f"running: {role}", flush=True)
+    result = directory / f"{role}.pt"
+    command = [sys.executable, __file__, "--role", role, "--result", result, *arguments]
+    # freed blocks over 128 KiB go back to the system: what is resident is what is in use
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    subprocess.run([str(word) for word in command], check=True, env=environment)
+    figures: dict[str, Any] = torch.load(result)
+    return figures
+
+
+def run_child(options: argparse.Namespace) -> None:
+    """One run, in the process started for it."""
+    training = Training()
+    if options.role == "plain":
+        figures = run_plain(training, options.steps)
+    else:
+        figures = run_offloaded(training, options.steps, options)
+    figures["weights"] = training.model.state_dict()
+    torch.save(figures, options.result)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def report(plain: dict[str, Any], offloaded: dict[str, Any], budget: str) -> int:
+    """Print the table, and a last line that says whether the example showed what it promises."""
+    losses = [[loss for loss, _ in run["steps"]] for run in (plain, offloaded)]
+    identical = {
+        "losses": losses[0] == losses[1],
+        "weights": all(
+            torch.equal(tensor, offloaded["weights"][name])
+            for name, tensor in plain["weights"].items()
+        ),
+    }
+    count = len(losses[0])
+    table = Table(title=f"WanTransformer3DModel, activations in {budget} of RAM")
+    table.add_column(f"{count} steps; bytes are of one")
+    table.add_column("plain", justify="right")
+    table.add_column("tierstore", justify="right")
+    table.add_row(
+        "peak RAM over weights, AdamW", megabytes(plain["anon"]), megabytes(offloaded["anon"])
+    )
+    for name, total in activation_rows(offloaded["activations"]):
+        table.add_row(name, "-", megabytes(total / count))
+    table.add_row("written to disk", "-", megabytes(offloaded["bytes_written"] / count))
+    table.add_row("read from disk", "-", megabytes(offloaded["bytes_read"] / count))
+    for tier, peak in offloaded["peak_bytes"].items():
+        table.add_row(f"peak of the store, {tier}", "-", megabytes(peak))
+    seconds = [min(seconds for _, seconds in run["steps"]) for run in (plain, offloaded)]
+    table.add_row("seconds per step, the fastest", *(f"{each:.2f}" for each in seconds))
+    for name, same in identical.items():
+        table.add_row(f"identical {name}", "-", "yes" if same else "NO")
+    Console().print(table)
+    same = all(identical.values())
+    outcome = "OK: the same losses and weights, bit for bit," if same else "FAILED: they differ,"
+    print(f"{outcome} with {megabytes(offloaded['anon'])} instead of {megabytes(plain['anon'])}")
+    return 0 if same else 1
+
+
+def activation_rows(figures: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """What became of the memory that autograd saved, in bytes."""
+    yield "saved by autograd", figures["saved_bytes"]
+    yield "  shipped to the store", figures["shipped_bytes"]
+    for reason, nbytes in figures["skipped"].items():
+        yield f"  left alone: {reason}", nbytes
+    yield "shared with what was saved", figures["deduplicated_bytes"]
+
+
+def megabytes(count: float) -> str:
+    """Bytes for a reader: 1 MB is 1,000,000 bytes."""
+    return f"{count / 1e6:,.1f} MB"
+
+
+if __name__ == "__main__":
+    diffusers.utils.logging.set_verbosity_error()
+    sys.exit(main())
