@@ -61,7 +61,7 @@ FULL = Case(
     "2000MiB",
     {
         "in memory": 8,
-        "tierstore": 12,
+        "tierstore": 20,
         "diffusers": 5,
         "accelerate": 5,
         "accelerate, no copy": 5,
