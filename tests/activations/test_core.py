@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +173,51 @@ def test_a_store_may_be_shared_by_steps_in_threads(device: str, disk_dir: Path) 
             assert_equal(found, right)
         assert_nothing_left(store)
         assert_sound(store)
+
+
+class GivesAway(torch.autograd.Function):
+    """Its gradient is what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x * 2)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        saved: torch.Tensor = ctx.saved_tensors[0]
+        return saved
+
+
+@on_both
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_gradient_that_was_given_away_and_changed_is_noticed(
+    changed: bool, device: str, disk_dir: Path
+) -> None:
+    x = torch.randn(64, 1024, device=device, requires_grad=True)
+    wanted = 2 * x.detach()
+    with open_store(disk_dir, 16 * PAGE * PAGE, device) as store:
+        with offloading(store):
+            loss = GivesAway.apply(x).sum()
+        loss.backward(retain_graph=True)
+        assert x.grad is not None
+        assert torch.equal(x.grad, wanted)
+        if changed:
+            with torch.no_grad():
+                x.grad.mul_(0.5)
+        x.grad = None
+        if changed:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize("share", [0.5, "50%"])
+def test_the_smallest_size_is_no_share(share: object, disk_dir: Path) -> None:
+    with (
+        open_store(disk_dir, 16 * PAGE * PAGE, "cpu") as store,
+        pytest.raises(ValueError, match="bytes"),
+    ):
+        tierstore.offload_activations(store, min_size=share)  # type: ignore[arg-type]

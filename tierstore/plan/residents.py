@@ -25,7 +25,7 @@ WORTH = 0.9
 SETTLED = 0.8
 """A round that waits no less than this share of what the one before it waited has settled: what
 stays by itself gets no better."""
-FIRM = 0.6
+FIRM = 0.7
 """From one round to the next, the groups that should stay count as needed so many times sooner: who
 is there instead leaves little by little, and hardly a round reads more than the others."""
 AHEAD_GROUPS = 3

@@ -208,10 +208,18 @@ def offload_activations(
 
     A forward pass raises what `put` raises (DiskFullError, BudgetError if the disk budget is used
     up, TransferError); a backward pass what `acquire` raises, and torch's own RuntimeError for a
-    saved tensor that was changed in place.
+    saved tensor that was changed in place. That includes one that a backward pass gave away as a
+    gradient and that was changed since, if the graph is used once more. ValueError for a `min_size`
+    that is no number of bytes.
     """
     modules = [model] if isinstance(model, nn.Module) else model or ()
-    return ActivationOffload(store, parse_size(min_size) if min_size else 0, modules)
+    return ActivationOffload(store, _bytes_of(min_size), modules)
+
+
+def _bytes_of(min_size: int | str) -> int:
+    if isinstance(min_size, float) or (isinstance(min_size, str) and "%" in min_size):
+        raise ValueError(f"min_size={min_size!r} is a share of nothing: give bytes, or like '1MB'")
+    return parse_size(min_size) if min_size else 0
 
 
 def _unpack(saved: Shipped | Kept) -> torch.Tensor:

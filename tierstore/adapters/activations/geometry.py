@@ -52,10 +52,15 @@ class Geometry:
         stop = (last + 1) * self.dtype.itemsize
         return (start, stop) if (stop - start) * COVERAGE < nbytes else (0, nbytes)
 
-    def over(self, storage: torch.UntypedStorage, start: int = 0) -> torch.Tensor:
-        """The tensor, over a storage whose first byte was byte `start` of the original."""
-        tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-        tensor.set_(storage, self.offset - start // self.dtype.itemsize, self.size, self.stride)
+    def over(self, storage: torch.UntypedStorage, start: int, watch: Watch) -> torch.Tensor:
+        """The tensor, over a storage whose first byte was byte `start` of the original.
+
+        Changes of it count for `watch`: a backward pass may give a saved tensor away as a gradient,
+        which is then changed, and it lies in memory that others will look at.
+        """
+        bare = torch.empty(0, dtype=self.dtype, device=self.device)
+        bare.set_(storage, self.offset - start // self.dtype.itemsize, self.size, self.stride)
+        tensor = watch.counted(bare)
         if self.conjugated:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self.negated else tensor
@@ -102,6 +107,12 @@ class Watch:
         if self._counter._version != self.version:
             with _probing:  # perhaps somebody was only trying
                 refuse_changed(name, self._counter._version, self.version)
+
+    def counted(self, bare: torch.Tensor) -> torch.Tensor:
+        """The tensor, with the version counter that is watched."""
+        tensor = self._counter.detach()
+        tensor.data = bare
+        return tensor
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether changes of `tensor`, which has the same memory, are noticed here.

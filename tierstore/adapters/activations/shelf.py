@@ -109,10 +109,10 @@ class Piece:
         if storage is None:
             storage = alive(self._weak)
         if storage is not None and storage.nbytes() >= self.start + self.nbytes:
-            return geometry.over(storage)
+            return geometry.over(storage, 0, self.watch)
         if self._copy is not None:
-            return geometry.over(self._copy, self.start)
-        return geometry.over(self._fetched(), self.start)
+            return geometry.over(self._copy, self.start, self.watch)
+        return geometry.over(self._fetched(), self.start, self.watch)
 
     def _fetched(self) -> torch.UntypedStorage:
         assert self._away is not None
