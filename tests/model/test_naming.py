@@ -150,11 +150,13 @@ def test_blocks_may_be_counted_instead() -> None:
 
 
 def test_groups_are_a_share_of_the_smallest_budget() -> None:
-    assert target_bytes("block_level", 800) == 100
-    assert target_bytes("leaf_level", 800) == 50
-    assert target_bytes("block_level", 128 << 20) == 16 << 20
-    assert target_bytes("block_level", 256 << 20) == 16 << 20
-    assert target_bytes("block_level", 1024 << 20) == 32 << 20
-    assert target_bytes("block_level", 1 << 40) == 256 << 20
-    assert target_bytes("leaf_level", 1 << 40) == 32 << 20
-    assert target_bytes("block_level", 1) == 1
+    much = 1 << 50
+    assert target_bytes("block_level", 800, much) == 100
+    assert target_bytes("leaf_level", 800, much) == 50
+    assert target_bytes("block_level", 128 << 20, much) == 16 << 20
+    assert target_bytes("block_level", 512 << 20, much) == 32 << 20
+    assert target_bytes("block_level", 2048 << 20, much) == 64 << 20
+    assert target_bytes("block_level", 1 << 40, much) == 256 << 20
+    assert target_bytes("leaf_level", 1 << 40, much) == 32 << 20
+    assert target_bytes("block_level", 1 << 30, 1 << 30) == 128 << 20, "all of it fits"
+    assert target_bytes("block_level", 1, 1) == 1

@@ -169,7 +169,7 @@ class OffloadHandle:
         blocks = settings["block_modules"]
         if blocks is None:
             blocks = getattr(module, "_group_offload_block_modules", None) or []
-        target = _target_bytes(self.store, settings)
+        target = _target_bytes(self.store, settings, module)
         count = settings["num_blocks_per_group"]
         grouping = {
             "offload_type": settings["offload_type"],
@@ -339,13 +339,14 @@ def _check_settings(
         )
 
 
-def _target_bytes(store: TierStore, settings: dict[str, Any]) -> int:
+def _target_bytes(store: TierStore, settings: dict[str, Any], module: nn.Module) -> int:
     """How large a group should be at most."""
     if settings["group_size"] is not None:
         return int(settings["group_size"])
     budgets = store.stats().budget_bytes
     smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
-    return target_bytes(settings["offload_type"], smallest)
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    return target_bytes(settings["offload_type"], smallest, weights)
 
 
 def _components(target: Any, excluded: list[str], store: TierStore) -> dict[str, nn.Module]:

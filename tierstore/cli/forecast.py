@@ -89,12 +89,14 @@ def components_of(
     `budgets` are the ones of the tiers in memory. Raises TransferError or InvalidHeaderError for
     files that cannot be read, KeyError if there is no component `only`.
     """
-    target = target_bytes(offload_type, min(budgets))
+    smallest = min(budgets)
     found = []
     for name, (place, blocks) in _places(checkpoint, only).items():
         files = read_checkpoint(place)
         tensors: list[FileTensor] = [tensor for file in files for tensor in file.tensors]
         prefix = f"{name}/" if name else ""
+        weights = sum(tensor.extent.nbytes for tensor in tensors)
+        target = target_bytes(offload_type, smallest, weights)
         named = [
             (replace(group, key=prefix + group.key), read)
             for group, read in groups_of(tensors, offload_type, target, blocks)

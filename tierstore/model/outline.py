@@ -21,16 +21,19 @@ SMALL_SHARE = 32
 """One in so many bytes of a tier is a group. What is in use, what arrives and what comes next take
 several groups: the smaller they are, the more of the tier is left to what stays, ..."""
 LARGE_SHARE = 8
-"""... but up to one in so many, where that gives groups of at most `WELL_READ` bytes."""
-WELL_READ = 16 << 20
+"""... but up to one in so many where that gives groups of at most `WELL_READ` bytes, and for a
+model that fits, of which nothing has to move."""
+WELL_READ = 32 << 20
 """Smaller groups are read more slowly, byte for byte, and each costs a call."""
 LARGEST_GROUP = 256 << 20
 LARGEST_LEAF_GROUP = 32 << 20
 
 
-def target_bytes(offload_type: str, smallest_budget: int) -> int:
+def target_bytes(offload_type: str, smallest_budget: int, model_bytes: int) -> int:
     """How large a group should be: many must fit beside each other on every tier in memory."""
-    largest, least = LARGEST_GROUP, min(WELL_READ, smallest_budget // LARGE_SHARE)
+    largest, least = LARGEST_GROUP, smallest_budget // LARGE_SHARE
+    if model_bytes > smallest_budget:
+        least = min(WELL_READ, least)
     if offload_type == "leaf_level":
         largest, least = LARGEST_LEAF_GROUP, least // 2
     return max(min(max(smallest_budget // SMALL_SHARE, least), largest), 1)

@@ -220,6 +220,8 @@ class Foresight:
 
     def choose_residents(self, number: int) -> bool:
         """After a use: see who should stay in the tier above the disk. True if it is news."""
+        if self.all_there():
+            return False
         before = (self.residents.staying, self.residents.nearer)
         if length := self.residents.round_of(number):
             tier = self._tiers[-1]

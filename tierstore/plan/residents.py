@@ -73,6 +73,7 @@ class Residents:
         self._uses = 0
         self._round_began = 0  # the use with which the latest round that counts began
         self._length = 0  # of that round, in uses
+        self._look_again = 0
         self._computed = 0.0
         self._waited = 0.0
         self._waited_before = np.inf
@@ -92,7 +93,10 @@ class Residents:
         self._uses += 1
         since = self._uses - self._round_began
         length = self._schedule.round(number)
-        begins = 0 < length <= since and self._schedule.repeats(length)
+        begins = 0 < length <= since and self._uses >= self._look_again
+        begins = begins and self._schedule.repeats(length)
+        if begins:
+            self._look_again = self._uses + length  # one that does not count is not looked at twice
         if not begins and self.staying and since > 2 * self._length:
             self._choose([])  # the loop is over
         return length if begins else 0
