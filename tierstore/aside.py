@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from tierstore.lease import Lease
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Tier
 from tierstore.observer import ActivationCounts
 from tierstore.serving import Serving
-from tierstore.waiting import Request
 
 PREFIX = "activation/"
 
@@ -147,15 +146,6 @@ class PuttingAside(Serving):
             found = [self._versions.get(key_of(number)) for number in numbers]
             self._planner.prefetch([version for version in found if version is not None])
             self._deliver()
-
-    def take_from_aside(self, number: int) -> Lease:
-        """A lease of what was put aside. Raises what `acquire` raises."""
-        request: Request = self._asked(key_of(number), Access.READ)
-        try:
-            return self._waiting.wait(request, self._attempt)
-        except BaseException:
-            self._give_up(request)
-            raise
 
     def hand_over(self, lease: Lease) -> torch.Tensor:
         """End the lease of one tensor on an accelerator, and leave the caller its memory.

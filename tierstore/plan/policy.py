@@ -207,18 +207,17 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._ranked_in = -1  # the schedule's epoch at that time
         self._outdated: set[int] = set()  # rows
         self._nearer = 1.0
-        self._kept = np.zeros(1, np.bool_)  # by number: whether it should stay
+        self._kept = np.zeros(1, np.bool_)  # by number: whether it should stay; False at the end
 
     def keep(self, numbers: Collection[int], nearer: float) -> None:
         self._nearer = nearer
-        self._kept = np.zeros(1 + max(numbers, default=0), np.bool_)
+        self._kept = np.zeros(2 + max(numbers, default=0), np.bool_)
         self._kept[list(numbers)] = True
 
     def _spare(
         self, rows: Rows, ranks: Ranks, among: npt.NDArray[np.bool_], rival: str | None
     ) -> None:
-        numbers = np.minimum(self._number[rows], len(self._kept))
-        kept = np.append(self._kept, False)[numbers]
+        kept = self._kept[np.minimum(self._number[rows], len(self._kept) - 1)]
         # Once all are there, a prefetch takes none of them: it waits for room among the others.
         closed = rival is not None and kept.sum() == self._kept.sum()
         kept &= among

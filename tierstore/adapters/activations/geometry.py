@@ -79,10 +79,8 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     )
 
 
-def alive(storage: StorageWeakRef | None) -> torch.UntypedStorage | None:
+def alive(storage: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage, if anybody still holds it."""
-    if storage is None:
-        return None
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
     return found
 

@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.adapters.activations.geometry import COVERAGE, Geometry, Watch, alive
+from tierstore.aside import key_of
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE, round_up
@@ -166,11 +167,11 @@ class Shelf:
     def __init__(self, store: TierStore) -> None:
         self.store = store
         self.counts = store.activation_counts
-        self.desk = Desk(store.largest_aside())
         self._lock = threading.Lock()  # never held while the store is asked for anything
         self._pieces: weakref.WeakValueDictionary[Place, Piece] = weakref.WeakValueDictionary()
         self._local = threading.local()
         self._largest = store.largest_aside()
+        self.desk = Desk(self._largest)
         # What is being copied: its event, its memory, who wants it, and how many bytes.
         self._leaving: deque[tuple[Any, torch.UntypedStorage, weakref.ref[Piece], int]] = deque()
         self._leaving_bytes = 0
@@ -307,7 +308,7 @@ class Shelf:
     def fetch(self, number: int, nbytes: int) -> torch.UntypedStorage:
         """Memory on the store's device with the bytes of a piece. Raises what `acquire` raises."""
         self.let_go()
-        lease = self.store.take_from_aside(number)
+        lease = self.store.acquire(key_of(number))
         if self.store.device.type != "cpu":
             return self.store.hand_over(lease).untyped_storage()
         return self.desk.lay_out(lease, nbytes)
