@@ -9,6 +9,8 @@ and need not be stored again.
 from __future__ import annotations
 
 import bisect
+import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -25,6 +27,33 @@ _NEAR = 1 << 20
 _FILE_PAGE = np.uint64(1 << 61)
 _PRESENT = np.uint64(1 << 63)
 _SWAPPED = np.uint64(1 << 62)
+
+
+class _ScanRequest(ctypes.Structure):
+    """`struct pm_scan_arg` of Linux: which pages to look for, and room for the first ones."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "size",
+            "flags",
+            "start",
+            "end",
+            "walk_end",
+            "vec",
+            "vec_len",
+            "max_pages",
+            "category_inverted",
+            "category_mask",
+            "category_anyof_mask",
+            "return_mask",
+        )
+    )
+
+
+_REGION_WORDS = 3
+_SCAN = 0xC0006610 | ctypes.sizeof(_ScanRequest) << 16  # PAGEMAP_SCAN, since Linux 6.7
+_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +138,30 @@ def _written_pages_in(pagemap: int, address: int, nbytes: int) -> npt.NDArray[np
     return np.asarray(own | (pages & _SWAPPED != 0))
 
 
+def _any_written(pagemap: int, start: int, stop: int) -> bool:
+    """Whether any page of private file mappings in [start, stop) was written to, and maybe if not.
+
+    Where Linux can look for such pages itself, nothing is read: then the answer is right.
+    """
+    region = (ctypes.c_uint64 * _REGION_WORDS)()
+    request = _ScanRequest(
+        size=ctypes.sizeof(_ScanRequest),
+        start=start // PAGE * PAGE,
+        end=-(-stop // PAGE) * PAGE,
+        vec=ctypes.addressof(region),
+        vec_len=1,
+        max_pages=1,
+        category_inverted=_IS_FILE,
+        category_mask=_IS_FILE,
+        category_anyof_mask=_IS_PRESENT | _IS_SWAPPED,
+        return_mask=_IS_PRESENT,
+    )
+    try:
+        return bool(fcntl.ioctl(pagemap, _SCAN, request))
+    except OSError:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class _Span:
     """Ranges that lie near each other, looked at together: their first and last pages in it."""
@@ -120,6 +173,8 @@ class _Span:
     last: npt.NDArray[np.int64]
 
     def written(self, pagemap: int) -> list[int]:
+        if not _any_written(pagemap, self.start, self.stop):
+            return []
         pages = _written_pages_in(pagemap, self.start, self.stop - self.start)
         if pages is None or not pages.any():
             return []
