@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from tierstore.adapters.activations import ActivationOffload, offload_activations
     from tierstore.adapters.checkpointing import checkpoint
     from tierstore.adapters.diffusers import OffloadHandle, enable_group_offload
+    from tierstore.adapters.dispatch import (
+        cpu_offload,
+        disk_offload,
+        dispatch_model,
+        load_checkpoint_and_dispatch,
+        undispatch,
+    )
+    from tierstore.adapters.onloading import onloaded
     from tierstore.lease import Lease
     from tierstore.metrics import ActivationStats, Snapshot, Stats
     from tierstore.store import TierStore
@@ -48,6 +56,12 @@ _LAZY = {
     "checkpoint": "tierstore.adapters.checkpointing",
     "enable_group_offload": "tierstore.adapters.diffusers",
     "OffloadHandle": "tierstore.adapters.diffusers",
+    "cpu_offload": "tierstore.adapters.dispatch",
+    "disk_offload": "tierstore.adapters.dispatch",
+    "dispatch_model": "tierstore.adapters.dispatch",
+    "load_checkpoint_and_dispatch": "tierstore.adapters.dispatch",
+    "undispatch": "tierstore.adapters.dispatch",
+    "onloaded": "tierstore.adapters.onloading",
 }
 
 __all__ = [
@@ -75,8 +89,14 @@ __all__ = [
     "TruncatedFileError",
     "UnknownKeyError",
     "checkpoint",
+    "cpu_offload",
+    "disk_offload",
+    "dispatch_model",
     "enable_group_offload",
+    "load_checkpoint_and_dispatch",
     "offload_activations",
+    "onloaded",
+    "undispatch",
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class CheckpointFile:
     stamp: FileStamp
     header_digest: str
     tensors: tuple[FileTensor, ...]
+    metadata: Mapping[str, str]
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
@@ -128,7 +129,7 @@ def _checkpoint_file(path: str, stamp: FileStamp, header: Header) -> CheckpointF
         )
         for entry in header.entries
     )
-    return CheckpointFile(path, stamp, header.digest, tensors)
+    return CheckpointFile(path, stamp, header.digest, tensors, header.metadata)
 
 
 def _without_repeats(files: list[CheckpointFile]) -> list[CheckpointFile]:

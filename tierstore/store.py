@@ -273,6 +273,14 @@ class TierStore(PuttingAside):
             self._planner.offload(self._lookup(key))
             self._deliver()
 
+    def keep(self, key: str) -> None:
+        """Say that a group should stay in memory once it was used: others are given up first.
+
+        A hint: what somebody waits for takes its room if there is no other.
+        """
+        with self._locked():
+            self._planner.keep(self._lookup(key))
+
     def discard(self, key: str) -> None:
         """Forget a group, on disk too. Who holds a lease keeps it; a checkpoint stays untouched."""
         with self._locked():

@@ -100,6 +100,24 @@ class Binding:
             self.user = next(iter(others))
             others.discard(self.user)
 
+    def value(self, shown: torch.Tensor) -> torch.Tensor:
+        """What the tensor is, in memory that nobody uses again: its home if it is in use; else what
+        it shows. If it was changed in use, that is known when the use is over."""
+        return (
+            shown if self.user is None and shown.data_ptr() == self.tensor.data_ptr() else self.home
+        )
+
+    def leave(self, visit: object) -> None:
+        """Show the home again; what the tensor showed during `visit` is not looked at."""
+        if self.user is visit:
+            self.user = self.others.pop() if self.others else None
+            self._bring_home()
+
+    def give(self, value: torch.Tensor) -> None:
+        """Let the tensor show other memory, of the CPU: from now on it counts as edited."""
+        assign(self.tensor, value)
+        self.version = -1
+
     def _put_back(self, with_grad: bool) -> None:
         if version_of(self.tensor) != self.version:
             # The forward itself changed it. The home is where the change is kept, and noticed.
@@ -108,8 +126,9 @@ class Binding:
             self.version = -1
             return
         self._bring_home()
-        if with_grad and self.tensor.requires_grad:
-            # What autograd saved shows memory that is used again: a backward must raise.
+        if with_grad and not self.tensor.is_inference():
+            # What autograd saved shows memory that is used again: a backward must raise. It saves
+            # frozen weights too, where the gradient of an input goes through them.
             torch.autograd.graph.increment_version(self.tensor)
             self.version = version_of(self.tensor)
 

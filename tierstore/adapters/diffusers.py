@@ -20,19 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.adapters.grouping import unique_bytes
-from tierstore.adapters.modules import OffloadedModule
+from tierstore.adapters.grouping import Cutting, unique_bytes
+from tierstore.adapters.modules import OffloadedModule, usual_target
+from tierstore.adapters.owners import MARKER, refuse_other_offloading
 from tierstore.metrics import Stats
-from tierstore.model.errors import BudgetError
-from tierstore.model.outline import OFFLOAD_TYPES, target_bytes
+from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
-from tierstore.model.tiers import Tier
 from tierstore.settings import resolve_device
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")
-
-MARKER = "group_offloading"
 
 _CHANGES_WEIGHTS = (
     "load_lora_weights",
@@ -169,36 +166,13 @@ class OffloadHandle:
         blocks = settings["block_modules"]
         if blocks is None:
             blocks = getattr(module, "_group_offload_block_modules", None) or []
-        target = _target_bytes(self.store, settings, module)
-        count = settings["num_blocks_per_group"]
-        grouping = {
-            "offload_type": settings["offload_type"],
-            "block_limit": None if count else target,
-            "block_modules": blocks,
-            "target": target,
-            "blocks_per_group": count,
-        }
-        offloaded = OffloadedModule(module, self.store, prefix, grouping, frozenset(skip))
-        try:
-            self._refuse_groups_that_never_fit(offloaded)
-        except BaseException:
-            offloaded.disable()
-            raise
-        return offloaded
-
-    def _refuse_groups_that_never_fit(self, offloaded: OffloadedModule) -> None:
-        snapshot = {group.key: group.nbytes for group in self.store.snapshot().groups}
-        for tier, budget in self.store.stats().budget_bytes.items():
-            if tier == Tier.DISK.name or budget is None:
-                continue
-            key = max(offloaded.groups, key=lambda k: snapshot[k], default=None)
-            if key is not None and snapshot[key] > budget:
-                name = "ram_budget" if tier == Tier.HOST.name else "device_budget"
-                advice = (
-                    f"raise {name} to at least {snapshot[key]:,} bytes (three times that for "
-                    "prefetch), or cut the model finer with offload_type='leaf_level'"
-                )
-                raise BudgetError(key, tier, snapshot[key], budget, advice)
+        cutting = Cutting(
+            settings["offload_type"],
+            settings["group_size"] or usual_target(settings["offload_type"], self.store, module),
+            tuple(blocks),
+            settings["num_blocks_per_group"],
+        )
+        return OffloadedModule(module, self.store, prefix, cutting, skip=frozenset(skip))
 
     def _disable(self) -> None:
         for offloaded in self._offloaded.values():
@@ -339,16 +313,6 @@ def _check_settings(
         )
 
 
-def _target_bytes(store: TierStore, settings: dict[str, Any], module: nn.Module) -> int:
-    """How large a group should be at most."""
-    if settings["group_size"] is not None:
-        return int(settings["group_size"])
-    budgets = store.stats().budget_bytes
-    smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
-    weights = sum(parameter.nbytes for parameter in module.parameters())
-    return target_bytes(settings["offload_type"], smallest, weights)
-
-
 def _components(target: Any, excluded: list[str], store: TierStore) -> dict[str, nn.Module]:
     if isinstance(target, nn.Module):
         found: dict[str, nn.Module] = {"": target}
@@ -364,7 +328,7 @@ def _components(target: Any, excluded: list[str], store: TierStore) -> dict[str,
                 logger.warning("%s cannot be offloaded in groups: it stays on the device", name)
             module.to(store.device)
         elif not _is_shared(module, store):
-            _refuse_other_offloading(name or type(module).__name__, module)
+            refuse_other_offloading(name or type(module).__name__, module)
             chosen[name] = module
     return chosen
 
@@ -376,21 +340,6 @@ def _is_shared(module: nn.Module, store: TierStore) -> bool:
         for handle in [reference() for reference in list(_handles.values())]
         if handle is not None
     )
-
-
-def _refuse_other_offloading(name: str, module: nn.Module) -> None:
-    for part in module.modules():
-        if hasattr(part, "_hf_hook"):
-            raise ValueError(
-                f"{name} is offloaded by accelerate already: undo that first with "
-                "pipe.remove_all_hooks() or accelerate.hooks.remove_hook_from_module"
-            )
-        registry = getattr(part, "_diffusers_hook", None)
-        if registry is not None and registry.get_hook(MARKER) is not None:
-            raise ValueError(
-                f"{name} is offloaded already (by diffusers, or to another store): load it again, "
-                "or disable that first"
-            )
 
 
 def _mark(module: nn.Module, device: torch.device) -> None:

@@ -19,6 +19,36 @@ _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that use the weights of their children without calling them."""
 
 
+@dataclass(frozen=True)
+class Cutting:
+    """How a model is cut into units and groups; see `tierstore.model.outline`.
+
+    Groups have up to `target` bytes, or `blocks_per_group` blocks. Modules whose class is named in
+    `whole` use the weights of their children without calling them.
+    """
+
+    offload_type: str
+    target: int
+    block_modules: tuple[str, ...] = ()
+    blocks_per_group: int | None = None
+    whole: frozenset[str] = frozenset()
+
+    @property
+    def block_limit(self) -> int | None:
+        """Blocks of more bytes are cut into leaves."""
+        return None if self.blocks_per_group else self.target
+
+    def units(self, root: nn.Module) -> list[Unit]:
+        """The units of a model."""
+        return find_units(
+            root, self.offload_type, self.block_limit, list(self.block_modules), self.whole
+        )
+
+    def groups(self, units: list[Unit]) -> list[GroupPlan]:
+        """The groups of units."""
+        return group_units(units, self.target, self.blocks_per_group)[0]
+
+
 @dataclass(eq=False)
 class Unit:
     """A module whose forward needs `tensors` (by full name). `encloses` others while it runs."""
@@ -56,9 +86,10 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 class ModuleBranch:
     """A module of a model at hand."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, classes: frozenset[str] = frozenset()) -> None:
         self.module = module
         self.name = name
+        self._classes = classes
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +102,7 @@ class ModuleBranch:
         module = self.module
         return (
             isinstance(module, _ATOMIC)
+            or type(module).__name__ in self._classes
             or hasattr(module, "parametrizations")
             or _is_adapter(module)
         )
@@ -93,7 +125,8 @@ class ModuleBranch:
     def children(self) -> list[ModuleBranch]:
         """The modules in it."""
         prefix = f"{self.name}." if self.name else ""
-        return [ModuleBranch(child, prefix + n) for n, child in self.module.named_children()]
+        named = self.module.named_children()
+        return [ModuleBranch(child, prefix + name, self._classes) for name, child in named]
 
     def tensors(self, *, whole: bool) -> dict[str, torch.Tensor]:
         """Its own tensors that can be offloaded, by full name; all in it if `whole`."""
@@ -129,10 +162,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def find_units(
-    root: nn.Module, offload_type: str, block_limit: int | None, block_modules: list[str]
+    root: nn.Module,
+    offload_type: str,
+    block_limit: int | None,
+    block_modules: list[str],
+    whole: frozenset[str] = frozenset(),
 ) -> list[Unit]:
     """Cut a model into units, in the order in which its modules were registered. See `cut`."""
-    pieces = cut(ModuleBranch(root, ""), offload_type, block_limit, set(block_modules))
+    pieces = cut(ModuleBranch(root, "", whole), offload_type, block_limit, set(block_modules))
     return [_unit(piece) for piece in pieces]
 
 
@@ -179,7 +216,7 @@ class _Shown:
 
     def __init__(self, units: list[Unit]) -> None:
         spans = {
-            (t.device, t.data_ptr(), t.data_ptr() + _span(t))
+            (t.device, t.data_ptr(), t.data_ptr() + span(t))
             for unit in units
             for t in unit.tensors.values()
         }
@@ -203,6 +240,7 @@ class _Shown:
         return tuple(self._of(tensor) for tensor in unit.tensors.values())
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()

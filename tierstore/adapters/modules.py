@@ -8,21 +8,37 @@ nothing stays leased.
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
-import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.bindings import Binding, Loan, Shared, Visit, WholeRun, assign
-from tierstore.adapters.grouping import GroupPlan, Unit, find_units, group_units, tensor_bytes
+from tierstore.adapters.changing import Change, Conversion, Copying, Loading, Saving
+from tierstore.adapters.grouping import (
+    Cutting,
+    GroupPlan,
+    Unit,
+    tensor_bytes,
+)
+from tierstore.adapters.owners import around, disown, everyone, others_tensors, own, owner_of
+from tierstore.adapters.staying import Staying
+from tierstore.adapters.wrapping import (
+    Arguments,
+    OffloadedForward,
+    StandIn,
+    device_of,
+    to_device,
+)
 from tierstore.lease import Lease
-from tierstore.model.tiers import Access
+from tierstore.model.errors import BudgetError, LeaseError
+from tierstore.model.outline import target_bytes
+from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore
 from tierstore.transfer.maps import AddressSpace, WriteWatch
@@ -30,219 +46,302 @@ from tierstore.transfer.maps import AddressSpace, WriteWatch
 ENTRIES = ("forward", "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
 
-
-class OffloadedForward:
-    """Stands in for a bound method of a module while the module is offloaded.
-
-    A deep copy of the module gets its ordinary method back: the copy is an ordinary module.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        visit: Callable[[], Visit | WholeRun],
-        move: Callable[[Any, Any], tuple[Any, Any]] | None,
-    ) -> None:
-        self.module = module
-        self.name = name
-        self.visit: Callable[[], Visit | WholeRun] | None = visit
-        self.move = move
-        self.replaced = module.__dict__.get(name)
-        self.original: Callable[..., Any] = getattr(module, name)
-        # Not its attributes: it may be another of our wrappers, and each has its own.
-        functools.update_wrapper(self, self.original, updated=())
-        setattr(module, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        begin = self.visit
-        if self.move is not None:
-            args, kwargs = self.move(args, kwargs)
-        if begin is None:
-            return self.original(*args, **kwargs)
-        visit = begin()
-        try:
-            visit.begin()
-            result = self.original(*args, **kwargs)
-        finally:
-            try:
-                visit.end()
-            except BaseException:  # an interrupt in the middle of putting back: do it again
-                visit.end()
-                raise
-        return result
-
-    def remove(self) -> None:
-        """Give the module its own method back; where others wrapped this one, only pass through."""
-        self.visit = self.move = None
-        if self.module.__dict__.get(self.name) is not self:
-            return
-        if self.replaced is None:
-            delattr(self.module, self.name)
-        else:
-            setattr(self.module, self.name, self.replaced)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo.get(id(self.module))
-        if module is None:
-            return self.original
-        method = getattr(type(module), self.name)
-        return (
-            copy.deepcopy(self.replaced, memo)
-            if self.replaced
-            else types.MethodType(method, module)
-        )
+ON_DEVICE, IN_RAM, ANYWHERE = "device", "cpu", "disk"
+"""Where a weight should stay between its uses: for good on the device; in RAM, given up last; or
+wherever the store finds it best."""
 
 
 class OffloadedModule:
-    """One model on a store. `groups` maps the keys of its groups to their tensors' names."""
+    """One model on a store. `groups` maps the keys of its groups to their tensors' names.
 
-    def __init__(
+    `places` tells by a tensor's name where it should stay. With `aligned`, every module's inputs
+    come to the device, and what the model returns goes to the device of what it was given. Values
+    of arguments named in `skip` are left where they are. `changed` says that the model is built
+    differently from what it was when it was cut: it is cut anew before it runs next.
+    """
+
+    def __init__(  # noqa: PLR0913 - half of them are optional and by name
         self,
         root: nn.Module,
         store: TierStore,
         prefix: str,
-        grouping: Mapping[str, Any],
-        skip_keywords: frozenset[str],
+        cutting: Cutting,
+        *,
+        skip: frozenset[str] = frozenset(),
+        places: Callable[[str], str | None] = lambda _: ANYWHERE,
+        aligned: bool = False,
     ) -> None:
         self.root = root
         self.store = store
         self.groups: dict[str, list[str]] = {}
-        self._prefix = prefix
+        self.changed = False
+        self.prefix = prefix
+        self._cutting = cutting
+        self._skip = skip
+        self._places = places
+        self._aligned = aligned and store.device.type != "cpu"
         self._renewing = threading.RLock()
-        self._shared = Shared()
+        self.shared = Shared()
         self._watched: list[Binding] = []
         self._watch = WriteWatch([])
-        self._skip = skip_keywords
-        self._wrappers: list[OffloadedForward] = []
+        self._wrappers: list[StandIn | Copying] = []
+        self._hooks: list[RemovableHandle] = []
         self._bindings: dict[int, Binding] = {}
-        self._residents: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._resident_leases: list[Lease] = []
-        weakref.finalize(self, _forget, weakref.ref(store), self.groups, self._resident_leases)
+        self._in_ram: set[str] = set()  # names of tensors
+        self._staying = Staying(store)
+        weakref.finalize(self, _forget, weakref.ref(store), self.groups, self._staying.leases)
+        self.enable()
+
+    def enable(self) -> None:
+        """Offload the model as it is now. If it raises, it is an ordinary module.
+
+        Those who offload a model around it go without it from now on.
+        """
+        outer = [other for other in around(self.root) if other.active]
+        if any(other.in_use for other in outer):
+            raise LeaseError("the model around it runs at this moment: offload it before or after")
+        for other in outer:
+            other.disable()
         try:
-            self._take(grouping)
+            own(self)
+            self._take()
         except BaseException:
             self.disable()
             raise
+        finally:
+            for other in reversed(outer):
+                other.enable()
 
-    def _take(self, grouping: Mapping[str, Any]) -> None:
-        units = find_units(
-            self.root, grouping["offload_type"], grouping["block_limit"], grouping["block_modules"]
-        )
-        plans, needs = group_units(units, grouping["target"], grouping["blocks_per_group"])
-        self._register(plans)
+    def _take(self) -> None:
+        self.changed = False
+        units = self._cutting.units(self.root)
+        self._register(self._plans(units))
+        self._refuse_groups_that_never_fit()
         self._keep_the_rest()
         self._watch_homes()
         for unit in units:
-            self._wrap(unit, needs[unit])
+            self._wrap(unit)
+        align = self._align if self._aligned else None
         for name in self._entries():
-            run = functools.partial(WholeRun, self._shared)
-            self._wrappers.append(OffloadedForward(self.root, name, run, self._prepare))
+            run = functools.partial(WholeRun, self.shared)
+            self._wrappers.append(OffloadedForward(self.root, name, run, self._prepare, align))
+        self._wrappers.append(Conversion(self))
+        if self.residents:
+            self._wrappers.append(Copying(self.root, self.residents))
+        loading, saving = Loading(self), Saving(self)
+        for module in self.root.modules():
+            holds = bool(self.bindings_of(module, recurse=False))
+            if holds or module is self.root:
+                self._hooks.append(module.register_load_state_dict_post_hook(loading))
+            if holds:
+                self._hooks.append(_after_state_dict(module, saving))
+
+    def _plans(self, units: list[Unit]) -> list[GroupPlan]:
+        """The groups: what should stay in RAM and what need not are never in one."""
+        taken = others_tensors(self)
+        plans: list[GroupPlan] = []
+        for place in (IN_RAM, ANYWHERE):
+            parts = []
+            for unit in units:
+                wanted = {
+                    name: tensor
+                    for name, tensor in unit.tensors.items()
+                    if self._places(name) == place and id(tensor) not in taken
+                }
+                if wanted:
+                    parts.append(Unit(unit.name, unit.module, wanted, unit.block, unit.encloses))
+            found = self._cutting.groups(parts)
+            taken |= {id(tensor) for plan in found for tensor in plan.tensors.values()}
+            if place == IN_RAM:
+                self._in_ram = {name for plan in found for name in plan.tensors}
+            plans += found
+        return plans
 
     def _register(self, plans: list[GroupPlan]) -> None:
         space = AddressSpace()
-        for plan in bar(plans, self._prefix, "groups"):
-            key = f"{self._prefix}/{plan.name}"
+        names: set[str] = set()
+        for plan in bar(plans, self.prefix, "groups"):
+            key = _unused(f"{self.prefix}/{plan.name}", names)
             homes = self.store.register(key, plan.tensors, space=space)
-            self.groups[key] = list(plan.tensors)
+            self._know(key, list(plan.tensors))
             for name, tensor in plan.tensors.items():
                 self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
 
-    def _wrap(self, unit: Unit, needed: list[str]) -> None:
-        distinct = {id(tensor): tensor for tensor in unit.tensors.values()}
-        bindings = [self._bindings[i] for i in distinct]
-        loan = Loan(self.store, bindings, self._shared, self._renew)
-        for name in self._entries() if unit.module is self.root else ["forward"]:
-            if callable(getattr(unit.module, name, None)):
-                visit = functools.partial(Visit, loan)
-                self._wrappers.append(OffloadedForward(unit.module, name, visit, None))
+    def _know(self, key: str, names: list[str]) -> None:
+        self.groups[key] = names
+        if self._in_ram.issuperset(names):
+            self.store.keep(key)
 
-    def _entries(self) -> list[str]:
-        return [name for name in ENTRIES if callable(getattr(self.root, name, None))]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before the whole model runs: use the weights as they are now, on inputs at hand."""
-        written = [self._watched[i] for i in self._watch.written()]
-        if written:
-            self._renew(written)
-        device = self.store.device
-        if device.type == "cpu":
-            return args, kwargs
-        moved = {n: v if n in self._skip else to_device(v, device) for n, v in kwargs.items()}
-        return tuple(to_device(value, device) for value in args), moved
-
-    def _watch_homes(self) -> None:
-        self._watched = list(self._bindings.values())
-        self._watch = WriteWatch([(b.home.data_ptr(), tensor_bytes(b.home)) for b in self._watched])
-
-    def _renew(self, edited: list[Binding]) -> None:
-        """Store the groups of changed tensors anew; what did not change in them is not written."""
-        with self._renewing:
-            for old in dict.fromkeys(binding.key for binding in edited):
-                members = [b for b in self._bindings.values() if b.key == old]
-                with self._shared.lock:
-                    if not members or any(b.user is not None for b in members):
-                        continue  # they are in use: noticed again before the next one
-                    # Aliases: on another thread, the tensors may show leased memory soon.
-                    changed = {b.name: b.tensor.detach() for b in members}
-                key = f"{old.partition('~')[0]}~{self._shared.renewals + 1}"
-                homes = self.store.register(key, changed)
-                self.groups[key] = self.groups.pop(old)
-                with self._shared.lock:
-                    self._shared.renewals += 1
-                    for binding in members:
-                        binding.settle(key, homes[binding.name])
-                self.store.discard(old)
-            self._watch_homes()
+    def _refuse_groups_that_never_fit(self) -> None:
+        snapshot = {group.key: group.nbytes for group in self.store.snapshot().groups}
+        for tier, budget in self.store.stats().budget_bytes.items():
+            if tier == Tier.DISK.name or budget is None:
+                continue
+            key = max(self.groups, key=lambda k: snapshot[k], default=None)
+            if key is not None and snapshot[key] > budget:
+                name = "ram_budget" if tier == Tier.HOST.name else "device_budget"
+                advice = (
+                    f"raise {name} to at least {snapshot[key]:,} bytes (three times that for "
+                    "prefetch)"
+                )
+                if self._cutting.block_limit is None or self._cutting.block_limit > budget:
+                    advice += ", or cut the model finer with offload_type='leaf_level'"
+                raise BudgetError(key, tier, snapshot[key], budget, advice)
 
     def _keep_the_rest(self) -> None:
         """What is not offloaded lives on the device, within its budget, for as long as we do."""
         if self.store.device.type == "cpu":
             return
+        taken = others_tensors(self) | self.tensor_ids()
         rest = {
             name: tensor
             for name, tensor in [*self.root.named_parameters(), *self.root.named_buffers()]
-            if id(tensor) not in self._bindings and tensor.device.type != "meta"
+            if id(tensor) not in taken and tensor.device.type != "meta"
         }
-        plain = {n: t for n, t in rest.items() if not hasattr(t, "__tensor_flatten__")}
-        for name, tensor in rest.items():
-            if name not in plain:
-                self._swap_to_device(tensor)
-        if not plain:
+        self._staying.take(f"{self.prefix}/resident", rest, self._cutting.target, self.groups)
+
+    def _wrap(self, unit: Unit) -> None:
+        if owner_of(unit.module) is not self:
             return
-        key = f"{self._prefix}/resident"
-        self.store.put(key, plain, durable=False)
-        self.groups[key] = list(plain)
-        lease = self.store.acquire(key, Access.UPDATE)
-        self._resident_leases.append(lease)
-        for name, tensor in plain.items():
-            self._residents.append((tensor, tensor.data))
-            assign(tensor, lease.tensors[name])
+        own = {id(tensor) for tensor in unit.tensors.values()}
+        loans = [self.loan(own)]
+        # A weight may be tied to one that others offload: they lend it.
+        tied = self._used_by(unit) & own
+        loans += [other.loan(tied) for other in everyone() if other is not self]
+        for loan in loans:
+            if loan.bindings or (self._aligned and loan is loans[0]):
+                self._wrap_with(unit, loan)
 
-    def _swap_to_device(self, tensor: torch.Tensor) -> None:
-        """Move a wrapper around other tensors (a quantised weight): `.data` would not do."""
-        moved = tensor.detach().to(self.store.device)
-        if isinstance(tensor, nn.Parameter):
-            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-        torch.utils.swap_tensors(tensor, moved)
-        self._swapped.append((tensor, moved))
+    def _wrap_with(self, unit: Unit, loan: Loan) -> None:
+        move = self._move if self._aligned else None
+        for name in self._entries() if unit.module is self.root else ["forward"]:
+            if callable(getattr(unit.module, name, None)):
+                visit = functools.partial(Visit, loan)
+                self._wrappers.append(OffloadedForward(unit.module, name, visit, move))
 
-    def _give_residents_back(self) -> None:
-        while self._swapped:
-            torch.utils.swap_tensors(*self._swapped.pop())
-        for tensor, before in self._residents:
-            assign(tensor, tensor.data.to(before.device, copy=True))
-        self._residents.clear()
-        while self._resident_leases:
-            self._resident_leases.pop().release()
+    def loan(self, tensors: set[int]) -> Loan:
+        """What a unit needs to use those of the tensors (by id) that are offloaded here."""
+        bindings = [self._bindings[number] for number in tensors if number in self._bindings]
+        return Loan(self.store, bindings, self.shared, self.renew)
+
+    def _used_by(self, unit: Unit) -> set[int]:
+        """The tensors that modules of ours have, in the unit."""
+        ours = [module for module in unit.module.modules() if owner_of(module) is self]
+        held = [[*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in ours]
+        return {id(tensor) for tensors in held for tensor in tensors}
+
+    def _entries(self) -> list[str]:
+        return [name for name in ENTRIES if callable(getattr(self.root, name, None))]
+
+    # Around a run ------------------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _prepare(self, args: Any, kwargs: Any) -> Arguments:
+        """Before the whole model runs: use the weights as they are now, on inputs at hand."""
+        if self.changed and not self.in_use:
+            self.disable()
+            self.enable()
+        written = [self._watched[i] for i in self._watch.written()]
+        if written:
+            self.renew(written)
+        moved: Arguments = self._move(args, kwargs)
+        return moved
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _move(self, args: Any, kwargs: Any) -> Arguments:
+        device = self.store.device
+        if device.type == "cpu":
+            return args, kwargs
+        return to_device(args, device), to_device(kwargs, device, self._skip)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _align(self, result: Any, args: Any, kwargs: Any) -> Any:
+        """After the whole model ran: what it returns goes to where its inputs came from."""
+        home = device_of((args, kwargs))
+        return result if home is None else to_device(result, home, self._skip)
+
+    # Changed weights ---------------------------------------------------------------------------
+
+    def _watch_homes(self) -> None:
+        self._watched = list(self._bindings.values())
+        self._watch = WriteWatch([(b.home.data_ptr(), tensor_bytes(b.home)) for b in self._watched])
+
+    def tensor_ids(self) -> set[int]:
+        """The ids of the tensors in its groups."""
+        return set(self._bindings)
+
+    @property
+    def residents(self) -> list[torch.Tensor]:
+        """Its tensors that stay on the device."""
+        return self._staying.tensors
+
+    @property
+    def bindings(self) -> list[Binding]:
+        """Its tensors that are in groups."""
+        return list(self._bindings.values())
+
+    def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
+        """Those of a part of the model, each once."""
+        tensors = {id(t): t for t in [*module.parameters(recurse), *module.buffers(recurse)]}
+        return [self._bindings[number] for number in tensors if number in self._bindings]
+
+    def _members(self, key: str) -> list[Binding]:
+        return [binding for binding in self._bindings.values() if binding.key == key]
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is offloaded now."""
+        return bool(self._wrappers)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any of its modules runs at this moment."""
+        return any(binding.user is not None for binding in self._bindings.values())
+
+    def renew(self, edited: list[Binding]) -> None:
+        """Store the groups of changed tensors anew; what did not change in them is not written."""
+        with self._renewing:
+            for key in dict.fromkeys(binding.key for binding in edited):
+                members = self._members(key)
+                with self.shared.lock:
+                    if not members or any(b.user is not None for b in members):
+                        continue  # they are in use: noticed again before the next one
+                    # Aliases: on another thread, the tensors may show leased memory soon.
+                    values = {b.name: b.tensor.detach() for b in members}
+                self._store_anew(key, members, values)
+            self._watch_homes()
+
+    def convert(self, change: Change) -> None:
+        """Apply `change` to every tensor, group by group: of what changes, one is in memory."""
+        with self._renewing, torch.no_grad():
+            self.renew([b for b in self._bindings.values() if b.edited])
+            for key in bar(list(self.groups), "Converting", "groups"):
+                members = self._members(key)
+                values = {b.name: change(b.tensor) for b in members}
+                if any(values[b.name] is not b.tensor for b in members):
+                    self._store_anew(key, members, {n: v.detach() for n, v in values.items()})
+            self._watch_homes()
+
+    def _store_anew(
+        self, old: str, members: list[Binding], values: Mapping[str, torch.Tensor]
+    ) -> None:
+        key = f"{old.partition('~')[0]}~{self.shared.renewals + 1}"
+        homes = self.store.register(key, values)
+        self._know(key, self.groups.pop(old))
+        with self.shared.lock:
+            self.shared.renewals += 1
+            for binding in members:
+                binding.settle(key, homes[binding.name])
+        self.store.discard(old)
 
     def disable(self) -> None:
         """Make it an ordinary module again. Its weights show what they showed while away."""
         while self._wrappers:
             self._wrappers.pop().remove()
-        self._give_residents_back()
+        while self._hooks:
+            self._hooks.pop().remove()
+        disown(self)
+        self._staying.give_back()
         for binding in self._bindings.values():
             if not binding.edited:  # otherwise it shows what somebody gave it
                 assign(binding.tensor, binding.home)
@@ -264,17 +363,26 @@ def _forget(
         alive.discard_soon(groups)
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Tensors in a value moved to `device`. Containers are rebuilt only if something in them moved:
-    some are caches that the model changes in place."""
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=False)
-    if isinstance(value, (list, tuple)):
-        moved = [to_device(item, device) for item in value]
-        if all(new is old for new, old in zip(moved, value, strict=True)):
-            return value
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
-    if type(value) is dict:
-        new = {key: to_device(item, device) for key, item in value.items()}
-        return value if all(new[key] is value[key] for key in value) else new
-    return value
+def _unused(key: str, used: set[str]) -> str:
+    """The key itself, or with a number if it is used."""
+    number, found = 1, key
+    while found in used:
+        number += 1
+        found = f"{key}.{number}"
+    used.add(found)
+    return found
+
+
+def _after_state_dict(module: nn.Module, saving: Saving) -> RemovableHandle:
+    """Have `saving` called before others: they may take tensors away, or rename them."""
+    handle: RemovableHandle = module.register_state_dict_post_hook(saving)
+    hooks: Any = module._state_dict_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+def usual_target(offload_type: str, store: TierStore, module: nn.Module) -> int:
+    """How large a group should be at most, in bytes, given the store's budgets."""
+    budgets = store.stats().budget_bytes
+    smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
+    return target_bytes(offload_type, smallest, sum(p.nbytes for p in module.parameters()))

@@ -158,6 +158,10 @@ class Planner(Movements):
         self._offloads[key] = None
         self._settle()
 
+    def keep(self, key: str) -> None:
+        """The group should stay in host memory: no other gets its room as long as there is any."""
+        self._groups[key].kept = True
+
     def save(self, key: str) -> None:
         """See that a copy is on disk. `saved` tells when; `error_of` if it cannot be."""
         self._groups[key].error = None

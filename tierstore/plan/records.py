@@ -37,6 +37,7 @@ class GroupRecord:
     """One group. `backed` means that a checkpoint holds its bytes: that copy takes no room.
 
     `number` is what the schedule knows its name by; -1 if a newer version has taken it over.
+    `kept` says that it should stay in host memory.
     """
 
     key: str
@@ -47,6 +48,7 @@ class GroupRecord:
     leases: int = 0
     exclusive: Access | None = None
     forgotten: bool = False
+    kept: bool = False
     error: BaseException | None = None
 
     def present(self, tier: Tier) -> bool:

@@ -131,14 +131,18 @@ class Shelves:
         return self._free(tier, nbytes)
 
     def _candidates(self, tier: Tier, rival: str | None) -> Iterator[GroupRecord]:
-        """In the policy's order, but a demand's own source last."""
-        going_up = []
+        """In the policy's order, but what should be kept late, and a demand's own source last."""
+        kept, going_up = [], []
         for key in self._policy.victims(tier, rival):
             group = self._groups[key]
             if key in self._demands and not group.present(self.top):
                 going_up.append(group)
+            elif group.kept and tier is self.tiers[-2]:
+                kept.append(group)
             else:
                 yield group
+        if rival is None or self._groups[rival].kept:
+            yield from kept
         yield from going_up
 
     def _evict_copy(self, group: GroupRecord, tier: Tier, nbytes: int) -> None:

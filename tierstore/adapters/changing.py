@@ -1,0 +1,163 @@
+"""Changing an offloaded model as a whole: converting it, and loading other weights into it.
+
+However a weight is changed, that is noticed before it is used next. What is here does more: changes
+of all weights reach their tier group by group, so that a model of any size can be changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tierstore.adapters.bindings import assign
+from tierstore.adapters.wrapping import StandIn, same
+
+if TYPE_CHECKING:
+    from tierstore.adapters.modules import OffloadedModule
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Conversion(StandIn):
+    """Stands in for `_apply`, through which `half()` and `to()` change a model.
+
+    Of what changes, one group is in memory. The weights cannot be moved.
+    """
+
+    def __init__(self, offloaded: OffloadedModule) -> None:
+        self._offloaded: OffloadedModule | None = offloaded
+        super().__init__(offloaded.root, "_apply")
+
+    def __call__(self, change: Change, recurse: bool = True) -> Any:
+        offloaded = self._offloaded
+        if offloaded is None:
+            return self.original(change, recurse)
+        moved = change(torch.empty(0))
+        if moved.device.type != "cpu":
+            raise RuntimeError(
+                f"the model cannot be moved to {moved.device}: its weights are in a tierstore, and "
+                f"come to {offloaded.store.device} by themselves while it runs. Leave the move "
+                "out, or make it an ordinary model first (tierstore.undispatch(model), or "
+                "handle.disable())"
+            )
+        if not recurse:  # then a change is noticed as any other
+            return self.original(change, recurse)
+        offloaded.convert(change)
+        stays = offloaded.tensor_ids()
+        residents = {id(tensor) for tensor in offloaded.residents}
+
+        def change_the_rest(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in stays:
+                return tensor
+            changed = change(tensor)
+            if id(tensor) not in residents:
+                return changed
+            if changed.dtype is not tensor.dtype or changed.stride() != tensor.stride():
+                assign(tensor, changed.detach().to(tensor.device))
+            return tensor  # it is where it should be
+
+        return self.original(change_the_rest, recurse)
+
+    def remove(self) -> None:
+        self._offloaded = None
+        super().remove()
+
+
+class Copying:
+    """Lets deep copies and pickles of the model be ordinary models, all of it on the CPU.
+
+    Needed where some of its tensors stay on another device.
+    """
+
+    def __init__(self, root: nn.Module, residents: list[torch.Tensor]) -> None:
+        self._root = root
+        self._residents = residents
+        self._put()
+
+    def _put(self) -> None:
+        self._root.__dict__.update(__deepcopy__=self._copy, __reduce_ex__=self._reduce)
+
+    def remove(self) -> None:
+        """Let it be copied as any module."""
+        for name in ("__deepcopy__", "__reduce_ex__"):
+            self._root.__dict__.pop(name, None)
+
+    def _copy(self, memo: dict[int, Any]) -> nn.Module:
+        for tensor in self._residents:
+            alike: torch.Tensor = tensor.detach().to("cpu", copy=True)
+            if isinstance(tensor, nn.Parameter):
+                alike = nn.Parameter(alike, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = alike
+        self.remove()
+        try:
+            return copy.deepcopy(self._root, memo)
+        finally:
+            self._put()
+
+    def _reduce(self, protocol: int) -> tuple[Any, ...]:
+        return same, (copy.deepcopy(self._root),)
+
+
+class Loading:
+    """Called whenever a module of the model has loaded its part of a state dict: stores what came.
+
+    What has just come to a group may be followed by more for it; all others are stored.
+    """
+
+    def __init__(self, offloaded: OffloadedModule) -> None:
+        self._offloaded = offloaded
+        self._pending: set[str] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, module: nn.Module, keys: Any) -> None:
+        offloaded = self._offloaded
+        last = module is offloaded.root
+        own = {binding.key for binding in offloaded.bindings_of(module, recurse=False)}
+        if not own and not last:
+            return
+        with self._lock:
+            due = self._pending | own if last else self._pending - own
+            self._pending = set() if last else own
+        if due:
+            offloaded.renew([b for b in offloaded.bindings if b.key in due and b.edited])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+class Saving:
+    """Called whenever a module of the model has told its state: of weights that are in use at this
+    moment it tells what they show while away, which stays true."""
+
+    def __init__(self, offloaded: OffloadedModule) -> None:
+        self._offloaded = offloaded
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        bound = {id(b.tensor): b for b in self._offloaded.bindings_of(module, recurse=False)}
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            binding = bound.get(id(tensor))
+            shown = state.get(prefix + name)
+            if binding is not None and shown is not None and shown is not tensor:
+                state[prefix + name] = binding.value(shown)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+def nothing(module: nn.Module, *_: Any) -> None:
+    """What a copy of an offloaded model does when it has loaded or told its state."""
+
+
+def _get_nothing() -> Callable[..., None]:
+    return nothing

@@ -1,0 +1,374 @@
+"""Any PyTorch model through a store, its weights inside the module: accelerate's dispatch, again.
+
+The names and meanings are those of accelerate's big model inference. There, a weight that is away
+is a meta tensor, and each module has a fixed place. Here it is a CPU tensor of its true value that
+costs no memory, whatever a user does with the module finds it, and the store decides by its budgets
+what stays where. What accelerate's pull request 2214 set out to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from tierstore.adapters.bindings import assign
+from tierstore.adapters.grouping import Cutting, unique_bytes
+from tierstore.adapters.loading import load_weights
+from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule, usual_target
+from tierstore.adapters.owners import owner_of, refuse_other_offloading
+from tierstore.settings import resolve_device
+from tierstore.store import TierStore
+
+logger = logging.getLogger("tierstore")
+
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+DeviceMap = str | Mapping[str, Any] | None
+
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Accelerate's ways to compute a map. With one device and hard budgets they all mean the same."""
+
+_IN_THE_STORE = "the store's disk_dir, TierStore(ram_budget, disk_dir)"
+_REPLACED = {
+    "offload_dir": _IN_THE_STORE,
+    "offload_folder": _IN_THE_STORE,
+    "offload_index": "the store, which uses checkpoints where they lie",
+    "state_dict": "the weights in the model: load them into it first",
+    "max_memory": "the store's budgets, TierStore(ram_budget, disk_dir, device_budget=...)",
+    "offload_state_dict": "the store, which never has all weights in memory",
+}
+_HARMLESS = (
+    "offload_buffers",
+    "force_hooks",
+    "no_split_module_classes",
+    "full_state_dict",
+    "broadcast_from_rank0",
+    "non_blocking",
+)
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a model was dispatched with."""
+
+    places: tuple[tuple[str, str], ...]
+    skip: frozenset[str]
+    whole: frozenset[str]
+
+
+class Dispatched(OffloadedModule):
+    """A model that was dispatched."""
+
+    def __init__(self, model: nn.Module, store: TierStore, settings: Settings) -> None:
+        self.settings = settings
+        cutting = Cutting(
+            "block_level",
+            usual_target("block_level", store, model),
+            tuple(getattr(model, "_group_offload_block_modules", None) or ()),
+            whole=settings.whole,
+        )
+        super().__init__(
+            model,
+            store,
+            f"{type(model).__name__}-dispatched-{next(_numbers)}",
+            cutting,
+            skip=settings.skip,
+            places=functools.partial(place_of, dict(settings.places)),
+            aligned=True,
+        )
+
+
+def dispatch_model(
+    model: ModuleType,
+    store: TierStore,
+    device_map: DeviceMap = None,
+    *,
+    main_device: str | int | torch.device | None = None,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    **replaced: Any,
+) -> ModuleType:
+    """Run a model with its weights in `store`. Returns the same model.
+
+    Its Parameter objects stay what they are. A weight is on the store's device while its module
+    runs; otherwise it is a CPU tensor of its true value, which costs no memory: a map of the file
+    that holds it. Weights that still are a checkpoint's own bytes are read from there; others are
+    written to the store once. Inputs come to the device by themselves, and what the model returns
+    goes to where its inputs came from. Changes of weights, and new ones, are noticed when the
+    model runs next.
+
+    Args:
+        device_map: None or `"auto"`: the store decides by its budgets what stays where. Or a dict
+            of module names (`""` for the whole model; the longest name counts) to places: the
+            store's device (an index, `"cuda:0"`, a torch.device): stays there for good, within
+            the device budget; `"cpu"`: stays in RAM, given up last; `"disk"`: wherever the store
+            finds it best.
+        main_device: the store's device, if given at all.
+        skip_keys: names of keyword arguments, and of values that the model returns, which are not
+            moved between devices: caches that the model changes in place.
+        preload_module_classes: names of classes that use weights of the modules in them without
+            calling those: all of theirs come when they run.
+
+    A model that is dispatched already is dispatched anew, unless nothing is different. A part of
+    it may be dispatched by itself, to another store too; the rest then goes without it. Other
+    arguments of accelerate are replaced by the store (TypeError says by what) or have no effect.
+
+    Raises ValueError for a map that does not fit the model or the store, for weights on the meta
+    device and for a model that something else offloads; BudgetError if a weight is larger than a
+    budget. The model is as it was then.
+    """
+    _refuse_replaced("dispatch_model", replaced)
+    _check(model, store, main_device)
+    _refuse_meta(model)
+    settings = Settings(
+        tuple(resolve_device_map(model, store, device_map).items()),
+        frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ()),
+        frozenset(preload_module_classes or ()),
+    )
+    owner = owner_of(model)
+    if isinstance(owner, Dispatched) and owner.root is model:
+        if owner.store is store and owner.settings == settings:
+            return model
+        owner.disable()
+    refuse_other_offloading(type(model).__name__, model)
+    before = store.stats().bytes_written
+    dispatched = Dispatched(model, store, settings)
+    logger.info(
+        "%s: %d groups, %d bytes of weights; %d bytes written",
+        type(model).__name__,
+        len(dispatched.groups),
+        unique_bytes(model.parameters()),
+        store.stats().bytes_written - before,
+    )
+    return model
+
+
+def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of accelerate
+    model: ModuleType,
+    checkpoint: str | os.PathLike[str],
+    store: TierStore,
+    device_map: DeviceMap = None,
+    *,
+    main_device: str | int | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    **replaced: Any,
+) -> ModuleType:
+    """Give a model, usually on the meta device, a checkpoint's weights, and dispatch it.
+
+    Nothing is read, and nothing is written: the weights become maps of the checkpoint's files, and
+    the store reads them there when they are used. Only weights of another dtype than the model's
+    (or than `dtype`) are cast, group by group, and written to the store once.
+
+    Args:
+        checkpoint: a safetensors file, a directory with one or with shards, or an index file.
+        dtype: what floating-point weights are cast to; None for what they are in the model.
+        strict: whether names in the checkpoint that the model lacks are an error. Names that the
+            checkpoint lacks always are.
+
+    The rest is as for `dispatch_model`. Build the model under `accelerate.init_empty_weights()` or
+    `torch.device("meta")`.
+
+    Raises what `dispatch_model` raises; ValueError if names or shapes do not fit; TransferError,
+    InvalidHeaderError or StaleCheckpointError if the files cannot be used.
+    """
+    _refuse_replaced("load_checkpoint_and_dispatch", replaced)
+    _check(model, store, main_device)
+    resolve_device_map(model, store, device_map)
+    if (owner := owner_of(model)) is not None and owner.root is model:
+        raise ValueError(
+            f"{type(model).__name__} is offloaded already: undispatch it first, or load other "
+            "weights into it with load_state_dict()"
+        )
+    casts = load_weights(model, checkpoint, strict=strict)
+    if dtype is not None:
+        casts = {id(t): dtype for t in _state(model) if t.is_floating_point()}
+    dispatch_model(
+        model,
+        store,
+        device_map,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+    )
+    owner = owner_of(model)
+    if owner is not None and casts:
+        owner.convert(lambda tensor: tensor.to(casts.get(id(tensor), tensor.dtype)))
+        for tensor in _state(model):
+            if id(tensor) not in owner.tensor_ids():
+                assign(tensor, tensor.detach().to(casts.get(id(tensor), tensor.dtype)))
+    return model
+
+
+def cpu_offload(
+    model: ModuleType,
+    store: TierStore,
+    *,
+    execution_device: str | int | torch.device | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    **replaced: Any,
+) -> ModuleType:
+    """`dispatch_model` with all weights in RAM between their uses, as far as its budget goes."""
+    _refuse_replaced("cpu_offload", replaced)
+    _check(model, store, execution_device, "execution_device")
+    return dispatch_model(
+        model,
+        store,
+        {"": "cpu"},
+        preload_module_classes=preload_module_classes,
+    )
+
+
+def disk_offload(
+    model: ModuleType,
+    store: TierStore,
+    *,
+    execution_device: str | int | torch.device | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    **replaced: Any,
+) -> ModuleType:
+    """`dispatch_model` with all weights on disk; the store's budgets say what stays above it."""
+    _refuse_replaced("disk_offload", replaced)
+    _check(model, store, execution_device, "execution_device")
+    return dispatch_model(
+        model,
+        store,
+        {"": "disk"},
+        preload_module_classes=preload_module_classes,
+    )
+
+
+def undispatch(model: ModuleType) -> ModuleType:
+    """Make a dispatched model an ordinary one again, bit-equal, its weights on the CPU.
+
+    Parts of it that were dispatched by themselves stay so. Raises ValueError if it is not
+    dispatched.
+    """
+    owner = owner_of(model)
+    if not isinstance(owner, Dispatched) or owner.root is not model:
+        raise ValueError(
+            f"{type(model).__name__} is not dispatched: pass the module that was given to "
+            "dispatch_model"
+        )
+    owner.disable()
+    return model
+
+
+# Where things go -------------------------------------------------------------------------------
+
+
+def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap) -> dict[str, str]:
+    """The place of each named module. Raises ValueError if the map cannot be meant."""
+    if device_map is None or (isinstance(device_map, str) and device_map in AUTOMATIC):
+        return {"": ANYWHERE}
+    if not isinstance(device_map, Mapping):
+        raise ValueError(
+            f"device_map={device_map!r}: pass 'auto', or a dict of module names to places"
+        )
+    names = {name for name, _ in model.named_modules()}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    unknown = [name for name in device_map if name not in names]
+    if unknown:
+        raise ValueError(
+            f"device_map names {unknown[:5]}, which {type(model).__name__} does not have: take "
+            "names from model.named_modules()"
+        )
+    places = {name: _place(place, store) for name, place in device_map.items()}
+    bare = [name for name, _ in model.named_parameters() if place_of(places, name) is None]
+    if bare:
+        raise ValueError(
+            f"device_map says nothing of {len(bare)} parameters, such as {bare[:3]}: name their "
+            "modules too, or '' for all the rest"
+        )
+    return places
+
+
+def place_of(places: Mapping[str, str], name: str) -> str | None:
+    """Where a tensor should be: what the longest of the names that lead to it says."""
+    while name not in places:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return places[name]
+
+
+def _place(place: Any, store: TierStore) -> str:
+    if place in (IN_RAM, ANYWHERE):
+        return str(place)
+    try:
+        device = _device(place)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"device_map has the place {place!r}: use the store's device ({store.device}), 'cpu' "
+            "or 'disk'"
+        ) from error
+    if device != store.device:
+        raise ValueError(
+            f"device_map has the place {place!r}, but the store serves {store.device}: one store "
+            "serves one device"
+        )
+    return IN_RAM if device.type == "cpu" else ON_DEVICE
+
+
+def _device(place: Any) -> torch.device:
+    if place is None:
+        raise TypeError("None is no device")
+    if isinstance(place, int) and not isinstance(place, bool):
+        kind = torch.accelerator.current_accelerator()
+        return torch.device("cpu" if kind is None else kind.type, place)
+    return resolve_device(place)
+
+
+# Refusals --------------------------------------------------------------------------------------
+
+
+def _refuse_replaced(function: str, arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name in _REPLACED:
+            if value:
+                raise TypeError(f"{name} is replaced by {_REPLACED[name]}; leave it out")
+        elif name not in _HARMLESS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"a {type(model).__name__} cannot be dispatched: pass a torch module (for a pipeline "
+            "of diffusers there is enable_group_offload)"
+        )
+    if not isinstance(store, TierStore):
+        raise TypeError(
+            f"store is a {type(store).__name__}: pass a TierStore(ram_budget, disk_dir)"
+        )
+    if device is not None and _device(device) != store.device:
+        raise ValueError(
+            f"{name}={device!r}, but the store serves {store.device}: make the store with "
+            f"TierStore(..., device={str(device)!r})"
+        )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in named if tensor.device.type == "meta"]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} weights of {type(model).__name__} have no values yet (they are on the "
+            f"meta device), such as {empty[:3]}: use load_checkpoint_and_dispatch"
+        )
+
+
+def _state(model: nn.Module) -> list[torch.Tensor]:
+    """Its parameters and persistent buffers: what a checkpoint holds."""
+    state = model.state_dict(keep_vars=True).values()
+    return [tensor for tensor in state if isinstance(tensor, torch.Tensor)]

@@ -1,0 +1,87 @@
+"""A layer on the device for as long as its weights are edited there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from tierstore.adapters.bindings import Binding
+from tierstore.adapters.modules import OffloadedModule
+from tierstore.adapters.owners import owner_of
+from tierstore.model.errors import LeaseError
+from tierstore.model.tiers import Access
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def onloaded(module: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the weights of `module` are on the device and may be changed in any way.
+
+    They are copies within the budget of the store, and what they are at the end reaches the tier
+    that holds them: that is what merging a LoRA needs. The model may run inside, too. Nothing
+    happens to a module that is not offloaded. The idea is PEFT's `onload_layer`.
+
+    Raises LeaseError if the module is running at this moment, BudgetError if it does not fit.
+    """
+    owners = {owner for part in module.modules() if (owner := owner_of(part)) is not None}
+    with ExitStack() as stack:
+        for owner in owners:
+            bindings = owner.bindings_of(module)
+            if bindings:
+                stack.enter_context(_onloaded(owner, bindings))
+        yield module
+
+
+@contextmanager
+def _onloaded(owner: OffloadedModule, bindings: list[Binding]) -> Iterator[None]:
+    store, lock, visit = owner.store, owner.shared.lock, object()
+    key = f"{owner.prefix}/onloaded-{next(_numbers)}"
+    with lock:
+        _refuse_if_busy(bindings)
+        values = {b.name: b.tensor.detach() for b in bindings}
+    store.put(key, values, durable=False)
+    try:
+        with store.acquire(key, Access.UPDATE) as lease:
+            try:
+                with lock:
+                    _refuse_if_busy(bindings)
+                    for b in bindings:
+                        b.show(visit, lease.tensors[b.name], unless_edited=False)
+                yield
+            finally:
+                changed = [b for b in bindings if b.user is visit and not _as_at_home(b)]
+                copies = [b.tensor.detach().to("cpu", copy=True) for b in changed]
+                with lock:
+                    for b in bindings:
+                        b.leave(visit)
+                    for b, copy in zip(changed, copies, strict=True):
+                        b.give(copy)
+    finally:
+        store.discard(key)
+    if changed:
+        owner.renew(changed)
+
+
+def _refuse_if_busy(bindings: list[Binding]) -> None:
+    if any(binding.user is not None for binding in bindings):
+        raise LeaseError(
+            "these weights are in use: the module runs, or is onloaded already; edit them before "
+            "or after that"
+        )
+
+
+def _as_at_home(binding: Binding) -> bool:
+    """Whether a tensor has its home's value, bit for bit."""
+    shown, home = binding.tensor.detach(), binding.home
+    if shown.dtype is not home.dtype or shown.shape != home.shape:
+        return False
+    return torch.equal(_bytes_of(shown.cpu()), _bytes_of(home))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

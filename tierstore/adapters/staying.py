@@ -1,0 +1,95 @@
+"""Tensors of a model that stay on the device for as long as the model is offloaded.
+
+They are small, or their place is there. What they take is counted in the budget: it is a leased
+group of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from tierstore.adapters.bindings import assign
+from tierstore.adapters.grouping import span, tensor_bytes
+from tierstore.lease import Lease
+from tierstore.model.tiers import Access
+from tierstore.store import TierStore
+
+
+class Staying:
+    """Tensors on the device of a store, and where they were before."""
+
+    def __init__(self, store: TierStore) -> None:
+        self._store = store
+        self._before: list[tuple[torch.Tensor, torch.device]] = []
+        self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.leases: list[Lease] = []
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that show the store's memory."""
+        return [tensor for tensor, _ in self._before]
+
+    def take(
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        target: int,
+        groups: dict[str, list[str]],
+    ) -> None:
+        """Bring tensors to the device, in groups of up to `target` bytes named after `key`.
+
+        They are added to `groups`: the names of the tensors in each.
+        """
+        portions: list[dict[str, torch.Tensor]] = []
+        nbytes = target
+        for name, tensor in tensors.items():
+            if hasattr(tensor, "__tensor_flatten__"):
+                self._swap(tensor)
+                continue
+            nbytes += tensor_bytes(tensor)
+            if nbytes > target:
+                portions.append({})
+                nbytes = tensor_bytes(tensor)
+            portions[-1][name] = tensor
+        for number, portion in enumerate(portions):
+            groups[f"{key}-{number}"] = list(portion)
+            self._take(f"{key}-{number}", portion)
+
+    def _take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._store.put(key, tensors, durable=False)
+        lease = self._store.acquire(key, Access.UPDATE)
+        self.leases.append(lease)
+        for name, tensor in tensors.items():
+            self._before.append((tensor, tensor.device))
+            assign(tensor, _by_itself(lease.tensors[name]))
+
+    def _swap(self, tensor: torch.Tensor) -> None:
+        """Move a wrapper around other tensors (a quantised weight): `.data` would not do."""
+        moved = tensor.detach().to(self._store.device)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, moved)
+        self._swapped.append((tensor, moved))
+
+    def give_back(self) -> None:
+        """Let them be where they were before, with the values that they have now."""
+        while self._swapped:
+            torch.utils.swap_tensors(*self._swapped.pop())
+        for tensor, device in self._before:
+            assign(tensor, tensor.data.to(device, copy=True))
+        self._before.clear()
+        while self.leases:
+            self.leases.pop().release()
+
+
+def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a storage of its own: who saves a tensor saves its whole storage."""
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, span(tensor)
+    )
+    vars(storage)["memory"] = tensor.untyped_storage()  # stays as long as this one
+    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alone.set_(storage, 0, tensor.shape, tensor.stride())
