@@ -9,18 +9,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from tierstore.adapters.bindings import assign
+from tierstore.adapters.owners import Change, Owner
 from tierstore.adapters.wrapping import StandIn, same
-
-if TYPE_CHECKING:
-    from tierstore.adapters.modules import OffloadedModule
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Conversion(StandIn):
@@ -29,8 +25,8 @@ class Conversion(StandIn):
     Of what changes, one group is in memory. The weights cannot be moved.
     """
 
-    def __init__(self, offloaded: OffloadedModule) -> None:
-        self._offloaded: OffloadedModule | None = offloaded
+    def __init__(self, offloaded: Owner) -> None:
+        self._offloaded: Owner | None = offloaded
         super().__init__(offloaded.root, "_apply")
 
     def __call__(self, change: Change, recurse: bool = True) -> Any:
@@ -109,7 +105,7 @@ class Loading:
     What has just come to a group may be followed by more for it; all others are stored.
     """
 
-    def __init__(self, offloaded: OffloadedModule) -> None:
+    def __init__(self, offloaded: Owner) -> None:
         self._offloaded = offloaded
         self._pending: set[str] = set()
         self._lock = threading.Lock()
@@ -137,7 +133,7 @@ class Saving:
     """Called whenever a module of the model has told its state: of weights that are in use at this
     moment it tells what they show while away, which stays true."""
 
-    def __init__(self, offloaded: OffloadedModule) -> None:
+    def __init__(self, offloaded: Owner) -> None:
         self._offloaded = offloaded
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

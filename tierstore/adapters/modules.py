@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, KeysView, Mapping
 from typing import Any
 
 import torch
@@ -19,14 +19,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.bindings import Binding, Loan, Shared, Visit, WholeRun, assign
-from tierstore.adapters.changing import Change, Conversion, Copying, Loading, Saving
+from tierstore.adapters.changing import Conversion, Copying, Loading, Saving
 from tierstore.adapters.grouping import (
     Cutting,
     GroupPlan,
     Unit,
     tensor_bytes,
 )
-from tierstore.adapters.owners import around, disown, everyone, others_tensors, own, owner_of
+from tierstore.adapters.owners import (
+    Change,
+    around,
+    disown,
+    everyone,
+    others_tensors,
+    own,
+    owner_of,
+)
 from tierstore.adapters.staying import Staying
 from tierstore.adapters.wrapping import (
     Arguments,
@@ -41,7 +49,7 @@ from tierstore.model.outline import target_bytes
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore
-from tierstore.transfer.maps import AddressSpace, WriteWatch
+from tierstore.transfer.maps import AddressSpace, WriteWatch, give_back_free_memory
 
 ENTRIES = ("forward", "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
@@ -97,7 +105,7 @@ class OffloadedModule:
 
         Those who offload a model around it go without it from now on.
         """
-        outer = [other for other in around(self.root) if other.active]
+        outer = around(self.root)
         if any(other.in_use for other in outer):
             raise LeaseError("the model around it runs at this moment: offload it before or after")
         for other in outer:
@@ -192,7 +200,7 @@ class OffloadedModule:
         """What is not offloaded lives on the device, within its budget, for as long as we do."""
         if self.store.device.type == "cpu":
             return
-        taken = others_tensors(self) | self.tensor_ids()
+        taken = others_tensors(self).union(self.tensor_ids())
         rest = {
             name: tensor
             for name, tensor in [*self.root.named_parameters(), *self.root.named_buffers()]
@@ -205,9 +213,10 @@ class OffloadedModule:
             return
         own = {id(tensor) for tensor in unit.tensors.values()}
         loans = [self.loan(own)]
-        # A weight may be tied to one that others offload: they lend it.
-        tied = self._used_by(unit) & own
-        loans += [other.loan(tied) for other in everyone() if other is not self]
+        others = [other for other in everyone() if other is not self]
+        if others:  # a weight may be tied to one that they offload: they lend it
+            tied = self._used_by(unit) & own
+            loans += [other.loan(tied) for other in others]
         for loan in loans:
             if loan.bindings or (self._aligned and loan is loans[0]):
                 self._wrap_with(unit, loan)
@@ -266,9 +275,9 @@ class OffloadedModule:
         self._watched = list(self._bindings.values())
         self._watch = WriteWatch([(b.home.data_ptr(), tensor_bytes(b.home)) for b in self._watched])
 
-    def tensor_ids(self) -> set[int]:
+    def tensor_ids(self) -> KeysView[int]:
         """The ids of the tensors in its groups."""
-        return set(self._bindings)
+        return self._bindings.keys()
 
     @property
     def residents(self) -> list[torch.Tensor]:
@@ -287,11 +296,6 @@ class OffloadedModule:
 
     def _members(self, key: str) -> list[Binding]:
         return [binding for binding in self._bindings.values() if binding.key == key]
-
-    @property
-    def active(self) -> bool:
-        """Whether the model is offloaded now."""
-        return bool(self._wrappers)
 
     @property
     def in_use(self) -> bool:
@@ -320,6 +324,8 @@ class OffloadedModule:
                 values = {b.name: change(b.tensor) for b in members}
                 if any(values[b.name] is not b.tensor for b in members):
                     self._store_anew(key, members, {n: v.detach() for n, v in values.items()})
+                del values
+                give_back_free_memory()
             self._watch_homes()
 
     def _store_anew(

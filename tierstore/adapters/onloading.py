@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import Binding
-from tierstore.adapters.modules import OffloadedModule
-from tierstore.adapters.owners import owner_of
+from tierstore.adapters.owners import Owner, owner_of
 from tierstore.model.errors import LeaseError
 from tierstore.model.tiers import Access
 
@@ -38,7 +37,7 @@ def onloaded(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _onloaded(owner: OffloadedModule, bindings: list[Binding]) -> Iterator[None]:
+def _onloaded(owner: Owner, bindings: list[Binding]) -> Iterator[None]:
     store, lock, visit = owner.store, owner.shared.lock, object()
     key = f"{owner.prefix}/onloaded-{next(_numbers)}"
     with lock:

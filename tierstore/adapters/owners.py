@@ -9,34 +9,84 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, KeysView
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from tierstore.adapters.modules import OffloadedModule
+from tierstore.adapters.bindings import Binding, Loan, Shared
+from tierstore.store import TierStore
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Owner(Protocol):
+    """One who offloads a model. See `tierstore.adapters.modules`, where it is done.
+
+    `changed` says that the model is built differently from what it was when it was cut.
+    """
+
+    root: nn.Module
+    store: TierStore
+    prefix: str
+    shared: Shared
+    changed: bool
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any of its modules runs at this moment."""
+
+    @property
+    def bindings(self) -> list[Binding]:
+        """Its tensors that are in groups."""
+
+    @property
+    def residents(self) -> list[torch.Tensor]:
+        """Its tensors that stay on the device."""
+
+    def enable(self) -> None:
+        """Offload the model as it is now."""
+
+    def disable(self) -> None:
+        """Make it an ordinary module again."""
+
+    def tensor_ids(self) -> KeysView[int]:
+        """The ids of the tensors in its groups."""
+
+    def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
+        """Those of a part of the model, each once."""
+
+    def loan(self, tensors: set[int]) -> Loan:
+        """What a unit needs to use those of the tensors (by id) that are offloaded here."""
+
+    def renew(self, edited: list[Binding]) -> None:
+        """Store the groups of changed tensors anew."""
+
+    def convert(self, change: Change) -> None:
+        """Apply `change` to every tensor, group by group."""
+
 
 MARKER = "group_offloading"
 """The name of the hook by which diffusers knows an offloaded model."""
 
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedModule]] = (
-    weakref.WeakKeyDictionary()
-)
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
+_active: weakref.WeakSet[Owner] = weakref.WeakSet()
 
 
-def own(offloaded: OffloadedModule) -> None:
+def own(offloaded: Owner) -> None:
     """The modules of its model are offloaded by `offloaded`, but for those that have an owner."""
     _listen()
+    _active.add(offloaded)
     reference = weakref.ref(offloaded)
     for module in offloaded.root.modules():
         if owner_of(module) is None:
             _owners[module] = reference
 
 
-def disown(offloaded: OffloadedModule) -> None:
+def disown(offloaded: Owner) -> None:
     """Its modules are ordinary ones, until those who offload a model around it take them."""
+    _active.discard(offloaded)
     for module in offloaded.root.modules():
         if owner_of(module) is offloaded:
             del _owners[module]
@@ -44,20 +94,20 @@ def disown(offloaded: OffloadedModule) -> None:
         other.changed = True
 
 
-def owner_of(module: nn.Module) -> OffloadedModule | None:
+def owner_of(module: nn.Module) -> Owner | None:
     """Who offloads a module."""
     reference = _owners.get(module)
     return None if reference is None else reference()
 
 
-def around(module: nn.Module) -> list[OffloadedModule]:
+def around(module: nn.Module) -> list[Owner]:
     """Those who offload a model that has `module` as a part of it."""
     return [
         o for o in everyone() if o.root is not module and any(m is module for m in o.root.modules())
     ]
 
 
-def others_tensors(offloaded: OffloadedModule) -> set[int]:
+def others_tensors(offloaded: Owner) -> set[int]:
     """The ids of the tensors that others offload."""
     return {
         number for other in everyone() if other is not offloaded for number in other.tensor_ids()
@@ -86,10 +136,9 @@ def refuse_other_offloading(name: str, module: nn.Module) -> None:
             )
 
 
-def everyone() -> Iterator[OffloadedModule]:
-    """All who offload anything."""
-    found = {id(o): o for o in (reference() for reference in list(_owners.values())) if o}
-    return iter(found.values())
+def everyone() -> list[Owner]:
+    """All who offload anything now."""
+    return list(_active)
 
 
 @functools.cache
