@@ -1,0 +1,114 @@
+"""What every adapter promises, on an accelerator: a real one where there is one.
+
+Of other packages this needs none but torch, so that it runs wherever a GPU is lent.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.device import pretend
+from tierstore import (
+    TierStore,
+    dispatch_model,
+    enable_group_offload,
+    offload_activations,
+    onloaded,
+    undispatch,
+)
+
+REASON = pretend.ready()
+ACCELERATORS = (
+    pytest.param("pretend", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON))),
+    pytest.param("cuda", marks=pytest.mark.cuda),
+)
+WIDTH, COUNT = 256, 12
+LAYER_BYTES = 4 * (WIDTH + 1) * WIDTH
+
+on_each = pytest.mark.parametrize("device", ACCELERATORS)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(COUNT)]
+    return nn.Sequential(*layers)
+
+
+def rows(device: str) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+@torch.no_grad()
+def expected(device: str) -> torch.Tensor:
+    return model().to(device)(rows(device)).cpu()
+
+
+def store_of(layers: float, device: str, place: Path) -> TierStore:
+    budget = int(layers * (LAYER_BYTES + 8192))
+    return TierStore(budget, place, device=device, device_budget=budget)
+
+
+@on_each
+@pytest.mark.parametrize("layers", (3, COUNT / 2, 2 * COUNT))
+@pytest.mark.parametrize("how", (dispatch_model, enable_group_offload))
+def test_a_model_computes_the_same(how: object, layers: float, device: str, disk_dir: Path) -> None:
+    net = model()
+    with store_of(layers, device, disk_dir) as store, torch.no_grad():
+        handle = how(net, store)  # type: ignore[operator]
+        for _ in range(4):
+            assert torch.equal(net(rows(device)).cpu(), expected(device))
+        stats = store.stats()
+        assert stats.bytes_onloaded >= COUNT * LAYER_BYTES
+        assert stats.peak_bytes["DEVICE"] <= stats.budget_bytes["DEVICE"]
+        assert stats.peak_bytes["HOST"] <= stats.budget_bytes["HOST"]
+        assert {p.device.type for p in net.parameters()} == {"cpu"}
+        for away, plain in zip(net.parameters(), model().parameters(), strict=True):
+            assert torch.equal(away, plain)
+        undispatch(net) if handle is net else handle.disable()
+
+
+@on_each
+def test_under_streams_of_its_caller(device: str, disk_dir: Path) -> None:
+    net, streams = model(), [torch.Stream(device) for _ in range(2)]
+    with store_of(3, device, disk_dir) as store, torch.no_grad():
+        dispatch_model(net, store)
+        found = []
+        for stream in streams * 3:
+            with stream:
+                found.append(net(rows(device)))
+            stream.synchronize()
+        undispatch(net)
+    assert all(torch.equal(output.cpu(), expected(device)) for output in found)
+
+
+@on_each
+def test_an_edit_on_the_device_reaches_its_tier(device: str, disk_dir: Path) -> None:
+    plain, net = model(), model()
+    plain[3][0].weight.data += 1
+    with store_of(3, device, disk_dir) as store, torch.no_grad():
+        dispatch_model(net, store)
+        with onloaded(net[3]):
+            assert net[3][0].weight.device.type == device
+            net[3][0].weight.data += 1
+        wanted = plain.to(device)(rows(device))
+        for _ in range(2):  # by the second, every layer has left
+            assert torch.equal(net(rows(device)), wanted)
+        undispatch(net)
+
+
+@on_each
+def test_activations_come_back_as_they_were(device: str, disk_dir: Path) -> None:
+    nets = [model().to(device) for _ in range(2)]
+    x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
+    nets[0](x).square().sum().backward()
+    with store_of(4, device, disk_dir) as store:
+        with offload_activations(store, min_size=1024, model=nets[1]):
+            loss = nets[1](x).square().sum()
+        loss.backward()
+        assert store.stats().activations.shipped_bytes > 0
+    for plain, ours in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(plain.grad, ours.grad)
