@@ -167,12 +167,13 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     """Give a model, usually on the meta device, a checkpoint's weights, and dispatch it.
 
     Nothing is read, and nothing is written: the weights become maps of the checkpoint's files, and
-    the store reads them there when they are used. Only weights of another dtype than the model's
-    (or than `dtype`) are cast, group by group, and written to the store once.
+    the store reads them there when they are used. What was on the meta device takes the dtype that
+    it has in the checkpoint; what was not keeps its own. Weights that have to be cast for that, or
+    to `dtype`, are cast group by group, and written to the store once.
 
     Args:
         checkpoint: a safetensors file, a directory with one or with shards, or an index file.
-        dtype: what floating-point weights are cast to; None for what they are in the model.
+        dtype: what floating-point weights are cast to, if anything.
         strict: whether names in the checkpoint that the model lacks are an error. Names that the
             checkpoint lacks always are.
 
@@ -190,7 +191,9 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
             f"{type(model).__name__} is offloaded already: undispatch it first, or load other "
             "weights into it with load_state_dict()"
         )
-    casts = load_weights(model, checkpoint, strict=strict)
+    real = {id(tensor) for tensor in _state(model) if tensor.device.type != "meta"}
+    differing = load_weights(model, checkpoint, strict=strict)
+    casts = {number: own for number, own in differing.items() if number in real}
     if dtype is not None:
         casts = {id(t): dtype for t in _state(model) if t.is_floating_point()}
     dispatch_model(

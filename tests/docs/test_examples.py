@@ -1,0 +1,68 @@
+"""The examples run, as a reader would start them, and show what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "docs/examples"
+SECONDS = 300
+
+# Arguments that make each of them small.
+SMALLER = {
+    "offload_pipeline.py": ["--steps", "2"],
+    "run_larger_than_memory.py": ["--size", "20MB", "--tokens", "6"],
+    "train_offloaded.py": ["--steps", "1"],
+}
+
+
+def run(name: str, *words: str, temporary: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(temporary),
+    }
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *words],
+        cwd=temporary,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def test_all_of_them_are_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SMALLER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALLER)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    done = run(name, *SMALLER[name], temporary=tmp_path)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.splitlines()[-1].startswith("OK: ")
+    assert not list(tmp_path.glob("tierstore-*"))  # (torch may leave things of its own)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_directory_is_kept(tmp_path: Path) -> None:
+    """The second run finds it, whatever the budget is."""
+    directory, temporary = tmp_path / "kept", tmp_path / "temporary"
+    temporary.mkdir()
+    words = ["--size", "10MB", "--tokens", "5", "--dir", str(directory)]
+    first = run("run_larger_than_memory.py", *words, temporary=temporary)
+    assert first.returncode == 0, f"{first.stdout}\n{first.stderr}"
+    files = {path: path.stat().st_mtime_ns for path in directory.glob("llama-*/*")}
+    assert len(files) > 16
+    second = run("run_larger_than_memory.py", *words, "--ram", "6MB", temporary=temporary)
+    assert second.returncode == 0, f"{second.stdout}\n{second.stderr}"
+    assert {path: path.stat().st_mtime_ns for path in directory.glob("llama-*/*")} == files
+    assert "writing" in first.stdout and "writing" not in second.stdout
