@@ -23,6 +23,21 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, other)
 
 
+def make_ordinary(tensor: torch.Tensor) -> None:
+    """Let a tensor that was made in inference mode be one as any other, of the same memory.
+
+    Call it outside of inference mode. It stays the same object.
+    """
+    if not tensor.is_inference():
+        return
+    memory = tensor.untyped_storage()
+    alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alike.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if isinstance(tensor, torch.nn.Parameter):
+        alike = torch.nn.Parameter(alike, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, alike)
+
+
 class Binding:
     """A tensor of the model, the group it is in, and its home: what it shows while away.
 

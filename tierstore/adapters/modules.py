@@ -18,7 +18,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.adapters.bindings import Binding, Loan, Shared, Visit, WholeRun, assign
+from tierstore.adapters.bindings import (
+    Binding,
+    Loan,
+    Shared,
+    Visit,
+    WholeRun,
+    assign,
+    make_ordinary,
+)
 from tierstore.adapters.changing import Conversion, Copying, Loading, Saving
 from tierstore.adapters.grouping import (
     Cutting,
@@ -100,6 +108,7 @@ class OffloadedModule:
         weakref.finalize(self, _forget, weakref.ref(store), self.groups, self._staying.leases)
         self.enable()
 
+    @torch.inference_mode(mode=False)
     def enable(self) -> None:
         """Offload the model as it is now. If it raises, it is an ordinary module.
 
@@ -122,6 +131,8 @@ class OffloadedModule:
 
     def _take(self) -> None:
         self.changed = False
+        for tensor in [*self.root.parameters(), *self.root.buffers()]:
+            make_ordinary(tensor)
         units = self._cutting.units(self.root)
         self._register(self._plans(units))
         self._refuse_groups_that_never_fit()
@@ -302,6 +313,8 @@ class OffloadedModule:
         """Whether any of its modules runs at this moment."""
         return any(binding.user is not None for binding in self._bindings.values())
 
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def renew(self, edited: list[Binding]) -> None:
         """Store the groups of changed tensors anew; what did not change in them is not written."""
         with self._renewing:
@@ -315,9 +328,11 @@ class OffloadedModule:
                 self._store_anew(key, members, values)
             self._watch_homes()
 
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def convert(self, change: Change) -> None:
         """Apply `change` to every tensor, group by group: of what changes, one is in memory."""
-        with self._renewing, torch.no_grad():
+        with self._renewing:
             self.renew([b for b in self._bindings.values() if b.edited])
             for key in bar(list(self.groups), "Converting", "groups"):
                 members = self._members(key)
@@ -340,6 +355,7 @@ class OffloadedModule:
                 binding.settle(key, homes[binding.name])
         self.store.discard(old)
 
+    @torch.inference_mode(mode=False)
     def disable(self) -> None:
         """Make it an ordinary module again. Its weights show what they showed while away."""
         while self._wrappers:

@@ -85,13 +85,14 @@ def own(offloaded: Owner) -> None:
 
 
 def disown(offloaded: Owner) -> None:
-    """Its modules are ordinary ones, until those who offload a model around it take them."""
+    """Its modules are ordinary ones, until others who offload a model that has them take them."""
     _active.discard(offloaded)
-    for module in offloaded.root.modules():
-        if owner_of(module) is offloaded:
-            del _owners[module]
-    for other in around(offloaded.root):
-        other.changed = True
+    given_up = {module for module in offloaded.root.modules() if owner_of(module) is offloaded}
+    for module in given_up:
+        del _owners[module]
+    for other in everyone():
+        if not given_up.isdisjoint(other.root.modules()):
+            other.changed = True
 
 
 def owner_of(module: nn.Module) -> Owner | None:

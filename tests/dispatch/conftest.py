@@ -1,0 +1,140 @@
+"""Checkpoints and plain runs, each made once for all tests of dispatch; stores of a known size."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.adapters.conftest import DEVICES, NEEDS_PRETEND, called_modules
+from tests.dispatch import models
+from tierstore import TierStore
+
+__all__ = ["DEVICES", "NEEDS_PRETEND"]
+
+ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """`checkpoint(kind, seed=0)`: a directory that nobody may change."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def make(kind: str, seed: int) -> Path:
+        return models.save(kind, models.build(kind, seed), root / f"{kind}-{seed}")
+
+    return lambda kind, seed=0: make(kind, seed)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a plain model computes twice. `needed` are the bytes of the weights of what it calls,
+    each time; `weights` those of all."""
+
+    outputs: models.Outputs
+    weights: int
+    needed: int
+
+
+References = Callable[..., Reference]
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Checkpoints) -> References:
+    """`reference(kind, device="cpu")`: the reloaded model's, and `built=True` for the one that was
+    never saved: its weights are aligned otherwise, which shows in last bits."""
+
+    @functools.cache
+    def make(kind: str, device: str, built: bool) -> Reference:
+        model = models.build(kind) if built else models.load(kind, checkpoint(kind))
+        weights = weight_bytes(model)
+        with called_modules(model) as called:
+            outputs = models.run(kind, model.to(device), device)
+        used = {id(p): p.nbytes for module in called for p in module.parameters(recurse=False)}
+        return Reference(on_cpu(outputs), weights, sum(used.values()))
+
+    return lambda kind, device="cpu", built=False: make(kind, device, built)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def on_cpu(outputs: models.Outputs) -> models.Outputs:
+    return {name: value.cpu() for name, value in outputs.items()}
+
+
+def assert_same(found: models.Outputs, expected: models.Outputs) -> None:
+    """Bit for bit, wherever they are."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name].cpu(), value.cpu()), name
+
+
+@contextmanager
+def store_for(
+    target: nn.Module | int, disk_dir: Path, device: str = "cpu", share: float = 1 / 3
+) -> Iterator[TierStore]:
+    """A store that may hold `share` of a model (or of so many bytes) on each tier in memory."""
+    weights = target if isinstance(target, int) else weight_bytes(target)
+    budget = int(weights * share)
+    budgets = {} if device == "cpu" else {"device_budget": budget}
+    with TierStore(budget, disk_dir, device=device, **budgets) as store:
+        yield store
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a model as they are now: which objects, and copies of their values."""
+
+    objects: dict[str, int]
+    values: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Weights:
+        named = dict(model.named_parameters(remove_duplicate=False))
+        return cls(
+            {name: id(parameter) for name, parameter in named.items()},
+            {name: parameter.detach().cpu().clone() for name, parameter in named.items()},
+        )
+
+    def assert_at_home(self, model: nn.Module) -> None:
+        """The same objects in the same places, on the CPU, each of its true value."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        assert {name: id(parameter) for name, parameter in named.items()} == self.objects
+        self.assert_equal_to(model)
+
+    def assert_equal_to(self, model: nn.Module) -> None:
+        """On the CPU, each of its true value."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        assert named.keys() == self.values.keys()
+        for name, value in self.values.items():
+            assert named[name].device.type == "cpu", name
+            assert type(named[name]) is nn.Parameter
+            assert torch.equal(named[name], value), name
+
+
+def assert_ordinary(model: nn.Module) -> None:
+    """Every method of every module is its class's own."""
+    for name, module in model.named_modules():
+        for method in vars(module):
+            its_own = getattr(type(module), method, None)
+            if callable(its_own):
+                assert getattr(module, method) == types.MethodType(its_own, module), name
+
+
+def evict(store: TierStore) -> None:
+    """Let everything go from the device that is not in use."""
+    for key in store:
+        store.offload(key)

@@ -1,0 +1,318 @@
+"""Device maps: which are meant, what each place means, and what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+from tests.dispatch import models
+from tests.dispatch.conftest import (
+    NEEDS_PRETEND,
+    ON_BOTH,
+    Checkpoints,
+    Weights,
+    assert_ordinary,
+    assert_same,
+    store_for,
+    weight_bytes,
+)
+from tierstore import (
+    BudgetError,
+    TierStore,
+    dispatch_model,
+    load_checkpoint_and_dispatch,
+    undispatch,
+)
+from tierstore.adapters.owners import owner_of
+
+COUNT = 16
+SHARE = 0.7
+
+
+@pytest.fixture
+def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
+    with store_for(models.Tower(COUNT), disk_dir, device, SHARE) as store:
+        yield store
+
+
+def layers(first: int, last: int, place: Any) -> dict[str, Any]:
+    return {f"layers.{n}": place for n in range(first, last)}
+
+
+def outputs(device: str) -> torch.Tensor:
+    with torch.no_grad():
+        return models.Tower(COUNT).to(device)(models.rows().to(device)).cpu()
+
+
+@torch.no_grad()
+def run(model: Any) -> torch.Tensor:
+    return model(models.rows()).cpu()
+
+
+def read_in_each_run(model: Any, store: TierStore, runs: int = 4) -> list[int]:
+    """Bytes. A prefetch may have begun the next run before this one ends: see their sum."""
+    counts = []
+    for _ in range(runs):
+        before = store.stats().bytes_read
+        run(model)
+        counts.append(store.stats().bytes_read - before)
+    return counts
+
+
+# What a place means -------------------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("kept", (range(6), range(COUNT - 6, COUNT)), ids=("first", "last"))
+def test_on_cpu_is_given_up_last(kept: range, device: str, disk_dir: Path) -> None:
+    """Six of sixteen layers stay in RAM where there is room for nine."""
+    model = models.Tower(COUNT)
+    expected = outputs(device)
+    budget = 9 * (models.LAYER_BYTES + 4096)
+    budgets = {} if device == "cpu" else {"device_budget": 3 * (models.LAYER_BYTES + 4096)}
+    with TierStore(budget, disk_dir, device=device, **budgets) as store:
+        dispatch_model(model, store, {"": "disk", **layers(kept.start, kept.stop, "cpu")})
+        names = {f"layers.{n}.{part}" for n in kept for part in ("weight", "bias")}
+        keys = keys_with(model, names)
+        for _ in range(2):
+            assert torch.equal(run(model), expected)
+        for _ in range(4):
+            assert torch.equal(run(model), expected)
+            assert keys <= in_memory(store)
+        rest = (COUNT - len(kept)) * (models.LAYER_BYTES + 4096)
+        assert 0 < sum(read_in_each_run(model, store)) <= 4 * rest + models.LAYER_BYTES
+        assert torch.equal(run(model), expected)
+
+
+def keys_with(model: Any, names: set[str]) -> set[str]:
+    """The groups of the named tensors, in which there are no others."""
+    owner = owner_of(model)
+    assert owner is not None
+    found = {key: set(held) for key, held in owner.groups.items() if names & set(held)}
+    assert set().union(*found.values()) == names
+    return set(found)
+
+
+def in_memory(store: TierStore) -> set[str]:
+    """The groups that need not be read."""
+    return {group.key for group in store.snapshot().groups if {*group.tiers} - {"DISK"}}
+
+
+@ON_BOTH
+def test_on_cpu_all_of_a_model_that_fits_is_read_once(device: str, disk_dir: Path) -> None:
+    model = models.Tower(COUNT)
+    with store_for(model, disk_dir, device, 1.5) as store:
+        dispatch_model(model, store, {"": "cpu"})
+        run(model)
+        assert sum(read_in_each_run(model, store)) == 0
+        assert torch.equal(run(model), outputs(device))
+
+
+@ON_BOTH
+def test_on_cpu_is_a_wish_within_the_budget(device: str, disk_dir: Path) -> None:
+    model = models.Tower(COUNT)
+    with store_for(model, disk_dir, device, 0.3) as store:
+        dispatch_model(model, store, {"": "cpu"})
+        for _ in range(3):
+            assert torch.equal(run(model), outputs(device))
+        stats = store.stats()
+        assert 0 < stats.peak_bytes["HOST"] <= stats.budget_bytes["HOST"]
+        assert min(read_in_each_run(model, store)) > 0
+
+
+@NEEDS_PRETEND
+@pytest.mark.parametrize("place", (0, "pretend", "pretend:0", torch.device("pretend", 0)))
+def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
+    model, stays = models.Tower(COUNT), 4
+    weights = Weights.of(model)
+    on_device = {f"layers.{n}.{part}" for n in range(stays) for part in ("weight", "bias")}
+    with store_for(model, disk_dir, "pretend", 0.5) as store:
+        dispatch_model(model, store, {"": "disk", **layers(0, stays, place)})
+        onloaded, runs = store.stats().bytes_onloaded, 10
+        for _ in range(runs):
+            for name, parameter in model.named_parameters():
+                where = "pretend" if name in on_device else "cpu"
+                assert parameter.device.type == where
+                assert torch.equal(parameter.cpu(), weights.values[name])
+            assert store.stats().used_bytes["DEVICE"] >= stays * models.LAYER_BYTES
+            assert torch.equal(run(model), outputs("pretend"))
+            assert Weights.of(model).objects == weights.objects
+        # Only the rest moved, and for the next run no more than what fits beside what stays.
+        rest = (COUNT - stays) * (models.LAYER_BYTES + 4096)
+        beside = store.stats().budget_bytes["DEVICE"] - stays * models.LAYER_BYTES
+        onloaded = store.stats().bytes_onloaded - onloaded
+        assert onloaded <= runs * rest + beside < runs * weight_bytes(model)
+        stats = store.stats()
+        assert stats.peak_bytes["DEVICE"] <= stats.budget_bytes["DEVICE"]
+        undispatch(model)
+        assert store.stats().used_bytes["DEVICE"] < stays * models.LAYER_BYTES
+    weights.assert_at_home(model)
+    assert_ordinary(model)
+
+
+@NEEDS_PRETEND
+def test_what_is_on_the_device_may_be_edited(disk_dir: Path) -> None:
+    plain, model = models.Tower(COUNT), models.Tower(COUNT)
+    with store_for(model, disk_dir, "pretend", 0.5) as store:
+        dispatch_model(model, store, {"": "disk", "layers.0": 0})
+        run(model)
+        for each in (plain, model):
+            each.layers[0].weight.data += 1
+            each.layers[0].bias.data.zero_()
+            each.layers[5].weight.data *= 2
+        with torch.no_grad():
+            expected = plain.to("pretend")(models.rows().to("pretend")).cpu()
+        for _ in range(2):
+            assert torch.equal(run(model), expected)
+        undispatch(model)
+    Weights.of(plain).assert_equal_to(model)
+
+
+@NEEDS_PRETEND
+def test_more_on_the_device_than_its_budget(disk_dir: Path) -> None:
+    model = models.Tower(COUNT)
+    weights = Weights.of(model)
+    with store_for(model, disk_dir, "pretend", 0.5) as store:
+        with pytest.raises(BudgetError, match="budget"):
+            dispatch_model(model, store, {"": 0})
+        weights.assert_at_home(model)
+        assert_ordinary(model)
+        assert not [key for key in store if not key.startswith("weights/")]
+        assert torch.equal(run(dispatch_model(model, store)), outputs("pretend"))
+
+
+@NEEDS_PRETEND
+@pytest.mark.parametrize("ram_share", (1.5, 0.25), ids=("as much", "more"))
+def test_all_of_it_on_the_device(ram_share: float, disk_dir: Path) -> None:
+    """Also where RAM would never hold it."""
+    model = models.Tower(COUNT)
+    weights = Weights.of(model)
+    size = weight_bytes(model)
+    ram, on_device = int(ram_share * size), int(1.5 * size)
+    with TierStore(ram, disk_dir, device="pretend", device_budget=on_device) as store:
+        dispatch_model(model, store, {"": "pretend"})
+        onloaded = store.stats().bytes_onloaded
+        for _ in range(2):
+            assert torch.equal(run(model), outputs("pretend"))
+            assert {parameter.device.type for parameter in model.parameters()} == {"pretend"}
+        stats = store.stats()
+        assert stats.bytes_onloaded == onloaded
+        assert stats.peak_bytes["HOST"] <= ram
+        undispatch(model)
+    weights.assert_at_home(model)
+
+
+# Which maps there are -----------------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("device_map", (None, "auto", "balanced", "balanced_low_0", "sequential"))
+def test_maps_that_accelerate_computes(
+    device_map: str | None, device: str, store: TierStore
+) -> None:
+    model = models.Tower(COUNT)
+    weights = Weights.of(model)
+    dispatch_model(model, store, device_map)
+    for _ in range(2):
+        assert torch.equal(run(model), outputs(device))
+        weights.assert_at_home(model)
+    assert store.stats().bytes_read > 0
+
+
+@ON_BOTH
+def test_a_map_that_accelerate_computed(device: str, checkpoint: Checkpoints, store: Any) -> None:
+    """`infer_auto_device_map` of an empty model, for a machine with one device."""
+    empty = models.empty("parts")
+    size = weight_bytes(models.build("parts")) // 3
+    device_map = accelerate.infer_auto_device_map(
+        empty, max_memory={"cpu": size, "disk": 10 * size}, no_split_module_classes=["Linear"]
+    )
+    assert set(device_map.values()) == {"cpu", "disk"}
+    if device != "cpu":
+        device_map["norm"] = 0
+    load_checkpoint_and_dispatch(empty, checkpoint("parts"), store, device_map)
+    plain = models.load("parts", checkpoint("parts")).to(device)
+    for _ in range(2):
+        assert_same(models.run("parts", empty), models.run("parts", plain, device))
+    assert store.stats().bytes_written == 0 < store.stats().bytes_read
+
+
+@ON_BOTH
+def test_the_longest_name_wins(device: str, disk_dir: Path) -> None:
+    """Names end at dots: `layers.1` says nothing of `layers.10`."""
+    model = models.Tower(COUNT)
+    place = "cpu" if device == "cpu" else 0
+    with store_for(model, disk_dir, device, 1.5) as store:
+        dispatch_model(
+            model,
+            store,
+            {"": "disk", "layers": place, "layers.1": "disk", "layers.10.weight": "disk"},
+        )
+        assert torch.equal(run(model), outputs(device))
+        if device != "cpu":
+            away = {n for n, p in model.named_parameters() if p.device.type == "cpu"}
+            assert away == {"layers.1.weight", "layers.1.bias", "layers.10.weight"}
+
+
+@ON_BOTH
+def test_a_map_without_the_empty_name(device: str, store: TierStore) -> None:
+    model = models.Tower(COUNT)
+    dispatch_model(model, store, {**layers(0, 5, "cpu"), **layers(5, COUNT, "disk")})
+    for _ in range(2):
+        assert torch.equal(run(model), outputs(device))
+    assert store.stats().bytes_read > 0
+
+
+@ON_BOTH
+def test_tied_weights_in_two_places(device: str, disk_dir: Path) -> None:
+    model, plain = models.build("parts"), models.build("parts").to(device)
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store, {"": "disk", "embed": "disk", "head": "cpu"})
+        for _ in range(2):
+            assert_same(models.run("parts", model), models.run("parts", plain, device))
+            assert model.head.weight is model.embed.weight
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "an unknown word": ("fastest", "'auto'"),
+    "a device": (torch.device("cpu"), "'auto'"),
+    "a list": (["layers"], "'auto'"),
+    "an unknown name": ({"": "disk", "layer.0": "cpu"}, "layer.0.*named_modules"),
+    "half a name": ({"": "disk", "lay": "cpu"}, "lay"),
+    "an unknown place": ({"": "ram"}, "'ram'.*'cpu'.*'disk'"),
+    "no place": ({"": None}, "None.*'cpu'.*'disk'"),
+    "the meta device": ({"": "meta"}, "'meta'"),
+    "a truth value": ({"": True}, "True"),
+    "a negative index": ({"": -1}, "-1"),
+    "a device that is not there": ({"": "cuda:0"}, "cuda:0"),
+    "another device": ({"": "disk", "layers.0": "pretend:1"}, "pretend:1.*serves"),
+    "another index": ({"": "disk", "layers.0": 1}, "1.*serves"),
+    "parameters without a place": (layers(0, COUNT - 1, "disk"), f"layers.{COUNT - 1}.weight"),
+    "nothing": ({}, "layers.0.weight"),
+}
+
+
+@NEEDS_PRETEND
+@ON_BOTH
+def test_a_map_that_cannot_be_meant(device: str, store: TierStore) -> None:
+    model = models.Tower(COUNT)
+    weights = Weights.of(model)
+    for device_map, message in WRONG.values():
+        with pytest.raises(ValueError, match=message):
+            dispatch_model(model, store, device_map)
+        weights.assert_at_home(model)
+        assert_ordinary(model)
+        assert not store.keys()
+    dispatch_model(model, store)
+    for device_map, message in WRONG.values():
+        with pytest.raises(ValueError, match=message):  # nor does it undo what there is
+            dispatch_model(model, store, device_map)
+    read = store.stats().bytes_read
+    for _ in range(2):
+        assert torch.equal(run(model), outputs(device))
+    assert store.stats().bytes_read > read

@@ -1,0 +1,202 @@
+"""A backward through a dispatched model is an error: never wrong gradients, never none in silence.
+
+Its weights have left the device by then. The forward itself needs no `torch.no_grad()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.dispatch import models
+from tests.dispatch.conftest import ON_BOTH, Weights, assert_same, store_for, weight_bytes
+from tierstore import dispatch_model, undispatch
+
+pytestmark = ON_BOTH
+SHARE = 0.3
+
+Trainable = Callable[[nn.Module], object]
+
+
+def all_of_it(model: nn.Module) -> None:
+    """Every weight wants a gradient."""
+
+
+def nothing(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
+def the_first_bias(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.layers[0].bias.requires_grad_(True)
+
+
+def the_last_weight(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.layers[-1].weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("of_input", (True, False), ids=("input too", "weights only"))
+@pytest.mark.parametrize("trainable", (all_of_it, nothing, the_first_bias, the_last_weight))
+def test_backward_raises(trainable: Trainable, of_input: bool, device: str, disk_dir: Path) -> None:
+    if trainable is nothing and not of_input:
+        pytest.skip("torch itself refuses this in any model")
+    plain, model = models.Tower(), models.Tower()
+    expected = plain.to(device)(models.rows().to(device))
+    trainable(model)
+    weights = Weights.of(model)
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        x = models.rows().requires_grad_(of_input)
+        for _ in range(2):
+            output = model(x)
+            assert torch.equal(output.cpu(), expected.cpu())
+            assert output.requires_grad
+            assert store.stats().bytes_read > 0
+            with pytest.raises(RuntimeError, match=r"tierstore.*no_grad.*undispatch"):
+                output.sum().backward()
+            with pytest.raises(RuntimeError):
+                torch.autograd.grad(model(x).sum(), x if of_input else list(wanting(model)))
+        assert x.grad is None
+        assert all(parameter.grad is None for parameter in model.parameters())
+        weights.assert_at_home(model)
+        undispatch(model)
+    model(x).sum().backward()  # ordinary again, it trains
+    plain.to("cpu")
+    trainable(plain)
+    plain(models.rows().requires_grad_(of_input)).sum().backward()
+    for found, as_ever in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (as_ever.grad is None)
+        assert found.grad is None or torch.equal(found.grad, as_ever.grad)
+
+
+def wanting(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@dataclass
+class Output:
+    """An output of a kind that nobody knows."""
+
+    value: torch.Tensor
+
+
+class Wrapping(models.Tower):
+    """Returns what it computes in an object of its own."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+def the_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).value
+
+
+def a_part_of_the_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).value[0, :3] * 2
+
+
+def what_a_hook_saw(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    seen = []
+    hook = model.layers[3].register_forward_hook(lambda module, args, output: seen.append(output))
+    model(x)
+    hook.remove()
+    return seen[0]
+
+
+def one_layer(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.layers[3](x.to(model.layers[3].weight.device))
+
+
+def some_layers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model.layers(x)
+
+
+def recomputed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda x: model(x).value, x, use_reentrant=False)
+
+
+WAYS = (the_output, a_part_of_the_output, what_a_hook_saw, one_layer, some_layers, recomputed)
+
+
+@pytest.mark.parametrize("frozen", (True, False), ids=("frozen", "trainable"))
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_whatever_the_loss_is_taken_from(
+    way: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    frozen: bool,
+    device: str,
+    disk_dir: Path,
+) -> None:
+    """The memory of the weights serves others by the time of the backward: no gradient is right.
+
+    A gradient that is computed all the same would have to be the true one.
+    """
+    model = Wrapping().requires_grad_(not frozen)
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        x = models.rows().requires_grad_(True)
+        if device != "cpu" and way in (one_layer, some_layers):
+            x = models.rows().to(device).requires_grad_(True)
+        loss = way(model, x).square().sum()
+        model(models.rows())  # other weights take the memory
+        with pytest.raises(RuntimeError, match=r"tierstore|modified by an inplace operation"):
+            loss.backward()
+        assert x.grad is None
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_training_step_changes_nothing_and_says_so(device: str, disk_dir: Path) -> None:
+    model = models.build("parts").train()
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        weights = Weights.of(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match="tierstore"):
+            model(models.tokens(shape=(16,))).square().sum().backward()
+        optimizer.step()
+        weights.assert_at_home(model)
+
+
+def test_gradients_around_the_model(device: str, disk_dir: Path) -> None:
+    """What does not lead through it is as ever."""
+    model, x = models.Tower(), models.rows()
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        outside = nn.Linear(models.WIDTH, 1)
+        with torch.no_grad():
+            features = model(x)
+        outside(features).sum().backward()
+        assert torch.equal(outside.weight.grad, features.sum(0, keepdim=True))
+        detached = model(x).detach()
+        assert torch.equal(detached, features)
+        weight = model.layers[2].weight
+        (weight * 3).sum().backward()  # of the weight itself, while it is away
+        assert torch.equal(weight.grad, torch.full_like(weight, 3))
+        model.zero_grad()
+        assert weight.grad is None
+        assert store.stats().bytes_read > 0
+
+
+def test_an_optimizer_step_on_gradients_from_elsewhere_is_noticed(
+    device: str, disk_dir: Path
+) -> None:
+    """As when gradients were computed by another copy of the model."""
+    model, plain = models.build("parts"), models.build("parts")
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        models.run("parts", model)
+        written = store.stats().bytes_written
+        for each in (plain, model):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for parameter in each.parameters():
+                parameter.grad = torch.ones(parameter.shape)
+            optimizer.step()
+        assert_same(models.run("parts", model), models.run("parts", plain.to(device), device))
+        assert store.stats().bytes_written >= written + weight_bytes(model)

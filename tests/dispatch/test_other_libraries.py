@@ -1,0 +1,341 @@
+"""What parts of torch and other libraries do to a model, done to one that is dispatched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from tests.adapters.conftest import acquires
+from tests.dispatch import models
+from tests.dispatch.conftest import (
+    ON_BOTH,
+    Checkpoints,
+    Weights,
+    assert_ordinary,
+    assert_same,
+    store_for,
+)
+from tierstore import (
+    BudgetError,
+    dispatch_model,
+    load_checkpoint_and_dispatch,
+    onloaded,
+    undispatch,
+)
+
+SHARE = 0.3
+
+
+@torch.no_grad()
+def run(model: Any, device: str = "cpu") -> torch.Tensor:
+    return model(models.rows().to(device)).cpu()
+
+
+# PEFT ---------------------------------------------------------------------------------------------
+
+
+def lora(model: Any) -> Any:
+    """An adapter that changes what the model computes."""
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@ON_BOTH
+def test_a_lora_of_peft(device: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
+    """Put in, switched off and on, merged, taken out and merged for good."""
+    plain = models.load("llama", checkpoint("llama"))
+    with store_for(plain, disk_dir, device, SHARE) as store:
+        base = load_checkpoint_and_dispatch(models.empty("llama"), checkpoint("llama"), store)
+        before = models.forward("llama", base)["logits"]
+        both = [lora(plain), lora(base)]
+
+        def assert_as_plain() -> torch.Tensor:
+            expected = models.forward("llama", plain.to(device), device)["logits"].cpu()
+            plain.to("cpu")
+            for _ in range(2):
+                found = models.forward("llama", base)["logits"]
+                # What is merged lies in files of the store, aligned otherwise: last bits differ.
+                assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+            assert {parameter.device.type for parameter in base.parameters()} == {"cpu"}
+            return found
+
+        adapted = assert_as_plain()
+        assert not torch.allclose(adapted, before, rtol=1e-2)
+        with both[0].disable_adapter(), both[1].disable_adapter():
+            assert torch.equal(assert_as_plain(), before)
+        for each in both:
+            each.merge_adapter()
+        assert_as_plain()
+        for each in both:
+            each.unmerge_adapter()
+        assert_as_plain()
+        merged = [each.merge_and_unload() for each in both]
+        assert merged[1] is base
+        assert torch.allclose(assert_as_plain(), adapted, rtol=1e-2, atol=1e-3)
+        Weights.of(merged[0]).assert_equal_to(merged[1])
+        assert store.stats().bytes_written > 0
+        undispatch(base)
+        assert_ordinary(base)
+        Weights.of(merged[0]).assert_equal_to(merged[1])
+
+
+@ON_BOTH
+def test_a_lora_merged_layer_by_layer(device: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
+    """On the device, within its budget."""
+    plain = lora(models.load("llama", checkpoint("llama")))
+    with store_for(plain, disk_dir, device, SHARE) as store:
+        base = load_checkpoint_and_dispatch(models.empty("llama"), checkpoint("llama"), store)
+        adapted = lora(base)
+        models.forward("llama", base)
+        plain.to(device)
+        for each in (plain, adapted):
+            for layer in each.modules():
+                if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+                    with onloaded(layer):
+                        assert layer.base_layer.weight.device.type == device
+                        layer.merge()
+        Weights.of(plain).assert_equal_to(adapted)
+        expected = models.forward("llama", plain, device)["logits"].cpu()
+        found = models.forward("llama", adapted)["logits"]
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# torch --------------------------------------------------------------------------------------------
+
+
+@ON_BOTH
+def test_parametrized_while_dispatched(device: str, disk_dir: Path) -> None:
+    plain, model = models.Tower(), models.Tower()
+    with store_for(model, disk_dir, device, 0.6) as store:
+        dispatch_model(model, store)
+        assert torch.equal(run(model), run(plain.to(device), device))
+        plain.to("cpu")
+        for each in (plain, model):
+            parametrizations.weight_norm(each.layers[2])
+            parametrizations.orthogonal(each.layers[4])
+            each.layers[2].parametrizations.weight.original0.data *= 2
+        for _ in range(2):
+            expected = run(plain.to(device), device)
+            assert torch.equal(run(model), expected)
+        plain.to("cpu")
+        Weights.of(plain).assert_equal_to(model)
+        for each in (plain, model):
+            parametrize.remove_parametrizations(each.layers[2], "weight")
+        assert torch.equal(run(model), run(plain.to(device), device))
+        Weights.of(plain.to("cpu")).assert_equal_to(model)
+        assert store.stats().bytes_read > 0
+
+
+@ON_BOTH
+def test_autocast(device: str, disk_dir: Path) -> None:
+    plain, model = models.Tower(), models.Tower()
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        for grad in (False, True):
+            with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(grad):
+                expected = plain.to(device)(models.rows().to(device))
+                for _ in range(2):
+                    found = model(models.rows())
+                    assert found.dtype == expected.dtype
+                    assert torch.equal(found.cpu(), expected.cpu())
+        assert store.stats().bytes_read > 0
+
+
+def test_other_weights_for_one_call(disk_dir: Path) -> None:
+    """`functional_call` puts other tensors in the place of the parameters for a while."""
+    plain, model = models.Tower(), models.Tower()
+    others = dict(models.Tower(seed=1).named_parameters())
+    with store_for(model, disk_dir, "cpu", SHARE) as store, torch.no_grad():
+        dispatch_model(model, store)
+        weights = Weights.of(model)
+        for _ in range(2):
+            found = torch.func.functional_call(model, others, (models.rows(),))
+            assert torch.equal(found, run(models.Tower(seed=1)))
+            assert torch.equal(run(model), run(plain))
+            weights.assert_at_home(model)
+        assert store.stats().bytes_read > 0
+
+
+@ON_BOTH
+def test_dispatched_in_inference_mode(device: str, disk_dir: Path) -> None:
+    """Afterwards the weights are what they were: tensors that may be edited and used with grad."""
+    plain, model = models.Tower(), models.Tower()
+    with store_for(model, disk_dir, device, SHARE) as store:
+        with torch.inference_mode():
+            dispatch_model(model, store)
+            assert torch.equal(
+                model(models.rows()), plain.to(device)(models.rows().to(device)).cpu()
+            )
+        assert not any(parameter.is_inference() for parameter in model.parameters())
+        plain.to("cpu")
+        with torch.no_grad():
+            for each in (plain, model):
+                each.layers[2].weight.mul_(2)
+                each.layers[3].weight.data += 1
+        assert torch.equal(run(model), run(plain.to(device), device))
+        model.layers[1].weight.square().sum().backward()
+        undispatch(model)
+    Weights.of(plain).assert_equal_to(model)
+    model(models.rows()).sum().backward()
+
+
+@ON_BOTH
+def test_a_model_of_inference_tensors(device: str, disk_dir: Path) -> None:
+    with torch.inference_mode():
+        plain, model = models.Tower(), models.Tower()
+        expected = plain.to(device)(models.rows().to(device)).cpu()
+        with store_for(model, disk_dir, device, SHARE) as store:
+            dispatch_model(model, store)
+            for _ in range(2):
+                assert torch.equal(model(models.rows()), expected)
+            model.layers[2].weight.mul_(2)
+            plain.layers[2].weight.mul_(2)
+            expected = plain(models.rows().to(device)).cpu()
+            assert torch.equal(model(models.rows()), expected)
+            assert store.stats().bytes_read > 0
+
+
+class Recurrent(nn.Module):
+    """torch's recurrent modules keep lists and weak references of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(models.WIDTH, models.WIDTH, num_layers=2, batch_first=True)
+        self.more = nn.Sequential()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rnn(x[None])[0]
+        for layer in self.more:
+            x = layer(x)[0]
+        return x[0]
+
+
+def recurrent(device: str) -> nn.Module:
+    model = Recurrent()
+    if device == "cpu":  # the pretend accelerator has no kernels for these
+        model.more.append(nn.LSTM(models.WIDTH, models.WIDTH, batch_first=True))
+        model.more.append(nn.GRU(models.WIDTH, models.WIDTH, batch_first=True))
+    return models.draw(model)
+
+
+@ON_BOTH
+def test_recurrent_modules(device: str, disk_dir: Path) -> None:
+    plain, model = recurrent(device), recurrent(device)
+    with store_for(model, disk_dir, device, 1.2) as store:
+        dispatch_model(model, store)
+        for _ in range(2):
+            assert torch.equal(run(model), run(plain.to(device), device))
+            plain.to("cpu")
+            for each in (plain, model):
+                each.rnn.weight_hh_l1.data += 0.125
+        assert torch.equal(run(model), run(plain.to(device), device))
+        assert store.stats().bytes_written > 0 < acquires(store)
+        undispatch(model)
+    Weights.of(plain).assert_equal_to(model)
+
+
+# Modules that two models share --------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("first_goes", (True, False), ids=("first goes", "second goes"))
+def test_two_models_share_a_module(
+    first_goes: bool, device: str, disk_dir: Path, tmp_path: Path
+) -> None:
+    """As pipelines share a text encoder. Neither contains the other."""
+
+    def pair() -> list[nn.Module]:
+        shared, own = models.Tower(seed=1), [models.Tower(seed=2), models.Tower(seed=3)]
+        return [nn.Sequential(shared, own[0]), nn.Sequential(own[1], shared)]
+
+    expected = [run(each.to(device), device) for each in pair()]
+    both = pair()
+    weights = [Weights.of(each) for each in both]
+    with (
+        store_for(both[0], disk_dir, device, 0.5) as store,
+        store_for(both[0], tmp_path / "other", device, 0.5) as other,
+    ):
+        dispatch_model(both[0], store)
+        dispatch_model(both[1], other)
+        for _ in range(2):
+            for each, output in zip(both, expected, strict=True):
+                assert torch.equal(run(each), output)
+        assert both[0][0] is both[1][1]
+        both[0][0].layers[2].weight.data += 1
+        changed = pair()
+        changed[0][0].layers[2].weight.data += 1
+        expected = [run(each.to(device), device) for each in changed]
+        for each, output in zip(both, expected, strict=True):
+            assert torch.equal(run(each), output)
+        undispatch(both[0 if first_goes else 1])
+        left = 1 if first_goes else 0
+        for _ in range(2):
+            assert torch.equal(run(both[left]), expected[left])
+        undispatch(both[left])
+    for each, before in zip(both, weights, strict=True):
+        assert Weights.of(each).objects == before.objects
+        assert_ordinary(each)
+
+
+@ON_BOTH
+def test_a_module_that_occurs_twice(device: str, disk_dir: Path) -> None:
+    def twice() -> nn.Module:
+        tower = models.Tower()
+        tower.layers[6] = tower.layers[1]
+        return tower
+
+    plain, model = twice(), twice()
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        for _ in range(2):
+            assert torch.equal(run(model), run(plain.to(device), device))
+        assert model.layers[6] is model.layers[1]
+        plain.to("cpu")
+        for each in (plain, model):
+            each.layers[6].weight.data += 1
+        assert torch.equal(run(model), run(plain.to(device), device))
+        assert store.stats().bytes_read > 0
+
+
+@ON_BOTH
+def test_a_model_that_calls_itself_again(device: str, disk_dir: Path) -> None:
+    class Again(models.Tower):
+        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+            x = super().forward(x)
+            return self(x, depth - 1) if depth else x
+
+    plain, model = Again(), Again()
+    with store_for(model, disk_dir, device, SHARE) as store:
+        dispatch_model(model, store)
+        for _ in range(2):
+            assert torch.equal(run(model), run(plain.to(device), device))
+        Weights.of(plain.to("cpu")).assert_equal_to(model)
+        assert store.stats().bytes_read > 0
+
+
+@ON_BOTH
+def test_a_new_weight_that_is_larger_than_the_budget(device: str, disk_dir: Path) -> None:
+    """The next forward says so; the model is an ordinary one then."""
+    model, plain = models.build("parts"), models.build("parts")
+    expected = models.run("parts", plain.to(device), device)
+    with store_for(model, disk_dir, device, 0.15) as store:
+        dispatch_model(model, store)
+        assert_same(models.run("parts", model), expected)
+        large = nn.Parameter(torch.zeros(16 * models.WIDTH, models.WIDTH))
+        small, model.blocks[3].weight = model.blocks[3].weight, large
+        with pytest.raises(BudgetError, match=r"raise (ram|device)_budget"):
+            models.run("parts", model)
+        assert_ordinary(model)
+        assert not [key for key in store if not key.startswith("weights/")]
+        assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
+        model.blocks[3].weight = small
+        dispatch_model(model, store)
+        assert_same(models.run("parts", model), expected)
+    Weights.of(plain).assert_equal_to(model)
