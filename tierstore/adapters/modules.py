@@ -217,7 +217,7 @@ class OffloadedModule:
             for name, tensor in [*self.root.named_parameters(), *self.root.named_buffers()]
             if id(tensor) not in taken and tensor.device.type != "meta"
         }
-        self._staying.take(f"{self.prefix}/resident", rest, self._cutting.target, self.groups)
+        self._staying.take(self.prefix, rest, self._cutting.target, self.groups)
 
     def _wrap(self, unit: Unit) -> None:
         if owner_of(unit.module) is not self:

@@ -34,14 +34,15 @@ class Staying:
 
     def take(
         self,
-        key: str,
+        prefix: str,
         tensors: Mapping[str, torch.Tensor],
         target: int,
         groups: dict[str, list[str]],
     ) -> None:
-        """Bring tensors to the device, in groups of up to `target` bytes named after `key`.
+        """Bring tensors to the device, in groups of up to `target` bytes.
 
-        They are added to `groups`: the names of the tensors in each.
+        They are added to `groups`, the names of the tensors in each. Their keys begin with `prefix`
+        and end with `/resident`.
         """
         portions: list[dict[str, torch.Tensor]] = []
         nbytes = target
@@ -55,8 +56,9 @@ class Staying:
                 nbytes = tensor_bytes(tensor)
             portions[-1][name] = tensor
         for number, portion in enumerate(portions):
-            groups[f"{key}-{number}"] = list(portion)
-            self._take(f"{key}-{number}", portion)
+            key = f"{prefix}/{number}/resident" if number else f"{prefix}/resident"
+            groups[key] = list(portion)
+            self._take(key, portion)
 
     def _take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self._store.put(key, tensors, durable=False)
