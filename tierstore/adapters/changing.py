@@ -99,14 +99,27 @@ class Copying:
         return same, (copy.deepcopy(self._root),)
 
 
-class Loading:
+class Hook:
+    """Called by modules of an offloaded model. Copies of the model have `nothing` in its place."""
+
+    def __init__(self, offloaded: Owner) -> None:
+        self._offloaded = offloaded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _get_nothing, ()
+
+
+class Loading(Hook):
     """Called whenever a module of the model has loaded its part of a state dict: stores what came.
 
     What has just come to a group may be followed by more for it; all others are stored.
     """
 
     def __init__(self, offloaded: Owner) -> None:
-        self._offloaded = offloaded
+        super().__init__(offloaded)
         self._pending: set[str] = set()
         self._lock = threading.Lock()
 
@@ -122,19 +135,10 @@ class Loading:
         if due:
             offloaded.renew([b for b in offloaded.bindings if b.key in due and b.edited])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nothing
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
-
-
-class Saving:
+class Saving(Hook):
     """Called whenever a module of the model has told its state: of weights that are in use at this
     moment it tells what they show while away, which stays true."""
-
-    def __init__(self, offloaded: Owner) -> None:
-        self._offloaded = offloaded
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         bound = {id(b.tensor): b for b in self._offloaded.bindings_of(module, recurse=False)}
@@ -143,12 +147,6 @@ class Saving:
             shown = state.get(prefix + name)
             if binding is not None and shown is not None and shown is not tensor:
                 state[prefix + name] = binding.value(shown)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
 
 
 def nothing(module: nn.Module, *_: Any) -> None:

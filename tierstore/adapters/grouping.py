@@ -46,7 +46,7 @@ class Cutting:
 
     def groups(self, units: list[Unit]) -> list[GroupPlan]:
         """The groups of units."""
-        return group_units(units, self.target, self.blocks_per_group)[0]
+        return group_units(units, self.target, self.blocks_per_group)
 
 
 @dataclass(eq=False)
@@ -179,25 +179,15 @@ def _unit(piece: Piece[ModuleBranch]) -> Unit:
     return Unit(branch.name, branch.module, tensors, piece.block, piece.encloses)
 
 
-def group_units(
-    units: list[Unit], target: int, blocks_per_group: int | None
-) -> tuple[list[GroupPlan], dict[Unit, list[str]]]:
-    """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
-
-    Returns the groups, and for each unit the names of the groups it needs: its own first, then
-    those of tensors tied to others.
-    """
+def group_units(units: list[Unit], target: int, blocks_per_group: int | None) -> list[GroupPlan]:
+    """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks."""
     shown = _Shown(units)
-    needs = {unit: shown.memory_of(unit) for unit in units}
-    cut_units = [Need(unit.name, needs[unit], unit.block, unit.encloses) for unit in units]
+    cut_units = [Need(u.name, shown.memory_of(u), u.block, u.encloses) for u in units]
     groups: list[GroupPlan] = []
-    home: dict[object, str] = {}
     for portion in portions(cut_units, shown.nbytes, target, blocks_per_group):
         members = [member for piece in portion.memory for member in shown.members[piece].items()]
         groups.append(GroupPlan(portion.name, _without_repeats(members)))
-        home.update(dict.fromkeys(portion.memory, portion.name))
-    names = {unit: list(dict.fromkeys(home[piece] for piece in needs[unit])) for unit in units}
-    return groups, names
+    return groups
 
 
 def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

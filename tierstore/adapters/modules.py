@@ -339,8 +339,8 @@ class OffloadedModule:
                 values = {b.name: change(b.tensor) for b in members}
                 if any(values[b.name] is not b.tensor for b in members):
                     self._store_anew(key, members, {n: v.detach() for n, v in values.items()})
-                del values
-                give_back_free_memory()
+                    del values
+                    give_back_free_memory()
             self._watch_homes()
 
     def _store_anew(
