@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
@@ -25,7 +25,7 @@ from tierstore.model.groups import (
 from tierstore.model.objects import StoredObject
 from tierstore.transfer.disk import FileStamp
 from tierstore.transfer.maps import AddressSpace, map_file
-from tierstore.transfer.views import DTYPES, blocks_of, dtype_name
+from tierstore.transfer.views import DTYPES, blocks_of, dtype_name, show_one
 
 WEIGHTS = "weights/"
 """Objects under this prefix hold weights that no checkpoint holds, named by their content."""
@@ -134,11 +134,7 @@ def object_views(path: str, stored: StoredObject) -> dict[str, torch.Tensor]:
 
 
 def _mapped(view: TensorSpec, mapped: memoryview, offset: int) -> torch.Tensor:
-    if view.nbytes == 0:
-        return _empty(view)
-    dtype = DTYPES[view.dtype]
-    flat = torch.frombuffer(mapped, dtype=dtype, count=view.nbytes // dtype.itemsize, offset=offset)
-    return flat.as_strided(view.shape, view.stride)
+    return show_one(replace(view, offset=offset), mapped)
 
 
 def _empty(view: TensorSpec) -> torch.Tensor:

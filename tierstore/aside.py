@@ -102,7 +102,7 @@ class PuttingAside(Serving):
             self._collect_lost()
             number = next(self._fresh)
         try:
-            request, data = self._claim(key_of(number), memory, False)
+            request, data = self._claim(key_of(number), memory, False, guided=True)
             try:
                 self._waiting.wait(request, self._granted)
                 copied = self._carrier.fill_behind(request.version, data)

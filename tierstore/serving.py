@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
-class _Lent(Use):
+class Lent(Use):
     """The store's side of a lease, and later a note of it."""
 
     access: Access = Access.READ
@@ -78,7 +78,8 @@ class Serving:
         self._versions: dict[str, str] = {}  # key -> the version that readers see
         self._next_version = 1
         # Leases that were garbage-collected: that may happen in the middle of any step.
-        self._lost_leases: deque[_Lent] = deque()
+        self._lost_leases: deque[Lent] = deque()
+        self._lost_holds: deque[Lent] = deque()
         self._lost_groups: deque[str] = deque()
         self._pid = os.getpid()
         self._closing = False  # nothing new may begin; what there is, is being saved
@@ -144,7 +145,12 @@ class Serving:
     # Putting -----------------------------------------------------------------------------------
 
     def _claim(
-        self, key: str, tensors: torch.Tensor | Mapping[str, torch.Tensor], durable: bool
+        self,
+        key: str,
+        tensors: torch.Tensor | Mapping[str, torch.Tensor],
+        durable: bool,
+        *,
+        guided: bool = False,
     ) -> tuple[Request, dict[str, torch.Tensor]]:
         """Ask for room. Returns the request for it and the bytes to fill it with."""
         check_key(key)
@@ -160,7 +166,7 @@ class Serving:
             version = self._new_version(key)
             by_name = {t.name: t for t in packing.specs()}
             spec = group_of(version, [by_name[name] for name in named], packing.nbytes)
-            self._planner.claim(version, spec.nbytes)
+            self._planner.claim(version, spec.nbytes, guided=guided)
             self._carrier.add(Cargo(version, spec, None, packing, durable, single))
             self._deliver()
         request = Request(key, version=version)
@@ -228,7 +234,7 @@ class Serving:
         error = self._planner.error_of(version)
         if error is not None:
             raise error
-        loan = _Lent(version, request.owner, request.met, request.since, access=request.access)
+        loan = Lent(version, request.owner, request.met, request.since, access=request.access)
         try:
             loan.out = self._planner.lease(version, request.access)
             if loan.out:
@@ -239,7 +245,7 @@ class Serving:
             self._end_lease(loan)
             raise
 
-    def _lent(self, request: Request, version: str, loan: _Lent) -> Lease:
+    def _lent(self, request: Request, version: str, loan: Lent) -> Lease:
         self._waiting.lend(request.owner, version)
         request.version = ""
         self._deliver()
@@ -303,13 +309,13 @@ class Serving:
             "first, or raise the budget",
         )
 
-    def _release(self, loan: _Lent) -> None:
+    def _release(self, loan: Lent) -> None:
         with self._changed:
             taken = self._end_lease(loan)
         if taken is not None:
             self._remove_file(*taken)
 
-    def _end_lease(self, loan: _Lent) -> tuple[str, int, bool] | None:
+    def _end_lease(self, loan: Lent) -> tuple[str, int, bool] | None:
         """Take a lease back, once. What is returned is for `_remove_file`, without the lock."""
         if self._closed or not loan.out:
             return None
@@ -329,6 +335,15 @@ class Serving:
         del self._versions[key]
         return key, self._newest_so_far(), cargo.durable
 
+    def _let_go(self, held: Lent) -> None:
+        """Take back, once, what somebody held in host memory. With the lock held."""
+        if self._closed or not held.out:
+            return
+        held.out = False
+        self._waiting.give_back(held.caller, held.version)
+        self._planner.let_go(held.version)
+        self._deliver()
+
     def _newest_so_far(self) -> int:
         self._next_version += 1
         return self._next_version - 1
@@ -347,6 +362,8 @@ class Serving:
             taken = self._end_lease(self._lost_leases.popleft())
             if taken is not None:
                 self._remove_file(*taken)
+        while self._lost_holds:
+            self._let_go(self._lost_holds.popleft())
         while self._lost_groups:
             version = self._versions.pop(self._lost_groups.popleft(), None)
             if version is not None:

@@ -14,7 +14,6 @@ from types import TracebackType
 import torch
 
 from tierstore.adoption import WEIGHTS, adopt, checkpoint_groups, content_hash
-from tierstore.aside import PuttingAside
 from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpoint
 from tierstore.lease import Lease
 from tierstore.metrics import GroupSnapshot, Snapshot, Stats
@@ -24,6 +23,7 @@ from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access
 from tierstore.progress import bar
 from tierstore.settings import Size, resolve_budgets, resolve_device
+from tierstore.state import KeepingState
 from tierstore.trace import load, merged, save
 from tierstore.tracks import Notes, document
 from tierstore.transfer.maps import AddressSpace
@@ -34,7 +34,7 @@ from tierstore.waiting import Request
 VERIFY = ("first", "always", "never")
 
 
-class TierStore(PuttingAside):
+class TierStore(KeepingState):
     """Serves groups of tensors by key, within hard budgets.
 
     Args:

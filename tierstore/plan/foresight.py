@@ -114,6 +114,7 @@ class Foresight:
         self._seconds = np.zeros(16)
         self._held = {tier: np.zeros(16, dtype=np.bool_) for tier in self._tiers}
         self._passed_over = np.ones(16, dtype=np.bool_)
+        self._highest = np.zeros(16, dtype=np.int64)  # the fastest tier that it is hoped for on
         self._early: dict[Tier, dict[int, int]] = {tier: {} for tier in self._tiers}
         self._known = 0
         self._known_bytes = 0
@@ -135,8 +136,10 @@ class Foresight:
             for tier, held in self._held.items():
                 self._held[tier] = np.append(held, np.zeros(more, dtype=np.bool_))
             self._passed_over = np.append(self._passed_over, np.ones(more, dtype=np.bool_))
+            self._highest = np.append(self._highest, np.zeros(more, dtype=np.int64))
         self._nbytes[number] = nbytes
         self._passed_over[number] = False
+        self._highest[number] = 0
         self._seconds[number] = 0.0
         self._known += 1
         self._known_bytes += nbytes
@@ -169,6 +172,11 @@ class Foresight:
             self._held[tier][number] = False
             self._early[tier].pop(number, None)
             self._on_top -= tier is self._tiers[0]
+
+    def aim(self, number: int, highest: Tier) -> None:
+        """The group is hoped for on tiers up to this one."""
+        if number >= 0:
+            self._highest[number] = highest
 
     def pass_over(self, number: int) -> None:
         """Fetch the group no more until somebody insists on it: it cannot be had."""
@@ -252,6 +260,7 @@ class Foresight:
         ahead = self._schedule.ahead(WINDOW)
         ahead = ahead[ahead < len(self._nbytes)]  # who never was known, or is not any more
         missing = ~(self._held[dst][ahead] | self._passed_over[ahead])
+        missing &= self._highest[ahead] <= dst
         for tier in self._tiers:
             if tier < dst:
                 missing &= ~self._held[tier][ahead]

@@ -48,9 +48,23 @@ class Movements(Shelves):
         self._start(group, fastest, above, urgent=True)
         return True
 
+    def _fetch(self, group: GroupRecord) -> bool:
+        """Move `group` to host memory. False if there was no room to set aside."""
+        host = self.tiers[-2]
+        if group.error is not None or group.forgotten or host in group.copies:
+            return True
+        source = next((tier for tier in group.copies if group.present(tier)), None)
+        if source is None:
+            return True
+        if not self._set_aside(group, host, None):
+            return False
+        self._start(group, source, host, urgent=True)
+        return True
+
     def _all_have_room(self) -> bool:
         """Whether nobody waits for room on the fastest tier."""
-        waiting = self._claims or self._saves or self._offloads or len(self.tiers) < 3
+        waiting = self._claims or self._saves or self._offloads or self._fetches
+        waiting = waiting or len(self.tiers) < 3
         return not waiting and all(self.top in self._groups[k].copies for k in self._demands)
 
     def _pursue_hopes(self, tiers: Iterable[Tier]) -> None:

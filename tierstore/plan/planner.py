@@ -69,10 +69,13 @@ class Planner(Movements):
         self._policy.admitted(key, Tier.DISK)
         self._schedule.introduce(name_of(key))
 
-    def claim(self, key: str, nbytes: int) -> None:
-        """A caller wants to put a group: find room in host memory. See `granted`."""
+    def claim(self, key: str, nbytes: int, *, guided: bool = False) -> None:
+        """A caller wants to put a group: find room in host memory. See `granted`.
+
+        Of a `guided` group the caller always says when it comes next.
+        """
         self._refuse_what_never_fits(key, nbytes, (self._put_tier(),))
-        self._know(GroupRecord(key, nbytes))
+        self._know(GroupRecord(key, nbytes, guided=guided))
         self._claims[key] = None
         self._settle()
 
@@ -85,7 +88,8 @@ class Planner(Movements):
         group = self._groups[key]
         self._refuse_what_never_fits(key, group.nbytes, self.tiers[:-1])
         self._demands[key] = self._demands.get(key, 0) + 1
-        self._foresight.asked(group.number)
+        if not group.guided:
+            self._foresight.asked(group.number)
         self._want_again(group)
         if not group.present(self.top):
             self._settle()
@@ -106,11 +110,12 @@ class Planner(Movements):
             return False
         return self._demands.pop(key, None) is not None
 
-    def prefetch(self, keys: Iterable[str]) -> None:
-        """The caller hopes to use these next, in this order."""
+    def prefetch(self, keys: Iterable[str], top: Tier | None = None) -> None:
+        """The caller hopes to use these next, in this order, on tier `top` (None: the fastest)."""
         keys = [key for key in keys if not self._groups[key].forgotten]
         for key in keys:
             self._want_again(self._groups[key])
+            self._foresight.aim(self._groups[key].number, self.top if top is None else top)
         self._schedule.expect(name_of(key) for key in keys)
         self._look_ahead = True
         self._settle()
@@ -130,16 +135,71 @@ class Planner(Movements):
         group.exclusive = None if access is Access.READ else access
         group.leases += 1
         self._leases += 1
-        self._policy.used(key)
-        self._schedule.advance_past(name_of(key))
+        self._note_use(group)
+        self._take_back(key)
+        self._settle()
+        return True
+
+    def _note_use(self, group: GroupRecord) -> None:
+        self._policy.used(group.key)
+        self._look_ahead = True
+        if group.guided:
+            self._schedule.come(name_of(group.key))
+            return
+        self._schedule.advance_past(name_of(group.key))
         self._foresight.used(group.number)
         if self._foresight.choose_residents(group.number):
             residents = self._foresight.residents
             self._policy.keep(residents.staying, residents.nearer)
-        self._look_ahead = True
-        self._take_back(key)
+
+    def fetch(self, key: str) -> None:
+        """Somebody wants to hold `key` in host memory, until `hold` or `withdraw_fetch`."""
+        group = self._groups[key]
+        self._refuse_what_never_fits(key, group.nbytes, (self._put_tier(),))
+        self._fetches[key] = None
+        self._want_again(group)
+        self._settle()
+
+    def withdraw_fetch(self, key: str) -> None:
+        """Nobody wants to hold it any more."""
+        if self._fetches.pop(key, self) is None:
+            self._groups[key].error = None
+            self._settle()
+
+    def hold(self, key: str) -> bool:
+        """Give the copy in host memory to somebody who may change it, until `let_go`.
+
+        It is the only one then; but copies of it may be made meanwhile, by who knows when it does
+        not change. False if it is not there yet, or is in use.
+        """
+        group, host = self._groups[key], self._put_tier()
+        if not group.present(host) or group.held or group.leases or group.moving():
+            return False
+        group.held = True
+        self._leases += 1
+        self._keep_only(group, host)
+        self._note_use(group)
+        self._fetches.pop(key, None)
         self._settle()
         return True
+
+    def let_go(self, key: str) -> None:
+        """What was held in host memory comes back."""
+        group = self._groups[key]
+        group.held = False
+        self._leases -= 1
+        self._tidy(group)
+        self._look_ahead |= self._cramped
+        self._settle()
+
+    def put_away(self, key: str) -> None:
+        """Give up every copy above the disk of a group that is `saved`, once nobody uses it."""
+        group = self._groups[key]
+        self._abandon(group)
+        for tier, copy in group.copies.items():
+            copy.unwanted |= tier is not Tier.DISK
+        self._tidy(group)
+        self._settle()
 
     def release(self, key: str, access: Access) -> None:
         """A lease comes back."""
@@ -260,7 +320,7 @@ class Planner(Movements):
     def _settle(self) -> None:
         """Pursue everything that is wanted, the most pressing first."""
         needs = self._demands or self._claims or self._saves or self._offloads or self._promised
-        if needs:
+        if needs or self._fetches:
             self._settle_needs()
         elif self._look_ahead:
             self._look_ahead = self._cramped = False
@@ -284,6 +344,7 @@ class Planner(Movements):
         for key in list(self._offloads):
             self._pursue_offload(self._groups[key])
         roomy = [self._pull(self._groups[key]) for key in list(self._demands)]
+        roomy += [self._fetch(self._groups[key]) for key in list(self._fetches)]
         roomy += [self._grant(self._groups[key]) for key in list(self._claims)]
         for key in list(self._saves):
             self._pursue_save(self._groups[key])
@@ -300,7 +361,7 @@ class Planner(Movements):
 
     def _discard(self, group: GroupRecord) -> None:
         group.forgotten = True
-        for wanted in (self._demands, self._claims, self._saves, self._offloads):
+        for wanted in (self._demands, self._fetches, self._claims, self._saves, self._offloads):
             wanted.pop(group.key, None)
         name = name_of(group.key)
         if self._newest.get(name) == group.key:
@@ -322,6 +383,8 @@ class Planner(Movements):
         demands = [self._groups[key] for key in self._demands]
         claims = [self._groups[key] for key in self._claims]
         waiting = [g for g in demands if not self._on_its_way(g)]
+        fetches = [self._groups[key] for key in self._fetches]
+        waiting += [g for g in fetches if self._put_tier() not in g.copies]
         return [g for g in waiting + [c for c in claims if not c.copies] if g.error is None]
 
     def _on_its_way(self, group: GroupRecord) -> bool:
@@ -341,7 +404,9 @@ class Planner(Movements):
 
     def _fail_what_is_stuck(self) -> None:
         """Nothing is moving and nothing is lent, so whoever still waits would wait for ever."""
-        if any(self._groups[key].present(self.top) for key in self._demands):
+        there = [self._groups[key].present(self.top) for key in self._demands]
+        there += [self._groups[key].present(self._put_tier()) for key in self._fetches]
+        if any(there):
             return  # a waiter is about to wake up, and will give its lease back
         waiting = self._unmet() + [self._groups[key] for key in self._saves]
         for group in waiting:

@@ -37,7 +37,9 @@ class GroupRecord:
     """One group. `backed` means that a checkpoint holds its bytes: that copy takes no room.
 
     `number` is what the schedule knows its name by; -1 if a newer version has taken it over.
-    `kept` says that it should stay in host memory.
+    `kept` says that it should stay in host memory. Of a `guided` group its user always says when it
+    comes next: nothing is learned from its uses. While it is `held`, somebody has its copy in host
+    memory, and may change it.
     """
 
     key: str
@@ -49,6 +51,8 @@ class GroupRecord:
     exclusive: Access | None = None
     forgotten: bool = False
     kept: bool = False
+    guided: bool = False
+    held: bool = False
     error: BaseException | None = None
 
     def present(self, tier: Tier) -> bool:

@@ -54,6 +54,9 @@ class Schedule(Protocol):
     def advance_past(self, key: str) -> None:
         """Note that `key` has just been used."""
 
+    def come(self, key: str) -> None:
+        """Note that `key`, which the caller expected, was used. Nothing is learned from that."""
+
     def steps_until(self, key: str) -> float:
         """How many uses ahead `key` is expected; infinity if it is not expected at all."""
 
@@ -237,6 +240,11 @@ class LearnedOrder:
             self._next_is_old = True
         if not foreseen or before != (self.trusted, self.learning):
             self.epoch += 1
+
+    def come(self, key: str) -> None:
+        self._clock += 1
+        if self._expected:
+            self._come(key)
 
     def _come(self, key: str) -> None:
         """What was expected has come, or has not come for too long."""

@@ -33,6 +33,7 @@ class Shelves:
         self._groups: dict[str, GroupRecord] = {}
         self._demands: dict[str, int] = {}  # what somebody insists on, and how many do
         self._claims: dict[str, None] = {}  # what somebody wants to put
+        self._fetches: dict[str, None] = {}  # what somebody wants to hold in host memory
         self._parting: set[tuple[str, Tier]] = set()  # copies that go when their save is done
         self._promised: set[str] = set()  # groups with room set aside on the fastest tier
         self._ahead: set[int] = set()  # groups needed sooner than the one being fetched early
@@ -58,7 +59,8 @@ class Shelves:
     def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
         copy = group.copies[tier]
         leased = tier is self.top and group.leases > 0
-        return leased or copy.readers > 0 or copy.state is State.ARRIVING
+        held = tier is self.tiers[-2] and group.held
+        return leased or held or copy.readers > 0 or copy.state is State.ARRIVING
 
     def _over(self, group: GroupRecord, src: Tier | None, dst: Tier, *, came: bool) -> None:
         """A transfer is over. There was none (no `src`) if the caller filled the copy."""
@@ -170,7 +172,8 @@ class Shelves:
             return False
         if group.key in self._promised or (rival is not None and group.number in self._ahead):
             return False  # it is the source of a copy on its way up, or needed sooner
-        if tier is self.top and group.key in self._demands:
+        wanted = (self.top, self._demands), (self.tiers[-2], self._fetches)
+        if any(tier is place and group.key in keys for place, keys in wanted):
             return False  # its waiter is about to wake up and lease it
         return rival is None or group.valid_elsewhere(tier)
 

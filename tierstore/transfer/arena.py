@@ -101,11 +101,14 @@ class Arena:
                 self._condemned.append(idle.pop(0))
                 self._counted -= nbytes
 
-    def give(self, slot: Slot) -> None:
-        """The slot is free again."""
+    def give(self, slot: Slot, *, keep: bool = True) -> None:
+        """The slot is free again. If nobody should `keep` it, its memory goes at the next `fill`."""
         with self._lock:
             if slot.memory is None:
                 self._counted -= slot.nbytes  # it was never filled
+            elif not keep:
+                self._counted -= slot.nbytes
+                self._condemned.append(slot)
             else:
                 self._idle.setdefault(slot.nbytes, []).append(slot)
 

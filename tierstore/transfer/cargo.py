@@ -12,6 +12,7 @@ from tierstore.model.groups import GroupSpec, Packing, Source
 from tierstore.model.tiers import Tier
 from tierstore.transfer.arena import Slot
 from tierstore.transfer.disk import FileStamp
+from tierstore.transfer.spill import Place
 
 
 @dataclass(eq=False)
@@ -22,7 +23,8 @@ class Cargo:
     it; None for what came from checkpoints, which is written only once it was changed. `durable`
     groups are written as object files, others into the spill. `stamps` is what the checkpoint
     files in `source` must look like. Of two versions of one key, the disk keeps the one of the
-    higher `order`. The device's copy may have been `handed_over` to a caller.
+    higher `order`. The device's copy may have been `handed_over` to a caller. Of a `settled` group,
+    the spilled copy always lies in the same `place`, where it can be shown.
     """
 
     key: str
@@ -40,3 +42,5 @@ class Cargo:
     arrival: Any = None
     first_digests: list[str] | None = None
     handed_over: bool = False
+    settled: bool = False
+    place: Place | None = None

@@ -34,7 +34,7 @@ from tierstore.transfer.figures import disk_threads
 from tierstore.transfer.reading import Reader, Reading, explained
 from tierstore.transfer.spill import Spill
 from tierstore.transfer.timing import DeviceTimes, Mark
-from tierstore.transfer.views import view_all
+from tierstore.transfer.views import show_one, view_all
 from tierstore.transfer.workers import EARLY, URGENT, Workers
 
 Report = Callable[[Copy, BaseException | None], None]
@@ -143,7 +143,7 @@ class ThreadCarrier:
             cargo.handed_over = False
             self.arenas[tier].forget(slot)
         else:
-            self.arenas[tier].give(slot)
+            self.arenas[tier].give(slot, keep=tier is not Tier.DEVICE or not cargo.settled)
 
     def _drop_from_disk(self, cargo: Cargo) -> None:
         """An object file stays until its key is written anew or removed; spilled room is freed."""
@@ -329,7 +329,12 @@ class ThreadCarrier:
         cargo.verified = False
 
     def _save_spilled(self, cargo: Cargo, slot: Slot) -> None:
-        saved = self._the_spill().save(slot.bytes(), self._disk.together)
+        spill = self._the_spill()
+        if cargo.settled:
+            cargo.place = cargo.place or spill.take_place(cargo.spec.nbytes)
+            cargo.source = spill.save_in(cargo.place, slot.bytes(), self._disk.together)
+            return
+        saved = spill.save(slot.bytes(), self._disk.together)
         cargo.spilled_at, cargo.source = saved
 
     def _the_spill(self) -> Spill:
@@ -387,6 +392,25 @@ class ThreadCarrier:
                 cargo.spec, memory, cargo.spec.device_offsets if on_device else offsets
             )
         return cargo.views
+
+    def host_view(self, key: str) -> dict[str, torch.Tensor]:
+        """The tensors of a group's copy in host memory. Waits for the device to be done with it."""
+        cargo = self._cargo[key]
+        slot = cargo.slots[Tier.HOST]
+        slot.wait()
+        assert slot.memory is not None
+        return view_all(cargo.spec, slot.memory, {t.name: t.offset for t in cargo.spec.tensors})
+
+    def show(self, key: str) -> dict[str, torch.Tensor]:
+        """The tensors of a settled group's copy on disk, each with memory of its own: shared maps.
+
+        They stay true as long as the group has a copy there; changes of them are changes of it.
+        """
+        cargo = self._cargo[key]
+        if cargo.place is None:
+            raise RuntimeError(f"group {name_of(key)!r} was never saved")
+        shown = memoryview(self._the_spill().show(cargo.place))
+        return {spec.name: show_one(spec, shown) for spec in cargo.spec.tensors}
 
     def used_on(self, key: str, event: Any) -> None:
         """Device work up to `event` uses the group's copy: its memory is not reused before."""

@@ -13,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import mmap
 import os
 import threading
+import weakref
 from bisect import bisect_left
+from collections import deque
 
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
@@ -27,6 +30,15 @@ GROWTH = 64 << 20
 """Bytes by which the file grows at least, where there is room."""
 
 
+class Place:
+    """Room in the file that stays one group's, as long as anybody has the group or looks at it."""
+
+    def __init__(self, offset: int, nbytes: int, left: deque[tuple[int, int]]) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        weakref.finalize(self, left.append, (offset, nbytes)).atexit = False
+
+
 class Spill:
     """The file and its free room. Any number of threads may use it at once."""
 
@@ -34,6 +46,7 @@ class Spill:
         self._directory = directory
         descriptor = anonymous_file(directory)
         self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset, never neighbours
+        self._left: deque[tuple[int, int]] = deque()  # places that nobody has any more
         self._end = 0  # of the last group
         self._lock = threading.Lock()
         # Readers open it by this name; it has no other.
@@ -46,6 +59,8 @@ class Spill:
         Raises DiskFullError or TransferError.
         """
         nbytes = round_up(nbytes, PAGE)
+        while self._left:
+            self.give_back(*self._left.popleft())
         with self._lock:
             for i, (offset, room) in enumerate(self._free):
                 if room >= nbytes:
@@ -107,6 +122,37 @@ class Spill:
         """Bytes of the file behind the last group."""
         return max(os.fstat(self._file.cached).st_size - self._end, 0)
 
+    def take_place(self, nbytes: int) -> Place:
+        """Room for a group that is shown while it is away. Raises what `take` raises."""
+        return Place(self.take(nbytes), nbytes, self._left)
+
+    def save_in(
+        self, place: Place, data: memoryview, together: Together = one_by_one
+    ) -> Source:
+        """Write a group's packed bytes to its place. Returns how to read them again.
+
+        There are no checksums: who looks at the place may write to it, too. Raises DiskFullError or
+        TransferError.
+        """
+        together(
+            functools.partial(self.write, data[at : at + nbytes], place.offset + at)
+            for at, nbytes in parts(len(data), WRITE_BLOCK)
+        )
+        return Source((Segment(Extent(self.path, place.offset, len(data)), 0),))
+
+    def show(self, place: Place) -> mmap.mmap:
+        """A map of a place: it reads as the file does, and what is written to it is in the file.
+
+        It costs no memory but the system's cache of the file. Raises TransferError where the file
+        system knows no such maps.
+        """
+        try:
+            shown = mmap.mmap(self._file.cached, place.nbytes, offset=place.offset)
+        except OSError as error:
+            raise transfer_error(error, "mapping", key=None, path=self._directory) from error
+        weakref.finalize(shown, _keep, place).atexit = False
+        return shown
+
     def save(self, data: memoryview, together: Together = one_by_one) -> tuple[int, Source]:
         """Write a group's packed bytes. Returns their offset, and how to read them again.
 
@@ -142,6 +188,10 @@ class Spill:
     def close(self) -> None:
         """Give everything back."""
         self._file.close()
+
+
+def _keep(place: Place) -> None:
+    """Called when a map of the place is gone: until then, this holds the place."""
 
 
 def anonymous_file(directory: str) -> int:

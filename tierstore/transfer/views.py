@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -59,6 +60,16 @@ def view_one(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tenso
     if spec.nbytes == 0:
         return torch.empty(0, dtype=dtype, device=memory.device).as_strided(spec.shape, spec.stride)
     flat = memory[offset : offset + spec.nbytes].view(dtype)
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+def show_one(spec: TensorSpec, memory: Any) -> torch.Tensor:
+    """One tensor over `memory` (a buffer), as a storage of its own that ends with the tensor."""
+    dtype = DTYPES[spec.dtype]
+    if spec.nbytes == 0:
+        return torch.empty(0, dtype=dtype).as_strided(spec.shape, spec.stride)
+    count = spec.nbytes // dtype.itemsize
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=spec.offset)
     return flat.as_strided(spec.shape, spec.stride)
 
 
