@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         undispatch,
     )
     from tierstore.adapters.onloading import onloaded
+    from tierstore.adapters.training import OffloadModel, OffloadOptimizer
     from tierstore.lease import Lease
     from tierstore.metrics import ActivationStats, Snapshot, Stats
     from tierstore.store import TierStore
@@ -62,6 +63,8 @@ _LAZY = {
     "load_checkpoint_and_dispatch": "tierstore.adapters.dispatch",
     "undispatch": "tierstore.adapters.dispatch",
     "onloaded": "tierstore.adapters.onloading",
+    "OffloadModel": "tierstore.adapters.training",
+    "OffloadOptimizer": "tierstore.adapters.training",
 }
 
 __all__ = [
@@ -78,6 +81,8 @@ __all__ = [
     "Lease",
     "LeaseError",
     "OffloadHandle",
+    "OffloadModel",
+    "OffloadOptimizer",
     "Snapshot",
     "StaleCheckpointError",
     "Stats",

@@ -89,8 +89,13 @@ class PuttingAside(Serving):
     def largest_aside(self) -> int:
         """The bytes that any one group may have at most: what every tier above the disk can hold
         (2**62 if there is no limit)."""
-        budgets = [self._planner.budgets[tier] for tier in self._planner.tiers[:-1]]
-        return min([budget for budget in budgets if budget is not None], default=1 << 62)
+        budgets = {tier: self._planner.budgets[tier] for tier in self._planner.tiers[:-1]}
+        rooms = [
+            budget - (self.held_for_good if tier is Tier.HOST else 0)
+            for tier, budget in budgets.items()
+            if budget is not None
+        ]
+        return min(rooms, default=1 << 62)
 
     def put_aside(self, memory: torch.Tensor) -> tuple[int, Any]:
         """Copy `memory` (uint8, 1-d) into the store, beside what the device does next.

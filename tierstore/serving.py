@@ -29,7 +29,15 @@ from tierstore.model.errors import (
     LeaseError,
     UnknownKeyError,
 )
-from tierstore.model.groups import GroupSpec, Source, group_of, name_of, pack, version_id
+from tierstore.model.groups import (
+    GroupSpec,
+    Packing,
+    Source,
+    group_of,
+    name_of,
+    pack,
+    version_id,
+)
 from tierstore.model.journal import Use
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, Tier
@@ -80,6 +88,7 @@ class Serving:
         # Leases that were garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[Lent] = deque()
         self._lost_holds: deque[Lent] = deque()
+        self.held_for_good = 0  # bytes of host memory
         self._lost_groups: deque[str] = deque()
         self._pid = os.getpid()
         self._closing = False  # nothing new may begin; what there is, is being saved
@@ -153,24 +162,16 @@ class Serving:
         guided: bool = False,
     ) -> tuple[Request, dict[str, torch.Tensor]]:
         """Ask for room. Returns the request for it and the bytes to fill it with."""
-        check_key(key)
         single = isinstance(tensors, torch.Tensor)
         named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
-        if not isinstance(named, Mapping):
-            raise TypeError(
-                f"{key!r} is a {type(tensors).__name__}: pass a tensor, or a dict of tensors"
-            )
-        sources = {block.name: (block, data) for block, data in blocks_of(named)}
-        packing = pack([block for block, _ in sources.values()])
+        packing, sources = packed(key, named)
         with self._locked():
             version = self._new_version(key)
-            by_name = {t.name: t for t in packing.specs()}
-            spec = group_of(version, [by_name[name] for name in named], packing.nbytes)
+            spec = laid_out(version, packing, named)
             self._planner.claim(version, spec.nbytes, guided=guided)
             self._carrier.add(Cargo(version, spec, None, packing, durable, single))
             self._deliver()
-        request = Request(key, version=version)
-        return request, {name: data for name, (_, data) in sources.items()}
+        return Request(key, version=version), sources
 
     def _filled(self, key: str, version: str, durable: bool) -> None:
         """Let readers see a version whose room was granted and filled."""
@@ -340,7 +341,10 @@ class Serving:
         if self._closed or not held.out:
             return
         held.out = False
-        self._waiting.give_back(held.caller, held.version)
+        if held.caller is None:
+            self.held_for_good -= self._carrier.cargo(held.version).spec.nbytes
+        else:
+            self._waiting.give_back(held.caller, held.version)
         self._planner.let_go(held.version)
         self._deliver()
 
@@ -444,6 +448,24 @@ class Serving:
             else:
                 self._planner.failed(copy.key, copy.dst, copy.src, error)
             self._deliver()
+
+
+def packed(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
+    """How tensors lie in a group, and the bytes of its blocks. Raises TypeError or ValueError."""
+    check_key(key)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"{key!r} is a {type(tensors).__name__}: pass a tensor, or a dict of tensors"
+        )
+    sources = {block.name: (block, data) for block, data in blocks_of(tensors)}
+    packing = pack([block for block, _ in sources.values()])
+    return packing, {name: data for name, (_, data) in sources.items()}
+
+
+def laid_out(version: str, packing: Packing, names: Iterable[str]) -> GroupSpec:
+    """A group of tensors that lie so."""
+    by_name = {t.name: t for t in packing.specs()}
+    return group_of(version, [by_name[name] for name in names], packing.nbytes)
 
 
 def _weakly(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:

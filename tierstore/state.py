@@ -20,8 +20,10 @@ import torch
 
 from tierstore.aside import PuttingAside
 from tierstore.lease import Lease
+from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Access, Tier
-from tierstore.serving import Lent
+from tierstore.serving import Lent, laid_out, packed
+from tierstore.transfer.cargo import Cargo
 from tierstore.waiting import Request
 
 
@@ -48,18 +50,37 @@ class KeepingState(PuttingAside):
             raise
         self._filled(request.key, request.version, False)
 
-    def hold(self, key: str) -> Lease:
+    def settle_on_disk(self, key: str, like: Mapping[str, torch.Tensor]) -> None:
+        """The same, of tensors like these, on disk only: with whatever values.
+
+        Raises DuplicateKeyError, TypeError, BudgetError, DiskFullError or TransferError.
+        """
+        packing, _ = packed(key, like)
+        with self._locked():
+            self._refuse_duplicate(key)
+            version = self._new_version(key)
+            spec = laid_out(version, packing, like)
+            budget, used = (x[Tier.DISK] for x in (self._planner.budgets, self._planner.used))
+            if budget is not None and used + spec.nbytes > budget:
+                advice = "raise disk_budget, or discard groups that are not needed"
+                raise BudgetError(key, Tier.DISK.name, spec.nbytes, budget, advice)
+            self._carrier.add(Cargo(version, spec, None, packing, False, settled=True))
+            self._carrier.place(version)
+            self._planner.register(version, spec.nbytes, backed=False, guided=True)
+            self._versions[key] = version
+
+    def hold(self, key: str, *, for_good: bool = False) -> Lease:
         """The group in host memory, to be changed in place until the lease is released.
 
-        On an accelerator, it may be acquired (to be read there) while it is held: by who knows that
-        it does not change meanwhile. Raises what `acquire` raises.
+        It may be acquired (to be read on the device) while it is held: by who knows that it does
+        not change meanwhile. What is held `for_good` is given back by nobody who waits: those who
+        wait for its room are told so at once. Raises what `acquire` raises.
         """
-        if self._planner.top is Tier.HOST:
-            return self._acquire_alone(key)
         self._check_open()
         request = Request(key, Access.UPDATE)
+        attempt = functools.partial(self._try_to_hold, for_good=for_good)
         try:
-            return self._waiting.wait(request, self._try_to_hold)
+            return self._waiting.wait(request, attempt)
         except BaseException:
             with self._changed:
                 if request.version in self._planner:
@@ -67,15 +88,7 @@ class KeepingState(PuttingAside):
                     self._deliver()
             raise
 
-    def _acquire_alone(self, key: str) -> Lease:
-        request = self._asked(key, Access.UPDATE)
-        try:
-            return self._waiting.wait(request, self._attempt)
-        except BaseException:
-            self._give_up(request)
-            raise
-
-    def _try_to_hold(self, request: Request) -> Lease | None:
+    def _try_to_hold(self, request: Request, *, for_good: bool) -> Lease | None:
         self._check_open()
         self._collect_lost()
         if self._versions.get(request.key) != request.version:
@@ -86,12 +99,15 @@ class KeepingState(PuttingAside):
         error = self._planner.error_of(version)
         if error is not None:
             raise error
-        if not self._planner.hold(version):
+        if not self._planner.hold(version, for_good=for_good):
             return None
-        held = Lent(
-            version, request.owner, "held", request.since, access=Access.UPDATE, out=True
-        )
-        self._waiting.lend(request.owner, version)
+        owner = None if for_good else request.owner
+        held = Lent(version, owner, "held", request.since, access=Access.UPDATE, out=True)
+        nbytes = self._carrier.cargo(version).spec.nbytes
+        if for_good:
+            self.held_for_good += nbytes
+        else:
+            self._waiting.lend(owner, version)
         request.version = ""
         self._deliver()
         return Lease(

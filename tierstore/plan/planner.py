@@ -34,7 +34,7 @@ from tierstore.model.tiers import Access, Tier
 from tierstore.plan.foresight import Foresight
 from tierstore.plan.movements import Movements
 from tierstore.plan.policy import Policy
-from tierstore.plan.records import CopyRecord, GroupRecord, State
+from tierstore.plan.records import CopyRecord, GroupRecord, Hold, State
 from tierstore.plan.schedule import Schedule
 
 
@@ -60,14 +60,18 @@ class Planner(Movements):
 
     # Steps -------------------------------------------------------------------------------------
 
-    def register(self, key: str, nbytes: int, *, backed: bool) -> None:
-        """A group is on disk: in a checkpoint (`backed`), or in a file of the store's own."""
-        group = GroupRecord(key, nbytes, backed)
+    def register(self, key: str, nbytes: int, *, backed: bool, guided: bool = False) -> None:
+        """A group is on disk: in a checkpoint (`backed`), or in a file of the store's own.
+
+        Of a `guided` group the caller always says when it comes next.
+        """
+        group = GroupRecord(key, nbytes, backed, guided=guided)
         group.copies[Tier.DISK] = CopyRecord(State.PRESENT)
         self._know(group)
         self._take_room(Tier.DISK, group.cost(Tier.DISK))
         self._policy.admitted(key, Tier.DISK)
-        self._schedule.introduce(name_of(key))
+        if not guided:
+            self._schedule.introduce(name_of(key))
 
     def claim(self, key: str, nbytes: int, *, guided: bool = False) -> None:
         """A caller wants to put a group: find room in host memory. See `granted`.
@@ -166,17 +170,18 @@ class Planner(Movements):
             self._groups[key].error = None
             self._settle()
 
-    def hold(self, key: str) -> bool:
+    def hold(self, key: str, *, for_good: bool = False) -> bool:
         """Give the copy in host memory to somebody who may change it, until `let_go`.
 
         It is the only one then; but copies of it may be made meanwhile, by who knows when it does
-        not change. False if it is not there yet, or is in use.
+        not change. False if it is not there yet, or is in use. Nobody may hope to get the room of
+        what is held `for_good`.
         """
         group, host = self._groups[key], self._put_tier()
         if not group.present(host) or group.held or group.leases or group.moving():
             return False
-        group.held = True
-        self._leases += 1
+        group.held = Hold.FOR_GOOD if for_good else Hold.FOR_NOW
+        self._leases += not for_good
         self._keep_only(group, host)
         self._note_use(group)
         self._fetches.pop(key, None)
@@ -186,8 +191,8 @@ class Planner(Movements):
     def let_go(self, key: str) -> None:
         """What was held in host memory comes back."""
         group = self._groups[key]
-        group.held = False
-        self._leases -= 1
+        self._leases -= group.held is Hold.FOR_NOW
+        group.held = None
         self._tidy(group)
         self._look_ahead |= self._cramped
         self._settle()
@@ -415,6 +420,13 @@ class Planner(Movements):
             self._saves.pop(group.key, None)
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
+        held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.FOR_GOOD)
+        tier = self._put_tier()
+        if held and not self._free(tier, group.nbytes):
+            advice = f"{held:,} bytes are in use there for good; raise ram_budget"
+            return BudgetError(
+                name_of(group.key), tier.name, group.nbytes, self.budgets[tier] or 0, advice
+            )
         tier = Tier.DISK
         advice = (
             f"{self.used[tier]:,} bytes are in use there and nothing may be dropped; raise "

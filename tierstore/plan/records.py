@@ -16,6 +16,13 @@ class State(Enum):
     PRESENT = "complete and valid"
 
 
+class Hold(Enum):
+    """For how long somebody has a copy in host memory."""
+
+    FOR_NOW = "it is given back soon"
+    FOR_GOOD = "nobody should wait for it"
+
+
 @dataclass(slots=True)
 class CopyRecord:
     """One group's copy on one tier.
@@ -52,7 +59,7 @@ class GroupRecord:
     forgotten: bool = False
     kept: bool = False
     guided: bool = False
-    held: bool = False
+    held: Hold | None = None
     error: BaseException | None = None
 
     def present(self, tier: Tier) -> bool:

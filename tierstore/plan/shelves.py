@@ -59,7 +59,7 @@ class Shelves:
     def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
         copy = group.copies[tier]
         leased = tier is self.top and group.leases > 0
-        held = tier is self.tiers[-2] and group.held
+        held = tier is self.tiers[-2] and group.held is not None
         return leased or held or copy.readers > 0 or copy.state is State.ARRIVING
 
     def _over(self, group: GroupRecord, src: Tier | None, dst: Tier, *, came: bool) -> None:

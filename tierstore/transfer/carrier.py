@@ -401,6 +401,15 @@ class ThreadCarrier:
         assert slot.memory is not None
         return view_all(cargo.spec, slot.memory, {t.name: t.offset for t in cargo.spec.tensors})
 
+    def place(self, key: str) -> None:
+        """Let the copy on disk of a settled group be whatever lies in its place.
+
+        Raises DiskFullError or TransferError.
+        """
+        cargo, spill = self._cargo[key], self._the_spill()
+        cargo.place = spill.take_place(cargo.spec.nbytes)
+        cargo.source = spill.source_of(cargo.place)
+
     def show(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors of a settled group's copy on disk, each with memory of its own: shared maps.
 

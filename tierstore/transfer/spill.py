@@ -138,7 +138,11 @@ class Spill:
             functools.partial(self.write, data[at : at + nbytes], place.offset + at)
             for at, nbytes in parts(len(data), WRITE_BLOCK)
         )
-        return Source((Segment(Extent(self.path, place.offset, len(data)), 0),))
+        return self.source_of(place)
+
+    def source_of(self, place: Place) -> Source:
+        """How to read the group whose place it is."""
+        return Source((Segment(Extent(self.path, place.offset, place.nbytes), 0),))
 
     def show(self, place: Place) -> mmap.mmap:
         """A map of a place: it reads as the file does, and what is written to it is in the file.

@@ -170,8 +170,7 @@ class Shelf:
         self._lock = threading.Lock()  # never held while the store is asked for anything
         self._pieces: weakref.WeakValueDictionary[Place, Piece] = weakref.WeakValueDictionary()
         self._local = threading.local()
-        self._largest = store.largest_aside()
-        self.desk = Desk(self._largest)
+        self.desk = Desk(store)
         # What is being copied: its event, its memory, who wants it, and how many bytes.
         self._leaving: deque[tuple[Any, torch.UntypedStorage, weakref.ref[Piece], int]] = deque()
         self._leaving_bytes = 0
@@ -235,7 +234,7 @@ class Shelf:
     def _why_kept(self, piece: Piece, min_size: int) -> str:
         if piece.nbytes < max(min_size, 1):
             return "small"
-        if round_up(piece.nbytes, PAGE) > self._largest:
+        if round_up(piece.nbytes, PAGE) > self.store.largest_aside():
             return "no_room"
         return "sparse_slice" if piece.looked_at * COVERAGE < piece.nbytes else ""
 
@@ -321,9 +320,9 @@ class Desk:
     a budget of `room` bytes than leaves room for the largest piece. Beyond that it gets copies.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, store: TierStore) -> None:
         self._lock = threading.Lock()
-        self._room = room
+        self._store = store
         self._largest = 0
         self._lent = 0
         self._returned: deque[int] = deque()
@@ -344,7 +343,8 @@ class Desk:
         with self._lock:
             while self._returned:
                 self._lent -= self._returned.popleft()
-            if self._lent + nbytes > (self._room - self._largest) // LENT_SHARE:
+            room = self._store.largest_aside()
+            if self._lent + nbytes > (room - self._largest) // LENT_SHARE:
                 return False
             self._lent += nbytes
             return True

@@ -1,0 +1,229 @@
+"""Gradients on their way out: from where autograd leaves them to the store, as soon as they are
+final.
+
+While the backward pass runs, a parameter has no gradient that autograd knows of: each time it
+leaves one, that is stored, or added to what is stored, in the order in which autograd would have
+added it. Afterwards `parameter.grad` shows what is stored, as a CPU tensor; whatever somebody does
+with it there (clips it, zeroes it, sets it to None, gives another one) is found by the next pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tierstore.adapters.training.places import Place
+from tierstore.model.errors import BudgetError
+
+if TYPE_CHECKING:
+    from tierstore.adapters.training.weights import Weights
+
+OPEN = 1
+"""Groups of gradients, beside the newest, that are kept open: they are written as they close."""
+
+
+class Gradients:
+    """The gradients of one group of parameters. `place` is None until there was one."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.place: Place | None = None
+        self._stored: set[str] = set()  # names of those that have a gradient
+        self._shown: set[str] = set()  # of those whose `grad` is what we gave them
+        self._open: dict[str, torch.Tensor] | None = None
+        self._closing = ExitStack()
+        self._events: list[tuple[torch.Event, torch.Tensor]] = []
+
+    def take_back(self, name: str, parameter: nn.Parameter) -> None:
+        """Before autograd leaves a gradient: see what became of the last one, and hide it."""
+        shown = self._shows(name)
+        if name in self._shown:
+            self._shown.discard(name)
+            if parameter.grad is None:
+                self._stored.discard(name)
+        if parameter.grad is not None:
+            if parameter.grad is not shown:
+                self._keep(name, parameter.grad, add=False)
+            parameter.grad = None
+
+    def _shows(self, name: str) -> torch.Tensor | None:
+        return None if self.place is None else self.place.tensors.get(name)
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        """Autograd has left a gradient: store it."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        self._keep(name, gradient, add=name in self._stored)
+
+    def _keep(self, name: str, gradient: torch.Tensor, *, add: bool) -> None:
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"the gradient of {name!r} is {gradient.layout}: only dense ones can be stored; "
+                "build the module with sparse=False"
+            )
+        target = self.opened()[name]
+        with torch.no_grad():
+            if add:
+                target.add_(gradient.to(target.device))
+            elif gradient.device.type == "cpu":
+                target.copy_(gradient)
+            else:
+                self._fetch(target, gradient)
+        self._stored.add(name)
+
+    def _fetch(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Have the device copy it, beside what it does next."""
+        stream = _streams.beside(gradient.device)
+        with stream:
+            target.copy_(gradient.detach(), non_blocking=True)
+        gradient.record_stream(stream)
+        self._events.append((stream.record_event(), target))
+
+    def opened(self) -> dict[str, torch.Tensor]:
+        """The stored gradients, to be changed, until `close`."""
+        if self._open is None:
+            if self.place is None:
+                self.place = self._made()
+            store = self.place.store
+            try:
+                self._open = self._closing.enter_context(self.place.changing())
+            except BudgetError:
+                if store.device.type != "cpu":
+                    raise
+                self._open = self._closing.enter_context(self.place.changing(in_ram=False))
+        return self._open
+
+    def _made(self) -> Place:
+        weights = self._weights
+        empty = {
+            name: torch.empty_strided(p.size(), p.stride(), dtype=p.dtype)
+            for name, p in weights.parameters.items()
+        }
+        return Place(weights.place.store, f"{weights.key}/gradient", empty, with_values=False)
+
+    def close(self) -> None:
+        """Nobody adds to them for now."""
+        if self._open is not None:
+            while self._events:
+                self._events.pop()[0].synchronize()
+            self._open = None
+            self._closing.close()
+
+    def show(self) -> None:
+        """Let parameters have what is stored as their gradients."""
+        self.close()
+        if self.place is None:
+            return
+        self.place.settle_down()
+        self.place.ready()
+        for name in self._stored - self._shown:
+            parameter = self._weights.parameters[name]
+            parameter.grad = self.place.tensors[name]
+            self._shown.add(name)
+
+    def discard(self) -> None:
+        """They are not needed any more."""
+        self.close()
+        for name in self._shown:
+            parameter = self._weights.parameters[name]
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+        if self.place is not None:
+            self.place.discard()
+
+
+class _Streams(threading.local):
+    """The streams on which this thread has devices copy beside their work."""
+
+    def __init__(self) -> None:
+        self._beside: dict[torch.device, Any] = {}
+
+    def beside(self, device: torch.device) -> Any:
+        """The stream, in order behind what the current one has been told."""
+        stream = self._beside.get(device)
+        if stream is None:
+            stream = self._beside[device] = torch.Stream(device)
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        return stream
+
+
+_streams = _Streams()
+
+
+class Shipping:
+    """What the gradients of one model go through in a backward pass.
+
+    `done` is called when that is over, and all of them are shown again.
+    """
+
+    def __init__(self, groups: list[Weights], done: Callable[[], None]) -> None:
+        self._groups = groups
+        self._done = done
+        self._lock = threading.RLock()
+        self._open: deque[Gradients] = deque()
+        self._under_way = False
+        self._handles: list[Any] = []
+        self._watched: set[int] = set()
+        self.watch()
+
+    def watch(self) -> None:
+        """See that every parameter that wants a gradient is looked after."""
+        for weights in self._groups:
+            for name, parameter in weights.parameters.items():
+                if parameter.requires_grad and id(parameter) not in self._watched:
+                    self._watched.add(id(parameter))
+                    before = functools.partial(self._before, weights, name, parameter)
+                    after = functools.partial(self._after, weights, name)
+                    self._handles.append(parameter.register_hook(before))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(after))
+
+    def begin(self) -> None:
+        """A backward pass is under way: be told of its end."""
+        with self._lock:
+            if not self._under_way:
+                self._under_way = True
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self.finish)
+
+    def _before(
+        self, weights: Weights, name: str, parameter: nn.Parameter, gradient: torch.Tensor
+    ) -> None:
+        with self._lock:
+            self.begin()
+            self._turn_to(weights.gradients)
+            weights.gradients.take_back(name, parameter)
+
+    def _after(self, weights: Weights, name: str, parameter: nn.Parameter) -> None:
+        with self._lock:
+            weights.gradients.add(name, parameter)
+
+    def _turn_to(self, gradients: Gradients) -> None:
+        if gradients in self._open:
+            return
+        self._open.append(gradients)
+        while len(self._open) > 1 + OPEN:
+            self._open.popleft().close()
+
+    def finish(self) -> None:
+        """The backward pass is over, or was given up."""
+        with self._lock:
+            if not self._under_way:
+                return
+            self._under_way = False
+            while self._open:
+                self._open.popleft().close()
+            self._done()
+            for weights in self._groups:
+                weights.gradients.show()
+
+    def stop(self) -> None:
+        """Autograd may leave gradients where it likes."""
+        while self._handles:
+            self._handles.pop().remove()

@@ -1,0 +1,439 @@
+"""A model in training whose parameters and gradients are in a store."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.adapters.activations import offload_activations
+from tierstore.adapters.bindings import assign
+from tierstore.adapters.grouping import is_plain
+from tierstore.adapters.owners import refuse_other_offloading
+from tierstore.adapters.staying import Staying
+from tierstore.adapters.training.gradients import Shipping
+from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
+from tierstore.adapters.training.regions import Microbatches, Region
+from tierstore.adapters.training.slices import Slice, cut_into_slices
+from tierstore.adapters.training.weights import Desk, Passage, Weights
+from tierstore.adapters.wrapping import StandIn, to_device
+from tierstore.model.sizes import PAGE
+from tierstore.model.tiers import Tier
+from tierstore.progress import bar
+from tierstore.store import TierStore
+from tierstore.transfer.maps import give_back_free_memory
+
+SLICE_SHARE = 8
+"""One in so many bytes of the fastest tier is a slice, if nobody says how many there are."""
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_numbers = itertools.count()
+_models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
+
+
+class OffloadModel(nn.Module):
+    """Trains any module with its parameters and gradients in a store.
+
+    It stands for `module`: it is called like it, has its parameters and buffers under their own
+    names, and its modes. Forward brings in slice after slice, backward in reverse; gradients leave
+    for the store as they become final. While they are away, parameters and gradients are ordinary
+    CPU tensors that read as what they are, and may be changed.
+
+    Args:
+        module: what to train; on the CPU, with values (nothing on meta). It is changed in place:
+            `disable` makes it an ordinary module again.
+        store: where parameters and gradients are; the optimizer's state too, if it is told so.
+        device: where to compute: the store's device, which is what None means.
+        num_slices: into how many slices to cut it; None for as many as give slices of a fitting
+            size. On an accelerator, two slices are there at a time.
+        checkpoint_activation: keep only what each block is given (of an `nn.Sequential`: each
+            slice), in the store, and compute the rest again in the backward pass.
+        num_microbatches: cut each batch (the first dimension of tensors) into so many parts that
+            go through the model one after the other; gradients add up.
+
+    Raises ValueError for arguments that cannot be, or a module that is offloaded already;
+    BudgetError if a parameter is larger than a budget; what `put` raises.
+    """
+
+    def __init__(  # noqa: PLR0913 - the names are FairScale's; all but two are optional
+        self,
+        module: nn.Module,
+        store: TierStore,
+        *,
+        device: torch.device | str | None = None,
+        num_slices: int | None = None,
+        checkpoint_activation: bool = False,
+        num_microbatches: int = 1,
+    ) -> None:
+        super().__init__()
+        _refuse_arguments(module, store, device, num_slices, num_microbatches)
+        self.__dict__["module"] = module  # not a child: names are those of the module itself
+        self._share()
+        self.store = store
+        self._wrappers: list[StandIn] = []
+        self._depth = 0
+        self._staying = Staying(store)
+        self._key = f"training/{next(_numbers)}"
+        self.slices = _slices(module, store, num_slices)
+        self._groups = self._settle()
+        self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
+        self._desk = Desk(store, self._groups, len(self.slices))
+        self._shipping = Shipping(self._groups, self._desk.settle_down)
+        self._wrap()
+        if checkpoint_activation:
+            self._recompute()
+        run: Callable[..., Any] = module
+        if num_microbatches > 1:
+            run = Microbatches(module, num_microbatches, self._shipping)
+        self.__dict__["_run"] = run
+        for parameter in module.parameters():
+            _models[id(parameter)] = self
+        give_back_free_memory()
+
+    # Standing for the module -------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """Have the module's own books: whatever it is asked for by name, it is the module's."""
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = self.module.__dict__[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["module"], name)
+
+    def train(self, mode: bool = True) -> OffloadModel:
+        """Set the mode of the module."""
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the module, under its own names: CPU tensors that read as what they are."""
+        self.settle_down()
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load values into the module. `assign` makes no difference: they are copied."""
+        self.settle_down()
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        probe = next(iter(self.parameters()), torch.empty(0))[:0].detach()
+        changed = fn(probe)
+        if changed.device == probe.device and changed.dtype is probe.dtype:
+            return self
+        if changed.device == self.store.device and changed.dtype is probe.dtype:
+            return self  # that is where it computes
+        raise RuntimeError(
+            "a model in training on a store can neither be moved nor converted: do that before "
+            "OffloadModel(module, store), or after model.disable()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.settle_down()
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.settle_down()
+        return _same, (copy.deepcopy(self.module),)
+
+    def extra_repr(self) -> str:
+        """How many slices there are."""
+        return f"slices={len(self.slices)}"
+
+    # Setting up --------------------------------------------------------------------------------
+
+    def _settle(self) -> list[Weights]:
+        """Put the parameters into the store, and let them show what they are there."""
+        groups: list[Weights] = []
+        waiting: list[Weights] = []
+        plans = [(slice_, plan) for slice_ in self.slices for plan in slice_.groups]
+        rooms = rooms_of(self.store)
+        for _, plan in plans:
+            rooms.expect(packed_bytes(plan.tensors))
+        for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
+            place = Place(self.store, f"{self._key}/{number}", plan.tensors)
+            names: dict[str, Any] = dict(plan.tensors)
+            weights = Weights(place, names, number, slice_.number)
+            groups.append(weights)
+            waiting.append(weights)
+            if len(waiting) > 2:
+                _move_in(waiting.pop(0))
+        for weights in waiting:
+            _move_in(weights)
+        if self.store.device.type != "cpu":
+            rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
+            rest |= {
+                name: parameter
+                for name, parameter in self.module.named_parameters()
+                if not is_plain(parameter)
+            }
+            self._staying.take(self._key, rest, rooms.target, {})
+        return groups
+
+    def _wrap(self) -> None:
+        for slice_ in self.slices:
+            for unit in slice_.units:
+                groups = list(dict.fromkeys(self._group_of[id(t)] for t in unit.tensors.values()))
+                visited = [w for w in groups if self._desk.needs_visits(w)]
+                if visited:
+                    passage = functools.partial(Passage, self._desk, visited)
+                    self._wrappers.append(_Trained(unit.module, passage))
+        self._wrappers.append(_Trained(self.module, functools.partial(_Pass, self)))
+
+    def _recompute(self) -> None:
+        if type(self.module).forward is nn.Sequential.forward:
+            self._wrappers.append(_Chain(self.module, self._chain()))
+            return
+        for module in regions_in(self.module):
+            self._wrappers.append(_Recomputed(module, self._shipping, self.store))
+
+    def _chain(self) -> list[Callable[..., Any]]:
+        """The slices of an `nn.Sequential`, as regions."""
+        children = list(self.module.children())
+        ends = _ends(children, self.slices)
+        parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
+        return [_stored(Region(p, _through(p), self._shipping), self.store) for p in parts]
+
+    # Running -----------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns, on the device, for inputs from anywhere."""
+        args = to_device(args, self.store.device)
+        kwargs = to_device(kwargs, self.store.device)
+        return self._run(*args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter(self) -> None:
+        """A call of the module begins."""
+        self._depth += 1
+        if self._depth == 1 and torch._C._current_graph_task_id() == -1:
+            self._shipping.finish()  # a backward pass that was given up
+            self.settle_down()
+            self._shipping.watch()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave(self) -> None:
+        """It ends."""
+        self._depth -= 1
+        if self._depth == 0 and not torch.is_grad_enabled():
+            self.settle_down()
+
+    def settle_down(self) -> None:
+        """See that every parameter is what it shows. Between the passes, all are."""
+        if torch._C._current_graph_task_id() == -1:
+            self._desk.settle_down()
+
+    def weights_of(self, parameter: nn.Parameter) -> Weights | None:
+        """The group that a parameter is in."""
+        return self._group_of.get(id(parameter))
+
+    def disable(self) -> nn.Module:
+        """Make the module an ordinary one again, on the CPU, and return it. It takes its memory."""
+        while self._wrappers:
+            self._wrappers.pop().remove()
+        self._shipping.stop()
+        self.settle_down()
+        self._staying.give_back()
+        for weights in self._groups:
+            for parameter in weights.parameters.values():
+                assign(parameter, parameter.data.clone())
+                _models.pop(id(parameter), None)
+            weights.gradients.discard()
+            weights.place.discard()
+        self._groups.clear()
+        self.__dict__["_run"] = self.module
+        return self.module
+
+
+class _Pass:
+    """One call of the whole module."""
+
+    def __init__(self, model: OffloadModel) -> None:
+        self._model: OffloadModel | None = model
+        self._inside = False
+
+    def begin(self) -> None:
+        """It begins."""
+        assert self._model is not None
+        self._inside = True
+        self._model.enter()
+
+    def end(self) -> None:
+        """It ends. To be called again if it was interrupted."""
+        if self._inside:
+            self._inside = False
+            assert self._model is not None
+            self._model.leave()
+
+
+class _Trained(StandIn):
+    """The forward of a module in training: `visit()` is begun before each call, and ended after."""
+
+    def __init__(self, module: nn.Module, visit: Callable[[], Any]) -> None:
+        self._visit: Callable[[], Any] | None = visit
+        super().__init__(module, "forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._visit is None:
+            return self.original(*args, **kwargs)
+        visit = self._visit()
+        try:
+            visit.begin()
+            return self.original(*args, **kwargs)
+        finally:
+            try:
+                visit.end()
+            except BaseException:  # an interrupt in the middle of putting back: do it again
+                visit.end()
+                raise
+
+    def remove(self) -> None:
+        self._visit = None
+        super().remove()
+
+
+class _Recomputed(StandIn):
+    """The forward of a module that is computed again in the backward pass."""
+
+    def __init__(self, module: nn.Module, shipping: Shipping, store: TierStore) -> None:
+        super().__init__(module, "forward")
+        self._region: Callable[..., Any] | None = _stored(
+            Region([module], self.original, shipping), store
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._region or self.original)(*args, **kwargs)
+
+    def remove(self) -> None:
+        self._region = None
+        super().remove()
+
+
+class _Chain(StandIn):
+    """The forward of an `nn.Sequential`, slice by slice."""
+
+    def __init__(self, module: nn.Module, parts: list[Callable[..., Any]]) -> None:
+        self._parts = parts
+        super().__init__(module, "forward")
+
+    def __call__(self, given: Any) -> Any:
+        if not self._parts:
+            return self.original(given)
+        for part in self._parts:
+            given = part(given)
+        return given
+
+    def remove(self) -> None:
+        self._parts = []
+        super().remove()
+
+
+def _stored(region: Region, store: TierStore) -> Callable[..., Any]:
+    """The region, with what is kept of it in the store, unless somebody else keeps it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        busy = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if busy or not torch.is_grad_enabled():
+            return region(*args, **kwargs)
+        with offload_activations(store, min_size=PAGE, model=region.modules):
+            return region(*args, **kwargs)
+
+    return run
+
+
+def _through(modules: list[nn.Module]) -> Callable[[Any], Any]:
+    def run(given: Any) -> Any:
+        for module in modules:
+            given = module(given)
+        return given
+
+    return run
+
+
+def _ends(children: list[nn.Module], slices: list[Slice]) -> list[int]:
+    """Behind which children of an `nn.Sequential` its slices end."""
+    place = {id(part): i for i, child in enumerate(children) for part in child.modules()}
+    last = [max((place.get(id(u.module), 0) for u in s.units), default=0) + 1 for s in slices]
+    return sorted({*last[:-1], len(children)})
+
+
+def regions_in(module: nn.Module) -> list[nn.Module]:
+    """What is computed again, each by itself: the blocks of a model, which are in lists; of a model
+    without any, its children, or else all of it."""
+    found = list(_blocks(module))
+    if not found:
+        found = [child for child in module.children() if any(True for _ in child.children())]
+    return found or [module]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _LISTS) and not isinstance(child, _LISTS):
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from _blocks(child)
+
+
+def _move_in(weights: Weights) -> None:
+    weights.place.ready()
+    for name, parameter in weights.parameters.items():
+        assign(parameter, weights.place.tensors[name])
+
+
+def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slice]:
+    budgets = store.stats().budget_bytes
+    memory = [b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None]
+    fastest = budgets.get(Tier.DEVICE.name) or budgets[Tier.HOST.name] or (1 << 40)
+    group = min([rooms_of(store).target, *(b // SLICE_SHARE for b in memory)])
+    return cut_into_slices(module, count, max(fastest // SLICE_SHARE, group), max(group, PAGE))
+
+
+def _refuse_arguments(
+    module: nn.Module,
+    store: TierStore,
+    device: torch.device | str | None,
+    num_slices: int | None,
+    num_microbatches: int,
+) -> None:
+    if device is not None and _with_index(torch.device(device)) != _with_index(store.device):
+        raise ValueError(
+            f"device={device!s}, but the store serves {store.device}: open the store with "
+            f"TierStore(..., device={str(device)!r})"
+        )
+    for name, value in (("num_slices", num_slices), ("num_microbatches", num_microbatches)):
+        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+            raise ValueError(f"{name}={value!r} is no positive whole number")
+    refuse_other_offloading(type(module).__name__, module)
+    for name, parameter in module.named_parameters():
+        if id(parameter) in _models:
+            raise ValueError(f"{name} is in training on a store already: call disable() first")
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"{name} is on meta and has no values: load them first, or build the module on "
+                "the CPU"
+            )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None:
+        return torch.device("cpu") if device.type == "cpu" else device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def model_of(parameter: nn.Parameter) -> OffloadModel | None:
+    """The model in training that a parameter is part of."""
+    return _models.get(id(parameter))

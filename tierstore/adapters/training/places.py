@@ -1,0 +1,224 @@
+"""Where the parts of the training state are: in RAM for good, or on disk and in RAM when needed.
+
+A training step uses every parameter three times (forward, backward, optimizer) and changes it once;
+its gradient is written once and read once, and so is each state of the optimizer. So a byte of RAM
+saves most transfers where it keeps parameters, then gradients, then states; what stays is decided
+once, in that order, and the rest streams. Nothing that streams may take the room that passing
+through needs.
+
+Either way, a part shows itself all the time, as ordinary CPU tensors: memory of the store, or maps
+of its place on disk. See `tierstore.state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from tierstore.adapters.grouping import span
+from tierstore.lease import Lease
+from tierstore.model.errors import BudgetError
+from tierstore.model.sizes import PAGE
+from tierstore.model.tiers import Tier
+from tierstore.store import TierStore
+
+SHARE = 32
+"""One in so many bytes of RAM is a group."""
+LARGEST = 64 << 20
+"""Bytes: larger groups are not moved any faster."""
+PASSING = 12
+"""Groups that are in RAM at once when the state passes through: what is in use (a parameter, its
+gradient, two or three states), what comes next, and what is being written."""
+COPIES = 4
+"""Of each parameter there is its value, its gradient and, usually, two states."""
+PASSING_LARGEST = 6
+"""The same, if there are groups that are larger than they should be."""
+
+
+class Holder:
+    """Keeps the memory that tensors show. It goes with the last of them."""
+
+    def __init__(self, memory: object) -> None:
+        self.memory = memory
+
+
+def over(tensor: torch.Tensor, holder: Holder) -> torch.Tensor:
+    """A tensor over the same memory, as a storage of its own that keeps `holder`."""
+    if not tensor.numel():
+        return tensor
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, span(tensor)
+    )
+    vars(storage)["holder"] = holder
+    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alone.set_(storage, 0, tensor.shape, tensor.stride())
+
+
+class Loan:
+    """The tensors of a lease, which ends when nobody looks at any of them.
+
+    Autograd, and whoever else comes by, may keep a view of a weight. What it looks at stays.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        holder = Holder(lease)
+        self.tensors = {name: over(tensor, holder) for name, tensor in lease.tensors.items()}
+        self._lease = lease
+        self._holder = weakref.ref(holder)
+        weakref.finalize(holder, lease.abandon).atexit = False
+
+    def end(self) -> None:
+        """Let go of it. If nobody else looks at it, the lease is over now."""
+        self.tensors = {}
+        if self._holder() is None:
+            self._lease.release()
+
+
+class Rooms:
+    """How much of a store's RAM may be kept for good, by all who train with it."""
+
+    def __init__(self, store: TierStore) -> None:
+        self.budget = store.stats().budget_bytes[Tier.HOST.name]
+        self.target = LARGEST
+        if self.budget is not None:
+            self.target = max(min(self.budget // SHARE, LARGEST), PAGE)
+        self._kept = 0
+        self._largest = 0
+        self._in_all = 0
+        self._lock = threading.Lock()
+
+    def passing(self) -> int:
+        """Bytes that are left for what passes through."""
+        if self.budget is not None and self._in_all + 2 * self._largest <= self.budget * 7 // 8:
+            return self.budget // 8  # for activations: nothing else has to pass
+        return max(PASSING * self.target, PASSING_LARGEST * self._largest)
+
+    def expect(self, parameter_bytes: int) -> None:
+        """There is a group of so many bytes of parameters."""
+        self._largest = max(self._largest, parameter_bytes)
+        self._in_all += COPIES * parameter_bytes
+
+    def keep(self, nbytes: int) -> bool:
+        """Whether so many bytes more may stay."""
+        with self._lock:
+            if self.budget is not None and self._kept + nbytes > self.budget - self.passing():
+                return False
+            self._kept += nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        """So many bytes do not stay any more."""
+        with self._lock:
+            self._kept -= nbytes
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are not kept for good."""
+        return (1 << 62) if self.budget is None else self.budget - self._kept
+
+
+_rooms: weakref.WeakKeyDictionary[TierStore, Rooms] = weakref.WeakKeyDictionary()
+_rooms_lock = threading.Lock()
+
+
+def rooms_of(store: TierStore) -> Rooms:
+    """The books of a store."""
+    with _rooms_lock:
+        return _rooms.setdefault(store, Rooms(store)) if store not in _rooms else _rooms[store]
+
+
+def packed_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """About what a group of these tensors takes."""
+    nbytes = sum(-(-span(t) // 256) * 256 for t in tensors.values() if t.numel())
+    return max(-(-nbytes // PAGE), 1) * PAGE
+
+
+class Place:
+    """One packed group of the training state. `tensors` shows it, at all times.
+
+    `ready` is to be called before `tensors` is used for the first time: until then, the group may
+    still be on its way to the disk.
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        with_values: bool = True,
+    ) -> None:
+        self.store = store
+        self.key = key
+        self.names = tuple(tensors)
+        self.nbytes = packed_bytes(tensors)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._rooms = rooms_of(store)
+        self.stays = self._rooms.keep(self.nbytes)
+        self._kept: Loan | None = None
+        self._in_ram = False  # there may be a copy in RAM that is not held
+        if self.stays:
+            store.settle(key, tensors)
+            self._kept = Loan(store.hold(key, for_good=True))
+            self.tensors = self._kept.tensors
+        elif not (with_values and self._settled_by_way_of_ram(tensors)):
+            store.settle_on_disk(key, tensors)
+            self.tensors = store.show(key)
+            for name, tensor in tensors.items() if with_values else ():
+                self.tensors[name].copy_(tensor)
+
+    def _settled_by_way_of_ram(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        try:
+            self.store.settle(self.key, tensors)
+        except BudgetError as error:
+            if error.tier == Tier.DISK.name:
+                raise
+            return False  # what is in use takes the room
+        self._in_ram = True
+        self.store.write_back(self.key)
+        return True
+
+    def ready(self) -> None:
+        """Wait until it can be seen."""
+        if not self.tensors:
+            self.store.put_away([self.key])
+            self.tensors = self.store.show(self.key)
+
+    @contextlib.contextmanager
+    def changing(self, *, in_ram: bool = True) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors, to be changed. `in_ram` says that there is room to have them there."""
+        if self.stays or not in_ram:
+            self.settle_down()
+            self.ready()
+            yield self.tensors
+            return
+        with self.store.hold(self.key) as lease:
+            self._in_ram = True
+            yield lease.tensors
+        self.store.write_back(self.key)
+
+    def read(self) -> Loan:
+        """The tensors on the device, to be read there."""
+        self._in_ram = True
+        return Loan(self.store.acquire(self.key))
+
+    def settle_down(self) -> None:
+        """Nobody uses it for now: see that it is what it shows."""
+        if self._in_ram and not self.stays:
+            self.store.put_away([self.key])
+            self._in_ram = False
+
+    def discard(self) -> None:
+        """It is not needed any more."""
+        if self.stays:
+            self._rooms.give_back(self.nbytes)
+            self.stays = False
+        self.tensors = {}
+        if self._kept is not None:
+            self._kept.end()
+        if not self.store.closed and self.key in self.store:
+            self.store.discard(self.key)

@@ -1,0 +1,89 @@
+"""How a model is cut into slices: what is on the device together.
+
+A slice is a run of units (see `tierstore.model.outline`) and the groups that hold their parameters.
+Slices follow each other as the modules were registered; a parameter tied to several modules is in
+the first slice that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unique_bytes
+
+
+@dataclass(eq=False)
+class Slice:
+    """Units that follow each other, and the groups of the parameters that they are the first to
+    need."""
+
+    number: int
+    units: list[Unit] = field(default_factory=list)
+    groups: list[GroupPlan] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters."""
+        return sum(unique_bytes(group.tensors.values()) for group in self.groups)
+
+
+def cut_into_slices(
+    root: nn.Module, count: int | None, slice_bytes: int, group_bytes: int
+) -> list[Slice]:
+    """Cut a model into `count` slices of like sizes, or into slices of about `slice_bytes` each.
+
+    Groups have up to `group_bytes`. There are never more slices than units.
+    """
+    total = unique_bytes(parameter.data for parameter in root.parameters())
+    if count is None:
+        count = -(-total // max(slice_bytes, 1))
+    limit = max(min(group_bytes, total // max(count, 1)), 1)
+    units = [u for u in map(_parameters_only, Cutting("block_level", limit).units(root)) if u]
+    slices = [Slice(n) for n in range(max(min(count, len(units)), 1))]
+    seen: set[int] = set()
+    for unit, slice_ in _dealt(units, slices, total, seen):
+        slice_.units.append(unit)
+    claimed: set[int] = set()
+    for slice_ in slices:
+        slice_.groups = _groups(slice_.units, group_bytes, claimed)
+    return [slice_ for slice_ in slices if slice_.units]
+
+
+def _parameters_only(unit: Unit) -> Unit | None:
+    tensors = {n: t for n, t in unit.tensors.items() if isinstance(t, nn.Parameter)}
+    if not tensors:
+        return None
+    return Unit(unit.name, unit.module, tensors, unit.block, unit.encloses)
+
+
+def _dealt(
+    units: list[Unit], slices: list[Slice], total: int, seen: set[int]
+) -> Iterable[tuple[Unit, Slice]]:
+    """Each unit with its slice: the one in which the middle of the unit's bytes falls, but so that
+    no slice is left without."""
+    before = 0
+    last = -1
+    for place, unit in enumerate(units):
+        new = {id(t): t for t in unit.tensors.values() if id(t) not in seen}
+        seen.update(new)
+        nbytes = unique_bytes(new.values())
+        found = int((before + nbytes / 2) * len(slices) / max(total, 1))
+        left = len(units) - place
+        found = max(found, last, len(slices) - left)
+        last = min(found, last + 1, len(slices) - 1)
+        before += nbytes
+        yield unit, slices[last]
+
+
+def _groups(units: list[Unit], target: int, claimed: set[int]) -> list[GroupPlan]:
+    fresh = []
+    for unit in units:
+        tensors = {n: t for n, t in unit.tensors.items() if id(t) not in claimed}
+        if tensors:
+            fresh.append(Unit(unit.name, unit.module, tensors, unit.block, unit.encloses))
+    groups = Cutting("block_level", target).groups(fresh)
+    claimed.update(id(t) for group in groups for t in group.tensors.values())
+    return groups

@@ -1,0 +1,318 @@
+"""Parameters in training: on the device while their modules run, and nothing of them in the graph.
+
+What autograd saves of a weight is a note of which weight it was, and how it was looked at. The
+backward pass, which wants it back, brings the weight's group in again. So the memory of a weight
+serves others between the passes, and gradients are the same to the last bit: what comes back has
+the same bytes, the same strides, and an alignment as good.
+
+(FSDP2 of PyTorch frees and refills the storages themselves, `torch.distributed.fsdp`. That is as
+exact, but wants memory that can be resized, which neither a pool of pinned memory nor a map is.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tierstore.adapters.activations import Kept
+from tierstore.adapters.activations.geometry import Geometry, described, geometry_of, refuse_changed
+from tierstore.adapters.bindings import assign
+from tierstore.adapters.training.gradients import Gradients
+from tierstore.adapters.training.places import Loan, Place
+from tierstore.model.errors import BudgetError
+from tierstore.store import TierStore
+
+BORROWED = 2
+"""Groups that the backward pass keeps, where there are no slices on a device."""
+
+
+class Weights:
+    """One group of parameters, by name, and where it is."""
+
+    def __init__(
+        self, place: Place, parameters: dict[str, nn.Parameter], number: int, slice_: int
+    ) -> None:
+        self.place = place
+        self.parameters = parameters
+        self.number = number
+        self.slice = slice_
+        self.gradients = Gradients(self)
+        self.lock = threading.RLock()
+        self.users = 0
+        self.loan: Loan | None = None
+        self._versions: dict[str, int] = {}
+
+    @property
+    def key(self) -> str:
+        """The group's key."""
+        return self.place.key
+
+    def show(self, loan: Loan) -> None:
+        """Let the parameters show what was lent."""
+        self.loan = loan
+        for name, parameter in self.parameters.items():
+            assign(parameter, loan.tensors[name])
+            self._versions[name] = parameter._version
+
+    def hide(self) -> None:
+        """Let them show what they show while away."""
+        loan = self.loan
+        assert loan is not None
+        for name, parameter in self.parameters.items():
+            home = self.place.tensors[name]
+            if parameter._version != self._versions[name]:
+                with torch.no_grad():  # the forward itself changed it
+                    home.copy_(parameter.detach())
+            assign(parameter, home)
+        self.loan = None
+        loan.end()
+
+    def take_what_was_given(self) -> None:
+        """Somebody may have given a parameter other memory (`parameter.data = ...`): keep that."""
+        for name, parameter in self.parameters.items():
+            home = self.place.tensors[name]
+            if parameter.data_ptr() != home.data_ptr():
+                with torch.no_grad():
+                    home.copy_(parameter.detach())
+                assign(parameter, home)
+
+
+class Noted:
+    """What the graph holds instead of a view of a weight."""
+
+    __slots__ = ("_geometry", "_name", "_parameter", "_said", "_version", "_weights", "_desk")
+
+    def __init__(self, desk: Desk, weights: Weights, name: str, tensor: torch.Tensor) -> None:
+        self._desk = desk
+        self._weights = weights
+        self._name = name
+        self._parameter = weights.parameters[name]
+        self._version = self._parameter._version
+        self._geometry: Geometry = geometry_of(tensor)
+        self._said = described(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """The view, as it was."""
+        refuse_changed(self._said, self._parameter._version, self._version)
+        return self._desk.borrow(self._weights, self._name, self._geometry)
+
+
+class Desk:
+    """What of one model is on the device, and why: shown by parameters, or borrowed by a backward
+    pass.
+
+    `order` tells in which order groups were used in the last pass; `slices` is how many there are.
+    """
+
+    def __init__(self, store: TierStore, groups: list[Weights], slices: int) -> None:
+        self.store = store
+        self.groups = groups
+        self._sliced = store.device.type != "cpu"
+        self._by_slice: list[list[Weights]] = [[] for _ in range(slices)]
+        for weights in groups:
+            self._by_slice[weights.slice].append(weights)
+        self._shown: dict[int, tuple[Weights, str]] = {}  # storage -> what it shows
+        self._borrowed: OrderedDict[int, tuple[Weights, Loan]] = OrderedDict()
+        self._lock = threading.RLock()
+        self._slice = -1
+        self._near: set[int] = set()  # slices that are on the device, or on their way
+
+    # Forward -----------------------------------------------------------------------------------
+
+    def needs_visits(self, weights: Weights) -> bool:
+        """Whether its parameters show something else in use than they show while away."""
+        return self._sliced or not weights.place.stays
+
+    def enter(self, weights: Weights) -> None:
+        """A module that needs these parameters begins."""
+        with weights.lock:
+            if weights.users == 0:
+                weights.take_what_was_given()
+                self.turn_to(weights.slice)
+                loan = self._read(weights)
+                if loan is not None:
+                    weights.show(loan)
+                    with self._lock:
+                        for name, tensor in loan.tensors.items():
+                            self._shown[tensor.untyped_storage()._cdata] = weights, name
+            weights.users += 1
+
+    def _read(self, weights: Weights) -> Loan | None:
+        """The parameters on the device. None: there is no room for them, and on the CPU they can be
+        used where they lie on disk."""
+        try:
+            return weights.place.read()
+        except BudgetError:
+            if self._sliced:
+                raise
+            return None
+
+    def leave(self, weights: Weights) -> None:
+        """The module is done."""
+        with weights.lock:
+            weights.users -= 1
+            loan = weights.loan
+            if weights.users == 0 and loan is not None:
+                with self._lock:
+                    for tensor in loan.tensors.values():
+                        self._shown.pop(tensor.untyped_storage()._cdata, None)
+                del loan
+                weights.hide()
+
+    def turn_to(self, number: int) -> None:
+        """Slice `number` is used from now on: bring it and the next one, and let go of others."""
+        with self._lock:
+            if number == self._slice:
+                return
+            step = -1 if number < self._slice or self._in_backward() else 1
+            self._slice = number
+            following = number + step
+            near = {number}
+            if 0 <= following < len(self._by_slice):
+                near.add(following)
+            if self._sliced:
+                for far in self._near - near:
+                    self._let_go_of(far)
+            self._near = near
+            wanted = [w for n in (number, following) if n in near for w in self._in_order(n, step)]
+        self.store.expect(w.key for w in wanted if self.needs_visits(w))
+
+    def _in_order(self, number: int, step: int) -> list[Weights]:
+        return self._by_slice[number][::step]
+
+    def _in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def _let_go_of(self, number: int) -> None:
+        for weights in self._by_slice[number]:
+            borrowed = self._borrowed.pop(weights.number, None)
+            if borrowed is not None:
+                borrowed[1].end()
+        for weights in self._by_slice[number]:
+            self.store.offload(weights.key)
+
+    # Backward ----------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Noted | None:
+        """A note of what a saved tensor looks at, if that is a weight's memory that is on loan."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        found = self._shown.get(tensor.untyped_storage()._cdata)
+        return None if found is None else Noted(self, *found, tensor)
+
+    def borrow(self, weights: Weights, name: str, geometry: Geometry) -> torch.Tensor:
+        """A view of a weight, as it was saved."""
+        with weights.lock:
+            loan = weights.loan or self._borrow(weights)
+            tensors = weights.place.tensors if loan is None else loan.tensors
+            memory = tensors[name].untyped_storage()
+            bare = torch.empty(0, dtype=geometry.dtype, device=geometry.device)
+            view = bare.set_(memory, geometry.offset, geometry.size, geometry.stride)
+            if geometry.conjugated:
+                view = view.conj()
+            return torch._neg_view(view) if geometry.negated else view
+
+    def _borrow(self, weights: Weights) -> Loan | None:
+        with self._lock:
+            self.turn_to(weights.slice)
+            found = self._borrowed.get(weights.number)
+            if found is not None:
+                self._borrowed.move_to_end(weights.number)
+                return found[1]
+            if not self._sliced:
+                while len(self._borrowed) >= BORROWED:
+                    self._borrowed.popitem(last=False)[1][1].end()
+            loan = self._read(weights)
+            if loan is not None:
+                self._borrowed[weights.number] = weights, loan
+            return loan
+
+    # Between passes ----------------------------------------------------------------------------
+
+    def settle_down(self) -> None:
+        """A pass is over, or another begins: nothing is on the device, and everything is what it
+        shows."""
+        with self._lock:
+            while self._borrowed:
+                self._borrowed.popitem()[1][1].end()
+            self._slice, self._near = -1, set()
+        if self._sliced:
+            for weights in self.groups:
+                self.store.offload(weights.key)
+        for weights in self.groups:
+            weights.place.settle_down()
+
+
+class Watching:
+    """Takes the weights out of what autograd saves, and hands the rest on to who was there before."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.hooks: Any = saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with torch.no_grad():
+            noted = self._desk.pack(tensor)
+        if noted is not None:
+            return noted
+        if self._outer is not None:
+            return _Handed(self._outer[1], self._outer[0](tensor))
+        return Kept(tensor, None)
+
+    def _unpack(self, saved: Noted | _Handed | Kept) -> torch.Tensor:
+        if isinstance(saved, _Handed):
+            return saved.unpack()
+        with torch.no_grad():
+            return saved.unpack()
+
+
+class _Handed:
+    """What the hooks around ours made of a tensor."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+        self._unpack = unpack
+        self._packed = packed
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor again."""
+        return self._unpack(self._packed)
+
+
+class Passage:
+    """One run of a module: its parameters are on the device, and autograd saves notes of them."""
+
+    def __init__(self, desk: Desk, groups: list[Weights]) -> None:
+        self._desk = desk
+        self._groups = groups
+        self._entered = 0
+        self._hooks: Any = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self) -> None:
+        """Bring them in. If it raises, `end` still has to be called."""
+        for weights in self._groups:
+            self._desk.enter(weights)
+            self._entered += 1
+        if torch.is_grad_enabled():
+            hooks = Watching(self._desk).hooks
+            hooks.__enter__()
+            self._hooks = hooks
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self) -> None:
+        """Let them go. To be called again if it was interrupted."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
+        while self._entered:
+            self._entered -= 1
+            self._desk.leave(self._groups[self._entered])
