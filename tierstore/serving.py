@@ -237,7 +237,7 @@ class Serving:
             raise error
         loan = Lent(version, request.owner, request.met, request.since, access=request.access)
         try:
-            loan.out = self._planner.lease(version, request.access)
+            loan.out = self._planner.lease(version, request.access, for_good=loan.caller is None)
             if loan.out:
                 return self._lent(request, version, loan)
             self._observer.waits(request)
@@ -329,7 +329,7 @@ class Serving:
             self._carrier.used_on(version, mark.event)
         self._observer.released(loan, mark)
         cargo = self._carrier.cargo(version)
-        self._planner.release(version, access)
+        self._planner.release(version, access, for_good=loan.caller is None)
         self._deliver()
         if access is not Access.TAKE or self._versions.get(key := name_of(version)) != version:
             return None
@@ -343,8 +343,7 @@ class Serving:
         held.out = False
         if held.caller is None:
             self.held_for_good -= self._carrier.cargo(held.version).spec.nbytes
-        else:
-            self._waiting.give_back(held.caller, held.version)
+        self._waiting.give_back(held.caller, held.version)
         self._planner.let_go(held.version)
         self._deliver()
 

@@ -103,11 +103,9 @@ class KeepingState(PuttingAside):
             return None
         owner = None if for_good else request.owner
         held = Lent(version, owner, "held", request.since, access=Access.UPDATE, out=True)
-        nbytes = self._carrier.cargo(version).spec.nbytes
         if for_good:
-            self.held_for_good += nbytes
-        else:
-            self._waiting.lend(owner, version)
+            self.held_for_good += self._carrier.cargo(version).spec.nbytes
+        self._waiting.lend(owner, version)
         request.version = ""
         self._deliver()
         return Lease(
@@ -121,6 +119,16 @@ class KeepingState(PuttingAside):
     def _end_hold(self, held: Lent) -> None:
         with self._changed:
             self._let_go(held)
+
+    def acquire_for_good(self, key: str, access: Access) -> Lease:
+        """`acquire`, for who never gives it back as long as others may wait for its room."""
+        request = self._asked(key, access)
+        request.owner = None
+        try:
+            return self._waiting.wait(request, self._attempt)
+        except BaseException:
+            self._give_up(request)
+            raise
 
     def write_back(self, key: str) -> None:
         """Begin to save a group that was changed. Never waits; `put_away` tells of failures."""

@@ -82,12 +82,16 @@ class WaitingRoom:
                 loop.call_soon_threadsafe(woken.set)
 
     def lend(self, owner: object, version: str) -> None:
-        """A lease goes out."""
+        """A lease goes out. With no `owner` it does so for good: nobody waits for it."""
+        if owner is None:
+            return
         held = self._held.setdefault(owner, {})
         held[version] = held.get(version, 0) + 1
 
     def give_back(self, owner: object, version: str) -> None:
         """A lease comes back."""
+        if owner is None:
+            return
         held = self._held.get(owner, {})
         left = held.pop(version, 0) - 1
         if left > 0:

@@ -62,7 +62,7 @@ class Staying:
 
     def _take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self._store.put(key, tensors, durable=False)
-        lease = self._store.acquire(key, Access.UPDATE)
+        lease = self._store.acquire_for_good(key, Access.UPDATE)
         self.leases.append(lease)
         for name, tensor in tensors.items():
             self._before.append((tensor, tensor.device))

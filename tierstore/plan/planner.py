@@ -124,10 +124,10 @@ class Planner(Movements):
         self._look_ahead = True
         self._settle()
 
-    def lease(self, key: str, access: Access) -> bool:
+    def lease(self, key: str, access: Access, *, for_good: bool = False) -> bool:
         """Lend `key` out if it is on the fastest tier and nobody uses it in another way.
 
-        If so, one demand for it is met.
+        If so, one demand for it is met. Nobody may hope to get the room of what is lent `for_good`.
         """
         group = self._groups[key]
         if not group.present(self.top) or group.exclusive or group.forgotten:
@@ -138,7 +138,7 @@ class Planner(Movements):
             self._keep_only(group, self.top)
         group.exclusive = None if access is Access.READ else access
         group.leases += 1
-        self._leases += 1
+        self._leases += not for_good
         self._note_use(group)
         self._take_back(key)
         self._settle()
@@ -206,11 +206,11 @@ class Planner(Movements):
         self._tidy(group)
         self._settle()
 
-    def release(self, key: str, access: Access) -> None:
-        """A lease comes back."""
+    def release(self, key: str, access: Access, *, for_good: bool = False) -> None:
+        """A lease comes back, which was lent `for_good` or not."""
         group = self._groups[key]
         group.leases -= 1
-        self._leases -= 1
+        self._leases -= not for_good
         group.exclusive = None
         if access is Access.TAKE:
             self._discard(group)

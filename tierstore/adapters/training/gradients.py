@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from tierstore.adapters.training.places import Place
-from tierstore.model.errors import BudgetError
 
 if TYPE_CHECKING:
     from tierstore.adapters.training.weights import Weights
@@ -91,13 +90,7 @@ class Gradients:
         if self._open is None:
             if self.place is None:
                 self.place = self._made()
-            store = self.place.store
-            try:
-                self._open = self._closing.enter_context(self.place.changing())
-            except BudgetError:
-                if store.device.type != "cpu":
-                    raise
-                self._open = self._closing.enter_context(self.place.changing(in_ram=False))
+            self._open = self.place.enter(self._closing)
         return self._open
 
     def _made(self) -> Place:
@@ -211,14 +204,19 @@ class Shipping:
         while len(self._open) > 1 + OPEN:
             self._open.popleft().close()
 
+    def make_room(self) -> None:
+        """Keep no gradients open."""
+        with self._lock:
+            while self._open:
+                self._open.popleft().close()
+
     def finish(self) -> None:
         """The backward pass is over, or was given up."""
         with self._lock:
             if not self._under_way:
                 return
             self._under_way = False
-            while self._open:
-                self._open.popleft().close()
+            self.make_room()
             self._done()
             for weights in self._groups:
                 weights.gradients.show()

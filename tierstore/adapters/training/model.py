@@ -85,6 +85,7 @@ class OffloadModel(nn.Module):
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._desk = Desk(store, self._groups, len(self.slices))
         self._shipping = Shipping(self._groups, self._desk.settle_down)
+        self._desk.make_room = self._make_room
         self._wrap()
         if checkpoint_activation:
             self._recompute()
@@ -210,6 +211,10 @@ class OffloadModel(nn.Module):
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
+
+    def _make_room(self) -> None:
+        self._shipping.make_room()
+        self._desk.give_back()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self) -> None:

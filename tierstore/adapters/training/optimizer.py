@@ -19,7 +19,6 @@ from torch import nn
 from tierstore.adapters.training.model import OffloadModel, model_of
 from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
 from tierstore.adapters.training.weights import Weights
-from tierstore.model.errors import BudgetError
 from tierstore.store import TierStore
 
 MASTER = "master"
@@ -253,7 +252,7 @@ class Tile:
         }
         if not ours:
             return {}
-        tensors = _held(place, stack)
+        tensors = place.enter(stack)
         return {number: tensors[name] for number, name in ours.items()}
 
     # Steps -------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ class Tile:
         with ExitStack() as stack:
             values = self._values(stack)
             gradients = self._our_gradients(stack)
-            held = {place: _held(place, stack) for place in self._places}
+            held = {place: place.enter(stack) for place in self._places}
             work = [p for p in self.parameters if p.grad is not None]
             shadows: dict[int, torch.Tensor] = {}
             inner.state = defaultdict(dict)
@@ -316,7 +315,7 @@ class Tile:
         """By parameter: its value on the CPU, to be changed."""
         if self.weights is None:
             return {id(p): p.detach() for p in self.parameters}
-        tensors = _held(self.weights.place, stack)
+        tensors = self.weights.place.enter(stack)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
 
     def _keep(
@@ -351,16 +350,8 @@ class Tile:
     def load(self, states: dict[int, dict[str, Any]]) -> None:
         """Keep what was loaded."""
         with ExitStack() as stack, torch.no_grad():
-            held = {place: _held(place, stack) for place in self._places}
+            held = {place: place.enter(stack) for place in self._places}
             self._keep(states, held)
-
-
-def _held(place: Place, stack: ExitStack) -> dict[str, torch.Tensor]:
-    """The tensors of a place in RAM, if there is room for them; else where it shows them."""
-    try:
-        return stack.enter_context(place.changing())
-    except BudgetError:
-        return stack.enter_context(place.changing(in_ram=False))
 
 
 def _is_large(value: Any, parameter: nn.Parameter) -> bool:

@@ -201,6 +201,14 @@ class Place:
             yield lease.tensors
         self.store.write_back(self.key)
 
+    def enter(self, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
+        """The tensors, to be changed until `stack` is closed: in RAM if there is room for them; else
+        where it shows them."""
+        try:
+            return stack.enter_context(self.changing())
+        except BudgetError:
+            return stack.enter_context(self.changing(in_ram=False))
+
     def read(self) -> Loan:
         """The tensors on the device, to be read there."""
         self._in_ram = True

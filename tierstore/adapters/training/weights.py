@@ -112,6 +112,7 @@ class Desk:
 
     def __init__(self, store: TierStore, groups: list[Weights], slices: int) -> None:
         self.store = store
+        self.make_room: Callable[[], None] = self.give_back
         self.groups = groups
         self._sliced = store.device.type != "cpu"
         self._by_slice: list[list[Weights]] = [[] for _ in range(slices)]
@@ -149,9 +150,19 @@ class Desk:
         try:
             return weights.place.read()
         except BudgetError:
+            self.make_room()
+        try:
+            return weights.place.read()
+        except BudgetError:
             if self._sliced:
                 raise
             return None
+
+    def give_back(self) -> None:
+        """End what is borrowed; what somebody looks at stays."""
+        with self._lock:
+            while self._borrowed:
+                self._borrowed.popitem()[1][1].end()
 
     def leave(self, weights: Weights) -> None:
         """The module is done."""
@@ -239,8 +250,7 @@ class Desk:
         """A pass is over, or another begins: nothing is on the device, and everything is what it
         shows."""
         with self._lock:
-            while self._borrowed:
-                self._borrowed.popitem()[1][1].end()
+            self.give_back()
             self._slice, self._near = -1, set()
         if self._sliced:
             for weights in self.groups:
