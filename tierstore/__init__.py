@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from tierstore.adapters.onloading import onloaded
     from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+    from tierstore.adapters.training.saving import load_training, save_training
     from tierstore.lease import Lease
     from tierstore.metrics import ActivationStats, Snapshot, Stats
     from tierstore.store import TierStore
@@ -65,6 +66,8 @@ _LAZY = {
     "onloaded": "tierstore.adapters.onloading",
     "OffloadModel": "tierstore.adapters.training",
     "OffloadOptimizer": "tierstore.adapters.training",
+    "load_training": "tierstore.adapters.training.saving",
+    "save_training": "tierstore.adapters.training.saving",
 }
 
 __all__ = [
@@ -99,8 +102,10 @@ __all__ = [
     "dispatch_model",
     "enable_group_offload",
     "load_checkpoint_and_dispatch",
+    "load_training",
     "offload_activations",
     "onloaded",
+    "save_training",
     "undispatch",
 ]
 

@@ -21,7 +21,7 @@ import torch
 from tierstore.aside import PuttingAside
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.serving import Lent, laid_out, packed
 from tierstore.transfer.cargo import Cargo
 from tierstore.waiting import Request
@@ -69,16 +69,16 @@ class KeepingState(PuttingAside):
             self._planner.register(version, spec.nbytes, backed=False, guided=True)
             self._versions[key] = version
 
-    def hold(self, key: str, *, for_good: bool = False) -> Lease:
-        """The group in host memory, to be changed in place until the lease is released.
+    def hold(self, key: str, purpose: Hold) -> Lease:
+        """The group in host memory, until the lease is released.
 
         It may be acquired (to be read on the device) while it is held: by who knows that it does
-        not change meanwhile. What is held `for_good` is given back by nobody who waits: those who
-        wait for its room are told so at once. Raises what `acquire` raises.
+        not change meanwhile. Of what is held to KEEP it, those who wait for its room are told at
+        once that they wait in vain. Raises what `acquire` raises.
         """
         self._check_open()
-        request = Request(key, Access.UPDATE)
-        attempt = functools.partial(self._try_to_hold, for_good=for_good)
+        request = Request(key, Access.READ if purpose is Hold.READ else Access.UPDATE)
+        attempt = functools.partial(self._try_to_hold, purpose=purpose)
         try:
             return self._waiting.wait(request, attempt)
         except BaseException:
@@ -88,22 +88,22 @@ class KeepingState(PuttingAside):
                     self._deliver()
             raise
 
-    def _try_to_hold(self, request: Request, *, for_good: bool) -> Lease | None:
+    def _try_to_hold(self, request: Request, *, purpose: Hold) -> Lease | None:
         self._check_open()
         self._collect_lost()
         if self._versions.get(request.key) != request.version:
             request.version = self._lookup(request.key)
-            self._planner.fetch(request.version)
+            self._planner.fetch(request.version, purpose)
             self._deliver()
         version = request.version
         error = self._planner.error_of(version)
         if error is not None:
             raise error
-        if not self._planner.hold(version, for_good=for_good):
+        if not self._planner.hold(version):
             return None
-        owner = None if for_good else request.owner
-        held = Lent(version, owner, "held", request.since, access=Access.UPDATE, out=True)
-        if for_good:
+        owner = None if purpose is Hold.KEEP else request.owner
+        held = Lent(version, owner, "held", request.since, access=request.access, out=True)
+        if owner is None:
             self.held_for_good += self._carrier.cargo(version).spec.nbytes
         self._waiting.lend(owner, version)
         request.version = ""

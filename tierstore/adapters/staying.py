@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import assign
-from tierstore.adapters.grouping import span, tensor_bytes
+from tierstore.adapters.grouping import tensor_bytes
+from tierstore.adapters.lending import over
 from tierstore.lease import Lease
 from tierstore.model.tiers import Access
 from tierstore.store import TierStore
@@ -66,7 +67,8 @@ class Staying:
         self.leases.append(lease)
         for name, tensor in tensors.items():
             self._before.append((tensor, tensor.device))
-            assign(tensor, _by_itself(lease.tensors[name]))
+            shown = lease.tensors[name]
+            assign(tensor, over(shown, shown.untyped_storage()))
 
     def _swap(self, tensor: torch.Tensor) -> None:
         """Move a wrapper around other tensors (a quantised weight): `.data` would not do."""
@@ -85,13 +87,3 @@ class Staying:
         self._before.clear()
         while self.leases:
             self.leases.pop().release()
-
-
-def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a storage of its own: who saves a tensor saves its whole storage."""
-    storage = torch._C._construct_storage_from_data_pointer(
-        tensor.data_ptr(), tensor.device, span(tensor)
-    )
-    vars(storage)["memory"] = tensor.untyped_storage()  # stays as long as this one
-    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alone.set_(storage, 0, tensor.shape, tensor.stride())

@@ -28,3 +28,22 @@ class Access(Enum):
     READ = "read"
     UPDATE = "update"
     TAKE = "take"
+
+
+class Hold(Enum):
+    """What somebody will do with a group in host memory while they hold it there.
+
+    READ
+        Look at it. Every copy stays valid.
+    UPDATE
+        Change it in place. Afterwards only this copy is valid.
+    RENEW
+        Give all of it new values: the old ones are not even fetched.
+    KEEP
+        Change it now and then, and never give it back: nobody should wait for its room.
+    """
+
+    READ = "read"
+    UPDATE = "update"
+    RENEW = "renew"
+    KEEP = "keep"

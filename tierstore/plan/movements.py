@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tierstore.model.moves import Forget, Reserve
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Hold, Tier
 from tierstore.plan.foresight import Foresight
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import GroupRecord, State
@@ -58,7 +58,13 @@ class Movements(Shelves):
             return True
         if not self._set_aside(group, host, None):
             return False
-        self._start(group, source, host, urgent=True)
+        if self._fetches[group.key] is Hold.RENEW:
+            group.copies[host].state = State.PRESENT  # it is going to be; nobody else sees it
+            self._promised.discard(group.key)
+            self._policy.admitted(group.key, host)
+            self._instructions.append(Reserve(group.key, group.nbytes, host))
+        else:
+            self._start(group, source, host, urgent=True)
         return True
 
     def _all_have_room(self) -> bool:

@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterable, Mapping
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.foresight import Foresight
 from tierstore.plan.movements import Movements
 from tierstore.plan.policy import Policy
-from tierstore.plan.records import CopyRecord, GroupRecord, Hold, State
+from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import Schedule
 
 
@@ -156,42 +156,46 @@ class Planner(Movements):
             residents = self._foresight.residents
             self._policy.keep(residents.staying, residents.nearer)
 
-    def fetch(self, key: str) -> None:
+    def fetch(self, key: str, purpose: Hold) -> None:
         """Somebody wants to hold `key` in host memory, until `hold` or `withdraw_fetch`."""
         group = self._groups[key]
         self._refuse_what_never_fits(key, group.nbytes, (self._put_tier(),))
-        self._fetches[key] = None
+        self._fetches[key] = purpose
         self._want_again(group)
         self._settle()
 
     def withdraw_fetch(self, key: str) -> None:
         """Nobody wants to hold it any more."""
-        if self._fetches.pop(key, self) is None:
-            self._groups[key].error = None
-            self._settle()
+        if key not in self._fetches:
+            return
+        group = self._groups[key]
+        group.error = None
+        purpose = self._fetches.pop(key)
+        if purpose is Hold.RENEW and self._put_tier() in group.copies:
+            self._drop(group, self._put_tier())  # whatever it holds, these are not its values
+        self._settle()
 
-    def hold(self, key: str, *, for_good: bool = False) -> bool:
-        """Give the copy in host memory to somebody who may change it, until `let_go`.
+    def hold(self, key: str) -> bool:
+        """Give the copy in host memory to whoever has called `fetch`, until `let_go`.
 
-        It is the only one then; but copies of it may be made meanwhile, by who knows when it does
-        not change. False if it is not there yet, or is in use. Nobody may hope to get the room of
-        what is held `for_good`.
+        If it is to be changed it is the only one then; but copies of it may be made meanwhile, by
+        who knows when it does not change. False if it is not there yet, or is in use.
         """
         group, host = self._groups[key], self._put_tier()
         if not group.present(host) or group.held or group.leases or group.moving():
             return False
-        group.held = Hold.FOR_GOOD if for_good else Hold.FOR_NOW
-        self._leases += not for_good
-        self._keep_only(group, host)
+        group.held = self._fetches.pop(key)
+        self._leases += group.held is not Hold.KEEP
+        if group.held is not Hold.READ:
+            self._keep_only(group, host)
         self._note_use(group)
-        self._fetches.pop(key, None)
         self._settle()
         return True
 
     def let_go(self, key: str) -> None:
         """What was held in host memory comes back."""
         group = self._groups[key]
-        self._leases -= group.held is Hold.FOR_NOW
+        self._leases -= group.held is not Hold.KEEP
         group.held = None
         self._tidy(group)
         self._look_ahead |= self._cramped
@@ -200,6 +204,7 @@ class Planner(Movements):
     def put_away(self, key: str) -> None:
         """Give up every copy above the disk of a group that is `saved`, once nobody uses it."""
         group = self._groups[key]
+        self._schedule.expect_not(name_of(key))
         self._abandon(group)
         for tier, copy in group.copies.items():
             copy.unwanted |= tier is not Tier.DISK
@@ -221,6 +226,7 @@ class Planner(Movements):
     def offload(self, key: str) -> None:
         """Give up the copy on the fastest tier, saving it one tier down if it is the only one."""
         self._offloads[key] = None
+        self._schedule.expect_not(name_of(key))
         self._settle()
 
     def keep(self, key: str) -> None:
@@ -420,7 +426,7 @@ class Planner(Movements):
             self._saves.pop(group.key, None)
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
-        held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.FOR_GOOD)
+        held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.KEEP)
         tier = self._put_tier()
         if held and not self._free(tier, group.nbytes):
             advice = f"{held:,} bytes are in use there for good; raise ram_budget"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 
 
 class State(Enum):
@@ -14,13 +14,6 @@ class State(Enum):
     RESERVED = "room is set aside, nothing is on its way yet"
     ARRIVING = "bytes are on their way"
     PRESENT = "complete and valid"
-
-
-class Hold(Enum):
-    """For how long somebody has a copy in host memory."""
-
-    FOR_NOW = "it is given back soon"
-    FOR_GOOD = "nobody should wait for it"
 
 
 @dataclass(slots=True)

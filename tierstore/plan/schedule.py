@@ -84,6 +84,9 @@ class Schedule(Protocol):
     def expect(self, keys: Iterable[str]) -> None:
         """The caller says that these keys come next, in this order."""
 
+    def expect_not(self, key: str) -> None:
+        """The caller does not expect the key any more."""
+
     def introduce(self, key: str) -> None:
         """A group is registered."""
 
@@ -215,6 +218,10 @@ class LearnedOrder:
             # A caller who changes their mind must not keep the room taken for ever.
             self._expected[key] = self._clock + PATIENCE + 2 * len(self._expected)
         self.epoch += 1
+
+    def expect_not(self, key: str) -> None:
+        if self._expected.pop(key, None) is not None:
+            self.epoch += 1
 
     # Learning ----------------------------------------------------------------------------------
 

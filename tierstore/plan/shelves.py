@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from tierstore.model.groups import name_of
 from tierstore.model.moves import Copy, Drop, Instruction
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.foresight import Foresight
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
@@ -33,7 +33,7 @@ class Shelves:
         self._groups: dict[str, GroupRecord] = {}
         self._demands: dict[str, int] = {}  # what somebody insists on, and how many do
         self._claims: dict[str, None] = {}  # what somebody wants to put
-        self._fetches: dict[str, None] = {}  # what somebody wants to hold in host memory
+        self._fetches: dict[str, Hold] = {}  # what somebody wants to hold in host memory
         self._parting: set[tuple[str, Tier]] = set()  # copies that go when their save is done
         self._promised: set[str] = set()  # groups with room set aside on the fastest tier
         self._ahead: set[int] = set()  # groups needed sooner than the one being fetched early

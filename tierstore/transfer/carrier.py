@@ -397,9 +397,9 @@ class ThreadCarrier:
         """The tensors of a group's copy in host memory. Waits for the device to be done with it."""
         cargo = self._cargo[key]
         slot = cargo.slots[Tier.HOST]
+        memory = self.arenas[Tier.HOST].fill(slot)
         slot.wait()
-        assert slot.memory is not None
-        return view_all(cargo.spec, slot.memory, {t.name: t.offset for t in cargo.spec.tensors})
+        return view_all(cargo.spec, memory, {t.name: t.offset for t in cargo.spec.tensors})
 
     def place(self, key: str) -> None:
         """Let the copy on disk of a settled group be whatever lies in its place.

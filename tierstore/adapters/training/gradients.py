@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.training.places import Place
+from tierstore.model.tiers import Hold
 
 if TYPE_CHECKING:
     from tierstore.adapters.training.weights import Weights
@@ -43,14 +45,19 @@ class Gradients:
     def take_back(self, name: str, parameter: nn.Parameter) -> None:
         """Before autograd leaves a gradient: see what became of the last one, and hide it."""
         shown = self._shows(name)
-        if name in self._shown:
-            self._shown.discard(name)
-            if parameter.grad is None:
-                self._stored.discard(name)
+        self._learn()
+        self._shown.discard(name)
         if parameter.grad is not None:
             if parameter.grad is not shown:
                 self._keep(name, parameter.grad, add=False)
             parameter.grad = None
+
+    def _learn(self) -> None:
+        """Those that somebody set to None are gone."""
+        for name in list(self._shown):
+            if self._weights.parameters[name].grad is None:
+                self._shown.discard(name)
+                self._stored.discard(name)
 
     def _shows(self, name: str) -> torch.Tensor | None:
         return None if self.place is None else self.place.tensors.get(name)
@@ -90,7 +97,8 @@ class Gradients:
         if self._open is None:
             if self.place is None:
                 self.place = self._made()
-            self._open = self.place.enter(self._closing)
+            purpose = Hold.UPDATE if self._stored else Hold.RENEW
+            self._open = self.place.enter(self._closing, purpose)
         return self._open
 
     def _made(self) -> Place:
@@ -130,6 +138,23 @@ class Gradients:
                 parameter.grad = parameter.grad.clone()
         if self.place is not None:
             self.place.discard()
+
+
+class _Afterwards:
+    """Called when autograd has left a gradient.
+
+    torch keeps it where Python's collector does not look, so it must not keep anything.
+    """
+
+    def __init__(self, shipping: Shipping, weights: Weights, name: str) -> None:
+        self._shipping = weakref.ref(shipping)
+        self._weights = weakref.ref(weights)
+        self._name = name
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        shipping, weights = self._shipping(), self._weights()
+        if shipping is not None and weights is not None:
+            shipping.add(weights, self._name, parameter)
 
 
 class _Streams(threading.local):
@@ -173,7 +198,7 @@ class Shipping:
                 if parameter.requires_grad and id(parameter) not in self._watched:
                     self._watched.add(id(parameter))
                     before = functools.partial(self._before, weights, name, parameter)
-                    after = functools.partial(self._after, weights, name)
+                    after = _Afterwards(self, weights, name)
                     self._handles.append(parameter.register_hook(before))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
@@ -193,7 +218,8 @@ class Shipping:
             self._turn_to(weights.gradients)
             weights.gradients.take_back(name, parameter)
 
-    def _after(self, weights: Weights, name: str, parameter: nn.Parameter) -> None:
+    def add(self, weights: Weights, name: str, parameter: nn.Parameter) -> None:
+        """Autograd has left a gradient."""
         with self._lock:
             weights.gradients.add(name, parameter)
 

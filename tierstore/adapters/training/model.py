@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.adapters.activations import offload_activations
+from tierstore.adapters.activations import ActivationOffload, offload_activations
 from tierstore.adapters.bindings import assign
 from tierstore.adapters.grouping import is_plain
 from tierstore.adapters.owners import refuse_other_offloading
@@ -191,18 +191,19 @@ class OffloadModel(nn.Module):
         self._wrappers.append(_Trained(self.module, functools.partial(_Pass, self)))
 
     def _recompute(self) -> None:
+        aside = offload_activations(self.store, min_size=PAGE)
         if type(self.module).forward is nn.Sequential.forward:
-            self._wrappers.append(_Chain(self.module, self._chain()))
+            self._wrappers.append(_Chain(self.module, self._chain(aside)))
             return
         for module in regions_in(self.module):
-            self._wrappers.append(_Recomputed(module, self._shipping, self.store))
+            self._wrappers.append(_Recomputed(module, aside))
 
-    def _chain(self) -> list[Callable[..., Any]]:
+    def _chain(self, aside: ActivationOffload) -> list[Callable[..., Any]]:
         """The slices of an `nn.Sequential`, as regions."""
         children = list(self.module.children())
         ends = _ends(children, self.slices)
         parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
-        return [_stored(Region(p, _through(p), self._shipping), self.store) for p in parts]
+        return [Region(part, _through(part), aside) for part in parts]
 
     # Running -----------------------------------------------------------------------------------
 
@@ -221,7 +222,6 @@ class OffloadModel(nn.Module):
         """A call of the module begins."""
         self._depth += 1
         if self._depth == 1 and torch._C._current_graph_task_id() == -1:
-            self._shipping.finish()  # a backward pass that was given up
             self.settle_down()
             self._shipping.watch()
 
@@ -235,6 +235,7 @@ class OffloadModel(nn.Module):
     def settle_down(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
         if torch._C._current_graph_task_id() == -1:
+            self._shipping.finish()  # of a backward pass that was given up
             self._desk.settle_down()
 
     def weights_of(self, parameter: nn.Parameter) -> Weights | None:
@@ -309,11 +310,9 @@ class _Trained(StandIn):
 class _Recomputed(StandIn):
     """The forward of a module that is computed again in the backward pass."""
 
-    def __init__(self, module: nn.Module, shipping: Shipping, store: TierStore) -> None:
+    def __init__(self, module: nn.Module, aside: ActivationOffload) -> None:
         super().__init__(module, "forward")
-        self._region: Callable[..., Any] | None = _stored(
-            Region([module], self.original, shipping), store
-        )
+        self._region: Callable[..., Any] | None = Region([module], self.original, aside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return (self._region or self.original)(*args, **kwargs)
@@ -340,19 +339,6 @@ class _Chain(StandIn):
     def remove(self) -> None:
         self._parts = []
         super().remove()
-
-
-def _stored(region: Region, store: TierStore) -> Callable[..., Any]:
-    """The region, with what is kept of it in the store, unless somebody else keeps it."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        busy = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if busy or not torch.is_grad_enabled():
-            return region(*args, **kwargs)
-        with offload_activations(store, min_size=PAGE, model=region.modules):
-            return region(*args, **kwargs)
-
-    return run
 
 
 def _through(modules: list[nn.Module]) -> Callable[[Any], Any]:

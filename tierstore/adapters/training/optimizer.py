@@ -19,6 +19,7 @@ from torch import nn
 from tierstore.adapters.training.model import OffloadModel, model_of
 from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
 from tierstore.adapters.training.weights import Weights
+from tierstore.model.tiers import Hold
 from tierstore.store import TierStore
 
 MASTER = "master"
@@ -138,7 +139,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         norms: dict[int, torch.Tensor] = {}
         for tile in busy:
-            for parameter, gradient in tile.gradients():
+            for parameter, gradient in tile.gradients(Hold.READ):
                 norms[id(parameter)] = torch.linalg.vector_norm(gradient, norm_type).cpu()
         order = [
             norms[id(p)] for g in self.param_groups for p in g["params"] if id(p) in norms
@@ -173,13 +174,35 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state that an optimizer of torch, or this one, has told."""
-        super().load_state_dict(state_dict)
-        loaded = self.state
+        # torch's own way would bring all states to where the parameters compute.
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        ours = [p for group in self.param_groups for p in group["params"]]
+        loaded = {
+            id(parameter): self._as_loaded(state_dict["state"][number], parameter)
+            for number, parameter in zip(numbers, ours, strict=True)
+            if number in state_dict["state"]
+        }
         self.state = defaultdict(dict)
         for tile in self._tiles:
-            tile.load({id(p): loaded[p] for p in tile.parameters if p in loaded})
+            tile.load({id(p): loaded[id(p)] for p in tile.parameters if id(p) in loaded})
         for tile in self._tiles:
             tile.settle_down()
+
+    def _as_loaded(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        """Values are given the dtype of the parameter, as torch does, unless it has a master."""
+        return {
+            name: value.detach().to("cpu", self._dtype_of(name, value, parameter))
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in state.items()
+        }
+
+    def _dtype_of(self, name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.dtype:
+        has_master = self.master_dtype not in (None, parameter.dtype)
+        if name == "step" or has_master or not parameter.is_floating_point():
+            return value.dtype
+        return parameter.dtype if value.is_floating_point() else value.dtype
 
     def place_of(self, parameter: nn.Parameter) -> Tile:
         """The tile that a parameter is in."""
@@ -195,7 +218,9 @@ class Tile:
         self.parameters = parameters
         self.weights = weights
         self._optimizer = optimizer
+        self._by_id = {id(p): p for p in parameters}
         self._key = optimizer.new_key()
+        self._keys = itertools.count()
         self._places: list[Place] = []
         self._where: dict[tuple[int, str], tuple[Place, str]] = {}
         self._names = {}
@@ -221,25 +246,24 @@ class Tile:
         for place in self._places:
             place.ready()
         for (number, name), (place, inner) in self._where.items():
-            parameter = next(p for p in self.parameters if id(p) == number)
-            self._optimizer.state[parameter][name] = place.tensors[inner]
+            self._optimizer.state[self._by_id[number]][name] = place.tensors[inner]
 
     # Gradients ---------------------------------------------------------------------------------
 
-    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def gradients(self, purpose: Hold) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Parameters and their gradients, in RAM."""
         with ExitStack() as stack:
-            ours = self._our_gradients(stack)
+            ours = self._our_gradients(stack, purpose)
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     yield parameter, ours.get(id(parameter), parameter.grad)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient."""
-        for _, gradient in self.gradients():
+        for _, gradient in self.gradients(Hold.UPDATE):
             gradient.mul_(factor.to(gradient.device))
 
-    def _our_gradients(self, stack: ExitStack) -> dict[int, torch.Tensor]:
+    def _our_gradients(self, stack: ExitStack, purpose: Hold) -> dict[int, torch.Tensor]:
         """By parameter: the gradients that are in a store, in RAM. Not those that somebody else
         has given."""
         if self.weights is None or self.weights.gradients.place is None:
@@ -252,7 +276,7 @@ class Tile:
         }
         if not ours:
             return {}
-        tensors = place.enter(stack)
+        tensors = place.enter(stack, purpose)
         return {number: tensors[name] for number, name in ours.items()}
 
     # Steps -------------------------------------------------------------------------------------
@@ -262,8 +286,8 @@ class Tile:
         optimizer, master = self._optimizer, self._optimizer.master_dtype
         with ExitStack() as stack:
             values = self._values(stack)
-            gradients = self._our_gradients(stack)
-            held = {place: place.enter(stack) for place in self._places}
+            gradients = self._our_gradients(stack, Hold.READ)
+            held = {place: place.enter(stack, Hold.UPDATE) for place in self._places}
             work = [p for p in self.parameters if p.grad is not None]
             shadows: dict[int, torch.Tensor] = {}
             inner.state = defaultdict(dict)
@@ -315,7 +339,8 @@ class Tile:
         """By parameter: its value on the CPU, to be changed."""
         if self.weights is None:
             return {id(p): p.detach() for p in self.parameters}
-        tensors = self.weights.place.enter(stack)
+        self.weights.take_what_was_given()
+        tensors = self.weights.place.enter(stack, Hold.UPDATE)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
 
     def _keep(
@@ -323,7 +348,6 @@ class Tile:
     ) -> None:
         """Keep what a step has left: what is as large as its parameter, in the store."""
         fresh: dict[tuple[int, str], torch.Tensor] = {}
-        by_id = {id(p): p for p in self.parameters}
         for number, state in states.items():
             for name, value in state.items():
                 where = self._where.get((number, name))
@@ -331,17 +355,17 @@ class Tile:
                     target = held[where[0]][where[1]]
                     if value.data_ptr() != target.data_ptr():
                         target.copy_(value)
-                elif _is_large(value, by_id[number]):
+                elif _is_large(value):
                     fresh[number, name] = value
                 else:
-                    self._optimizer.state[by_id[number]][name] = value
+                    self._optimizer.state[self._by_id[number]][name] = value
         if fresh:
             self._store(fresh)
 
     def _store(self, fresh: dict[tuple[int, str], torch.Tensor]) -> None:
         index = {id(p): i for i, p in enumerate(self.parameters)}
         named = {f"{index[number]}.{name}": t for (number, name), t in fresh.items()}
-        key = f"{self._key}/{len(self._places)}"
+        key = f"{self._key}/{next(self._keys)}"
         place = Place(self._optimizer.store, key, named)
         self._places.append(place)
         for number, name in fresh:
@@ -349,12 +373,22 @@ class Tile:
 
     def load(self, states: dict[int, dict[str, Any]]) -> None:
         """Keep what was loaded."""
+        large = {
+            (number, name)
+            for number, state in states.items()
+            for name, value in state.items()
+            if _is_large(value)
+        }
+        if large != self._where.keys():
+            self._where.clear()
+            while self._places:
+                self._places.pop().discard()
         with ExitStack() as stack, torch.no_grad():
-            held = {place: place.enter(stack) for place in self._places}
+            held = {place: place.enter(stack, Hold.UPDATE) for place in self._places}
             self._keep(states, held)
 
 
-def _is_large(value: Any, parameter: nn.Parameter) -> bool:
+def _is_large(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.device.type == "cpu"
 
 

@@ -20,10 +20,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from tierstore.adapters.grouping import span
-from tierstore.lease import Lease
+from tierstore.adapters.lending import Loan
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Hold, Tier
 from tierstore.store import TierStore
 
 SHARE = 32
@@ -37,45 +37,6 @@ COPIES = 4
 """Of each parameter there is its value, its gradient and, usually, two states."""
 PASSING_LARGEST = 6
 """The same, if there are groups that are larger than they should be."""
-
-
-class Holder:
-    """Keeps the memory that tensors show. It goes with the last of them."""
-
-    def __init__(self, memory: object) -> None:
-        self.memory = memory
-
-
-def over(tensor: torch.Tensor, holder: Holder) -> torch.Tensor:
-    """A tensor over the same memory, as a storage of its own that keeps `holder`."""
-    if not tensor.numel():
-        return tensor
-    storage = torch._C._construct_storage_from_data_pointer(
-        tensor.data_ptr(), tensor.device, span(tensor)
-    )
-    vars(storage)["holder"] = holder
-    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alone.set_(storage, 0, tensor.shape, tensor.stride())
-
-
-class Loan:
-    """The tensors of a lease, which ends when nobody looks at any of them.
-
-    Autograd, and whoever else comes by, may keep a view of a weight. What it looks at stays.
-    """
-
-    def __init__(self, lease: Lease) -> None:
-        holder = Holder(lease)
-        self.tensors = {name: over(tensor, holder) for name, tensor in lease.tensors.items()}
-        self._lease = lease
-        self._holder = weakref.ref(holder)
-        weakref.finalize(holder, lease.abandon).atexit = False
-
-    def end(self) -> None:
-        """Let go of it. If nobody else looks at it, the lease is over now."""
-        self.tensors = {}
-        if self._holder() is None:
-            self._lease.release()
 
 
 class Rooms:
@@ -163,7 +124,7 @@ class Place:
         self._in_ram = False  # there may be a copy in RAM that is not held
         if self.stays:
             store.settle(key, tensors)
-            self._kept = Loan(store.hold(key, for_good=True))
+            self._kept = Loan(store.hold(key, Hold.KEEP))
             self.tensors = self._kept.tensors
         elif not (with_values and self._settled_by_way_of_ram(tensors)):
             store.settle_on_disk(key, tensors)
@@ -188,26 +149,23 @@ class Place:
             self.store.put_away([self.key])
             self.tensors = self.store.show(self.key)
 
+    def enter(self, stack: contextlib.ExitStack, purpose: Hold) -> dict[str, torch.Tensor]:
+        """The tensors until `stack` is closed: in RAM if there is room for them; else where it
+        shows them."""
+        if not self.stays:
+            with contextlib.suppress(BudgetError):
+                return stack.enter_context(self._held(purpose))
+        self.settle_down()
+        self.ready()
+        return self.tensors
+
     @contextlib.contextmanager
-    def changing(self, *, in_ram: bool = True) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors, to be changed. `in_ram` says that there is room to have them there."""
-        if self.stays or not in_ram:
-            self.settle_down()
-            self.ready()
-            yield self.tensors
-            return
-        with self.store.hold(self.key) as lease:
+    def _held(self, purpose: Hold) -> Iterator[dict[str, torch.Tensor]]:
+        with self.store.hold(self.key, purpose) as lease:
             self._in_ram = True
             yield lease.tensors
-        self.store.write_back(self.key)
-
-    def enter(self, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
-        """The tensors, to be changed until `stack` is closed: in RAM if there is room for them; else
-        where it shows them."""
-        try:
-            return stack.enter_context(self.changing())
-        except BudgetError:
-            return stack.enter_context(self.changing(in_ram=False))
+        if purpose is not Hold.READ:
+            self.store.write_back(self.key)
 
     def read(self) -> Loan:
         """The tensors on the device, to be read there."""

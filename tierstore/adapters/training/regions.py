@@ -1,65 +1,62 @@
 """Parts of a model that are computed again in the backward pass, and batches cut into small ones.
 
-Of a *region* only what it was given is kept. The backward pass computes it again, with the state of
-the random generators and of autocast that it had, on copies of its buffers (statistics are updated
-once), and goes back through it at once: so of all regions, one has its activations in memory. This
-is what `torch.utils.checkpoint` calls reentrant. What it calls non-reentrant keeps what was
-computed again until all of it was used; then the weights in it could not go as others come.
+Of a *region* only what it was given is kept, in the store: see `tierstore.checkpoint`, which is
+`torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so the order
+in which gradients are added up; what is computed again goes as soon as the graph has used it. The
+second time, a region works on copies of its buffers: statistics are updated once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from tierstore.adapters.activations import ActivationOffload
+from tierstore.adapters.checkpointing import checkpoint
 from tierstore.adapters.training.gradients import Shipping
 
 Call = Callable[..., Any]
 
 
 class Region:
-    """Modules that are computed again together. `run` computes them."""
+    """Modules that are computed again together. `run` computes them; `aside` keeps what they were
+    given."""
 
-    def __init__(self, modules: list[nn.Module], run: Call, shipping: Shipping) -> None:
-        self.modules = modules
-        self.run = run
-        self.shipping = shipping
+    def __init__(self, modules: list[nn.Module], run: Call, aside: ActivationOffload) -> None:
+        self._modules = modules
+        self._run = run
+        self._aside = aside
+        self._inplace = any(getattr(part, "inplace", False) for m in modules for part in m.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.run(*args, **kwargs)
-        leaves, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        trained = any(p.requires_grad for m in self.modules for p in m.parameters())
-        if not trained and not any(tensor.requires_grad for tensor in tensors):
-            return self.run(*args, **kwargs)
-        if any(_changes_its_input(module) for module in self.modules):
-            leaves = [_untouched(leaf) for leaf in leaves]
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in tensors]
-        call = _Call(self, leaves, structure)
-        # The first one sees to it that there is a way back even if no input has one.
-        outputs = _Again.apply(torch.empty(0, requires_grad=True), call, *tensors)
-        for tensor, version in zip(tensors, versions, strict=True):
-            if tensor._version != version:
-                raise RuntimeError(
-                    "a module changes its input in place, and it is to be computed again from that "
-                    f"input: {', '.join(type(m).__name__ for m in self.modules)}. Let it work on a "
-                    "copy, or use checkpoint_activation=False"
-                )
-        return call.result(outputs)
+            return self._run(*args, **kwargs)
+        if self._inplace:  # what was given is wanted again, as it was
+            args, kwargs = tree_map(_apart, (args, kwargs))
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return checkpoint(_Twice(self), *args, **kwargs)
+        with self._aside:
+            return checkpoint(_Twice(self), *args, **kwargs)
+
+    def first(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute it."""
+        return self._run(*args, **kwargs)
+
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute it, leaving its buffers as they are."""
+        with self._buffers_apart():
+            return self._run(*args, **kwargs)
 
     @contextlib.contextmanager
-    def buffers_apart(self) -> Iterator[None]:
-        """Let changes of buffers be for nothing, inside of it."""
+    def _buffers_apart(self) -> Iterator[None]:
         held = [
             (module._buffers, name, buffer)
-            for part in self.modules
+            for part in self._modules
             for module in part.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -73,147 +70,20 @@ class Region:
                 buffers[name] = buffer
 
 
-def _changes_its_input(module: nn.Module) -> bool:
-    return any(getattr(part, "inplace", False) for part in module.modules())
+class _Twice:
+    """One call of a region: computed once, and later again."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._next = region.first
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run, self._next = self._next, self._region.again
+        return run(*args, **kwargs)
 
 
-def _untouched(leaf: Any) -> Any:
+def _apart(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-class _Place(int):
-    """Where in a list a tensor is."""
-
-
-class _Call:
-    """One call of a region: what it was given, and in what state the world was."""
-
-    def __init__(self, region: Region, leaves: list[Any], structure: Any) -> None:
-        self.region = region
-        self._structure = structure
-        count = iter(range(len(leaves)))
-        self._leaves = [
-            _Place(next(count)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._given = tensors
-        devices = {t.device for t in tensors} | {
-            p.device for m in region.modules for p in m.parameters()
-        }
-        self._random = random_states(devices)
-        self._autocast = _autocast_states({device.type for device in devices})
-        self._shape: Any = None
-        self._found: list[Any] = []
-
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Call it. Returns the tensors of the result that are new."""
-        leaves = [tensors[leaf] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._structure)
-        found, self._shape = tree_flatten(self.region.run(*args, **kwargs))
-        given = {id(tensor): place for place, tensor in enumerate(tensors)}
-        new: list[torch.Tensor] = []
-        self._found = []
-        for leaf in found:
-            if id(leaf) in given:
-                self._found.append(("given", given[id(leaf)]))
-            elif isinstance(leaf, torch.Tensor):
-                self._found.append(("new", len(new)))
-                new.append(leaf)
-            else:
-                self._found.append(("plain", leaf))
-        return new
-
-    def result(self, new: tuple[torch.Tensor, ...]) -> Any:
-        """The result, once autograd knows its tensors."""
-        given, self._given = self._given, []
-        kinds = {"given": given, "new": new}
-        leaves = [kinds[kind][what] if kind in kinds else what for kind, what in self._found]
-        self._found = []
-        return tree_unflatten(leaves, self._shape)
-
-    @contextlib.contextmanager
-    def as_it_was(self) -> Iterator[None]:
-        """The state of the random generators and of autocast in the forward pass."""
-        now = random_states(self._random)
-        with contextlib.ExitStack() as stack:
-            stack.callback(set_random_states, now)
-            set_random_states(self._random)
-            for state in self._autocast:
-                stack.enter_context(torch.autocast(**state))
-            stack.enter_context(self.region.buffers_apart())
-            yield
-
-
-def random_states(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """The state of the random generators of devices, and of the CPU's."""
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    for device in devices:
-        module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
-        if hasattr(module, "get_rng_state"):
-            states[device] = module.get_rng_state(device)
-    return states
-
-
-def set_random_states(states: dict[torch.device, torch.Tensor]) -> None:
-    """Let them be as they were."""
-    for device, state in states.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "device_type": kind,
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for kind in sorted(kinds - {"meta"})
-        if torch.amp.is_autocast_available(kind)
-    ]
-
-
-class _Again(torch.autograd.Function):
-    """Computes a region, and again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, way_back: torch.Tensor, call: _Call, *tensors: torch.Tensor) -> Any:
-        ctx.call = call
-        ctx.wanted = [tensor.requires_grad for tensor in tensors]
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)  # where there is no gradient, there must be none
-        new = call.run(list(tensors))
-        plain = [t for t in new if not (t.is_floating_point() or t.is_complex())]
-        ctx.mark_non_differentiable(*plain)
-        return tuple(new)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError(
-                "what is computed again cannot be differentiated by torch.autograd.grad() or with "
-                "inputs=: use loss.backward(), or checkpoint_activation=False"
-            )
-        call: _Call = ctx.call
-        call.region.shipping.begin()
-        tensors = [
-            tensor.detach().requires_grad_(wanted)
-            for tensor, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        ]
-        with call.as_it_was(), torch.enable_grad():
-            new = call.run(tensors)
-        pairs = [
-            (tensor, gradient)
-            for tensor, gradient in zip(new, gradients, strict=True)
-            if tensor.requires_grad and gradient is not None
-        ]
-        del new
-        if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        return (None, None, *(tensor.grad for tensor in tensors))
 
 
 class Microbatches:

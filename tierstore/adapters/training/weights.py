@@ -23,8 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from tierstore.adapters.activations import Kept
 from tierstore.adapters.activations.geometry import Geometry, described, geometry_of, refuse_changed
 from tierstore.adapters.bindings import assign
+from tierstore.adapters.lending import Loan
 from tierstore.adapters.training.gradients import Gradients
-from tierstore.adapters.training.places import Loan, Place
+from tierstore.adapters.training.places import Place
 from tierstore.model.errors import BudgetError
 from tierstore.store import TierStore
 
@@ -52,6 +53,11 @@ class Weights:
     def key(self) -> str:
         """The group's key."""
         return self.place.key
+
+    @property
+    def shown(self) -> dict[str, torch.Tensor]:
+        """What the parameters show now."""
+        return (self.place if self.loan is None else self.loan).tensors
 
     def show(self, loan: Loan) -> None:
         """Let the parameters show what was lent."""
@@ -123,6 +129,7 @@ class Desk:
         self._lock = threading.RLock()
         self._slice = -1
         self._near: set[int] = set()  # slices that are on the device, or on their way
+        self._touched: set[Weights] = set()  # since all was settled
 
     # Forward -----------------------------------------------------------------------------------
 
@@ -139,14 +146,15 @@ class Desk:
                 loan = self._read(weights)
                 if loan is not None:
                     weights.show(loan)
-                    with self._lock:
-                        for name, tensor in loan.tensors.items():
-                            self._shown[tensor.untyped_storage()._cdata] = weights, name
+                with self._lock:
+                    for name, tensor in weights.shown.items():
+                        self._shown[tensor.untyped_storage()._cdata] = weights, name
             weights.users += 1
 
     def _read(self, weights: Weights) -> Loan | None:
         """The parameters on the device. None: there is no room for them, and on the CPU they can be
         used where they lie on disk."""
+        self._touched.add(weights)
         try:
             return weights.place.read()
         except BudgetError:
@@ -168,13 +176,12 @@ class Desk:
         """The module is done."""
         with weights.lock:
             weights.users -= 1
-            loan = weights.loan
-            if weights.users == 0 and loan is not None:
+            if weights.users == 0:
                 with self._lock:
-                    for tensor in loan.tensors.values():
+                    for tensor in weights.shown.values():
                         self._shown.pop(tensor.untyped_storage()._cdata, None)
-                del loan
-                weights.hide()
+                if weights.loan is not None:
+                    weights.hide()
 
     def turn_to(self, number: int) -> None:
         """Slice `number` is used from now on: bring it and the next one, and let go of others."""
@@ -221,8 +228,7 @@ class Desk:
         """A view of a weight, as it was saved."""
         with weights.lock:
             loan = weights.loan or self._borrow(weights)
-            tensors = weights.place.tensors if loan is None else loan.tensors
-            memory = tensors[name].untyped_storage()
+            memory = (weights.place if loan is None else loan).tensors[name].untyped_storage()
             bare = torch.empty(0, dtype=geometry.dtype, device=geometry.device)
             view = bare.set_(memory, geometry.offset, geometry.size, geometry.stride)
             if geometry.conjugated:
@@ -251,11 +257,14 @@ class Desk:
         shows."""
         with self._lock:
             self.give_back()
-            self._slice, self._near = -1, set()
+            self._slice = -1
+            near, self._near = self._near, set()
+            touched, self._touched = self._touched, set()
         if self._sliced:
-            for weights in self.groups:
+            touched |= {weights for number in near for weights in self._by_slice[number]}
+        for weights in touched:
+            if self._sliced:
                 self.store.offload(weights.key)
-        for weights in self.groups:
             weights.place.settle_down()
 
 
