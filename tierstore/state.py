@@ -5,7 +5,7 @@ disk lies in a place of its own, and can be shown: as CPU tensors that cost no m
 read, and that are the group as far as anybody can tell. They read as the file does, and what is
 written to them is in the file, so that nothing needs to notice it.
 
-For that to be true, nobody else may have a copy in memory that the file does not know of. So whoever
+For that to be true, nobody may have a copy in memory that the file does not know of. So whoever
 shows such a group puts it away first, and again after each pass in which it was used.
 
 The store learns nothing from the uses of these groups. In training, who uses them knows the order.
@@ -60,8 +60,8 @@ class KeepingState(PuttingAside):
             self._refuse_duplicate(key)
             version = self._new_version(key)
             spec = laid_out(version, packing, like)
-            budget, used = (x[Tier.DISK] for x in (self._planner.budgets, self._planner.used))
-            if budget is not None and used + spec.nbytes > budget:
+            budget = self._planner.budgets[Tier.DISK]
+            if budget is not None and self._planner.used[Tier.DISK] + spec.nbytes > budget:
                 advice = "raise disk_budget, or discard groups that are not needed"
                 raise BudgetError(key, Tier.DISK.name, spec.nbytes, budget, advice)
             self._carrier.add(Cargo(version, spec, None, packing, False, settled=True))

@@ -7,7 +7,7 @@ needs sooner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 
 from tierstore.model.moves import Forget, Reserve
 from tierstore.model.tiers import Hold, Tier
@@ -69,8 +69,8 @@ class Movements(Shelves):
 
     def _all_have_room(self) -> bool:
         """Whether nobody waits for room on the fastest tier."""
-        waiting = self._claims or self._saves or self._offloads or self._fetches
-        waiting = waiting or len(self.tiers) < 3
+        wanted: tuple[Sized, ...] = (self._claims, self._saves, self._offloads, self._fetches)
+        waiting = any(wanted) or len(self.tiers) < 3
         return not waiting and all(self.top in self._groups[k].copies for k in self._demands)
 
     def _pursue_hopes(self, tiers: Iterable[Tier]) -> None:

@@ -102,7 +102,7 @@ class Arena:
                 self._counted -= nbytes
 
     def give(self, slot: Slot, *, keep: bool = True) -> None:
-        """The slot is free again. If nobody should `keep` it, its memory goes at the next `fill`."""
+        """The slot is free again. Its memory goes at the next `fill`, unless it is to `keep`."""
         with self._lock:
             if slot.memory is None:
                 self._counted -= slot.nbytes  # it was never filled

@@ -126,9 +126,7 @@ class Spill:
         """Room for a group that is shown while it is away. Raises what `take` raises."""
         return Place(self.take(nbytes), nbytes, self._left)
 
-    def save_in(
-        self, place: Place, data: memoryview, together: Together = one_by_one
-    ) -> Source:
+    def save_in(self, place: Place, data: memoryview, together: Together = one_by_one) -> Source:
         """Write a group's packed bytes to its place. Returns how to read them again.
 
         There are no checksums: who looks at the place may write to it, too. Raises DiskFullError or

@@ -10,6 +10,7 @@ with it there (clips it, zeroes it, sets it to None, gives another one) is found
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -25,6 +26,8 @@ from tierstore.model.tiers import Hold
 
 if TYPE_CHECKING:
     from tierstore.adapters.training.weights import Weights
+
+_numbers = itertools.count()
 
 OPEN = 1
 """Groups of gradients, beside the newest, that are kept open: they are written as they close."""
@@ -95,19 +98,36 @@ class Gradients:
     def opened(self) -> dict[str, torch.Tensor]:
         """The stored gradients, to be changed, until `close`."""
         if self._open is None:
-            if self.place is None:
+            if self.place is None or not self._trained().keys() <= set(self.place.names):
                 self.place = self._made()
             purpose = Hold.UPDATE if self._stored else Hold.RENEW
             self._open = self.place.enter(self._closing, purpose)
         return self._open
 
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self._weights.parameters.items() if p.requires_grad}
+
     def _made(self) -> Place:
-        weights = self._weights
-        empty = {
-            name: torch.empty_strided(p.size(), p.stride(), dtype=p.dtype)
-            for name, p in weights.parameters.items()
+        """A place for the gradients of all that want one now, with those that there are."""
+        before, trained = self.place, self._trained()
+        if before is not None:
+            before.settle_down()
+            before.ready()
+        stored = {n: before.tensors[n] for n in self._stored} if before is not None else {}
+        values = {
+            name: stored[name]
+            if name in stored
+            else torch.empty_strided(p.size(), p.stride(), dtype=p.dtype)
+            for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
         }
-        return Place(weights.place.store, f"{weights.key}/gradient", empty, with_values=False)
+        key = f"{self._weights.key}/gradient.{next(_numbers)}"
+        made = Place(self._weights.place.store, key, values, with_values=bool(stored))
+        if before is not None:
+            made.ready()
+            for name in self._shown:
+                self._weights.parameters[name].grad = made.tensors[name]
+            before.discard()
+        return made
 
     def close(self) -> None:
         """Nobody adds to them for now."""

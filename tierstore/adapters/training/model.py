@@ -58,10 +58,13 @@ class OffloadModel(nn.Module):
             go through the model one after the other; gradients add up.
 
     Raises ValueError for arguments that cannot be, or a module that is offloaded already;
-    BudgetError if a parameter is larger than a budget; what `put` raises.
+    BudgetError, at its first use, for a parameter that is larger than a budget (the CPU uses that
+    where it lies on disk); what `put` raises.
     """
 
-    def __init__(  # noqa: PLR0913 - the names are FairScale's; all but two are optional
+    module: nn.Module
+
+    def __init__(
         self,
         module: nn.Module,
         store: TierStore,
@@ -416,8 +419,10 @@ def _refuse_arguments(
 
 
 def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cpu" or device.index is not None:
-        return torch.device("cpu") if device.type == "cpu" else device
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if ":" in str(device):
+        return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 

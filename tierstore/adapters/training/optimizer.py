@@ -111,7 +111,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     # Steps -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one step. Gradients stay as they are. Raises what the class and the store raise."""
         loss = None
         if closure is not None:
@@ -139,14 +139,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         norms: dict[int, torch.Tensor] = {}
         for tile in busy:
-            for parameter, gradient in tile.gradients(Hold.READ):
-                norms[id(parameter)] = torch.linalg.vector_norm(gradient, norm_type).cpu()
-        order = [
-            norms[id(p)] for g in self.param_groups for p in g["params"] if id(p) in norms
-        ]
+            norms.update(tile.norms(norm_type))
+        order = [norms[id(p)] for g in self.param_groups for p in g["params"] if id(p) in norms]
         if not order:
             return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(torch.stack(order), norm_type)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(order), norm_type)
         if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is "
@@ -248,97 +245,121 @@ class Tile:
         for (number, name), (place, inner) in self._where.items():
             self._optimizer.state[self._by_id[number]][name] = place.tensors[inner]
 
-    # Gradients ---------------------------------------------------------------------------------
+    # What is in RAM is passed from here to where it is used, and nobody keeps it any longer: memory
+    # that somebody still looks at would be in RAM beside what takes its room.
 
-    def gradients(self, purpose: Hold) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters and their gradients, in RAM."""
+    def norms(self, norm_type: float) -> dict[int, torch.Tensor]:
+        """The norm of each gradient, by the id of its parameter."""
         with ExitStack() as stack:
-            ours = self._our_gradients(stack, purpose)
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    yield parameter, ours.get(id(parameter), parameter.grad)
+            return _norms(self._gradients(stack, Hold.READ), norm_type)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient."""
-        for _, gradient in self.gradients(Hold.UPDATE):
-            gradient.mul_(factor.to(gradient.device))
-
-    def _our_gradients(self, stack: ExitStack, purpose: Hold) -> dict[int, torch.Tensor]:
-        """By parameter: the gradients that are in a store, in RAM. Not those that somebody else
-        has given."""
-        if self.weights is None or self.weights.gradients.place is None:
-            return {}
-        place = self.weights.gradients.place
-        ours = {
-            id(p): name
-            for name, p in self.weights.parameters.items()
-            if p.grad is not None and p.grad is place.tensors.get(name)
-        }
-        if not ours:
-            return {}
-        tensors = place.enter(stack, purpose)
-        return {number: tensors[name] for number, name in ours.items()}
-
-    # Steps -------------------------------------------------------------------------------------
+        with ExitStack() as stack:
+            _scale(self._gradients(stack, Hold.UPDATE), factor)
 
     def step(self, inner: torch.optim.Optimizer) -> None:
         """Have `inner` do its step on the tensors of this tile."""
-        optimizer, master = self._optimizer, self._optimizer.master_dtype
         with ExitStack() as stack:
-            values = self._values(stack)
-            gradients = self._our_gradients(stack, Hold.READ)
-            held = {place: place.enter(stack, Hold.UPDATE) for place in self._places}
-            work = [p for p in self.parameters if p.grad is not None]
-            shadows: dict[int, torch.Tensor] = {}
-            inner.state = defaultdict(dict)
-            for parameter in work:
-                value = values[id(parameter)]
-                gradient = gradients.get(id(parameter), parameter.grad)
-                assert gradient is not None
-                state = {
-                    name: held[self._where[id(parameter), name][0]][
-                        self._where[id(parameter), name][1]
-                    ]
-                    if (id(parameter), name) in self._where
-                    else kept
-                    for name, kept in optimizer.state[parameter].items()
-                }
-                shadow = value
-                if master is not None and value.dtype is not master:
-                    shadow = state.pop(MASTER, None)
-                    if shadow is None:
-                        shadow = value.to(master)
-                shadow = shadow.detach().requires_grad_()
-                shadow.grad = gradient.to(dtype=shadow.dtype, device=shadow.device)
-                shadows[id(parameter)] = shadow
-                if state:
-                    inner.state[shadow] = state
-            inner.param_groups = [
-                {**group, "params": [shadows[id(p)] for p in group["params"] if id(p) in shadows]}
-                for group in optimizer.param_groups
-            ]
-            inner.step()
-            for group, done in zip(optimizer.param_groups, inner.param_groups, strict=True):
-                group.update({k: v for k, v in done.items() if k != "params"})
-            states: dict[int, dict[str, Any]] = {}
-            for parameter in work:
-                shadow, value = shadows[id(parameter)], values[id(parameter)]
-                state = dict(inner.state[shadow])
-                if shadow.dtype is not value.dtype:
-                    value.copy_(shadow.detach())
-                    state[MASTER] = shadow.detach()
-                elif value.device != parameter.device:
-                    parameter.copy_(value)
-                states[id(parameter)] = state
-                torch.autograd.graph.increment_version(parameter)
-            self._keep(states, held)
-            inner.state = defaultdict(dict)
-            inner.param_groups = []
+            self._step(
+                inner,
+                self._values(stack),
+                self._gradients(stack, Hold.READ),
+                {place: place.enter(stack, Hold.UPDATE) for place in self._places},
+            )
+
+    def load(self, states: dict[int, dict[str, Any]]) -> None:
+        """Keep what was loaded."""
+        large = {
+            (number, name)
+            for number, state in states.items()
+            for name, value in state.items()
+            if _is_large(value)
+        }
+        if large != self._where.keys():
+            self._where.clear()
+            while self._places:
+                self._places.pop().discard()
+        with ExitStack() as stack, torch.no_grad():
+            self._keep(states, {place: place.enter(stack, Hold.UPDATE) for place in self._places})
+
+    def _gradients(self, stack: ExitStack, purpose: Hold) -> dict[int, torch.Tensor]:
+        """By the id of its parameter, each gradient: those in the store in RAM, and those that
+        somebody else has given where they are."""
+        found = {id(p): p.grad for p in self.parameters if p.grad is not None}
+        place = None if self.weights is None else self.weights.gradients.place
+        if place is not None:
+            ours = {
+                number: name
+                for number, name in self._names.items()
+                if number in found and found[number] is place.tensors.get(name)
+            }
+            if ours:
+                tensors = place.enter(stack, purpose)
+                found.update({number: tensors[name] for number, name in ours.items()})
+        return found
+
+    def _step(
+        self,
+        inner: torch.optim.Optimizer,
+        values: dict[int, torch.Tensor],
+        gradients: dict[int, torch.Tensor],
+        held: dict[Place, dict[str, torch.Tensor]],
+    ) -> None:
+        shadows: dict[int, torch.Tensor] = {}
+        inner.state = defaultdict(dict)
+        for number, gradient in gradients.items():
+            state = self._state_of(number, held)
+            shadow = self._worked_on(values[number], state)
+            shadow.grad = gradient.to(dtype=shadow.dtype, device=shadow.device)
+            shadows[number] = shadow
+            if state:
+                inner.state[shadow] = state
+        groups = self._optimizer.param_groups
+        inner.param_groups = [
+            {**group, "params": [shadows[id(p)] for p in group["params"] if id(p) in shadows]}
+            for group in groups
+        ]
+        inner.step()
+        for group, done in zip(groups, inner.param_groups, strict=True):
+            group.update({name: value for name, value in done.items() if name != "params"})
+        states = {number: dict(inner.state[shadow]) for number, shadow in shadows.items()}
+        for number, shadow in shadows.items():
+            self._give_back(number, shadow.detach(), values[number], states[number])
+        self._keep(states, held)
+        inner.state = defaultdict(dict)
+        inner.param_groups = []
+
+    def _state_of(self, number: int, held: dict[Place, dict[str, torch.Tensor]]) -> dict[str, Any]:
+        state = dict(self._optimizer.state[self._by_id[number]])
+        for name in state:
+            where = self._where.get((number, name))
+            if where is not None:
+                state[name] = held[where[0]][where[1]]
+        return state
+
+    def _worked_on(self, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        """What the optimizer is to change: the value, or its master."""
+        master = self._optimizer.master_dtype
+        if master is not None and value.dtype is not master:
+            value = state.pop(MASTER, None) if MASTER in state else value.to(master)
+        return value.detach().requires_grad_()
+
+    def _give_back(
+        self, number: int, shadow: torch.Tensor, value: torch.Tensor, state: dict[str, Any]
+    ) -> None:
+        parameter = self._by_id[number]
+        if shadow.dtype is not value.dtype:
+            value.copy_(shadow)
+            state[MASTER] = shadow
+        if value.device != parameter.device and self.weights is None:
+            parameter.copy_(value)
+        torch.autograd.graph.increment_version(parameter)
 
     def _values(self, stack: ExitStack) -> dict[int, torch.Tensor]:
         """By parameter: its value on the CPU, to be changed."""
         if self.weights is None:
-            return {id(p): p.detach() for p in self.parameters}
+            return {id(p): p.detach().cpu() for p in self.parameters}
         self.weights.take_what_was_given()
         tensors = self.weights.place.enter(stack, Hold.UPDATE)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
@@ -371,21 +392,14 @@ class Tile:
         for number, name in fresh:
             self._where[number, name] = place, f"{index[number]}.{name}"
 
-    def load(self, states: dict[int, dict[str, Any]]) -> None:
-        """Keep what was loaded."""
-        large = {
-            (number, name)
-            for number, state in states.items()
-            for name, value in state.items()
-            if _is_large(value)
-        }
-        if large != self._where.keys():
-            self._where.clear()
-            while self._places:
-                self._places.pop().discard()
-        with ExitStack() as stack, torch.no_grad():
-            held = {place: place.enter(stack, Hold.UPDATE) for place in self._places}
-            self._keep(states, held)
+
+def _norms(gradients: dict[int, torch.Tensor], norm_type: float) -> dict[int, torch.Tensor]:
+    return {n: torch.linalg.vector_norm(g, norm_type).cpu() for n, g in gradients.items()}
+
+
+def _scale(gradients: dict[int, torch.Tensor], factor: torch.Tensor) -> None:
+    for gradient in gradients.values():
+        gradient.mul_(factor.to(gradient.device))
 
 
 def _is_large(value: Any) -> bool:
@@ -412,7 +426,9 @@ def _portions(parameters: list[nn.Parameter], target: int) -> Iterator[list[nn.P
 
 
 def _refuse_class(optimizer_class: Any) -> None:
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+    if not (
+        isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    ):
         raise TypeError(
             f"{optimizer_class!r} is no class of optimizers: pass one such as torch.optim.AdamW, "
             "and its arguments by name"

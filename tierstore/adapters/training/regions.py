@@ -1,9 +1,9 @@
 """Parts of a model that are computed again in the backward pass, and batches cut into small ones.
 
 Of a *region* only what it was given is kept, in the store: see `tierstore.checkpoint`, which is
-`torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so the order
-in which gradients are added up; what is computed again goes as soon as the graph has used it. The
-second time, a region works on copies of its buffers: statistics are updated once.
+`torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so the
+order in which gradients are added up; what is computed again goes as soon as the graph has used it.
+The second time, a region works on copies of its buffers: statistics are updated once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Region:
         self._modules = modules
         self._run = run
         self._aside = aside
-        self._inplace = any(getattr(part, "inplace", False) for m in modules for part in m.modules())
+        self._inplace = any(
+            getattr(part, "inplace", False) for m in modules for part in m.modules()
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

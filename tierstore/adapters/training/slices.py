@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unique_bytes
@@ -53,7 +54,8 @@ def cut_into_slices(
 
 
 def _parameters_only(unit: Unit) -> Unit | None:
-    tensors = {n: t for n, t in unit.tensors.items() if isinstance(t, nn.Parameter)}
+    held = unit.tensors.items()
+    tensors: dict[str, torch.Tensor] = {n: t for n, t in held if isinstance(t, nn.Parameter)}
     if not tensors:
         return None
     return Unit(unit.name, unit.module, tensors, unit.block, unit.encloses)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -92,7 +92,7 @@ class Weights:
 class Noted:
     """What the graph holds instead of a view of a weight."""
 
-    __slots__ = ("_geometry", "_name", "_parameter", "_said", "_version", "_weights", "_desk")
+    __slots__ = ("_desk", "_geometry", "_name", "_parameter", "_said", "_version", "_weights")
 
     def __init__(self, desk: Desk, weights: Weights, name: str, tensor: torch.Tensor) -> None:
         self._desk = desk
@@ -106,7 +106,8 @@ class Noted:
     def unpack(self) -> torch.Tensor:
         """The view, as it was."""
         refuse_changed(self._said, self._parameter._version, self._version)
-        return self._desk.borrow(self._weights, self._name, self._geometry)
+        with torch.no_grad():
+            return self._desk.borrow(self._weights, self._name, self._geometry)
 
 
 class Desk:
@@ -269,11 +270,11 @@ class Desk:
 
 
 class Watching:
-    """Takes the weights out of what autograd saves, and hands the rest on to who was there before."""
+    """Takes the weights out of what autograd saves, and hands the rest on to those before it."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.hooks: Any = saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -285,11 +286,15 @@ class Watching:
             return _Handed(self._outer[1], self._outer[0](tensor))
         return Kept(tensor, None)
 
-    def _unpack(self, saved: Noted | _Handed | Kept) -> torch.Tensor:
-        if isinstance(saved, _Handed):
-            return saved.unpack()
-        with torch.no_grad():
-            return saved.unpack()
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        return saved.unpack()
+
+
+class _Saved(Protocol):
+    """What the graph holds instead of a tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor again."""
 
 
 class _Handed:
