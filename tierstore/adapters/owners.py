@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, KeysView
+from collections.abc import Callable, Iterable, KeysView
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +72,7 @@ MARKER = "group_offloading"
 
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
 _active: weakref.WeakSet[Owner] = weakref.WeakSet()
+_claimed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
 
 
 def own(offloaded: Owner) -> None:
@@ -124,6 +125,11 @@ def refuse_other_offloading(name: str, module: nn.Module) -> None:
             "tierstore.undispatch(model)"
         )
     for part in module.modules():
+        claimed = _claimed.get(part)
+        if claimed is not None and claimed() is not None:
+            raise ValueError(
+                f"{name} is in training on a store: call disable() of its OffloadModel first"
+            )
         if hasattr(part, "_hf_hook"):
             raise ValueError(
                 f"{name} is offloaded by accelerate already: undo that first with "
@@ -135,6 +141,19 @@ def refuse_other_offloading(name: str, module: nn.Module) -> None:
                 f"{name} is offloaded already (by diffusers, or to another store): load it again, "
                 "or disable that first"
             )
+
+
+def claim(modules: Iterable[nn.Module], owner: object) -> None:
+    """Somebody else sees to the weights of these modules, as long as there is an `owner`."""
+    reference = weakref.ref(owner)
+    for module in modules:
+        _claimed[module] = reference
+
+
+def give_up(modules: Iterable[nn.Module]) -> None:
+    """They are ordinary modules again."""
+    for module in modules:
+        _claimed.pop(module, None)
 
 
 def everyone() -> list[Owner]:

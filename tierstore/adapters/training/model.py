@@ -15,7 +15,7 @@ from torch import nn
 from tierstore.adapters.activations import ActivationOffload, offload_activations
 from tierstore.adapters.bindings import assign
 from tierstore.adapters.grouping import is_plain
-from tierstore.adapters.owners import refuse_other_offloading
+from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
 from tierstore.adapters.staying import Staying
 from tierstore.adapters.training.gradients import Shipping
 from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
@@ -96,6 +96,7 @@ class OffloadModel(nn.Module):
         if num_microbatches > 1:
             run = Microbatches(module, num_microbatches, self._shipping)
         self.__dict__["_run"] = run
+        claim(module.modules(), self)
         for parameter in module.parameters():
             _models[id(parameter)] = self
         give_back_free_memory()
@@ -247,6 +248,7 @@ class OffloadModel(nn.Module):
 
     def disable(self) -> nn.Module:
         """Make the module an ordinary one again, on the CPU, and return it. It takes its memory."""
+        give_up(self.module.modules())
         while self._wrappers:
             self._wrappers.pop().remove()
         self._shipping.stop()
@@ -409,8 +411,6 @@ def _refuse_arguments(
             raise ValueError(f"{name}={value!r} is no positive whole number")
     refuse_other_offloading(type(module).__name__, module)
     for name, parameter in module.named_parameters():
-        if id(parameter) in _models:
-            raise ValueError(f"{name} is in training on a store already: call disable() first")
         if parameter.device.type == "meta":
             raise ValueError(
                 f"{name} is on meta and has no values: load them first, or build the module on "

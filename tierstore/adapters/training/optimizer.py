@@ -68,7 +68,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._inner = optimizer_class([nn.Parameter(torch.zeros(1))], **kwargs)
         self._key = f"optimizer/{next(_numbers)}"
         self._tiles: list[Tile] = []
-        self._tile_of: dict[int, Tile] = {}
         params = model_or_params
         if isinstance(model_or_params, nn.Module):
             params = model_or_params.parameters()
@@ -95,14 +94,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 weights_of[id(weights)] = weights
                 offloaded.setdefault(id(weights), []).append(parameter)
         for number, members in offloaded.items():
-            self._add(Tile(self, members, weights_of[number]))
+            self._tiles.append(Tile(self, members, weights_of[number]))
         for members in _portions(rest, rooms_of(self.store).target):
-            self._add(Tile(self, members, None))
-
-    def _add(self, tile: Tile) -> None:
-        self._tiles.append(tile)
-        for parameter in tile.parameters:
-            self._tile_of[id(parameter)] = tile
+            self._tiles.append(Tile(self, members, None))
 
     def new_key(self) -> str:
         """A key for the states of one more tile."""
@@ -200,10 +194,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if name == "step" or has_master or not parameter.is_floating_point():
             return value.dtype
         return parameter.dtype if value.is_floating_point() else value.dtype
-
-    def place_of(self, parameter: nn.Parameter) -> Tile:
-        """The tile that a parameter is in."""
-        return self._tile_of[id(parameter)]
 
 
 class Tile:
@@ -320,7 +310,9 @@ class Tile:
             {**group, "params": [shadows[id(p)] for p in group["params"] if id(p) in shadows]}
             for group in groups
         ]
-        inner.step()
+        # Not its wrapper, which tells those who listen of a step: this is a part of one.
+        step: Any = type(inner).step
+        getattr(step, "__wrapped__", step)(inner)
         for group, done in zip(groups, inner.param_groups, strict=True):
             group.update({name: value for name, value in done.items() if name != "params"})
         states = {number: dict(inner.state[shadow]) for number, shadow in shadows.items()}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -50,6 +51,7 @@ class Rooms:
         self._kept = 0
         self._largest = 0
         self._in_all = 0
+        self._left: deque[int] = deque()
         self._lock = threading.Lock()
 
     def passing(self) -> int:
@@ -66,20 +68,16 @@ class Rooms:
     def keep(self, nbytes: int) -> bool:
         """Whether so many bytes more may stay."""
         with self._lock:
+            while self._left:
+                self._kept -= self._left.popleft()
             if self.budget is not None and self._kept + nbytes > self.budget - self.passing():
                 return False
             self._kept += nbytes
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """So many bytes do not stay any more."""
-        with self._lock:
-            self._kept -= nbytes
-
-    @property
-    def spare(self) -> int:
-        """Bytes that are not kept for good."""
-        return (1 << 62) if self.budget is None else self.budget - self._kept
+        """So many bytes do not stay any more. Finalizers may say so in the middle of anything."""
+        self._left.append(nbytes)
 
 
 _rooms: weakref.WeakKeyDictionary[TierStore, Rooms] = weakref.WeakKeyDictionary()
@@ -120,6 +118,10 @@ class Place:
         self.tensors: dict[str, torch.Tensor] = {}
         self._rooms = rooms_of(store)
         self.stays = self._rooms.keep(self.nbytes)
+        self._end = weakref.finalize(
+            self, _forget, weakref.ref(store), key, self._rooms, self.nbytes if self.stays else 0
+        )
+        self._end.atexit = False
         self._kept: Loan | None = None
         self._in_ram = False  # there may be a copy in RAM that is not held
         if self.stays:
@@ -180,11 +182,15 @@ class Place:
 
     def discard(self) -> None:
         """It is not needed any more."""
-        if self.stays:
-            self._rooms.give_back(self.nbytes)
-            self.stays = False
         self.tensors = {}
         if self._kept is not None:
             self._kept.end()
-        if not self.store.closed and self.key in self.store:
-            self.store.discard(self.key)
+        self._end()
+
+
+def _forget(store: weakref.ref[TierStore], key: str, rooms: Rooms, kept: int) -> None:
+    """Nobody has the place any more."""
+    rooms.give_back(kept)
+    alive = store()
+    if alive is not None:
+        alive.discard_soon([key])
