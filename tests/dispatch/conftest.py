@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from torch import nn
 
 from tests.adapters.conftest import DEVICES, NEEDS_PRETEND, called_modules
 from tests.dispatch import models
-from tierstore import TierStore
+from tierstore import TierStore, dispatch_model
 
 __all__ = ["DEVICES", "NEEDS_PRETEND"]
 
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+
+SHARE = 0.2
+"""Of the weights of `model`, what its store may hold on each tier in memory."""
 
 Checkpoints = Callable[..., Path]
 
@@ -92,6 +96,31 @@ def store_for(
     budgets = {} if device == "cpu" else {"device_budget": budget}
     with TierStore(budget, disk_dir, device=device, **budgets) as store:
         yield store
+
+
+@pytest.fixture
+def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
+    """A store for `model`."""
+    with store_for(models.build("parts"), disk_dir, device, SHARE) as store:
+        yield store
+
+
+@pytest.fixture
+def model(store: TierStore) -> Any:
+    """A dispatched model that has run: whatever stays in memory is there."""
+    model = dispatch_model(models.build("parts"), store)
+    models.run("parts", model)
+    assert_moved(store)
+    return model
+
+
+def assert_moved(store: TierStore) -> None:
+    """A run of `model` read what cannot have been in memory; all but the unused part."""
+    stats = store.stats()
+    memory = sum(b for tier, b in stats.budget_bytes.items() if tier != "DISK" and b is not None)
+    needed = weight_bytes(models.build("parts")) - models.LAYER_BYTES
+    assert needed > memory
+    assert stats.bytes_read >= needed - memory
 
 
 @dataclass(frozen=True)

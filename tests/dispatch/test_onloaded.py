@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tests.dispatch import models
 from tests.dispatch.conftest import (
     NEEDS_PRETEND,
     ON_BOTH,
+    SHARE,
     Checkpoints,
     Weights,
     assert_same,
@@ -31,21 +32,6 @@ from tierstore import (
     onloaded,
     undispatch,
 )
-
-SHARE = 0.2
-
-
-@pytest.fixture
-def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
-    with store_for(models.build("parts"), disk_dir, device, SHARE) as store:
-        yield store
-
-
-@pytest.fixture
-def model(store: TierStore) -> Any:
-    model = dispatch_model(models.build("parts"), store)
-    models.run("parts", model)
-    return model
 
 
 def low_rank(device: Any) -> torch.Tensor:

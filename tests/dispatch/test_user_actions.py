@@ -10,7 +10,6 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +23,16 @@ from tests.adapters.conftest import acquires
 from tests.dispatch import models
 from tests.dispatch.conftest import (
     ON_BOTH,
+    SHARE,
     Checkpoints,
     References,
     assert_ordinary,
     assert_same,
     store_for,
-    weight_bytes,
 )
 from tierstore import TierStore, dispatch_model, undispatch
 
 pytestmark = ON_BOTH
-SHARE = 0.2
-
-
-@pytest.fixture
-def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
-    with store_for(models.build("parts"), disk_dir, device, SHARE) as store:
-        yield store
-
-
-@pytest.fixture
-def model(store: TierStore) -> Any:
-    """A dispatched model that has run: whatever stays in memory is there."""
-    model = dispatch_model(models.build("parts"), store)
-    models.run("parts", model)
-    assert_moved(store, runs=1)
-    return model
-
-
-def assert_moved(store: TierStore, runs: int) -> None:
-    """What every run must have read again, as it cannot have stayed; all but the unused part."""
-    stats = store.stats()
-    memory = sum(b for tier, b in stats.budget_bytes.items() if tier != "DISK" and b is not None)
-    needed = weight_bytes(models.build("parts")) - models.LAYER_BYTES
-    assert needed > memory
-    assert stats.bytes_read >= runs * (needed - memory)
 
 
 def assert_still_runs(model: nn.Module, store: TierStore, expected: models.Outputs) -> None:
