@@ -90,6 +90,16 @@ class ScheduleConformance(ABC):
         schedule.advance_past("other")
         assert "other" not in list(schedule.upcoming(1))
 
+    def test_what_is_expected_no_more_is_not_waited_for(self) -> None:
+        schedule = self.learned(list("abc"))
+        schedule.expect(["new", "other"])
+        schedule.expect_not("new")
+        assert next(iter(schedule.upcoming(1))) == "other"
+        assert schedule.steps_until("new") == math.inf
+        schedule.expect_not("never seen")
+        schedule.expect_not("other")
+        assert list(schedule.upcoming(3)) == list(self.learned(list("abc")).upcoming(3))
+
     def test_what_is_forgotten_is_not_waited_for(self) -> None:
         schedule = self.learned(list("abc"))
         schedule.expect(["new", "other"])
@@ -115,7 +125,8 @@ class ScheduleConformance(ABC):
         schedule = self.make()
         names = [f"g{i}" for i in range(6)]
         for _ in range(300):
-            act = rng.choice(["advance", "advance", "advance", "expect", "introduce", "forget"])
+            acts = ["advance", "advance", "advance", "expect", "expect_not", "introduce", "forget"]
+            act = rng.choice(acts)
             if act == "expect":
                 schedule.expect(rng.sample(names, rng.randrange(4)))
             else:

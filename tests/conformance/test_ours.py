@@ -95,7 +95,14 @@ class ForgetsNobody(LearnedOrder):
         pass
 
 
-@pytest.mark.parametrize("fault", [KnowsNothing, TellsTooMuch, CountsBackwards, ForgetsNobody])
+class WaitsInVain(LearnedOrder):
+    def expect_not(self, key: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "fault", [KnowsNothing, TellsTooMuch, CountsBackwards, ForgetsNobody, WaitsInVain]
+)
 def test_a_schedule_that_breaks_a_rule_is_caught(fault: type[LearnedOrder]) -> None:
     class Suite(ScheduleConformance):
         def make(self) -> Schedule:

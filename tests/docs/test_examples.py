@@ -17,6 +17,7 @@ SECONDS = 300
 SMALLER = {
     "offload_pipeline.py": ["--steps", "2"],
     "run_larger_than_memory.py": ["--size", "20MB", "--tokens", "6"],
+    "train_larger_than_memory.py": ["--size", "20MB", "--ram", "16MB", "--steps", "2"],
     "train_offloaded.py": ["--steps", "1"],
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 
 
 @dataclass
@@ -22,6 +22,11 @@ class Held:
     version: int | None = None
     readers: int = 0
     lost: bool = False  # its transfer failed, or its caller withdrew: it will never be complete
+    blank: bool = False  # somebody is going to give it new values: until then it has none
+
+    def arriving(self) -> bool:
+        """Whether its bytes are on their way."""
+        return self.version is None and not self.blank
 
 
 @dataclass
@@ -38,6 +43,10 @@ class Entry:
     claimed: bool = False
     discarded: bool = False
     offloaded: bool = False
+    fetches: int = 0
+    renewed: bool = False  # by whoever is going to hold it
+    held: bool = False
+    away: set[Tier] = field(default_factory=set)  # where it was when it was put away
 
     def complete(self, tier: Tier) -> bool:
         """Whether the newest bytes are on `tier`."""
@@ -46,7 +55,7 @@ class Entry:
 
     def moving(self) -> bool:
         """Whether any of its copies is read or written by a transfer, or filled by its caller."""
-        return any(copy.readers or copy.version is None for copy in self.copies.values())
+        return any(copy.readers or copy.arriving() for copy in self.copies.values())
 
     def exclusive(self) -> bool:
         """Whether it is lent to somebody who must be alone."""
@@ -60,6 +69,7 @@ class Books:
         self.budgets = dict(budgets)
         self.tiers = sorted(budgets)
         self.top = self.tiers[0]
+        self.host = self.tiers[-2]
         self.used = dict.fromkeys(self.tiers, 0)
         self.entries: dict[str, Entry] = {}
         self.moving: list[Copy] = []
@@ -82,7 +92,7 @@ class Books:
 
     def discarded(self, key: str) -> None:
         entry = self.entries[key]
-        entry.discarded, entry.offloaded = True, False
+        entry.discarded, entry.offloaded, entry.away = True, False, set()
 
     def withdrew_claim(self, key: str) -> None:
         self.discarded(key)
@@ -97,7 +107,7 @@ class Books:
         entry = self.entries[key]
         if entry.discarded or entry.exclusive() or not entry.complete(self.top):
             return False
-        return access is Access.READ or not (entry.leases or entry.moving())
+        return access is Access.READ or not (entry.leases or entry.held or entry.moving())
 
     def leased(self, key: str, access: Access) -> None:
         entry = self.entries[key]
@@ -107,6 +117,43 @@ class Books:
             entry.backed = False
             entry.copies[self.top].version = entry.version
 
+    def may_hold(self, key: str) -> bool:
+        """What the planner must answer to who wants to change it in host memory."""
+        entry = self.entries[key]
+        blank = self.host in entry.copies and entry.copies[self.host].blank
+        there = (blank or entry.complete(self.host)) and not entry.exclusive()
+        return there and not (entry.held or entry.leases or entry.moving())
+
+    def fetched(self, key: str, purpose: Hold) -> None:
+        self.entries[key].renewed = purpose is Hold.RENEW
+
+    def unfetched(self, key: str) -> None:
+        entry = self.entries[key]
+        entry.fetches -= 1
+        entry.renewed = False
+        if (copy := entry.copies.get(self.host)) is not None:
+            copy.lost |= copy.blank
+
+    def took_hold(self, key: str, purpose: Hold) -> None:
+        """If it is changed: copies that are made later have what is new."""
+        entry = self.entries[key]
+        entry.held = True
+        if purpose is Hold.READ:
+            return
+        entry.backed, entry.away = False, set()
+        entry.version += 1
+        copy = entry.copies[self.host]
+        copy.version, copy.blank, copy.lost = entry.version, False, False
+
+    def put_away(self, key: str) -> None:
+        entry = self.entries[key]
+        if not (entry.demands or entry.fetches):
+            entry.away = entry.copies.keys() - {Tier.DISK}
+
+    def wanted(self, key: str) -> None:
+        """Somebody asks for it: what was to leave may stay."""
+        self.entries[key].offloaded, self.entries[key].away = False, set()
+
     def delivered(self, move: Copy) -> None:
         entry = self._landed(move)
         entry.copies[move.dst].version = entry.copies[move.src].version
@@ -114,7 +161,7 @@ class Books:
     def failed(self, move: Copy) -> None:
         entry = self._landed(move)
         entry.copies[move.dst].lost = True
-        entry.offloaded = False
+        entry.offloaded, entry.away = False, set()
 
     def _landed(self, move: Copy) -> Entry:
         self.moving.remove(move)
@@ -135,8 +182,9 @@ class Books:
                 assert not (entry.copies or entry.leases), f"{instruction}: it is still there"
                 del self.entries[entry.key]
             case Reserve(tier=tier):
-                assert entry.claimed, f"{instruction}: nobody claimed that"
+                assert entry.claimed or entry.renewed, f"{instruction}: nobody claimed that"
                 self._take(entry, tier)
+                entry.copies[tier].blank = entry.renewed
             case Copy():
                 self._copy(entry, instruction)
             case Drop(tier=tier):
@@ -173,6 +221,7 @@ class Books:
             self._assert_may_go(entry, tier)
         self.used[tier] -= copy.cost
         del entry.copies[tier]
+        entry.away.discard(tier)
         if tier is self.top:
             entry.offloaded = False
         others = any(entry.complete(other) for other in self.tiers)
@@ -180,11 +229,16 @@ class Books:
 
     def _assert_may_go(self, entry: Entry, tier: Tier) -> None:
         where = f"{entry.key} on {tier.name}"
-        assert entry.copies[tier].version is not None, f"{where} is dropped while it is written"
+        assert not entry.copies[tier].arriving(), f"{where} is dropped while it is written"
+        stale = entry.copies[tier].version != entry.version  # somebody changes another copy
         if tier is self.top:
             assert not entry.leases, f"{where} is dropped while it is leased"
-            awaited = entry.demands and not entry.discarded
+            awaited = entry.demands and not entry.discarded and not stale
             assert not awaited, f"{where} is dropped before its waiter woke up"
+        if tier is self.host:
+            assert not entry.held, f"{where} is dropped while it is held"
+            awaited = entry.fetches and not entry.discarded and not stale
+            assert not awaited, f"{where} is dropped before who wants to hold it woke up"
 
     # What must be true between steps -----------------------------------------------------------
 
@@ -201,20 +255,32 @@ class Books:
             assert entry.complete(self.top), f"{entry.key} is lent, but not there"
         if Access.UPDATE in entry.leases:
             assert where == [self.top], f"{entry.key} is being changed and on {where}"
+        if entry.held:
+            assert entry.complete(self.host), f"{entry.key} is held, but not there"
         unused = [tier for tier in where if not self._in_use(entry, tier)]
+        if entry.complete(Tier.DISK) and not (entry.demands or entry.fetches):
+            left = entry.away.intersection(unused)
+            assert not left, f"{entry.key} was put away, but is on {left}"
         assert not (entry.discarded and unused), f"{entry.key} is discarded, but on {unused}"
         saved = any(entry.complete(tier) for tier in where if tier is not self.top)
-        if entry.offloaded and saved and not entry.demands:
+        awaited = entry.demands or (entry.fetches and self.top is self.host)
+        if entry.offloaded and saved and not awaited:
             assert self.top not in unused, f"{entry.key} was to leave {self.top.name}"
 
     def _in_use(self, entry: Entry, tier: Tier) -> bool:
         copy = entry.copies[tier]
         leased = tier is self.top and bool(entry.leases)
-        return leased or copy.readers > 0 or copy.version is None
+        held = tier is self.host and entry.held
+        return leased or held or copy.readers > 0 or copy.arriving()
 
     def known(self) -> list[str]:
         """Keys of the groups that are there for anybody to use."""
         return [k for k, e in self.entries.items() if not (e.discarded or e.claimed)]
+
+    def held_for_good_leave(self, nbytes: int, held: int) -> bool:
+        """Whether a group of `nbytes` fits into host memory beside what is held there for good."""
+        budget = self.budgets[self.host]
+        return budget is None or held + nbytes <= budget
 
     def disk_is_tight(self) -> bool:
         """Whether some group that no file holds would not fit on the disk any more."""

@@ -15,7 +15,7 @@ from tests.histories.books import Books
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of, version_id
 from tierstore.model.moves import Copy
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy, policy_named
 from tierstore.plan.schedule import LearnedOrder
@@ -30,6 +30,14 @@ class Waiter:
 
     key: str
     access: Access
+
+
+@dataclass(eq=False)
+class Holder:
+    """Somebody who wants to hold `key` in host memory, or does."""
+
+    key: str
+    purpose: Hold
 
 
 @dataclass(eq=False)
@@ -61,6 +69,8 @@ class World:
         self.waiters: list[Waiter] = []
         self.leases: list[Waiter] = []
         self.claims: list[str] = []
+        self.fetchers: list[Holder] = []
+        self.holders: list[Holder] = []
         self.savers: list[Saver] = []
         self.errors: list[tuple[str, BaseException]] = []
         self.sound = True
@@ -103,29 +113,38 @@ class World:
             assert planner.residence(key) == there, f"{key} is complete on {there}"
         for tier in books.tiers:
             assert planner.used[tier] >= books.used[tier], f"{tier.name} is counted too low"
-        filling = any(entry.claimed and entry.copies for entry in books.entries.values())
+        entries = books.entries.values()
+        filling = any(entry.claimed and entry.copies for entry in entries)
+        filling |= any(copy.blank for entry in entries for copy in entry.copies.values())
         idle = not books.moving and not filling
         assert planner.idle() == idle, f"idle is {idle}: an instruction was lost, or made twice"
 
     def _excuse_what_is_full(self) -> None:
         """A demand may fail for want of room only at a moment at which the disk has none."""
         wanted = {w.key for w in self.waiters} | set(self.claims) | {s.key for s in self.savers}
+        wanted |= {f.key for f in self.fetchers}
         for key in wanted & self.books.entries.keys():
             error = self.planner.error_of(key) if key in self.planner else None
             if isinstance(error, BudgetError) and id(error) not in self._excused:
-                assert self.books.disk_is_tight(), f"{key} failed though there is room: {error}"
+                tight = self.books.disk_is_tight() or not self.fits_beside_what_is_held(key)
+                assert tight, f"{key} failed though there is room: {error}"
                 self._excused.add(id(error))
                 self._injected.append(error)
 
+    def fits_beside_what_is_held(self, key: str) -> bool:
+        entries = self.books.entries
+        held = sum(entries[h.key].nbytes for h in self.holders if h.purpose is Hold.KEEP)
+        return self.books.held_for_good_leave(entries[key].nbytes, held)
+
     # What callers do ---------------------------------------------------------------------------
 
-    def register(self, nbytes: int, *, backed: bool = True) -> str:
+    def register(self, nbytes: int, *, backed: bool = True, guided: bool = False) -> str:
         key = self._new_key("file")
         self.books.registered(key, nbytes, backed)
-        self._step(self.planner.register, key, nbytes, backed=backed)
+        self._step(self.planner.register, key, nbytes, backed=backed, guided=guided)
         return key
 
-    def claim(self, nbytes: int, name: str = "put") -> str | None:
+    def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> str | None:
         """Ask for room for a new group, or a new version of `name`. None if it can never fit."""
         key = self._new_key(name)
         budget = self.books.budgets[self.books.tiers[-2]]
@@ -133,7 +152,7 @@ class World:
         self.books.claimed(key, nbytes)
         self.claims.append(key)
         try:
-            self._step(self.planner.claim, key, nbytes)
+            self._step(self.planner.claim, key, nbytes, guided=guided)
         except BudgetError:
             assert never, f"{key} would fit"
             del self.books.entries[key]
@@ -177,7 +196,8 @@ class World:
         budgets = [self.books.budgets[tier] for tier in self.books.tiers[:-1]]
         never = any(budget is not None and entry.nbytes > budget for budget in budgets)
         entry.demands += 1
-        was_offloaded, entry.offloaded = entry.offloaded, False
+        was = entry.offloaded, entry.away
+        self.books.wanted(key)
         waiter = Waiter(key, access)
         self.waiters.append(waiter)
         try:
@@ -186,7 +206,7 @@ class World:
             assert never, f"{key} would fit"
             self.waiters.remove(waiter)
             entry.demands -= 1
-            entry.offloaded = was_offloaded
+            entry.offloaded, entry.away = was
             self._follow()
             return None
         assert not never, f"{key} can never fit"
@@ -233,7 +253,7 @@ class World:
         """A waiter was told of an error, or wants nothing any more."""
         self._answered(waiter)
         self._step(self.planner.withdraw, waiter.key)
-        others = {w.key for w in [*self.waiters, *self.savers]}
+        others = {w.key for w in [*self.waiters, *self.savers, *self.fetchers]}
         if waiter.key in self.planner and waiter.key not in others:
             error = self.planner.error_of(waiter.key)
             assert error is None, f"{waiter.key} has an error that everybody was told: {error!r}"
@@ -245,10 +265,78 @@ class World:
             self.books.discarded(lease.key)
         self._step(self.planner.release, lease.key, lease.access)
 
-    def prefetch(self, keys: list[str]) -> None:
+    def fetch(self, key: str, purpose: Hold = Hold.UPDATE) -> Holder | None:
+        """Somebody waits to hold `key`. None if it can never fit."""
+        entry, budget = self.books.entries[key], self.books.budgets[self.books.host]
+        never = budget is not None and entry.nbytes > budget
+        if entry.fetches:
+            return None  # one at a time wants to hold a group
+        entry.fetches += 1
+        was = entry.offloaded, entry.away
+        self.books.wanted(key)
+        fetcher = Holder(key, purpose)
+        self.fetchers.append(fetcher)
+        try:
+            self.books.fetched(key, purpose)
+            self._step(self.planner.fetch, key, purpose)
+        except BudgetError:
+            assert never, f"{key} would fit"
+            self.fetchers.remove(fetcher)
+            entry.fetches -= 1
+            entry.offloaded, entry.away = was
+            self._follow()
+            return None
+        assert not never, f"{key} can never fit"
+        return fetcher
+
+    def hold(self, fetcher: Holder) -> bool:
+        """Who wants to hold a group looks again. True if there is an answer."""
+        key = fetcher.key
+        entry = self.books.entries.get(key)
+        gone = entry is None or entry.discarded
+        error = KeyError(key) if gone else self.planner.error_of(key)
+        if error is not None:
+            self.withdraw_fetch(fetcher)
+            self._answer(key, error)
+            return True
+        expected = self.books.may_hold(key)
+        self.sound = False
+        held = self.planner.hold(key)
+        assert held == expected, f"{fetcher}: the planner says {held}"
+        if held:
+            self._no_longer_fetched(fetcher)
+            self.books.took_hold(key, fetcher.purpose)
+            self.holders.append(fetcher)
+        self._follow()
+        self.sound = True
+        return held
+
+    def withdraw_fetch(self, fetcher: Holder) -> None:
+        """Somebody was told of an error, or does not want to hold it any more."""
+        self._no_longer_fetched(fetcher)
+        if fetcher.key in self.planner:
+            self._step(self.planner.withdraw_fetch, fetcher.key)
+
+    def _no_longer_fetched(self, fetcher: Holder) -> None:
+        self.fetchers.remove(fetcher)
+        if fetcher.key in self.books.entries:
+            self.books.unfetched(fetcher.key)
+
+    def let_go(self, holder: Holder) -> None:
+        self.holders.remove(holder)
+        self.books.entries[holder.key].held = False
+        self._step(self.planner.let_go, holder.key)
+
+    def put_away(self, key: str) -> None:
+        """What is on disk is nowhere else from now on, as soon as nobody uses it there."""
+        if self.planner.saved(key):
+            self.books.put_away(key)
+            self._step(self.planner.put_away, key)
+
+    def prefetch(self, keys: list[str], top: Tier | None = None) -> None:
         for key in keys:
-            self.books.entries[key].offloaded = False
-        self._step(self.planner.prefetch, keys)
+            self.books.wanted(key)
+        self._step(self.planner.prefetch, keys, top)
 
     def offload(self, key: str) -> None:
         self.books.offloaded(key)
@@ -291,12 +379,16 @@ class World:
 
     def round(self) -> bool:
         """Everybody does what is left to do, once. False if nobody could do anything."""
-        acted = bool(self.leases or self.books.moving)
+        lent = [holder for holder in self.holders if holder.purpose is not Hold.KEEP]
+        acted = bool(self.leases or lent or self.books.moving)
         for lease in list(self.leases):
             self.release(lease)
+        for holder in lent:
+            self.let_go(holder)
         for move in self.books.moving[:1]:
             self.deliver(move)
         acted |= any([self.wake(waiter) for waiter in list(self.waiters)])
+        acted |= any([self.hold(fetcher) for fetcher in list(self.fetchers)])
         acted |= any([self.fill(key) for key in list(self.claims)])
         acted |= any([self.look_saved(saver) for saver in list(self.savers)])
         return acted
@@ -304,15 +396,25 @@ class World:
     def finish(self) -> None:
         """All leases come back, all transfers arrive: then everybody has an answer."""
         for _ in range(ROUNDS):
-            left = [*self.waiters, *self.claims, *self.savers]
-            if not (left or self.leases or self.books.moving):
+            left = [*self.waiters, *self.claims, *self.savers, *self.fetchers]
+            if not (left or self.leases or self.holders or self.books.moving):
                 break
-            assert self.round(), f"nothing moves, nothing is lent, and these wait: {left}"
+            if not self.round():
+                assert self.holders, f"nothing moves, nothing is lent, and these wait: {left}"
+                self._assert_nobody_waits_in_vain()
+                self.let_go(self.holders[0])
         else:
             raise AssertionError(f"no rest after {ROUNDS} rounds: {self.books.moving}")
         assert self.planner.idle()
         gone = [key for key, entry in self.books.entries.items() if entry.discarded]
         assert not gone, f"{gone} were discarded and are still there"
+
+    def _assert_nobody_waits_in_vain(self) -> None:
+        """What is held for good is given back by nobody who waits: who needs it was told so."""
+        held = {holder.key for holder in self.holders}
+        left = [*self.waiters, *self.fetchers, *self.savers]
+        vain = [waiter for waiter in left if waiter.key not in held]
+        assert not (vain or self.claims), f"nothing moves, and these wait: {vain}, {self.claims}"
 
 
 # Random histories ------------------------------------------------------------------------------
@@ -353,6 +455,10 @@ class History:
             self.withdraw_claim: 2,
             self.release: 14,
             self.land: 23,
+            self.fetch: 10,
+            self.withdraw_fetch: 2,
+            self.let_go: 7,
+            self.put_away: 4,
         }
         for act in self.random.choices(list(acts), list(acts.values()), k=steps):
             act()
@@ -361,15 +467,15 @@ class History:
     def look(self) -> None:
         """Each waiter wakes up sooner or later."""
         world, chance = self.world, self.random.random
-        for waiter in list(world.waiters):
-            if chance() < 0.6:
-                world.wake(waiter)
-        for key in list(world.claims):
-            if chance() < 0.5:
-                world.fill(key)
-        for saver in list(world.savers):
-            if chance() < 0.5:
-                world.look_saved(saver)
+        for waits, chances, look in (
+            (world.waiters, 0.6, world.wake),
+            (world.claims, 0.5, world.fill),
+            (world.fetchers, 0.6, world.hold),
+            (world.savers, 0.5, world.look_saved),
+        ):
+            for one in list(waits):
+                if chance() < chances:
+                    look(one)
 
     def _any_key(self) -> str | None:
         keys = self.world.books.known()
@@ -380,7 +486,8 @@ class History:
         budget = books.budgets[Tier.DISK]
         room = budget is None or books.used[Tier.DISK] + nbytes <= budget // 2
         free = budget is None or self.world.planner.used[Tier.DISK] + nbytes <= budget
-        self.world.register(nbytes, backed=not (room and free) or self.random.random() < 0.7)
+        backed = not (room and free) or self.random.random() < 0.7
+        self.world.register(nbytes, backed=backed, guided=self.random.random() < 0.3)
 
     def demand(self) -> None:
         if key := self._any_key():
@@ -392,11 +499,13 @@ class History:
     def claim(self) -> None:
         puts = [name_of(k) for k in self.world.books.known() if k.startswith("put")]
         replace = puts and self.random.random() < 0.2
-        self.world.claim(self._size(), self.random.choice(puts) if replace else "put")
+        name = self.random.choice(puts) if replace else "put"
+        self.world.claim(self._size(), name, guided=self.random.random() < 0.3)
 
     def prefetch(self) -> None:
         keys = self.world.books.known()
-        self.world.prefetch(self.random.sample(keys, min(2, len(keys))))
+        top = self.random.choice([None, None, Tier.HOST])
+        self.world.prefetch(self.random.sample(keys, min(2, len(keys))), top)
 
     def offload(self) -> None:
         if key := self._any_key():
@@ -421,6 +530,25 @@ class History:
     def release(self) -> None:
         if self.world.leases:
             self.world.release(self.random.choice(self.world.leases))
+
+    def fetch(self) -> None:
+        if key := self._any_key():
+            purposes = [Hold.READ, Hold.UPDATE, Hold.UPDATE, Hold.RENEW, Hold.KEEP]
+            self.world.fetch(key, self.random.choice(purposes))
+
+    def withdraw_fetch(self) -> None:
+        if self.world.fetchers:
+            self.world.withdraw_fetch(self.random.choice(self.world.fetchers))
+
+    def let_go(self) -> None:
+        if self.world.holders:
+            holder = self.random.choice(self.world.holders)
+            if holder.purpose is not Hold.KEEP or self.random.random() < 0.3:
+                self.world.let_go(holder)
+
+    def put_away(self) -> None:
+        if key := self._any_key():
+            self.world.put_away(key)
 
     def land(self) -> None:
         if self.world.books.moving:

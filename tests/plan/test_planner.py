@@ -11,7 +11,7 @@ from tests.histories.machine import InjectedError, World
 from tests.plan.scans import Scan
 from tierstore.model.errors import BudgetError
 from tierstore.model.moves import Copy, Drop
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import FarthestNextUse, Policy, policy_named
 from tierstore.plan.records import CopyRecord, GroupRecord, State
@@ -188,7 +188,7 @@ def test_activations_taken_while_they_fit_are_never_written() -> None:
 
 
 def busy_planner() -> Planner:
-    """`read` is leased, `changed` is being changed, `idle` lies on both tiers."""
+    """`read` is leased, `changed` is being changed, `held` is held, `idle` lies on both tiers."""
     schedule = LearnedOrder()
     planner = Planner(budgets_of(100, None), policy_named("lru", schedule), schedule)
     for key, access in (("read", Access.READ), ("changed", Access.UPDATE), ("idle", Access.READ)):
@@ -197,6 +197,10 @@ def busy_planner() -> Planner:
         planner.arrived(key, Tier.HOST, Tier.DISK)
         assert planner.lease(key, access)
     planner.release("idle", Access.READ)
+    planner.register("held", 10, backed=True)
+    planner.fetch("held", Hold.KEEP)
+    planner.arrived("held", Tier.HOST, Tier.DISK)
+    assert planner.hold("held")
     planner.check()
     return planner
 
@@ -211,12 +215,22 @@ def miscount(planner: Planner) -> None:
 
 
 def shrink_the_budget(planner: Planner) -> None:
-    planner.budgets[Tier.HOST] = 29
+    planner.budgets[Tier.HOST] = 39
 
 
 def drop_the_leased(planner: Planner) -> None:
     del planner._groups["read"].copies[Tier.HOST]
     planner.used[Tier.HOST] -= 10
+
+
+def drop_the_held(planner: Planner) -> None:
+    planner._groups["held"].copies = {Tier.DISK: CopyRecord(State.PRESENT)}
+    planner._groups["held"].backed = True
+    planner.used[Tier.HOST] -= 10
+
+
+def lend_the_held_to_a_changer(planner: Planner) -> None:
+    planner._groups["held"].exclusive = Access.UPDATE
 
 
 def keep_a_stale_copy(planner: Planner) -> None:
@@ -243,9 +257,11 @@ def read_what_is_arriving(planner: Planner) -> None:
 
 BREAKAGES: dict[Callable[[Planner], None], str] = {
     lose_a_copy: "changed is nowhere",
-    miscount: "HOST: holds 30, counts 29",
-    shrink_the_budget: "HOST: 30 over 29",
+    miscount: "HOST: holds 40, counts 39",
+    shrink_the_budget: "HOST: 40 over 39",
     drop_the_leased: "read is leased but not there",
+    drop_the_held: "held is held but not there",
+    lend_the_held_to_a_changer: "held is held beside its changer",
     keep_a_stale_copy: "changed is being changed and has several copies",
     lend_beside_a_changer: "changed is lent to 2 beside its changer",
     leave_the_unwanted: "idle on HOST should be gone",

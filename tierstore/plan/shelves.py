@@ -209,6 +209,8 @@ class Shelves:
         known = not group.forgotten and group.key not in self._claims
         assert valid or not known, f"{key} is nowhere"
         assert group.present(self.top) or not group.leases, f"{key} is leased but not there"
+        assert group.present(self.tiers[-2]) or not group.held, f"{key} is held but not there"
+        assert not (group.held and group.exclusive), f"{key} is held beside its changer"
         for tier, copy in group.copies.items():
             reading = copy.readers > 0
             assert copy.state is State.PRESENT or not reading, f"{key} is read before it is there"

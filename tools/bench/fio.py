@@ -38,7 +38,7 @@ def version() -> str:
 
 
 def run(path: Path, configuration: str, nbytes: int, *options: str) -> Rate:
-    """Read or write `nbytes` bytes of a file, past the page cache.
+    """Read or write `nbytes` bytes of a file, or some of each, past the page cache.
 
     A configuration is an engine, a block size, and a queue depth (q) or number of threads (x). With
     `--loops` it is moved more than once, and the time that fio needs to make its buffers counts for
@@ -57,6 +57,7 @@ def run(path: Path, configuration: str, nbytes: int, *options: str) -> Rate:
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
-    moved = job["write"] if job["write"]["io_bytes"] else job["read"]
+    ways = [job[way] for way in ("read", "write") if job[way]["io_bytes"]]
     used = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Rate(moved["bw_bytes"], used / moved["io_bytes"] * 1e9)
+    moved = sum(way["io_bytes"] for way in ways)
+    return Rate(sum(way["bw_bytes"] for way in ways), used / moved * 1e9)

@@ -99,13 +99,18 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _parts(row)
 
 
+def _chunk() -> memoryview:
+    """Memory for a chunk, at a page boundary."""
+    return memoryview(mmap.mmap(-1, CHUNK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 class _Stream:
     """Writes one after the other, in chunks of whole pages, past the page cache."""
 
     def __init__(self, file: OpenForWriting, offset: int) -> None:
         self._file = file
         self._offset = offset
-        self._room = memoryview(mmap.mmap(-1, CHUNK))
+        self._room = _chunk()
         self._filled = 0
 
     def append(self, data: memoryview) -> None:
@@ -190,7 +195,7 @@ class TensorFile:
 
     def check(self) -> None:
         """Read all of it. Raises CorruptDataError or TruncatedFileError."""
-        room = memoryview(mmap.mmap(-1, CHUNK))
+        room = _chunk()
         doing = f"Checking {os.path.basename(self.path)}"
         for name, (block, at, expected) in bar(self._found.items(), doing, "tensors"):
             checksum = xxhash.xxh3_64()

@@ -1,0 +1,591 @@
+"""Groups that change all the time: held in host memory, shown from their place on disk."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.store.helpers import (
+    FLOATS_PER_PAGE,
+    PAGE,
+    PATIENCE,
+    Tensors,
+    assert_group,
+    assert_same,
+    assert_sound,
+    bits,
+    join,
+    needs_pretend,
+    on_both,
+    open_store,
+    pages,
+    run_threads,
+    tiers_of,
+    wait_until_idle,
+)
+from tests.store.test_faults import Failing
+from tierstore import (
+    Access,
+    BudgetError,
+    ClosedError,
+    DiskFullError,
+    DuplicateKeyError,
+    TierStore,
+    TransferError,
+    UnknownKeyError,
+)
+from tierstore.model.tiers import Hold
+
+ROUNDS = 20
+
+
+def several(seed: int = 0) -> dict[str, torch.Tensor]:
+    """A matrix of a transposed layout, a scalar, half precision, no elements, and a tied pair."""
+    random = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(48, 40, generator=random)
+    tied = torch.randn(700, generator=random)
+    return {
+        "transposed": matrix.t(),
+        "scalar": torch.randn((), generator=random),
+        "half": torch.randn(33, generator=random).bfloat16(),
+        "nothing": torch.empty(0, 5),
+        "tied": tied,
+        "tied too": tied,
+    }
+
+
+def settled(store: TierStore, key: str, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The group, put away and shown."""
+    store.settle(key, tensors)
+    store.put_away([key])
+    return store.show(key)
+
+
+def copies(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def held_values(store: TierStore, key: str, purpose: Hold = Hold.READ) -> dict[str, torch.Tensor]:
+    with store.hold(key, purpose) as lease:
+        return copies(lease.tensors)
+
+
+def assert_values(found: Tensors, expected: Tensors) -> None:
+    """The same bits in the same shapes, wherever and however they lie."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape
+        assert bits(found[name]) == bits(tensor)
+
+
+def fill(tensors: Tensors, value: float) -> None:
+    for tensor in tensors.values():
+        tensor.fill_(value)
+
+
+def places(store: TierStore) -> tuple[int, int]:
+    """Where the last place ends in the file of what is away, and how long that file is."""
+    spill = store._carrier._the_spill()
+    return spill._end, os.stat(spill.path).st_size
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+@on_both
+def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
+    expected = several()
+    with open_store(disk_dir, device=device) as store:
+        store.settle("key", expected)
+        assert "DISK" not in tiers_of(store, "key")
+        assert_values(held_values(store, "key", Hold.UPDATE), expected)
+        assert_values(store.get("key"), expected)
+        store.put_away(["key"])
+        assert tiers_of(store, "key") == ("DISK",)
+        shown = store.show("key")
+        for name, tensor in expected.items():
+            assert shown[name].device.type == "cpu"
+            assert_same(shown[name], tensor)
+        read = store.stats().bytes_read
+        assert_values(held_values(store, "key", Hold.READ), expected)
+        assert_values(store.get("key"), expected)
+        assert_group(store.get("key"), expected)
+        assert store.stats().bytes_read > read
+        assert_sound(store)
+
+
+@on_both
+def test_tied_tensors_are_one_while_held_and_shown(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", several())
+        with store.hold("key", Hold.UPDATE) as lease:
+            lease.tensors["tied"][7] = 99.0
+            assert lease.tensors["tied too"][7] == 99.0
+        store.put_away(["key"])
+        assert shown["tied"][7] == shown["tied too"][7] == 99.0
+        shown["tied too"][8] = 55.0
+        assert shown["tied"][8] == 55.0
+        assert held_values(store, "key")["tied"][8] == 55.0
+
+
+@on_both
+def test_changes_go_both_ways_round_after_round(device: str, disk_dir: Path) -> None:
+    tensors = several()
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", tensors)
+        for number in range(ROUNDS):
+            with store.hold("key", Hold.UPDATE) as lease:
+                assert (lease.tensors["half"] == shown["half"]).all()
+                fill(lease.tensors, number)
+            store.write_back("key")
+            store.put_away(["key"])
+            assert all((tensor == number).all() for tensor in shown.values())
+            with store.acquire("key") as lease:
+                assert (lease.tensors["transposed"] == number).all()
+            store.put_away(["key"])
+            fill(shown, number + 0.5)
+            assert all(
+                (tensor == number + 0.5).all() for tensor in held_values(store, "key").values()
+            )
+            store.put_away(["key"])
+        assert_sound(store)
+
+
+@on_both
+def test_what_is_renewed_is_not_read(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", {"a": pages(1, 3)})
+        read = store.stats().bytes_read
+        with store.hold("key", Hold.RENEW) as lease:
+            lease.tensors["a"].fill_(2)
+        store.put_away(["key"])
+        assert store.stats().bytes_read == read
+        assert (shown["a"] == 2).all()
+        held_values(store, "key", Hold.UPDATE)  # the control
+        assert store.stats().bytes_read == read + 3 * PAGE
+
+
+@on_both
+def test_what_was_only_read_is_not_written(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        settled(store, "key", {"a": pages(1, 3)})
+        written = store.stats().bytes_written
+        for purpose, more in ((Hold.READ, 0), (Hold.UPDATE, 3 * PAGE)):
+            held_values(store, "key", purpose)
+            store.put_away(["key"])
+            assert store.stats().bytes_written == written + more
+
+
+@on_both
+def test_a_group_on_disk_only_is_like_the_others(device: str, disk_dir: Path) -> None:
+    values = several(1)
+    with open_store(disk_dir, device=device) as store:
+        store.settle_on_disk("key", several(0))
+        assert tiers_of(store, "key") == ("DISK",)
+        shown = store.show("key")
+        for name, tensor in values.items():
+            shown[name].copy_(tensor)
+            assert shown[name].stride() == tensor.stride()
+        assert store.stats().bytes_written == 0
+        assert_values(store.get("key"), values)
+        assert_values(held_values(store, "key"), values)
+
+
+@on_both
+def test_a_group_of_nothing_works(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", {"nothing": torch.empty(0, 3)})
+        assert shown["nothing"].shape == (0, 3)
+        assert held_values(store, "key", Hold.UPDATE)["nothing"].shape == (0, 3)
+        store.put_away(["key"])
+        assert_sound(store)
+
+
+# Places -------------------------------------------------------------------------------------------
+
+
+@on_both
+def test_a_group_keeps_its_place(device: str, disk_dir: Path) -> None:
+    """Much more is written than there is room for: the file does not grow."""
+    with open_store(disk_dir, 8 * PAGE, device) as store:
+        keys = [f"g{i}" for i in range(6)]
+        shown = {key: settled(store, key, {"a": pages(0, 3)})["a"] for key in keys}
+        before, addresses = places(store), {key: t.data_ptr() for key, t in shown.items()}
+        for number in range(1, ROUNDS):
+            for key in keys:
+                with store.hold(key, Hold.UPDATE) as lease:
+                    lease.tensors["a"].fill_(number)
+                store.write_back(key)
+            store.put_away(keys)
+            assert all((tensor == number).all() for tensor in shown.values())
+            assert {key: store.show(key)["a"].numel() for key in keys} == {
+                key: 3 * FLOATS_PER_PAGE for key in keys
+            }
+        assert places(store) == before
+        assert {key: t.data_ptr() for key, t in shown.items()} == addresses
+        assert store.stats().bytes_written >= ROUNDS * len(keys) * 3 * PAGE
+
+
+@on_both
+def test_what_was_discarded_keeps_its_values_while_anybody_looks(
+    device: str, disk_dir: Path
+) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "old", {"a": pages(1, 2)})
+        end, _ = places(store)
+        store.discard("old")
+        assert "old" not in store
+        with pytest.raises(UnknownKeyError):
+            store.show("old")
+        others = [settled(store, f"new {i}", {"a": pages(2, 2)}) for i in range(5)]
+        assert (shown["a"] == 1).all()
+        grown, _ = places(store)
+        assert grown == end + 5 * 2 * PAGE
+        del shown  # nobody looks any more: now its room is free
+        gc.collect()
+        again = settled(store, "again", {"a": pages(3, 2)})
+        assert places(store)[0] == grown
+        assert (again["a"] == 3).all()
+        assert all((other["a"] == 2).all() for other in others)
+
+
+@on_both
+def test_what_is_shown_outlives_the_store(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", several())
+    assert_values(shown, several())
+    fill(shown, 3)
+    assert (shown["transposed"] == 3).all()
+
+
+# Waiting ------------------------------------------------------------------------------------------
+
+
+def started(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_for_a_request(store: TierStore) -> None:
+    """Until somebody has tried in vain."""
+    with store._changed:
+        waits = store._changed.wait_for(lambda: bool(store._waiting._requests), timeout=PATIENCE)
+    assert waits, "nobody waits"
+
+
+@on_both
+@pytest.mark.parametrize("purpose", [Hold.UPDATE, Hold.RENEW, Hold.KEEP])
+def test_who_wants_to_change_it_waits_for_readers(
+    purpose: Hold, device: str, disk_dir: Path
+) -> None:
+    order: list[str] = []
+    with open_store(disk_dir, device=device) as store:
+        store.settle("key", {"a": pages(1)})
+        lease = store.acquire("key")
+
+        def change() -> None:
+            with store.hold("key", purpose) as held:
+                order.append("held")
+                held.tensors["a"].fill_(2)
+
+        thread = started(change)
+        wait_for_a_request(store)
+        assert (lease.tensors["a"] == 1).all()
+        order.append("released")
+        lease.release()
+        join(thread)
+        assert order == ["released", "held"]
+        assert (store.get("key")["a"] == 2).all()
+        assert_sound(store)
+
+
+@on_both
+def test_one_holds_it_after_the_other(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", {"a": pages(0)})
+
+        def change() -> None:
+            for _ in range(ROUNDS):
+                with store.hold("key", Hold.UPDATE) as lease:
+                    lease.tensors["a"].add_(1)
+
+        assert run_threads([change] * 3) == []
+        store.put_away(["key"])
+        assert (shown["a"] == 3 * ROUNDS).all()
+        assert_sound(store)
+
+
+@needs_pretend
+def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
+    """By who knows that it does not change meanwhile. What comes after is what was changed."""
+    with open_store(disk_dir, device="pretend") as store:
+        shown = settled(store, "key", {"a": pages(1)})
+        kept = store.hold("key", Hold.KEEP)
+        for number in (2, 3):
+            kept.tensors["a"].fill_(number)
+            with store.acquire("key") as lease:
+                assert lease.tensors["a"].device.type == "pretend"
+                assert (lease.tensors["a"].cpu() == number).all()
+                assert (kept.tensors["a"] == number).all()
+            store.offload("key")
+            wait_until_idle(store)
+            assert tiers_of(store, "key") == ("HOST",)
+        assert_sound(store)
+        kept.release()
+        store.put_away(["key"])
+        assert (shown["a"] == 3).all()
+
+
+# Room ---------------------------------------------------------------------------------------------
+
+
+@on_both
+def test_what_is_held_for_good_stays_where_it_is(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, 8 * PAGE, device) as store:
+        store.settle("kept", {"a": pages(7, 4)})
+        kept = store.hold("kept", Hold.KEEP)
+        address = kept.tensors["a"].data_ptr()
+        for number in range(ROUNDS):
+            store.put(f"other {number}", pages(number, 3), durable=False)
+            assert (store.get(f"other {number // 2}") == number // 2).all()
+            assert "HOST" in tiers_of(store, "kept")
+        assert store.stats().bytes_written >= (ROUNDS - 2) * 3 * PAGE, "there was room for all"
+        assert kept.tensors["a"].data_ptr() == address
+        assert (kept.tensors["a"] == 7).all()
+        assert_sound(store)
+
+
+@on_both
+@pytest.mark.parametrize("how", ["hold", "settle", "put"])
+def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
+    how: str, device: str, disk_dir: Path
+) -> None:
+    def ask(store: TierStore) -> None:
+        if how == "hold":
+            store.hold("large", Hold.UPDATE).release()
+        elif how == "settle":
+            store.settle("new", {"a": pages(2, 6)})
+        else:
+            store.put("new", pages(2, 6), durable=False)
+
+    with open_store(disk_dir, 8 * PAGE, device) as store:
+        settled(store, "large", {"a": pages(2, 6)})
+        store.settle("kept", {"a": pages(1, 4)})
+        kept = store.hold("kept", Hold.KEEP)
+        with pytest.raises(BudgetError, match="for good") as error:
+            ask(store)
+        assert error.value.nbytes == 6 * PAGE
+        assert (kept.tensors["a"] == 1).all()
+        store.settle("small", {"a": pages(3, 4)})  # what fits beside it still does
+        kept.release()
+        ask(store)
+        assert_sound(store)
+
+
+@on_both
+def test_a_group_larger_than_the_budget_is_refused(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, 4 * PAGE, device) as store:
+        with pytest.raises(BudgetError):
+            store.settle("key", {"a": pages(1, 5)})
+        assert "key" not in store
+        store.settle_on_disk("key", {"a": pages(1, 5)})
+        with pytest.raises(BudgetError, match="ram_budget"):
+            store.hold("key", Hold.UPDATE)
+        store.show("key")["a"].fill_(4)
+        assert (store.show("key")["a"] == 4).all()
+        assert_sound(store)
+
+
+@on_both
+def test_the_disk_budget_holds(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, 16 * PAGE, device, disk_budget=8 * PAGE) as store:
+        settled(store, "a", {"a": pages(1, 4)})
+        with pytest.raises(BudgetError, match="disk_budget"):
+            store.settle_on_disk("b", {"a": pages(2, 5)})
+        assert "b" not in store
+        store.settle("b", {"a": pages(2, 5)})
+        with pytest.raises(BudgetError, match="disk_budget"):
+            store.put_away(["b"])
+        assert (held_values(store, "b")["a"] == 2).all()
+        store.discard("a")
+        store.put_away(["b"])
+        assert (store.show("b")["a"] == 2).all()
+        assert_sound(store)
+
+
+# Mistakes and faults --------------------------------------------------------------------------
+
+
+@on_both
+def test_a_key_is_settled_once(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", {"a": pages(1)})
+        for settle in (store.settle, store.settle_on_disk):
+            with pytest.raises(DuplicateKeyError):
+                settle("key", {"a": pages(2)})
+        assert (shown["a"] == 1).all()
+        with pytest.raises(UnknownKeyError):
+            store.hold("another", Hold.UPDATE)
+        with pytest.raises(UnknownKeyError):
+            store.put_away(["another"])
+        assert_sound(store)
+
+
+@on_both
+def test_a_closed_store_says_so(device: str, disk_dir: Path) -> None:
+    store = open_store(disk_dir, device=device)
+    store.settle("key", {"a": pages(1)})
+    lease = store.hold("key", Hold.UPDATE)
+    store.close()
+    lease.release()
+    for act in (
+        lambda: store.settle("b", {"a": pages(1)}),
+        lambda: store.settle_on_disk("b", {"a": pages(1)}),
+        lambda: store.hold("key", Hold.UPDATE),
+        lambda: store.write_back("key"),
+        lambda: store.put_away(["key"]),
+        lambda: store.show("key"),
+        lambda: store.expect(["key"]),
+        lambda: store.expect_in_ram(["key"]),
+    ):
+        with pytest.raises(ClosedError):
+            act()
+
+
+@on_both
+def test_nothing_of_it_outlives_the_store(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        settled(store, "key", {"a": pages(1)})
+    with open_store(disk_dir, device=device) as store:
+        assert "key" not in store
+
+
+@on_both
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_save_that_fails_leaves_the_group_where_it_was(
+    number: int, device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", {"a": pages(1, 2)})
+        with store.hold("key", Hold.UPDATE) as lease:
+            lease.tensors["a"].fill_(2)
+        disk = Failing(monkeypatch, "pwrite", number)
+        store.write_back("key")
+        for _ in range(2):
+            with pytest.raises(TransferError) as error:
+                store.put_away(["key"])
+            assert isinstance(error.value, DiskFullError) == (number == errno.ENOSPC)
+            assert (held_values(store, "key")["a"] == 2).all()
+        assert disk.failed >= 2
+        disk.broken = False
+        store.put_away(["key"])
+        assert (shown["a"] == 2).all()
+        assert_sound(store)
+
+
+@on_both
+def test_a_disk_without_room_for_a_place_is_told(
+    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir, device=device) as store:
+        disk = Failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
+        with pytest.raises(DiskFullError):
+            store.settle_on_disk("a", {"a": pages(1)})
+        assert "a" not in store
+        store.settle("b", {"a": pages(1)})
+        with pytest.raises(DiskFullError):
+            store.put_away(["b"])
+        assert disk.failed >= 2
+        disk.broken = False
+        store.settle_on_disk("a", {"a": pages(1)})
+        store.put_away(["b"])
+        assert (store.show("b")["a"] == 1).all()
+        assert_sound(store)
+
+
+@on_both
+@pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
+def test_a_lost_lease_is_taken_back(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, 8 * PAGE, device) as store:
+        store.settle("key", {"a": pages(1, 6)})
+        for purpose in Hold:
+            lease = store.hold(key="key", purpose=purpose)
+            lease.tensors["a"].fill_(5)
+            del lease
+            gc.collect()
+            assert (held_values(store, "key", Hold.UPDATE)["a"] == 5).all()
+        store.settle("other", {"a": pages(2, 6)})  # nor is its room held
+        assert_sound(store)
+
+
+# Hints -------------------------------------------------------------------------------------------
+
+
+@on_both
+def test_what_is_expected_is_brought_as_far_as_was_said(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        for key in ("held", "acquired"):
+            settled(store, key, {"a": pages(1)})
+        store.expect_in_ram(["held", "no such key"])
+        store.expect(["acquired", "no such key"])
+        wait_until_idle(store)
+        assert tiers_of(store, "held") == ("HOST", "DISK")
+        top = ("HOST", "DISK") if device == "cpu" else ("DEVICE", "HOST", "DISK")
+        assert tiers_of(store, "acquired") == top
+        read = store.stats().bytes_read
+        held_values(store, "held")
+        store.get("acquired")
+        assert store.stats().bytes_read == read
+
+
+# Many at once --------------------------------------------------------------------------------
+
+
+@on_both
+def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_dir: Path) -> None:
+    """In a quarter of the memory that all of them take, the promises are looked at all the time."""
+    groups, size = 8, 3
+    with open_store(disk_dir, groups * size * PAGE // 2, device) as store:
+        check = store._planner.check
+
+        def work(thread: int) -> None:
+            mine = [f"{thread} {i}" for i in range(groups // 4)]
+            shown = {key: settled(store, key, {"a": pages(0, size)})["a"] for key in mine}
+            chosen = random.Random(thread)
+            values = dict.fromkeys(mine, 0)
+            for number in range(1, ROUNDS):
+                for key in mine:
+                    act = chosen.choice(["hold", "show", "read", "expect"])
+                    if act == "hold":
+                        with store.hold(key, chosen.choice([Hold.UPDATE, Hold.RENEW])) as lease:
+                            values[key] = number
+                            lease.tensors["a"].fill_(number)
+                        store.write_back(key)
+                    elif act == "show":
+                        store.put_away([key])
+                        assert (shown[key] == values[key]).all()
+                        values[key] = -number
+                        shown[key].fill_(-number)
+                    elif act == "read":
+                        with store.acquire(key, Access.READ) as lease:
+                            assert (lease.tensors["a"].cpu() == values[key]).all()
+                    else:
+                        chosen.choice([store.expect, store.expect_in_ram])([key])
+                    with store._changed:
+                        check()
+            store.put_away(mine)
+            assert all((shown[key] == values[key]).all() for key in mine)
+
+        errors = run_threads([lambda thread=thread: work(thread) for thread in range(4)])
+        assert errors == []
+        assert store.stats().bytes_read > groups * size * PAGE
+        assert_sound(store)

@@ -1,0 +1,447 @@
+"""Training, plain and on a store, in the same few lines; and what has to be equal afterwards."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.adapters.conftest import DEVICES, NEEDS_PRETEND
+from tests.training import models
+from tierstore import TierStore
+from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+
+__all__ = ["DEVICES", "NEEDS_PRETEND"]
+
+ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+
+SMALL = 0.2  # of the full state: most of it streams
+LARGE = 2.0  # all of it stays, and there is room for activations
+STEPS = 5
+
+ADAMW = {"lr": 1e-3, "weight_decay": 0.05}
+SGD = {"lr": 0.02, "momentum": 0.9}
+
+
+# What a model's training takes --------------------------------------------------------------------
+
+
+@functools.cache
+def states_per_parameter(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> int:
+    """How many tensors as large as a parameter an optimizer keeps for each."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    optimizer = optimizer_class([parameter], **options)
+    optimizer.step()
+    kept = optimizer.state[parameter].values()
+    return sum(isinstance(each, torch.Tensor) and each.shape == (3,) for each in kept)
+
+
+def parameter_bytes(module: nn.Module, *, trained: bool = False) -> int:
+    """Bytes of all parameters (or those that are trained), tied ones once."""
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained)
+
+
+def full_state_bytes(
+    module: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
+) -> int:
+    """Bytes of the parameters, their gradients, and the optimizer's states."""
+    states = states_per_parameter(optimizer_class, **options)
+    return parameter_bytes(module) + (1 + states) * parameter_bytes(module, trained=True)
+
+
+@contextmanager
+def store_for(
+    full_state: nn.Module | int,
+    disk_dir: Path,
+    device: str = "cpu",
+    share: float = SMALL,
+    **options: Any,
+) -> Iterator[TierStore]:
+    """A store that may hold `share` of a full state in RAM: of so many bytes, or of a module that
+    AdamW trains. On an accelerator, all parameters have room, if nobody says otherwise."""
+    if isinstance(full_state, nn.Module):
+        weights = parameter_bytes(full_state)
+        full_state = full_state_bytes(full_state, torch.optim.AdamW)
+        options.setdefault("device_budget", int(1.5 * weights))
+    else:
+        options.setdefault("device_budget", full_state)
+    if device == "cpu":
+        del options["device_budget"]
+    with TierStore(int(full_state * share), disk_dir, device=device, **options) as store:
+        yield store
+
+
+def offloaded(
+    module: nn.Module,
+    store: TierStore,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    options: dict[str, Any] | None = None,
+    **how: Any,
+) -> tuple[OffloadModel, OffloadOptimizer]:
+    """A module in training on a store, and its optimizer. AdamW's options are `ADAMW`."""
+    model = OffloadModel(module, store, **how)
+    if options is None:
+        options = ADAMW
+    return model, OffloadOptimizer(model, store, optimizer_class, **options)
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def clip(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    """Clip the gradients of all parameters, with the optimizer's own way if it has one."""
+    if isinstance(optimizer, OffloadOptimizer):
+        return optimizer.clip_grad_norm_(max_norm)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def train(
+    kind: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = STEPS,
+    *,
+    device: str = "cpu",
+    max_norm: float | None = None,
+    accumulate: int = 1,
+    first: int = 0,
+    after_step: Callable[[], Any] | None = None,
+) -> list[torch.Tensor]:
+    """Train with the batches of a kind from number `first * accumulate` on. Returns what must be
+    equal as well: all losses, and the norms before clipping."""
+    found = []
+    for step in range(first, first + steps):
+        for number in range(step * accumulate, (step + 1) * accumulate):
+            torch.manual_seed(number)
+            loss = models.loss(kind, model, models.batch(kind, number).to(device)) / accumulate
+            loss.backward()
+            found.append(loss.detach().cpu())
+        if max_norm is not None:
+            found.append(clip(model, optimizer, max_norm).cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step is not None:
+            after_step()
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Everything that training leaves, in plain form: what equal runs have equal."""
+
+    found: list[torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        found: list[torch.Tensor] | None = None,
+    ) -> Trained:
+        return cls(
+            list(found or ()),
+            {n: p.detach().cpu().clone() for n, p in model.named_parameters()},
+            {n: b.detach().cpu().clone() for n, b in model.named_buffers()},
+            copied(optimizer.state_dict()),
+            {
+                name: None if p.grad is None else p.grad.detach().cpu().clone()
+                for name, p in model.named_parameters()
+            },
+        )
+
+    def assert_same_as(self, expected: Trained) -> None:
+        """Bit for bit."""
+        assert_same(self.found, expected.found, "losses")
+        assert_same(self.buffers, expected.buffers, "buffers")
+        assert_same(self.gradients, expected.gradients, "gradients")
+        assert_same(self.parameters, expected.parameters, "parameters")
+        assert_same(self.state, expected.state, "optimizer")
+
+
+def copied(value: Any) -> Any:
+    """A copy of nested dicts and lists, with copies of the tensors in them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(each) for each in value)
+    return value
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    """Nested dicts and lists are equal, and the tensors in them bit for bit, of the same dtype."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor), where
+        assert found.dtype is expected.dtype, where
+        assert torch.equal(found.cpu(), expected.cpu()), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for name, each in expected.items():
+            assert_same(found[name], each, f"{where} {name}")
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected) and len(found) == len(expected), where
+        for number, pair in enumerate(zip(found, expected, strict=True)):
+            assert_same(*pair, f"{where} {number}")
+    else:
+        assert type(found) is type(expected) and found == expected, where
+
+
+# Bytes --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The bytes that must move between RAM and disk in one step, of a full state that does not fit.
+
+    While an optimizer steps, it needs every parameter, gradient and state, of which at most the
+    budget is in RAM when it begins: the rest must be read. It changes the parameters and the
+    states, of which at most the budget is in RAM when it ends: the rest must have been written.
+    """
+
+    read: int
+    written: int
+
+    @classmethod
+    def at_least(
+        cls, module: nn.Module, budget: int, optimizer_class: type, **options: Any
+    ) -> Moved:
+        trained = parameter_bytes(module, trained=True)
+        states = states_per_parameter(optimizer_class, **options) * trained
+        return cls(max(2 * trained + states - budget, 0), max(trained + states - budget, 0))
+
+
+class Traffic:
+    """Counts what a store moves from now on."""
+
+    def __init__(self, store: TierStore) -> None:
+        self.store = store
+        self._before = store.stats()
+
+    @property
+    def read(self) -> int:
+        return self.store.stats().bytes_read - self._before.bytes_read
+
+    @property
+    def written(self) -> int:
+        return self.store.stats().bytes_written - self._before.bytes_written
+
+    @property
+    def onloaded(self) -> int:
+        return self.store.stats().bytes_onloaded - self._before.bytes_onloaded
+
+    def assert_at_least(self, moved: Moved, steps: int) -> None:
+        """In so many steps, all with states (that is: not with the first one of all)."""
+        assert moved.read > 0, "the full state fits"
+        assert self.read >= steps * moved.read
+        assert self.written >= steps * moved.written
+
+
+def assert_within_budgets(store: TierStore) -> None:
+    """No tier ever took more than it may."""
+    stats = store.stats()
+    for tier, budget in stats.budget_bytes.items():
+        if budget is not None:
+            assert stats.peak_bytes[tier] <= budget, tier
+
+
+def assert_nothing_is_leased(model: OffloadModel) -> None:
+    """Between two steps, nobody holds anything but what is kept for good."""
+    store = model.store
+    pause = threading.Event()
+    for _ in range(100):
+        gc.collect()  # an error holds the frames of its backward until another thread lets it go
+        model.settle_down()
+        found = held(store)
+        if not found:
+            return
+        pause.wait(0.05)
+    raise AssertionError(f"the store still holds {found}")
+
+
+def held(store: TierStore) -> list[str]:
+    """Keys of groups that are in memory though they also are on disk, or that are on the device
+    (but for the buffers, which stay there), or that belong to nothing that is trained."""
+    found = []
+    for group in store.snapshot().groups:
+        on_disk = "DISK" in group.tiers
+        in_memory = len(group.tiers) > on_disk
+        on_device = "DEVICE" in group.tiers and not group.key.endswith("/resident")
+        trained = group.key.startswith(("training/", "optimizer/"))
+        if (on_disk and in_memory) or on_device or not trained:
+            found.append(group.key)
+    return found
+
+
+# Comparing ----------------------------------------------------------------------------------------
+
+Scenario = Callable[[Any, Any, str], list[torch.Tensor] | None]
+"""Does something with a model and an optimizer on a device, and returns what it found."""
+Grouping = Callable[[nn.Module], Any]
+"""What an optimizer is given of a model."""
+
+
+class Needs:
+    """Notes what an ordinary optimizer works on, in bytes: what it needs for each step, and what
+    it changes. All of it that exceeds a budget must move. See `Moved`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.needed: list[int] = []
+        self.changed: list[int] = []
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        gradients = sum(p.grad.nbytes for p in _stepped(optimizer))
+        self.needed.append(gradients + _with_states(optimizer))
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.changed.append(_with_states(optimizer))
+
+    def above(self, budget: int) -> Moved:
+        """What must have moved in all steps together."""
+        return Moved(
+            sum(max(nbytes - budget, 0) for nbytes in self.needed),
+            sum(max(nbytes - budget, 0) for nbytes in self.changed),
+        )
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[Any]:
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in every if p.grad is not None]
+
+
+def _with_states(optimizer: torch.optim.Optimizer) -> int:
+    nbytes = 0
+    for parameter in _stepped(optimizer):
+        states = optimizer.state[parameter].values() if parameter in optimizer.state else ()
+        large = [each for each in states if isinstance(each, torch.Tensor) and each.dim()]
+        nbytes += parameter.nbytes + sum(each.nbytes for each in large)
+    return nbytes
+
+
+def compare(
+    scenario: Scenario,
+    disk_dir: Path,
+    device: str = "cpu",
+    kind: str = "small",
+    *,
+    build: Callable[[], nn.Module] | None = None,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    options: dict[str, Any] | None = None,
+    grouping: Grouping | None = None,
+    share: float = 0.3,
+    **how: Any,
+) -> None:
+    """Do the same with a plain model and with one on a store, and find everything the same: what
+    the scenario found, parameters, buffers, gradients and the optimizer's state. What does not fit
+    must have moved."""
+    build = build or functools.partial(models.build, kind)
+    options = ADAMW if options is None else options
+    module = build()
+    plain = optimizer_class(grouping(module) if grouping else module.parameters(), **options)
+    needs = Needs(plain)
+    expected = Trained.of(module, plain, scenario(module, plain, "cpu"))
+    module = build()
+    with store_for(
+        full_state_bytes(module, optimizer_class, **options), disk_dir, device, share
+    ) as (store):
+        traffic = Traffic(store)
+        model = OffloadModel(module, store, **how)
+        given = grouping(model) if grouping else model
+        optimizer = OffloadOptimizer(given, store, optimizer_class, **options)
+        found = scenario(model, optimizer, device)
+        Trained.of(model, optimizer, found).assert_same_as(expected)
+        budget = store.stats().budget_bytes["HOST"]
+        assert budget is not None
+        traffic.assert_at_least(needs.above(budget), 1)
+        assert_within_budgets(store)
+        assert_nothing_is_leased(model)
+
+
+# Cases --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    """One way to train."""
+
+    kind: str
+    optimizer: str
+    clipped: bool
+    accumulate: int
+    slices: int | None
+    checkpoint: bool
+    share: float
+    device: str
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        return getattr(torch.optim, self.optimizer)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"AdamW": ADAMW, "SGD": SGD}[self.optimizer]
+
+    @property
+    def max_norm(self) -> float | None:
+        return 0.1 if self.clipped else None
+
+    def __str__(self) -> str:
+        names = [self.kind, self.optimizer.lower(), f"slices{self.slices}", f"{self.share}x"]
+        names += ["clipped"] * self.clipped + ["checkpoint"] * self.checkpoint
+        return "-".join([*names, f"accumulate{self.accumulate}", self.device])
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "kind": ("mlp", "mlp-dropout", "sequential", "resnet", "llama", "llama-dropout", "flux"),
+    "optimizer": ("AdamW", "SGD"),
+    "clipped": (True, False),
+    "accumulate": (1, 3),
+    "slices": (1, 3, None),
+    "checkpoint": (True, False),
+    "share": (SMALL, LARGE),
+    "device": ("cpu", "pretend"),
+}
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(case: TrainingCase) -> set[Pair]:
+    """Any two choices that meet in this case."""
+    return set(itertools.combinations(((name, getattr(case, name)) for name in CHOICES), 2))
+
+
+def pairwise() -> list[TrainingCase]:
+    """A few cases in which every choice meets every other one."""
+    every = [TrainingCase(*values) for values in itertools.product(*CHOICES.values())]
+    missing = {case: pairs_of(case) for case in every}
+    found: list[TrainingCase] = []
+    while missing:
+        best = max(missing, key=lambda case: len(missing[case]))
+        covered = missing.pop(best)
+        found.append(best)
+        missing = {case: left for case, pairs in missing.items() if (left := pairs - covered)}
+    return found
+
+
+TRAINING_CASES = [
+    pytest.param(case, id=str(case), marks=NEEDS_PRETEND if case.device == "pretend" else ())
+    for case in pairwise()
+]

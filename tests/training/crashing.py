@@ -1,0 +1,271 @@
+"""Trainings that are killed at chosen points, each in a process of its own, and go on in another.
+
+    python -m tests.training.crashing '{"place": ..., "way": "exchange", "points": 50}'
+
+All are forked from this process, which computes nothing itself: so torch is imported once, and
+nobody is forked with threads. A point is the n-th time that the interpreter enters or leaves a
+function, its own or one of C, on any thread. Two of three points are the n-th time that a save
+begins or ends a call of the system: a write, a sync, a rename.
+
+Prints a line of JSON for each point (see `Crash`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, save_training
+from tierstore.adapters.training import replacing
+
+STEPS = 5
+LAYERS = 4
+WIDTH = 96
+BUDGET = 48 * 4096  # of 590 kB of parameters, gradients and states
+ADAMW = {"lr": 1e-2}
+FAILED = 3
+
+Tell = Callable[[Any], None]
+
+
+# Ways to save -------------------------------------------------------------------------------------
+
+
+def save_ours(path: Path, model: Any, optimizer: Any, extra: dict[str, Any]) -> None:
+    save_training(path, model, optimizer, extra=extra)
+
+
+def save_plainly(path: Path, model: Any, optimizer: Any, extra: dict[str, Any]) -> None:
+    """The control: over the last one."""
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
+    torch.save(state, path)
+
+
+def load_plainly(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["extra"]
+
+
+WAYS: dict[str, tuple[Callable[..., None], Callable[..., Any]]] = {
+    "exchange": (save_ours, load_training),
+    "two renames": (save_ours, load_training),
+    "torch.save": (save_plainly, load_plainly),
+}
+
+
+# A training ---------------------------------------------------------------------------------------
+
+
+def build() -> nn.Module:
+    """The same model every time, with dropout. What it draws depends on the steps before."""
+    torch.manual_seed(0)
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)) for _ in range(LAYERS)]
+    return nn.Sequential(*itertools.chain.from_iterable(layers))
+
+
+def step_once(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Bit for bit."""
+    (ours, form), (theirs, other) = tree_flatten(found), tree_flatten(expected)
+    assert form == other
+    for one, two in zip(ours, theirs, strict=True):
+        same = torch.equal(one, two) if isinstance(two, torch.Tensor) else one == two
+        assert same
+
+
+def uninterrupted(target: Path) -> None:
+    """All steps of a plain model and AdamW, without a store. Writes down what they leave."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    losses = [step_once(step, model, optimizer) for step in range(STEPS)]
+    torch.save({"losses": losses, "state": state_of(model, optimizer)}, target)
+
+
+@contextlib.contextmanager
+def training(disk_dir: Path) -> Iterator[tuple[OffloadModel, OffloadOptimizer]]:
+    with TierStore(BUDGET, disk_dir, device="cpu") as store:
+        model = OffloadModel(build(), store)
+        yield model, OffloadOptimizer(model, store, torch.optim.AdamW, **ADAMW)
+
+
+def train(place: Path, way: str, killer: Killer, tell: Tell) -> None:
+    """All steps, with a save after each. Tells of the step that begins, and of what was saved."""
+    save, _ = WAYS[way]
+    with killer, training(place / "store") as (model, optimizer):
+        for step in range(STEPS):
+            step_once(step, model, optimizer)
+            extra = {"done": step + 1, "random": torch.get_rng_state().tolist()}
+            with killer.saving():
+                save(place / "run", model, optimizer, extra)
+            tell(step + 1)
+        killer.stop()
+        tell([killer.in_all, killer.in_saves])
+
+
+def go_on(place: Path, way: str, expected: Path, tell: Tell) -> None:
+    """Open the killed store's directory, load, do the rest. Raises if anything is not as it would
+    have been. Tells how many steps were found done."""
+    save, load = WAYS[way]
+    reference = torch.load(expected)
+    with training(place / "store") as (model, optimizer):
+        done = 0
+        if any(p.name in ("run", ".run.previous") for p in place.iterdir()):
+            extra = load(place / "run", model, optimizer)
+            done = extra["done"]
+            torch.set_rng_state(torch.tensor(extra["random"], dtype=torch.uint8))
+        tell(done)
+        losses = [step_once(step, model, optimizer) for step in range(done, STEPS)]
+        assert_same(losses, reference["losses"][done:])
+        assert_same(state_of(model, optimizer), reference["state"])
+        save(place / "run", model, optimizer, {"done": STEPS})
+    tell(sorted(p.name for p in place.iterdir()))
+
+
+# Being killed -------------------------------------------------------------------------------------
+
+
+class Killer:
+    """Counts what happens on all threads, and kills the process at event number `point`.
+
+    Counted are calls of the system in saves, if `only_saves`; None as the point kills nobody.
+    Threads count that are started after it was entered.
+    """
+
+    def __init__(self, point: int | None = None, only_saves: bool = False) -> None:
+        self._point = point
+        self._only_saves = only_saves
+        self.in_all = self.in_saves = 0
+        self._saving = False
+
+    def __enter__(self) -> None:
+        threading.setprofile(self._event)
+        sys.setprofile(self._event)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        self._point = None
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        self._saving = True
+        yield
+        self._saving = False
+
+    def _event(self, _: Any, what: str, function: Any) -> None:
+        self.in_all += 1
+        if self._saving and what[:2] == "c_" and function.__module__ == "posix":
+            self.in_saves += 1
+        elif self._only_saves:
+            return
+        if self._point == (self.in_saves if self._only_saves else self.in_all):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Crash:
+    """One point and what came of it: `saved` steps had been told of when the process was killed,
+    then `found` were; the next one who went on had no trouble (`error`) and left `names`."""
+
+    in_save: bool
+    killed: bool = False
+    saved: int = 0
+    left: list[str] | None = None
+    found: int | None = None
+    names: list[str] | None = None
+    error: str = ""
+
+
+def forked(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
+    """Do it in a child. Returns how that ended, and what it told."""
+    source, drain = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(source)
+        code = FAILED
+        with contextlib.suppress(BaseException):
+            try:
+                do(lambda told: os.write(drain, json.dumps(told).encode() + b"\n") and None)
+                code = 0
+            except BaseException:
+                os.write(drain, json.dumps(traceback.format_exc()).encode() + b"\n")
+        os._exit(code)
+    os.close(drain)
+    with os.fdopen(source) as lines:
+        told = [json.loads(line) for line in lines]
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), told
+
+
+def crash(place: Path, way: str, expected: Path, point: int, only_saves: bool) -> Crash:
+    """Train, be killed, go on."""
+    place.mkdir()
+    found = Crash(only_saves)
+    code, told = forked(lambda tell: train(place, way, Killer(point, only_saves), tell))
+    found.killed = code == -signal.SIGKILL
+    found.saved = max((each for each in told if isinstance(each, int)), default=0)
+    found.left = sorted(p.name for p in place.iterdir())
+    code, told = forked(lambda tell: go_on(place, way, expected, tell))
+    if code:
+        found.error = str(told[-1:])
+    else:
+        found.found, found.names = told
+    shutil.rmtree(place)
+    return found
+
+
+def main(told: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    root, way = Path(told["place"]), told["way"]
+    if way == "two renames":
+        replacing._exchange = lambda *_: False  # as where the file system cannot
+    expected = root / "expected"
+    code, said = forked(lambda _: uninterrupted(expected))
+    assert code == 0, said
+    (root / "counted").mkdir()
+    code, said = forked(lambda tell: train(root / "counted", way, Killer(), tell))
+    assert code == 0, said
+    in_all, in_saves = said[-1]
+    chosen = random.Random(told.get("seed", 0))
+    for number in range(told["points"]):
+        only_saves = number % 3 != 0
+        point = chosen.randint(1, in_saves if only_saves else in_all)
+        found = crash(root / str(number), way, expected, point, only_saves)
+        print("RESULT " + json.dumps(asdict(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

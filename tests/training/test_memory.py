@@ -1,0 +1,303 @@
+"""What training takes of each memory: to the byte on a pretend accelerator, and under a limit of
+the operating system.
+
+On an accelerator, the bound is: two slices (their groups, which take whole pages), and what the
+same step takes beside the parameters of a plain model that is there wholly, and whose gradients
+are dropped as they come. That is what it saves, the input, the loss, and what a module's backward
+computes. Nothing is allowed besides.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.device import pretend
+from tests.training import limited
+from tierstore import TierStore
+from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+from tierstore.adapters.training.places import packed_bytes
+from tierstore.adapters.training.slices import Slice
+from tierstore.metrics import Stats
+
+REASON = pretend.ready()
+needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+PAGE = 4096
+WIDTHS = (96, 160, 128, 224, 64, 192, 128, 96, 256, 160, 128, 192)
+BATCH = 32  # so that what goes from block to block fills pages
+INPUTS = 96
+STEPS = 3
+AMPLE = 1 << 30
+"""A device budget that limits nothing: that few bytes are there is to be the slices' merit."""
+
+
+class Block(nn.Module):
+    """Two layers, one of them wider or narrower than its neighbours', with a way around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(INPUTS)
+        self.up = nn.Linear(INPUTS, width)
+        self.down = nn.Linear(width, INPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Listed(nn.Module):
+    """Blocks in a list, between two layers that are in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, INPUTS)
+        self.blocks = nn.ModuleList(Block(width) for width in WIDTHS)
+        self.last = nn.Linear(INPUTS, INPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(*(Block(width) for width in WIDTHS))
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {"sequential": chain, "listed": Listed}
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return KINDS[kind]()
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
+    """Everything it needs comes to the device in here, so that it is counted."""
+    output = model(batch(step).to("pretend"))
+    return (output - batch(100 + step).to("pretend")).square().mean()
+
+
+def in_use() -> int:
+    """Bytes on the device, once nothing that was dropped is left over."""
+    gc.collect()
+    torch.accelerator.synchronize("pretend")
+    return pretend.memory_allocated()
+
+
+class Peaks:
+    """The most bytes on the device since `start`, over what was there then.
+
+    `held` counts what was freed while another stream was not done with it.
+    """
+
+    def start(self) -> None:
+        self._before = in_use()
+        pretend.reset_peak_memory_stats()
+
+    @property
+    def allocated(self) -> int:
+        return pretend.max_memory_allocated() - self._before
+
+    @property
+    def held(self) -> int:
+        return pretend.max_memory_reserved() - self._before
+
+
+def plain_step(kind: str, runs: list[int] | None) -> int:
+    """The bytes that a step takes beside the parameters of a plain model on the device.
+
+    `runs` says how many blocks, one after the other, are computed again together.
+    """
+    model = build(kind).to("pretend")
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop_gradient)
+    run = model if runs is None else functools.partial(recomputed, model, runs)
+    peaks = Peaks()
+    peaks.start()
+    loss_of(run, 0).backward()
+    return peaks.allocated
+
+
+def drop_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def recomputed(model: nn.Module, runs: list[int], x: torch.Tensor) -> torch.Tensor:
+    """The model with torch's own recomputation."""
+    listed = isinstance(model, Listed)
+    blocks = list(model.blocks if listed else model.children())
+    x = model.first(x) if listed else x.requires_grad_()  # torch's wants an input that does
+    for count in runs:
+        run, blocks = blocks[:count], blocks[count:]
+        x = checkpoint(nn.Sequential(*run), x, use_reentrant=True)
+    return model.last(x) if listed else x
+
+
+def runs_of(model: OffloadModel) -> list[int]:
+    """What a model computes again together: each block of a list, or each slice of a chain."""
+    if isinstance(model.module, Listed):
+        return [1] * len(WIDTHS)
+    place = {part: i for i, block in enumerate(model.module) for part in block.modules()}
+    ends = [max(place[unit.module] for unit in slice_.units) + 1 for slice_ in model.slices]
+    return [stop - start for start, stop in itertools.pairwise([0, *ends]) if stop > start]
+
+
+def slice_bytes(slice_: Slice) -> int:
+    """What the groups of a slice take: each tensor 256 bytes or a multiple, each group whole
+    pages."""
+    return sum(packed_bytes(group.tensors) for group in slice_.groups)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What training took, and what it may take."""
+
+    slices: list[int]
+    groups: list[int]
+    bound: int
+    allocated: int
+    held: int
+    pinned: int
+    stats: Stats
+
+
+def train(kind: str, num_slices: int, place: Path, ram: int, *, recompute: bool) -> Taken:
+    """A few steps on the device, from making the model on."""
+    peaks, already = Peaks(), pretend.pinned_bytes()
+    peaks.start()
+    pretend.reset_peak_pinned()
+    with TierStore(ram, place, device="pretend", device_budget=AMPLE) as store:
+        model = OffloadModel(
+            build(kind), store, num_slices=num_slices, checkpoint_activation=recompute
+        )
+        optimizer = OffloadOptimizer(model, store, torch.optim.AdamW, lr=1e-3)
+        for step in range(STEPS):
+            loss_of(model, step).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        allocated, held = peaks.allocated, peaks.held
+        pinned = pretend.peak_pinned_bytes() - already
+        slices = [slice_bytes(slice_) for slice_ in model.slices]
+        groups = [packed_bytes(g.tensors) for slice_ in model.slices for g in slice_.groups]
+        runs = runs_of(model) if recompute else None
+        stats = store.stats()
+    bound = sum(sorted(slices)[-2:]) + plain_step(kind, runs)
+    return Taken(slices, groups, bound, allocated, held, pinned, stats)
+
+
+def weight_bytes(kind: str) -> int:
+    return sum(p.nbytes for p in build(kind).parameters())
+
+
+@needs_pretend
+@pytest.mark.parametrize("num_slices", [3, 4, 8])
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_slices_and_the_activations_are_on_the_device(
+    kind: str, recompute: bool, num_slices: int, disk_dir: Path
+) -> None:
+    ram = weight_bytes(kind)  # a quarter of what there is: the rest is on disk
+    taken = train(kind, num_slices, disk_dir, ram, recompute=recompute)
+    assert len(taken.slices) == num_slices
+    assert taken.allocated <= taken.bound
+    # Gradients of two groups may be on their way to the host: what they took is free after that.
+    assert taken.held <= taken.bound + sum(sorted(taken.groups)[-2:])
+    assert taken.pinned <= ram
+    assert taken.stats.peak_bytes["HOST"] <= ram
+    # Forward brings everything in; backward all but what forward has left there.
+    brought = 2 * weight_bytes(kind) - sum(sorted(taken.slices)[-2:])
+    assert taken.stats.bytes_onloaded >= STEPS * brought
+    assert taken.stats.bytes_written > 0, "nothing had to go to the disk"
+
+
+@needs_pretend
+def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
+    """The control of what is measured here: it is the slices' memory."""
+    ram = weight_bytes("listed")
+    few = train("listed", 3, disk_dir / "few", ram, recompute=False)
+    many = train("listed", 8, disk_dir / "many", ram, recompute=False)
+    assert few.allocated > many.bound
+
+
+@needs_pretend
+def test_a_model_that_is_dropped_gives_its_memory_back(disk_dir: Path) -> None:
+    """Of those who forget `disable`: both the model and the store are garbage."""
+    before = in_use(), pretend.pinned_bytes()
+    ram = weight_bytes("listed")
+    taken = train("listed", 4, disk_dir, ram, recompute=False)
+    assert taken.pinned > ram // 2, "there was nothing to give back"
+    assert (in_use(), pretend.pinned_bytes()) == before
+
+
+# Under a limit of the operating system -----------------------------------------------------------
+
+needs_the_limit = pytest.mark.skipif(
+    not sys.platform.startswith("linux"),
+    reason="only Linux counts private memory for RLIMIT_DATA",
+)
+
+
+def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
+    # Without a threshold of its own, the allocator keeps freed memory and would be limited for it.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.training.limited", how, str(place / how)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
+        check=False,
+    )
+
+
+def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.mark.slow
+@needs_the_limit
+def test_four_times_the_memory_is_trained_to_the_last_bit(tmp_path: Path) -> None:
+    state = limited.COPIES * limited.PARAMETERS
+    assert state > 1.2e9 > 3.8 * limited.HEADROOM
+    result = result_of(run("store", tmp_path))
+    assert result["told"] == result_of(run("unlimited", tmp_path))["told"]
+    assert len(set(result["told"][: limited.STEPS])) == limited.STEPS, "nothing was learned"
+    assert result["peak"] <= limited.BUDGET
+    # Of the whole state, the budget holds so much from step to step: the rest is written each time.
+    assert result["written"] >= limited.STEPS * (state - limited.BUDGET)
+
+
+@pytest.mark.slow
+@needs_the_limit
+def test_plain_training_does_not_keep_that_limit(tmp_path: Path) -> None:
+    """The control."""
+    done = run("plain", tmp_path)
+    assert done.returncode == 1
+    assert "RESULT" not in done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(("RuntimeError", "MemoryError")), done.stderr[-3000:]
+    assert "memory" in last.lower()

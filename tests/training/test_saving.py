@@ -1,0 +1,967 @@
+"""Training that is saved and goes on elsewhere: in a store or not, by every usual way."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import tierstore
+from tests.training import models
+from tests.training.conftest import (
+    ADAMW,
+    LARGE,
+    ON_BOTH,
+    SMALL,
+    Moved,
+    Traffic,
+    Trained,
+    assert_same,
+    clip,
+    copied,
+    full_state_bytes,
+    offloaded,
+    store_for,
+)
+from tests.training.saving_limited import CHUNK, NBYTES, STATE_BYTES
+from tierstore import OffloadModel, OffloadOptimizer, load_training, save_training
+from tierstore.adapters.training import replacing
+from tierstore.model.errors import (
+    CorruptDataError,
+    DiskFullError,
+    InvalidHeaderError,
+    TierStoreError,
+    TransferError,
+    TruncatedFileError,
+)
+from tierstore.model.header import digest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+KIND = "mlp-dropout"
+HALF = 3
+PARTS = ["model.safetensors", "optimizer.safetensors", "training.json"]
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+# Ways to save -------------------------------------------------------------------------------------
+
+
+class Ours:
+    """`save_training` and `load_training`."""
+
+    def save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        save_training(path / "run", model, optimizer)
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        load_training(path / "run", model, optimizer)
+
+
+class Torch:
+    """`torch.save` and `torch.load`."""
+
+    def save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, path / "run.pt")
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = torch.load(path / "run.pt", map_location="cpu")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
+class Safetensors:
+    """`save_file` and `load_file`, with what is no tensor in a JSON file."""
+
+    def save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        safetensors.torch.save_file(model.state_dict(), path / "model.safetensors")
+        state = optimizer.state_dict()
+        flat = {f"{n}.{k}": t for n, kept in state["state"].items() for k, t in kept.items()}
+        safetensors.torch.save_file(flat, path / "optimizer.safetensors")
+        (path / "groups.json").write_text(json.dumps(state["param_groups"]))
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.load_state_dict(load_file(path / "model.safetensors"))
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in load_file(path / "optimizer.safetensors").items():
+            number, key = name.split(".")
+            state.setdefault(int(number), {})[key] = tensor
+        groups = json.loads((path / "groups.json").read_text())
+        for group, now in zip(groups, optimizer.param_groups, strict=True):
+            group["betas"] = tuple(group["betas"])
+            assert group.keys() == now.keys()
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+class Distributed:
+    """`torch.distributed.checkpoint`, whose `load` fills the tensors of a state that is there."""
+
+    def save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        dcp.save(self.state(model, optimizer), checkpoint_id=path / "dcp", no_dist=True)
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        a_step_elsewhere(model, optimizer)
+        state = self.state(model, optimizer)
+        dcp.load(state, checkpoint_id=path / "dcp", no_dist=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    @staticmethod
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+class Named:
+    """The same, with `get_state_dict` and `set_state_dict`: by the parameters' names."""
+
+    def save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        dcp.save(self.state(model, optimizer), checkpoint_id=path / "dcp", no_dist=True)
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        state = self.state(model, optimizer)
+        dcp.load(state, checkpoint_id=path / "dcp", no_dist=True)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    @staticmethod
+    def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+WAYS = {
+    "save_training": Ours,
+    "torch.save": Torch,
+    "safetensors": Safetensors,
+    "dcp": Distributed,
+    "dcp by name": Named,
+}
+
+
+# Trainings that are saved in the middle -----------------------------------------------------------
+
+
+def go_on(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    steps: int = HALF,
+    *,
+    device: str = "cpu",
+    kind: str = KIND,
+) -> list[torch.Tensor]:
+    """Steps whose dropout depends on all the random numbers that were drawn before."""
+    found = []
+    for step in range(first, first + steps):
+        loss = models.loss(kind, model, models.batch(kind, step).to(device))
+        loss.backward()
+        found += [loss.detach().cpu(), clip(model, optimizer, 0.1).cpu()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def a_step_elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """There is a state then, of other values."""
+    device = "cpu"
+    if isinstance(model, OffloadModel):
+        device = model.store.device.type
+    elif next(model.parameters()).device.type != "cpu":
+        device = next(model.parameters()).device.type
+    go_on(model, optimizer, 100, 1, device=device)
+
+
+def plain(device: str = "cpu", seed: int = 0, kind: str = KIND) -> Pair:
+    model = models.build(kind, seed).to(device)
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+@contextmanager
+def on_store(
+    where: Path, share: float, device: str = "cpu", seed: int = 0, kind: str = KIND
+) -> Iterator[tuple[OffloadModel, OffloadOptimizer]]:
+    module = models.build(kind, seed)
+    with store_for(module, where, device, share) as store:
+        yield offloaded(module, store)
+
+
+def drawing(device: str) -> Any:
+    """What has the functions for the random numbers of a device."""
+    return torch.random if device == "cpu" else torch.get_device_module(device)
+
+
+def random_state(device: str) -> dict[str, torch.Tensor]:
+    return {each: drawing(each).get_rng_state() for each in {"cpu", device}}
+
+
+@functools.cache
+def uninterrupted(device: str) -> tuple[Trained, Trained]:
+    """A plain model's training, in the middle and at the end."""
+    seed_all(device)
+    model, optimizer = plain(device)
+    middle = Trained.of(model, optimizer, go_on(model, optimizer, 0, device=device))
+    end = Trained.of(model, optimizer, go_on(model, optimizer, HALF, device=device))
+    return middle, end
+
+
+def seed_all(device: str, seed: int = 5) -> None:
+    for each in {"cpu", device}:
+        drawing(each).manual_seed(seed)
+
+
+def first_half(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> None:
+    middle, _ = uninterrupted(device)
+    seed_all(device)
+    found = go_on(model, optimizer, 0, device=device)
+    Trained.of(model, optimizer, found).assert_same_as(middle)
+
+
+def second_half(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: str,
+    states: dict[str, torch.Tensor],
+) -> None:
+    middle, end = uninterrupted(device)
+    Trained.of(model, optimizer, middle.found).assert_same_as(middle)
+    seed_all(device, 77)
+    for each, state in states.items():
+        drawing(each).set_rng_state(state)
+    found = go_on(model, optimizer, HALF, device=device)
+    Trained.of(model, optimizer, found).assert_same_as(end)
+
+
+ON_ALL = pytest.mark.parametrize("name", WAYS)
+FROM_AND_TO = pytest.mark.parametrize(
+    ("share", "other"), [(SMALL, LARGE), (LARGE, SMALL)], ids=["0.2 to 2", "2 to 0.2"]
+)
+
+
+@ON_BOTH
+@FROM_AND_TO
+@ON_ALL
+def test_training_goes_on_bit_for_bit_in_another_store(
+    name: str, share: float, other: float, device: str, tmp_path: Path
+) -> None:
+    way = WAYS[name]()
+    with on_store(tmp_path / "one", share, device) as (model, optimizer):
+        traffic = Traffic(model.store)
+        first_half(model, optimizer, device)
+        assert_moved(traffic, model, share)
+        way.save(tmp_path, model, optimizer)
+        states = random_state(device)
+    with on_store(tmp_path / "two", other, device, seed=1) as (model, optimizer):
+        way.load(tmp_path, model, optimizer)
+        traffic = Traffic(model.store)
+        second_half(model, optimizer, device, states)
+        assert_moved(traffic, model, other)
+
+
+def assert_moved(traffic: Traffic, model: OffloadModel, share: float) -> None:
+    if share == SMALL:
+        budget = int(full_state_bytes(model.module, torch.optim.AdamW) * share)
+        moved = Moved.at_least(model.module, budget, torch.optim.AdamW)
+        traffic.assert_at_least(moved, HALF - 1)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("share", [SMALL, LARGE])
+@ON_ALL
+def test_training_goes_on_bit_for_bit_without_a_store(
+    name: str, share: float, device: str, tmp_path: Path
+) -> None:
+    way = WAYS[name]()
+    with on_store(tmp_path / "one", share, device) as (model, optimizer):
+        first_half(model, optimizer, device)
+        way.save(tmp_path, model, optimizer)
+        states = random_state(device)
+    model, optimizer = plain(device, seed=1)
+    way.load(tmp_path, model, optimizer)
+    second_half(model, optimizer, device, states)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("share", [SMALL, LARGE])
+@ON_ALL
+def test_training_without_a_store_goes_on_bit_for_bit_in_one(
+    name: str, share: float, device: str, tmp_path: Path
+) -> None:
+    way = WAYS[name]()
+    model, optimizer = plain(device)
+    first_half(model, optimizer, device)
+    way.save(tmp_path, model, optimizer)
+    states = random_state(device)
+    with on_store(tmp_path / "two", share, device, seed=1) as (model, optimizer):
+        way.load(tmp_path, model, optimizer)
+        second_half(model, optimizer, device, states)
+
+
+def test_without_its_random_state_dropout_goes_on_otherwise(tmp_path: Path) -> None:
+    with on_store(tmp_path / "one", SMALL) as (model, optimizer):
+        first_half(model, optimizer, "cpu")
+        save_training(tmp_path / "run", model, optimizer)
+    model, optimizer = plain(seed=1)
+    load_training(tmp_path / "run", model, optimizer)
+    seed_all("cpu", 77)
+
+    found = go_on(model, optimizer, HALF)
+
+    assert not torch.equal(found[0], uninterrupted("cpu")[1].found[0])
+
+
+def test_the_random_state_may_be_saved_as_extra(tmp_path: Path) -> None:
+    with on_store(tmp_path / "one", SMALL) as (model, optimizer):
+        first_half(model, optimizer, "cpu")
+        extra = {"step": HALF, "random": torch.get_rng_state().tolist()}
+        save_training(tmp_path / "run", model, optimizer, extra=extra)
+    with on_store(tmp_path / "two", LARGE, seed=1) as (model, optimizer):
+        found = load_training(tmp_path / "run", model, optimizer)
+        assert found == extra
+        state = torch.tensor(found["random"], dtype=torch.uint8)
+        second_half(model, optimizer, "cpu", {"cpu": state})
+
+
+# What a save looks like ---------------------------------------------------------------------------
+
+
+@ON_BOTH
+@pytest.mark.parametrize("kind", ["resnet", "llama-tied"])
+def test_a_state_has_the_names_and_the_form_of_a_plain_one(
+    kind: str, device: str, tmp_path: Path
+) -> None:
+    plain_model, plain_optimizer = plain(device, kind=kind)
+    go_on(plain_model, plain_optimizer, 0, 1, device=device, kind=kind)
+    with on_store(tmp_path / "store", SMALL, device, kind=kind) as (model, optimizer):
+        go_on(model, optimizer, 0, 1, device=device, kind=kind)
+
+        assert list(model.state_dict()) == list(plain_model.state_dict())
+        assert_same(copied(dict(model.state_dict())), copied(dict(plain_model.state_dict())))
+        assert_same(copied(optimizer.state_dict()), copied(plain_optimizer.state_dict()))
+
+        save_training(tmp_path / "run", model, optimizer)
+        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == PARTS
+        loaded = load_file(tmp_path / "run" / "model.safetensors")
+        assert_same(loaded, copied(dict(plain_model.state_dict())))
+        models.build(kind, 1).load_state_dict(loaded)  # strict
+        states = load_file(tmp_path / "run" / "optimizer.safetensors")
+        names = [name for name, _ in plain_model.named_parameters()]
+        expected = {
+            f"{names[number]}.{key}": tensor.cpu()
+            for number, kept in plain_optimizer.state_dict()["state"].items()
+            for key, tensor in kept.items()
+        }
+        assert_same(states, expected)
+
+
+class Odd(nn.Module):
+    """Parameters and buffers of all shapes, and a state of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        rows = CHUNK // 2 // 4 + 1000
+        self.long = nn.Parameter(torch.rand(3 * rows))
+        self.turned = nn.Parameter(torch.rand(rows, 3).t())  # each row larger than half a chunk
+        self.far = nn.Parameter(torch.rand(2, 2 * rows + 1, 2).permute(2, 0, 1))
+        self.images = nn.Parameter(torch.rand(4, 3, 5, 5).to(memory_format=torch.channels_last))
+        self.short = nn.Parameter(torch.rand(7).to(torch.bfloat16))
+        self.none = nn.Parameter(torch.rand(0, 4))
+        self.scalar = nn.Parameter(torch.rand(()))
+        self.register_buffer("steps", torch.tensor(seed))
+        self.register_buffer("mask", torch.rand(5) > 0.5)
+        self.register_buffer("unsaved", torch.rand(3), persistent=False)
+        self.inner = Remembering(seed)
+
+    def forward(self) -> torch.Tensor:
+        return sum(p.double().square().sum() for p in self.parameters())
+
+
+class Remembering(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {"names": [f"a{seed}", None], "at": torch.arange(seed)}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = {**state, "at": state["at"].clone()}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    own = [model.long, model.short]
+    rest = [p for p in model.parameters() if all(p is not each for each in own)]
+    return [{"params": own, "lr": torch.tensor(0.125)}, {"params": rest, "betas": (0.5, 0.75)}]
+
+
+def test_tensors_of_every_shape_and_values_of_every_kind_are_saved(tmp_path: Path) -> None:
+    def trained(seed: int) -> Pair:
+        model = Odd(seed)
+        return model, torch.optim.AdamW(groups_of(model), foreach=False)
+
+    one, two = trained(3), trained(4)
+    one[0]().backward()
+    one[1].step()
+    assert any(not p.is_contiguous() for p in one[0].parameters())
+    save_training(tmp_path / "run", *one, extra={"best": float("inf"), "of": ["ä", None, 0.1]})
+
+    assert load_training(tmp_path / "run", *two) == {"best": float("inf"), "of": ["ä", None, 0.1]}
+
+    assert_same(copied(dict(two[0].state_dict())), copied(dict(one[0].state_dict())))
+    assert_same(copied(two[1].state_dict()), copied(one[1].state_dict()))
+
+
+def test_what_was_loaded_has_nothing_to_do_with_the_files_any_more(tmp_path: Path) -> None:
+    one, two = plain(), plain(seed=1)
+    go_on(*one, 0)
+    save_training(tmp_path / "run", *one)
+    load_training(tmp_path / "run", *two)
+    with on_store(tmp_path / "store", LARGE, seed=1) as three:
+        load_training(tmp_path / "run", *three)
+        for name in PARTS[:2]:
+            path = tmp_path / "run" / name
+            path.write_bytes(bytes(path.stat().st_size))
+
+        for pair in (two, three):
+            Trained.of(*pair).assert_same_as(Trained.of(*one))
+
+
+def test_a_scheduler_and_groups_in_another_order_are_resumed(tmp_path: Path) -> None:
+    def groups(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        if turned:
+            biases, weights = biases[::-1], weights[::-1]
+        return [{"params": weights, "lr": 1e-2}, {"params": biases, "weight_decay": 0.0}]
+
+    def go(pair: Pair, schedule: Any, first: int) -> list[torch.Tensor]:
+        found = []
+        for step in range(first, first + HALF):
+            loss = models.loss("mlp", pair[0], models.batch("mlp", step))
+            loss.backward()
+            found.append(loss.detach())
+            pair[1].step()
+            pair[1].zero_grad()
+            schedule.step()
+        return found
+
+    plain_model = models.build("mlp")
+    expected = (plain_model, torch.optim.AdamW(groups(plain_model, False)))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(expected[1], 0.5)
+    module = models.build("mlp")
+    with store_for(module, tmp_path / "one") as store:
+        model = OffloadModel(module, store)
+        pair = (model, OffloadOptimizer(groups(model, False), store, torch.optim.AdamW))
+        ours = torch.optim.lr_scheduler.ExponentialLR(pair[1], 0.5)
+        assert_same(go(pair, ours, 0), go(expected, schedule, 0))
+        save_training(tmp_path / "run", *pair, extra=ours.state_dict())
+    module = models.build("mlp", 1)
+    with store_for(module, tmp_path / "two", share=LARGE) as store:
+        model = OffloadModel(module, store)
+        pair = (model, OffloadOptimizer(groups(model, True), store, torch.optim.AdamW))
+        ours = torch.optim.lr_scheduler.ExponentialLR(pair[1], 0.5)
+        ours.load_state_dict(load_training(tmp_path / "run", *pair))
+        assert_same(go(pair, ours, HALF), go(expected, schedule, HALF))
+        assert_same(
+            Trained.of(*pair).parameters,
+            Trained.of(*expected).parameters,
+        )
+
+
+@pytest.mark.parametrize("way", [Ours, Torch])
+def test_parameters_in_a_higher_precision_are_resumed_as_they_are(way: Any, tmp_path: Path) -> None:
+    def build(seed: int) -> nn.Module:
+        return models.build("mlp", seed).to(torch.bfloat16)
+
+    def go(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> list[torch.Tensor]:
+        found = []
+        for step in range(first, first + HALF):
+            given = models.batch("mlp", step)
+            loss = (model(given.args[0].bfloat16()) - given.target).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    def on(store: Any, seed: int) -> Pair:
+        model = OffloadModel(build(seed), store)
+        how = {"master_dtype": torch.float32, **ADAMW}
+        return model, OffloadOptimizer(model, store, torch.optim.AdamW, **how)
+
+    size = 4 * full_state_bytes(build(0), torch.optim.AdamW)
+    with store_for(size, tmp_path / "one", share=LARGE) as store:
+        one = on(store, 0)
+        go(*one, 0)
+        way().save(tmp_path, *one)
+        with store_for(size, tmp_path / "two", share=SMALL / 2) as store:
+            two = on(store, 1)
+            way().load(tmp_path, *two)
+            state = two[1].state_dict()["state"][0]
+            assert {k: t.dtype for k, t in state.items()} == dict.fromkeys(
+                ("step", "exp_avg", "exp_avg_sq", "master"), torch.float32
+            )
+            assert_same(go(*two, HALF), go(*one, HALF))
+            Trained.of(*two).assert_same_as(Trained.of(*one))
+        if way is Ours:
+            plainly = build(1)
+            optimizer = torch.optim.AdamW(plainly.parameters(), **ADAMW)
+            with pytest.raises(ValueError, match=r"whose master_dtype is torch\.float32"):
+                load_training(tmp_path / "run", plainly, optimizer)
+            load_training(tmp_path / "run", plainly)  # the model alone
+
+
+def test_a_state_that_was_saved_before_the_first_step_replaces_a_later_one(tmp_path: Path) -> None:
+    with on_store(tmp_path / "store", SMALL) as pair:
+        before = Trained.of(*pair)
+        save_training(tmp_path / "run", *pair)
+        go_on(*pair, 0)
+        load_training(tmp_path / "run", *pair)
+
+        assert pair[1].state_dict()["state"] == {}
+        Trained.of(*pair).assert_same_as(before)
+        seed_all("cpu")
+        found = go_on(*pair, 0)
+        Trained.of(*pair, found).assert_same_as(uninterrupted("cpu")[0])
+
+
+def test_a_model_is_loaded_without_its_optimizer_but_not_the_other_way_round(
+    tmp_path: Path,
+) -> None:
+    one, two = plain(), plain(seed=1)
+    go_on(*one, 0)
+    save_training(tmp_path / "both", *one)
+    save_training(tmp_path / "model", one[0])
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == PARTS[::2]
+
+    with unchanged(*two), pytest.raises(ValueError, match="without an optimizer"):
+        load_training(tmp_path / "model", *two)
+    load_training(tmp_path / "both", two[0])
+    assert_same(dict(two[0].state_dict()), dict(one[0].state_dict()))
+    assert two[1].state_dict()["state"] == {}
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    before = Trained.of(model, optimizer)
+    yield
+    Trained.of(model, optimizer).assert_same_as(before)
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two saves of one training, one step apart."""
+    place = tmp_path_factory.mktemp("saves")
+    pair = plain()
+    for number, name in enumerate(("one", "two")):
+        go_on(*pair, number, 1)
+        save_training(place / name, *pair, extra=number)
+    return place / "one", place / "two"
+
+
+@pytest.fixture(params=["store", "plain"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
+    """A training that goes on, of another model of the same kind."""
+    if request.param == "plain":
+        pair = plain(seed=1)
+        go_on(*pair, 50, 2)
+        yield pair
+        return
+    with on_store(tmp_path / "store", SMALL, seed=1) as pair:
+        go_on(*pair, 50, 2)
+        yield pair
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_flipped_bit_is_refused_and_nothing_is_changed(
+    name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
+) -> None:
+    run = shutil.copytree(saves[0], tmp_path / "run")
+    path = run / name
+    bits = path.stat().st_size * 8
+    chosen = random.Random(name)
+    head = range(64 * 8)  # the length of the header, and its beginning; or the checksum
+    anywhere = [chosen.randrange(bits) for _ in range(30)]
+    with unchanged(*target):
+        for bit in [*chosen.sample(head, 10), *anywhere, bits - 1]:
+            flip(path, bit)
+            with pytest.raises((CorruptDataError, TruncatedFileError)) as caught:
+                load_training(run, *target)
+            assert str(path) in str(caught.value)
+            flip(path, bit)
+    load_training(run, *target)  # it was the flipped bit each time
+
+
+def test_other_libraries_take_a_flipped_bit_for_a_weight(
+    saves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(saves[0], tmp_path / "run")
+    path = run / "model.safetensors"
+    before = copied(load_file(path))
+    flip(path, path.stat().st_size * 8 - 2)
+
+    found = load_file(path)
+
+    assert any(not torch.equal(found[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_truncated_or_missing_file_is_refused_and_nothing_is_changed(
+    name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
+) -> None:
+    run = shutil.copytree(saves[0], tmp_path / "run")
+    path = run / name
+    data = path.read_bytes()
+    with unchanged(*target):
+        for length in (0, 4, 4096, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:length])
+            with pytest.raises((CorruptDataError, TruncatedFileError), match=name):
+                load_training(run, *target)
+        path.write_bytes(data + b"\0")
+        with pytest.raises(CorruptDataError, match=name):
+            load_training(run, *target)
+        path.unlink()
+        with pytest.raises(TransferError, match=f"{name} is missing"):
+            load_training(run, *target)
+
+
+def without(path: Path, name: str) -> None:
+    """The same file as others would save it, with a tensor less."""
+    tensors = copied(load_file(path))
+    del tensors[name]
+    safetensors.torch.save_file(tensors, path)
+
+
+def with_two_names_exchanged(path: Path, one: str, other: str) -> None:
+    """An edited header, as long as before: it passes for one with other tools."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    head = data[8 : 8 + length].decode()
+    head = head.replace(f'"{one}":', "\0").replace(f'"{other}":', f'"{one}":')
+    head = head.replace("\0", f'"{other}":')
+    path.write_bytes(data[:8] + head.encode() + data[8 + length :])
+
+
+WEIGHTS = ("layers.0.weight", "layers.3.weight")
+EDITS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a name is missing": ("model.safetensors", lambda path: without(path, WEIGHTS[0])),
+    "a state is missing": (
+        "optimizer.safetensors",
+        lambda path: without(path, f"{WEIGHTS[0]}.exp_avg"),
+    ),
+    "two names exchanged": (
+        "model.safetensors",
+        lambda path: with_two_names_exchanged(path, *WEIGHTS),
+    ),
+    "two states exchanged": (
+        "optimizer.safetensors",
+        lambda path: with_two_names_exchanged(path, *(f"{n}.exp_avg" for n in WEIGHTS)),
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_file_is_refused_and_nothing_is_changed(
+    edit: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
+) -> None:
+    run = shutil.copytree(saves[0], tmp_path / "run")
+    name, change = EDITS[edit]
+    before = copied(load_file(run / name))
+    change(run / name)
+    edited = load_file(run / name)  # which others read without a word
+    assert edited.keys() != before.keys() or any(
+        not torch.equal(edited[key], tensor) for key, tensor in before.items()
+    )
+
+    with unchanged(*target), pytest.raises((CorruptDataError, TruncatedFileError), match=name):
+        load_training(run, *target)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_files_of_two_saves_are_refused_together_and_nothing_is_changed(
+    name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
+) -> None:
+    run = shutil.copytree(saves[0], tmp_path / "run")
+    shutil.copy(saves[1] / name, run / name)
+
+    with unchanged(*target), pytest.raises(CorruptDataError, match="of another save"):
+        load_training(run, *target)
+
+
+def test_an_edited_checksum_of_a_header_is_refused(
+    saves: tuple[Path, Path], target: Pair, tmp_path: Path
+) -> None:
+    """A malformed header, of a file that training.json was made to fit."""
+    run = shutil.copytree(saves[0], tmp_path / "run")
+    path = run / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    head = data[8 : 8 + length].replace(b'"F32"', b'"F99"', 1)
+    path.write_bytes(data[:8] + head + data[8 + length :])
+    document = json.loads((run / "training.json").read_text())
+    del document["xxh3"]
+    document["files"]["model.safetensors"]["header"] = digest(head)
+    body = json.dumps(document).encode()
+    seal = b'{"xxh3":"' + digest(body).encode() + b'",\n'
+    (run / "training.json").write_bytes(seal + body[1:] + b"\n")
+
+    with unchanged(*target), pytest.raises(InvalidHeaderError, match="'F99'"):
+        load_training(run, *target)
+
+
+def test_a_newer_format_is_refused(saves: tuple[Path, Path], tmp_path: Path) -> None:
+    run = shutil.copytree(saves[0], tmp_path / "run")
+    body = json.dumps({"format": 2}).encode()
+    seal = b'{"xxh3":"' + digest(body).encode() + b'",\n'
+    (run / "training.json").write_bytes(seal + body[1:] + b"\n")
+
+    with pytest.raises(TierStoreError, match="upgrade tierstore"):
+        load_training(run, *plain())
+
+
+def changed(change: Callable[[Any], Any]) -> nn.Module:
+    model = models.build(KIND, 1)
+    return change(model) or model
+
+
+def with_head(head: nn.Module) -> nn.Module:
+    return changed(lambda model: setattr(model, "head", head))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
+    "larger": (
+        lambda: with_head(nn.Linear(models.WIDTH, 128)),
+        adamw,
+        r"'head\.\w+' is F32 \[64.*\] there, and F32 \[128.*\]",
+    ),
+    "more": (
+        lambda: changed(lambda model: setattr(model, "tail", nn.Linear(1, 1))),
+        adamw,
+        r"it lacks 'tail\.bias', 'tail\.weight'",
+    ),
+    "fewer": (lambda: with_head(nn.Identity()), adamw, r"it has 'head\.bias', 'head\.weight'"),
+    "of another dtype": (lambda: changed(nn.Module.double), adamw, "F32 .* there, and F64"),
+    "fewer trained": (
+        lambda: changed(nn.Module.train),
+        lambda model: torch.optim.AdamW(list(model.parameters())[1:]),
+        r"not in both: 'layers\.0\.weight'",
+    ),
+    "another class": (
+        lambda: changed(nn.Module.train),
+        lambda model: torch.optim.SGD(model.parameters()),
+        "whose class is AdamW, and this one's is SGD",
+    ),
+    "of another model": (
+        lambda: changed(nn.Module.train),
+        lambda _: adamw(models.build(KIND)),
+        "that the model does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_or_optimizer_is_refused_and_unchanged(
+    other: str, saves: tuple[Path, Path]
+) -> None:
+    build, optimized, message = OTHERS[other]
+    model = build()
+    optimizer = optimized(model)
+    with unchanged(model, optimizer), pytest.raises(ValueError, match=message):
+        load_training(saves[0], model, optimizer)
+
+
+def test_no_save_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(TransferError, match="holds no saved training"):
+        load_training(tmp_path / "nowhere", *plain())
+    with pytest.raises(TransferError, match=r"training\.json is missing"):
+        load_training(tmp_path, *plain())
+
+
+# Replacing the last save --------------------------------------------------------------------------
+
+
+def names_in(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir())
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_save_replaces_the_last_one_and_leaves_nothing_beside_it(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:  # as on file systems that know no RENAME_EXCHANGE
+        monkeypatch.setattr(replacing, "_exchange", lambda *_: False)
+    one, two = plain(), plain(seed=1)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "er" / "run")
+    for number in range(3):
+        go_on(*one, number, 1)
+        save_training(tmp_path / "link", *one, extra=number)
+
+        assert load_training(tmp_path / "deep" / "er" / "run", *two) == number
+        assert_same(copied(two[1].state_dict()), copied(one[1].state_dict()))
+        assert names_in(tmp_path / "deep" / "er") == ["run"]
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_between_two_renames_the_old_save_is_loaded_and_the_next_one_tidies_up(
+    saves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(saves[0], tmp_path / ".run.previous")
+    shutil.copytree(saves[1], tmp_path / f".run.saving-{'0' * 16}")
+    pair = plain(seed=1)
+
+    assert load_training(tmp_path / "run", *pair) == 0
+    save_training(tmp_path / "run", *pair, extra="new")
+
+    assert names_in(tmp_path) == ["run"]
+    assert load_training(tmp_path / "run", *pair) == "new"
+
+
+def test_a_directory_with_other_files_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    pair = plain()
+    with pytest.raises(ValueError, match=r"'notes\.txt'.* choose a directory of its own"):
+        save_training(tmp_path, *pair)
+    with pytest.raises(TransferError):
+        save_training(tmp_path / "notes.txt", *pair)
+    with pytest.raises(ValueError, match="choose another path"):
+        save_training("/", *pair)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert names_in(tmp_path) == ["notes.txt"]
+    (tmp_path / "empty").mkdir()
+    save_training(tmp_path / "empty", *pair)
+    assert names_in(tmp_path / "empty") == PARTS
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """As a full disk: no file can grow beyond it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_that_fails_leaves_the_last_one_and_nothing_else(tmp_path: Path) -> None:
+    pair, other = plain(), plain(seed=1)
+    save_training(tmp_path / "run", *pair, extra="old")
+    go_on(*pair, 0, 1)
+
+    with pytest.raises(TypeError):
+        save_training(tmp_path / "run", *pair, extra={"model": nn.Linear(1, 1)})
+    other[1].param_groups[0]["note"] = object()
+    with pytest.raises(TypeError, match=r"'param_groups\.0\.note' is a object"):
+        save_training(tmp_path / "run", *other)
+    with largest_file(200_000), pytest.raises(DiskFullError):
+        save_training(tmp_path / "run", *pair)
+    with pytest.raises(ValueError, match="that the model does not have"):
+        save_training(tmp_path / "run", pair[0], other[1])
+
+    assert names_in(tmp_path) == ["run"]
+    assert load_training(tmp_path / "run", *pair) == "old"
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Linear(40, 40)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def save_often(path: Path, value: int, times: int = 15) -> None:
+    model = filled(value)
+    for _ in range(times):
+        save_training(path, model, extra=value)
+
+
+def load_often(path: Path) -> None:
+    model = filled(-1)
+    for _ in range(60):
+        value = load_training(path, model)
+        assert all(bool((p == value).all()) for p in model.parameters())
+
+
+def test_saves_and_loads_at_the_same_time_are_each_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    save_often(path, 0, 1)
+    with ThreadPoolExecutor() as threads:
+        jobs = [threads.submit(save_often, path, value) for value in (1, 2)]
+        jobs.append(threads.submit(load_often, path))
+        for job in jobs:
+            job.result()
+    save_often(path, 3, 1)
+
+    assert names_in(tmp_path) == ["run"]
+    assert load_training(path, filled(-1)) == 3
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def limited(how: str, place: Path) -> dict[str, int]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.saving_limited", how, str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    return json.loads(last.removeprefix("RESULT "))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells this memory")
+def test_saving_and_loading_take_a_chunk_of_memory_and_not_the_model(tmp_path: Path) -> None:
+    found = limited("streaming", tmp_path / "ours")
+
+    assert found["right"] == 1
+    assert found["nbytes"] > NBYTES + STATE_BYTES
+    assert found["saving"] < 2 * CHUNK
+    assert found["loading"] < 2 * CHUNK
+    control = limited("copying", tmp_path / "copied")
+    assert control["saving"] > NBYTES + STATE_BYTES
+
+
+def test_both_are_there_by_name() -> None:
+    assert {"save_training", "load_training"} <= set(tierstore.__all__)
+    assert tierstore.save_training is save_training
