@@ -184,6 +184,35 @@ def test_activations_taken_while_they_fit_are_never_written() -> None:
     assert not world.books.known()
 
 
+def test_room_for_a_group_may_cost_it_the_copy_that_it_comes_from() -> None:
+    """It is saved room for another group, which had to be saved to make room for this one."""
+    world = World({Tier.DEVICE: 5, Tier.HOST: 4, Tier.DISK: None}, "lru")
+    changed = put(world, 1)
+    use(world, changed, Access.UPDATE)  # is on the device only
+    use(world, world.register(4), Access.READ)  # is in host memory as well, until the next comes
+    wanted = put(world, 4)
+    world.save(wanted)
+    world.deliver(world.books.moving[0])
+    assert world.planner.residence(wanted) == (Tier.HOST, Tier.DISK)
+    use(world, wanted, Access.READ)
+    world.finish()
+
+
+def put(world: World, nbytes: int) -> str:
+    key = world.claim(nbytes)
+    assert key is not None and world.fill(key)
+    return key
+
+
+def use(world: World, key: str, access: Access) -> None:
+    waiter = world.demand(key, access)
+    assert waiter is not None
+    while world.books.moving:
+        world.deliver(world.books.moving[0])
+    assert world.wake(waiter)
+    world.release(waiter)
+
+
 # `check` can fail --------------------------------------------------------------------------------
 
 

@@ -34,11 +34,12 @@ class Movements(Shelves):
         """Move `group` towards the fastest tier. False if there was no room to set aside."""
         if group.error is not None or group.forgotten or group.present(self.top):
             return True
-        fastest = min((t for t in group.copies if group.present(t)), default=None)
-        if fastest is None:
+        if not any(group.present(tier) for tier in group.copies):
             return True
         if self.top not in group.copies and not self._set_aside(group, self.top, None):
             return False
+        # Not before: what was saved to make that room may have taken the place of the source.
+        fastest = min(tier for tier in group.copies if group.present(tier))
         above = self.tiers[self.tiers.index(fastest) - 1]
         copy = group.copies.get(above)
         if copy is not None and copy.state is State.ARRIVING:
