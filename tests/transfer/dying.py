@@ -214,7 +214,7 @@ def prepare(directory: Path, existing: bool) -> None:
 
 def main(directory: Path, protocol: str, existing: bool) -> None:
     if protocol == "store":
-        import torch  # noqa: F401  once, before all the children
+        import tierstore.store  # noqa: F401  and with it torch: once, before all the children
     for number in range(1, 1000):
         prepare(directory, existing)
         status, name = attempt(protocol, directory, number)
