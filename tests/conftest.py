@@ -5,18 +5,21 @@ torch takes seconds to import, so nothing here imports it before a test needs it
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 
-THREADS = 2
+# Processes that run tests at once have a core each: with more threads, they would wait for it.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
 # Set before any test imports the libraries that read these, and inherited by subprocesses.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -48,6 +51,37 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+# Locks are taken on files that are always here, so that none is left behind.
+QUEUE = Path(__file__)
+MACHINE = Path(__file__).with_name("__init__.py")
+
+
+@contextmanager
+def place_on_the_machine(alone: bool) -> Iterator[None]:
+    """Inside, tests of other processes may run too, unless this one must be alone.
+
+    Who wants to go on queues first: otherwise the others could go on and on while one waits until
+    none of them is left.
+    """
+    with QUEUE.open() as queue, MACHINE.open() as machine:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:  # closing is not enough where a test has left a fork of this process
+            fcntl.flock(machine, fcntl.LOCK_UN)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of the test counts
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Where several processes run tests at once, those marked `alone` have the machine."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    with place_on_the_machine(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -85,6 +85,7 @@ def test_a_place_that_is_no_directory(kind: str, there: Path, inspect: Inspect) 
     assert known_figures(there) is None
 
 
+@pytest.mark.alone  # what another test deletes is room, too
 def test_too_little_room_is_told_before_anything_is_written(
     there: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
