@@ -84,7 +84,7 @@ class KeepingState(PuttingAside):
         except BaseException:
             with self._changed:
                 if request.version in self._planner:
-                    self._planner.withdraw_fetch(request.version)
+                    self._planner.withdraw_fetch(request.version, purpose)
                     self._deliver()
             raise
 
@@ -99,7 +99,7 @@ class KeepingState(PuttingAside):
         error = self._planner.error_of(version)
         if error is not None:
             raise error
-        if not self._planner.hold(version):
+        if not self._planner.hold(version, purpose):
             return None
         owner = None if purpose is Hold.KEEP else request.owner
         held = Lent(version, owner, "held", request.since, access=request.access, out=True)

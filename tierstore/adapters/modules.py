@@ -43,7 +43,7 @@ from tierstore.adapters.owners import (
     own,
     owner_of,
 )
-from tierstore.adapters.staying import Staying
+from tierstore.adapters.staying import Staying, forget
 from tierstore.adapters.wrapping import (
     Arguments,
     OffloadedForward,
@@ -51,7 +51,6 @@ from tierstore.adapters.wrapping import (
     device_of,
     to_device,
 )
-from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, LeaseError
 from tierstore.model.outline import target_bytes
 from tierstore.model.tiers import Tier
@@ -105,7 +104,7 @@ class OffloadedModule:
         self._bindings: dict[int, Binding] = {}
         self._in_ram: set[str] = set()  # names of tensors
         self._staying = Staying(store)
-        weakref.finalize(self, _forget, weakref.ref(store), self.groups, self._staying.leases)
+        weakref.finalize(self, forget, weakref.ref(store), self.groups, self._staying.leases)
         self.enable()
 
     @torch.inference_mode(mode=False)
@@ -372,17 +371,6 @@ class OffloadedModule:
             if not self.store.closed and key in self.store:
                 self.store.discard(key)
         self.groups.clear()
-
-
-def _forget(
-    store: weakref.ref[TierStore], groups: dict[str, list[str]], leases: list[Lease]
-) -> None:
-    """A model was garbage-collected: its groups are of no use to anybody."""
-    for lease in leases:
-        lease.abandon()
-    alive = store()
-    if alive is not None:
-        alive.discard_soon(groups)
 
 
 def _unused(key: str, used: set[str]) -> str:

@@ -6,6 +6,7 @@ group of the store.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -87,3 +88,14 @@ class Staying:
         self._before.clear()
         while self.leases:
             self.leases.pop().release()
+
+
+def forget(
+    store: weakref.ref[TierStore], groups: dict[str, list[str]], leases: list[Lease]
+) -> None:
+    """A model was garbage-collected: its groups are of no use to anybody."""
+    for lease in leases:
+        lease.abandon()
+    alive = store()
+    if alive is not None:
+        alive.discard_soon(groups)

@@ -40,6 +40,10 @@ EARLY = 8
 """One in so many bytes of a tier may hold what was fetched early and was not used yet, ..."""
 EARLY_IF_STEADY = 4
 """... or in so many, while computing takes as long as it did before."""
+EARLY_IF_FORETOLD = 2
+"""... or in so many, if the caller itself says what comes."""
+FORETOLD_TIMES = 2
+"""How many times as many bytes of that may be on their way at once."""
 STEADY = 0.1
 """How far, on average, the latest times may be from what was expected."""
 NEAR = 1
@@ -210,14 +214,18 @@ class Foresight:
 
     def used(self, number: int) -> None:
         """A group was lent: computing goes on."""
-        for early in self._early.values():
-            early.pop(number, None)
+        self.came(number)
         if self._asked_since >= 0:
             self.residents.passed(waited=self._clock() - self._asked_since)
             self._asked_since = -1.0
         if number != self._running:
             self._running, self._spent = number, 0.0
         self._since = self._clock()
+
+    def came(self, number: int) -> None:
+        """A group was lent. Nothing is learned from that."""
+        for early in self._early.values():
+            early.pop(number, None)
 
     def _remaining(self) -> float:
         """Seconds of computing that are left of the use that goes on."""
@@ -268,26 +276,31 @@ class Foresight:
         if not len(ahead) or not missing[first]:
             return None
         number = int(ahead[first])
-        if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(hop, dst):
+        foretold = first < self._schedule.foretold()
+        if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(hop, dst, foretold):
             return None
-        if self._is_early_enough(dst, int(self._nbytes[number])):
+        if self._is_early_enough(dst, int(self._nbytes[number]), foretold):
             return None
         if not self._now_or_never(hop, dst, ahead, missing, first):
             return None
         return number, ahead[:first]
 
-    def _in_flight(self, hop: Hop, dst: Tier) -> float:
+    def _in_flight(self, hop: Hop, dst: Tier, foretold: bool) -> float:
         """Bytes that may be on their way at once, if there are several copies."""
         budget = self._budgets[dst]
         share = math.inf if budget is None else budget // IN_FLIGHT_SHARE
+        if foretold:
+            return FORETOLD_TIMES * share
         return share if hop.ending == hop.copies else min(IN_FLIGHT, share)
 
-    def _is_early_enough(self, dst: Tier, nbytes: int) -> bool:
+    def _is_early_enough(self, dst: Tier, nbytes: int, foretold: bool) -> bool:
         """Whether what was fetched early, and waits to be used, takes all that it may take."""
         early, budget = self._early[dst], self._budgets[dst]
         if not early or budget is None:
             return False
         share = EARLY_IF_STEADY if self._surprise < STEADY else EARLY
+        if foretold:
+            share = EARLY_IF_FORETOLD
         return sum(early.values()) + nbytes > budget // share
 
     def _src(self, dst: Tier) -> Tier:

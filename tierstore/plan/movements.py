@@ -52,18 +52,15 @@ class Movements(Shelves):
     def _fetch(self, group: GroupRecord) -> bool:
         """Move `group` to host memory. False if there was no room to set aside."""
         host = self.tiers[-2]
-        if group.error is not None or group.forgotten or host in group.copies:
+        if group.error is not None or group.forgotten or group.exclusive or host in group.copies:
             return True
         source = next((tier for tier in group.copies if group.present(tier)), None)
         if source is None:
             return True
         if not self._set_aside(group, host, None):
             return False
-        if self._fetches[group.key] is Hold.RENEW:
-            group.copies[host].state = State.PRESENT  # it is going to be; nobody else sees it
-            self._promised.discard(group.key)
-            self._policy.admitted(group.key, host)
-            self._instructions.append(Reserve(group.key, group.nbytes, host))
+        if set(self._fetches[group.key]) == {Hold.RENEW}:
+            self._promised.discard(group.key)  # only the room is wanted
         else:
             self._start(group, source, host, urgent=True)
         return True
@@ -134,7 +131,7 @@ class Movements(Shelves):
 
     def _pursue_offload(self, group: GroupRecord) -> None:
         copy = group.copies.get(self.top)
-        if group.key in self._demands:
+        if self._is_wanted(group.key, self.top):
             return
         if copy is None or copy.state is State.RESERVED:
             self._abandon(group)

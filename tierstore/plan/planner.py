@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
-from tierstore.model.moves import Instruction
+from tierstore.model.moves import Instruction, Reserve
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.foresight import Foresight
 from tierstore.plan.movements import Movements
@@ -132,7 +132,7 @@ class Planner(Movements):
         group = self._groups[key]
         if not group.present(self.top) or group.exclusive or group.forgotten:
             return False
-        if access is not Access.READ and (group.leases or group.moving()):
+        if access is not Access.READ and (group.leases or group.held or group.moving()):
             return False
         if access is Access.UPDATE:
             self._keep_only(group, self.top)
@@ -149,6 +149,7 @@ class Planner(Movements):
         self._look_ahead = True
         if group.guided:
             self._schedule.come(name_of(group.key))
+            self._foresight.came(group.number)
             return
         self._schedule.advance_past(name_of(group.key))
         self._foresight.used(group.number)
@@ -160,31 +161,45 @@ class Planner(Movements):
         """Somebody wants to hold `key` in host memory, until `hold` or `withdraw_fetch`."""
         group = self._groups[key]
         self._refuse_what_never_fits(key, group.nbytes, (self._put_tier(),))
-        self._fetches[key] = purpose
+        self._fetches.setdefault(key, []).append(purpose)
         self._want_again(group)
         self._settle()
 
-    def withdraw_fetch(self, key: str) -> None:
-        """Nobody wants to hold it any more."""
-        if key not in self._fetches:
-            return
-        group = self._groups[key]
-        group.error = None
-        purpose = self._fetches.pop(key)
-        if purpose is Hold.RENEW and self._put_tier() in group.copies:
-            self._drop(group, self._put_tier())  # whatever it holds, these are not its values
-        self._settle()
+    def withdraw_fetch(self, key: str, purpose: Hold) -> None:
+        """One of those who want to hold it does so no more."""
+        if key in self._fetches:
+            group, host = self._groups[key], self._put_tier()
+            group.error = None
+            self._fetched(key, purpose)
+            reserved = host in group.copies and group.copies[host].state is State.RESERVED
+            if key in self._fetches and reserved and key not in self._demands:
+                self._abandon(group)  # it was for new values; others want the old ones
+            self._settle()
 
-    def hold(self, key: str) -> bool:
-        """Give the copy in host memory to whoever has called `fetch`, until `let_go`.
+    def _fetched(self, key: str, purpose: Hold) -> None:
+        self._fetches[key].remove(purpose)
+        if not self._fetches[key]:
+            del self._fetches[key]
+            if key not in self._demands:
+                self._abandon(self._groups[key])
+
+    def hold(self, key: str, purpose: Hold) -> bool:
+        """Give the copy in host memory to one who has called `fetch`, until `let_go`.
 
         If it is to be changed it is the only one then; but copies of it may be made meanwhile, by
         who knows when it does not change. False if it is not there yet, or is in use.
         """
         group, host = self._groups[key], self._put_tier()
-        if not group.present(host) or group.held or group.leases or group.moving():
+        if group.held or group.leases or group.moving() or host not in group.copies:
             return False
-        group.held = self._fetches.pop(key)
+        if group.copies[host].state is State.RESERVED:
+            if purpose is not Hold.RENEW:
+                return False
+            group.copies[host].state = State.PRESENT
+            self._policy.admitted(key, host)
+            self._instructions.append(Reserve(key, group.nbytes, host))
+        group.held = purpose
+        self._fetched(key, purpose)
         self._leases += group.held is not Hold.KEEP
         if group.held is not Hold.READ:
             self._keep_only(group, host)
@@ -207,7 +222,7 @@ class Planner(Movements):
         self._schedule.expect_not(name_of(key))
         self._abandon(group)
         for tier, copy in group.copies.items():
-            copy.unwanted |= tier is not Tier.DISK
+            copy.unwanted |= tier is not Tier.DISK and not self._is_wanted(key, tier)
         self._tidy(group)
         self._settle()
 
@@ -414,16 +429,25 @@ class Planner(Movements):
             self._abandon(other)
 
     def _fail_what_is_stuck(self) -> None:
-        """Nothing is moving and nothing is lent, so whoever still waits would wait for ever."""
-        there = [self._groups[key].present(self.top) for key in self._demands]
-        there += [self._groups[key].present(self._put_tier()) for key in self._fetches]
-        if any(there):
-            return  # a waiter is about to wake up, and will give its lease back
-        waiting = self._unmet() + [self._groups[key] for key in self._saves]
-        for group in waiting:
+        """Nothing is moving and nothing is lent, so whoever still waits would wait for ever.
+
+        The largest is told first: when it does not wait any more, others may get on.
+        """
+        while not self._in_flight and not self._leases and not self._about_to_wake():
+            waiting = self._unmet() + [self._groups[key] for key in self._saves]
+            if not waiting:
+                return
+            group = max(waiting, key=lambda group: group.nbytes)
             group.error = self._no_room(group)
             self._abandon(group)
             self._saves.pop(group.key, None)
+            self._pursue_needs()
+
+    def _about_to_wake(self) -> bool:
+        """Whether what somebody waits for is there: they will give their lease back."""
+        there = [self._groups[key].present(self.top) for key in self._demands]
+        there += [self._put_tier() in self._groups[key].copies for key in self._fetches]
+        return any(there)
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
         held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.KEEP)

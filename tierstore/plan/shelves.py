@@ -33,7 +33,7 @@ class Shelves:
         self._groups: dict[str, GroupRecord] = {}
         self._demands: dict[str, int] = {}  # what somebody insists on, and how many do
         self._claims: dict[str, None] = {}  # what somebody wants to put
-        self._fetches: dict[str, Hold] = {}  # what somebody wants to hold in host memory
+        self._fetches: dict[str, list[Hold]] = {}  # what somebody wants to hold in host memory
         self._parting: set[tuple[str, Tier]] = set()  # copies that go when their save is done
         self._promised: set[str] = set()  # groups with room set aside on the fastest tier
         self._ahead: set[int] = set()  # groups needed sooner than the one being fetched early
@@ -172,10 +172,15 @@ class Shelves:
             return False
         if group.key in self._promised or (rival is not None and group.number in self._ahead):
             return False  # it is the source of a copy on its way up, or needed sooner
-        wanted = (self.top, self._demands), (self.tiers[-2], self._fetches)
-        if any(tier is place and group.key in keys for place, keys in wanted):
+        if self._is_wanted(group.key, tier):
             return False  # its waiter is about to wake up and lease it
         return rival is None or group.valid_elsewhere(tier)
+
+    def _is_wanted(self, key: str, tier: Tier) -> bool:
+        """Whether somebody waits for the copy on `tier`."""
+        return (tier is self.top and key in self._demands) or (
+            tier is self.tiers[-2] and key in self._fetches
+        )
 
     def _note_parting(self, group: GroupRecord, tier: Tier) -> None:
         self._parting.add((group.key, tier))

@@ -16,7 +16,7 @@ from tierstore.adapters.activations import ActivationOffload, offload_activation
 from tierstore.adapters.bindings import assign
 from tierstore.adapters.grouping import is_plain
 from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
-from tierstore.adapters.staying import Staying
+from tierstore.adapters.staying import Staying, forget
 from tierstore.adapters.training.gradients import Shipping
 from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
 from tierstore.adapters.training.regions import Microbatches, Region
@@ -82,9 +82,11 @@ class OffloadModel(nn.Module):
         self._wrappers: list[StandIn] = []
         self._depth = 0
         self._staying = Staying(store)
+        residents: dict[str, list[str]] = {}
+        weakref.finalize(self, forget, weakref.ref(store), residents, self._staying.leases)
         self._key = f"training/{next(_numbers)}"
         self.slices = _slices(module, store, num_slices)
-        self._groups = self._settle()
+        self._groups = self._settle(residents)
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._desk = Desk(store, self._groups, len(self.slices))
         self._shipping = Shipping(self._groups, self._desk.settle_down)
@@ -156,7 +158,7 @@ class OffloadModel(nn.Module):
 
     # Setting up --------------------------------------------------------------------------------
 
-    def _settle(self) -> list[Weights]:
+    def _settle(self, residents: dict[str, list[str]]) -> list[Weights]:
         """Put the parameters into the store, and let them show what they are there."""
         groups: list[Weights] = []
         waiting: list[Weights] = []
@@ -181,7 +183,7 @@ class OffloadModel(nn.Module):
                 for name, parameter in self.module.named_parameters()
                 if not is_plain(parameter)
             }
-            self._staying.take(self._key, rest, rooms.target, {})
+            self._staying.take(self._key, rest, rooms.target, residents)
         return groups
 
     def _wrap(self) -> None:

@@ -113,11 +113,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._settle_down()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
-        for place, tile in enumerate(busy):
-            self._expect(busy[place + 1 : place + 1 + AHEAD])
-            tile.step(self._inner)
-        for tile in busy:
-            tile.settle_down()
+        try:
+            for place, tile in enumerate(busy):
+                self._expect(busy[place : place + 1 + AHEAD])
+                tile.step(self._inner)
+        finally:
+            for tile in busy:
+                tile.settle_down()
         return loss
 
     @torch.no_grad()
@@ -157,9 +159,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             model.settle_down()
 
     def _expect(self, tiles: Iterable[Tile]) -> None:
-        keys = [place.key for tile in tiles for place in tile.places() if not place.stays]
-        if keys:
-            self.store.expect_in_ram(keys)
+        places = [place for tile in tiles for place in tile.places() if not place.stays]
+        for place in places:
+            place.expected()
+        if places:
+            self.store.expect_in_ram(place.key for place in places)
 
     # State -------------------------------------------------------------------------------------
 
@@ -323,7 +327,7 @@ class Tile:
         inner.param_groups = []
 
     def _state_of(self, number: int, held: dict[Place, dict[str, torch.Tensor]]) -> dict[str, Any]:
-        state = dict(self._optimizer.state[self._by_id[number]])
+        state = dict(self._optimizer.state.get(self._by_id[number], {}))
         for name in state:
             where = self._where.get((number, name))
             if where is not None:

@@ -174,6 +174,10 @@ class Place:
         self._in_ram = True
         return Loan(self.store.acquire(self.key))
 
+    def expected(self) -> None:
+        """The store was told that it is wanted next: it may be in RAM soon."""
+        self._in_ram = True
+
     def settle_down(self) -> None:
         """Nobody uses it for now: see that it is what it shows."""
         if self._in_ram and not self.stays:

@@ -200,7 +200,11 @@ class Desk:
                     self._let_go_of(far)
             self._near = near
             wanted = [w for n in (number, following) if n in near for w in self._in_order(n, step)]
-        self.store.expect(w.key for w in wanted if self.needs_visits(w))
+            wanted = [weights for weights in wanted if self.needs_visits(weights)]
+            self._touched.update(wanted)
+        for weights in wanted:
+            weights.place.expected()
+        self.store.expect(weights.key for weights in wanted)
 
     def _in_order(self, number: int, step: int) -> list[Weights]:
         return self._by_slice[number][::step]
@@ -277,6 +281,7 @@ class Watching:
         self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self.hooks: Any = saved_tensors_hooks(self._pack, self._unpack)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: torch.Tensor) -> Any:
         with torch.no_grad():
             noted = self._desk.pack(tensor)
@@ -286,6 +291,7 @@ class Watching:
             return _Handed(self._outer[1], self._outer[0](tensor))
         return Kept(tensor, None)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         return saved.unpack()
 
