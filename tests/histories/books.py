@@ -22,11 +22,6 @@ class Held:
     version: int | None = None
     readers: int = 0
     lost: bool = False  # its transfer failed, or its caller withdrew: it will never be complete
-    blank: bool = False  # somebody is going to give it new values: until then it has none
-
-    def arriving(self) -> bool:
-        """Whether its bytes are on their way."""
-        return self.version is None and not self.blank
 
 
 @dataclass
@@ -44,7 +39,7 @@ class Entry:
     discarded: bool = False
     offloaded: bool = False
     fetches: int = 0
-    renewed: bool = False  # by whoever is going to hold it
+    renewed: bool = False  # by who holds it: there is no copy with the new values yet
     held: bool = False
     away: set[Tier] = field(default_factory=set)  # where it was when it was put away
 
@@ -55,7 +50,7 @@ class Entry:
 
     def moving(self) -> bool:
         """Whether any of its copies is read or written by a transfer, or filled by its caller."""
-        return any(copy.readers or copy.arriving() for copy in self.copies.values())
+        return any(copy.readers or copy.version is None for copy in self.copies.values())
 
     def exclusive(self) -> bool:
         """Whether it is lent to somebody who must be alone."""
@@ -117,22 +112,14 @@ class Books:
             entry.backed = False
             entry.copies[self.top].version = entry.version
 
-    def may_hold(self, key: str) -> bool:
-        """What the planner must answer to who wants to change it in host memory."""
+    def may_hold(self, key: str, purpose: Hold) -> bool | None:
+        """What the planner must answer to who wants to hold it. None: that depends on the room."""
         entry = self.entries[key]
-        blank = self.host in entry.copies and entry.copies[self.host].blank
-        there = (blank or entry.complete(self.host)) and not entry.exclusive()
-        return there and not (entry.held or entry.leases or entry.moving())
-
-    def fetched(self, key: str, purpose: Hold) -> None:
-        self.entries[key].renewed = purpose is Hold.RENEW
-
-    def unfetched(self, key: str) -> None:
-        entry = self.entries[key]
-        entry.fetches -= 1
-        entry.renewed = False
-        if (copy := entry.copies.get(self.host)) is not None:
-            copy.lost |= copy.blank
+        if entry.held or entry.leases or entry.moving():
+            return False
+        if purpose is Hold.RENEW and self.host not in entry.copies:
+            return None
+        return entry.complete(self.host)
 
     def took_hold(self, key: str, purpose: Hold) -> None:
         """If it is changed: copies that are made later have what is new."""
@@ -142,8 +129,10 @@ class Books:
             return
         entry.backed, entry.away = False, set()
         entry.version += 1
-        copy = entry.copies[self.host]
-        copy.version, copy.blank, copy.lost = entry.version, False, False
+        if self.host in entry.copies:
+            entry.copies[self.host].version = entry.version
+        else:
+            entry.renewed = True
 
     def put_away(self, key: str) -> None:
         entry = self.entries[key]
@@ -184,7 +173,9 @@ class Books:
             case Reserve(tier=tier):
                 assert entry.claimed or entry.renewed, f"{instruction}: nobody claimed that"
                 self._take(entry, tier)
-                entry.copies[tier].blank = entry.renewed
+                if entry.renewed:
+                    entry.renewed = False
+                    entry.copies[tier].version = entry.version
             case Copy():
                 self._copy(entry, instruction)
             case Drop(tier=tier):
@@ -229,7 +220,7 @@ class Books:
 
     def _assert_may_go(self, entry: Entry, tier: Tier) -> None:
         where = f"{entry.key} on {tier.name}"
-        assert not entry.copies[tier].arriving(), f"{where} is dropped while it is written"
+        assert entry.copies[tier].version is not None, f"{where} is dropped while it is written"
         stale = entry.copies[tier].version != entry.version  # somebody changes another copy
         if tier is self.top:
             assert not entry.leases, f"{where} is dropped while it is leased"
@@ -271,7 +262,7 @@ class Books:
         copy = entry.copies[tier]
         leased = tier is self.top and bool(entry.leases)
         held = tier is self.host and entry.held
-        return leased or held or copy.readers > 0 or copy.arriving()
+        return leased or held or copy.readers > 0 or copy.version is None
 
     def known(self) -> list[str]:
         """Keys of the groups that are there for anybody to use."""

@@ -115,7 +115,6 @@ class World:
             assert planner.used[tier] >= books.used[tier], f"{tier.name} is counted too low"
         entries = books.entries.values()
         filling = any(entry.claimed and entry.copies for entry in entries)
-        filling |= any(copy.blank for entry in entries for copy in entry.copies.values())
         idle = not books.moving and not filling
         assert planner.idle() == idle, f"idle is {idle}: an instruction was lost, or made twice"
 
@@ -269,15 +268,12 @@ class World:
         """Somebody waits to hold `key`. None if it can never fit."""
         entry, budget = self.books.entries[key], self.books.budgets[self.books.host]
         never = budget is not None and entry.nbytes > budget
-        if entry.fetches:
-            return None  # one at a time wants to hold a group
         entry.fetches += 1
         was = entry.offloaded, entry.away
         self.books.wanted(key)
         fetcher = Holder(key, purpose)
         self.fetchers.append(fetcher)
         try:
-            self.books.fetched(key, purpose)
             self._step(self.planner.fetch, key, purpose)
         except BudgetError:
             assert never, f"{key} would fit"
@@ -299,10 +295,10 @@ class World:
             self.withdraw_fetch(fetcher)
             self._answer(key, error)
             return True
-        expected = self.books.may_hold(key)
+        expected = self.books.may_hold(key, fetcher.purpose)
         self.sound = False
-        held = self.planner.hold(key)
-        assert held == expected, f"{fetcher}: the planner says {held}"
+        held = self.planner.hold(key, fetcher.purpose)
+        assert expected in (held, None), f"{fetcher}: the planner says {held}"
         if held:
             self._no_longer_fetched(fetcher)
             self.books.took_hold(key, fetcher.purpose)
@@ -315,12 +311,12 @@ class World:
         """Somebody was told of an error, or does not want to hold it any more."""
         self._no_longer_fetched(fetcher)
         if fetcher.key in self.planner:
-            self._step(self.planner.withdraw_fetch, fetcher.key)
+            self._step(self.planner.withdraw_fetch, fetcher.key, fetcher.purpose)
 
     def _no_longer_fetched(self, fetcher: Holder) -> None:
         self.fetchers.remove(fetcher)
         if fetcher.key in self.books.entries:
-            self.books.unfetched(fetcher.key)
+            self.books.entries[fetcher.key].fetches -= 1
 
     def let_go(self, holder: Holder) -> None:
         self.holders.remove(holder)

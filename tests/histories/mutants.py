@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tierstore.model.moves import Copy
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 
@@ -68,20 +68,38 @@ class CountsACopyTwiceGone(Planner):
 
 class EvictsTheLeased(Planner):
     def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        copy = group.copies[tier]
-        return copy.readers > 0 or copy.state is State.ARRIVING
+        leases, group.leases = group.leases, 0
+        try:
+            return super()._in_use(group, tier)
+        finally:
+            group.leases = leases
+
+
+class EvictsTheHeld(Planner):
+    def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
+        held, group.held = group.held, None
+        try:
+            return super()._in_use(group, tier)
+        finally:
+            group.held = held
 
 
 class DropsWhatIsRead(Planner):
     def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        leased = tier is self.top and group.leases > 0
-        return leased or group.copies[tier].state is State.ARRIVING
+        readers, group.copies[tier].readers = group.copies[tier].readers, 0
+        try:
+            return super()._in_use(group, tier)
+        finally:
+            group.copies[tier].readers = readers
 
 
 class DropsWhatIsWritten(Planner):
     def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        leased = tier is self.top and group.leases > 0
-        return leased or group.copies[tier].readers > 0
+        state, group.copies[tier].state = group.copies[tier].state, State.PRESENT
+        try:
+            return super()._in_use(group, tier)
+        finally:
+            group.copies[tier].state = state
 
 
 # Promise 4: a group being changed has one copy, and nobody beside its changer ---------------------
@@ -93,10 +111,10 @@ class KeepsStaleCopies(Planner):
 
 
 class LendsWhileItMoves(Planner):
-    def lease(self, key: str, access: Access) -> bool:
+    def lease(self, key: str, access: Access, *, for_good: bool = False) -> bool:
         group = self._groups[key]
         if access is Access.READ or not group.moving():
-            return super().lease(key, access)
+            return super().lease(key, access, for_good=for_good)
         if not group.present(self.top) or group.leases or group.forgotten:
             return False
         group.exclusive = access
@@ -107,9 +125,45 @@ class LendsWhileItMoves(Planner):
 
 
 class LendsToTwo(Planner):
-    def lease(self, key: str, access: Access) -> bool:
+    def lease(self, key: str, access: Access, *, for_good: bool = False) -> bool:
         self._groups[key].exclusive = None
-        return super().lease(key, access)
+        return super().lease(key, access, for_good=for_good)
+
+
+class LetsTwoHold(Planner):
+    def hold(self, key: str, purpose: Hold) -> bool:
+        self._groups[key].held = None
+        return super().hold(key, purpose)
+
+
+class LetsHoldWhatIsLent(Planner):
+    def hold(self, key: str, purpose: Hold) -> bool:
+        group = self._groups[key]
+        leases, group.leases = group.leases, 0
+        try:
+            return super().hold(key, purpose)
+        finally:
+            group.leases = leases
+
+
+class HoldsBesideStaleCopies(Planner):
+    def hold(self, key: str, purpose: Hold) -> bool:
+        backed, kept = self._groups[key].backed, dict(self._groups[key].copies)
+        held = super().hold(key, purpose)
+        if held and Tier.DISK in kept and backed:
+            self._groups[key].backed = True
+            self._groups[key].copies[Tier.DISK] = kept[Tier.DISK]
+        return held
+
+
+class LendsTheHeldToAChanger(Planner):
+    def lease(self, key: str, access: Access, *, for_good: bool = False) -> bool:
+        held, self._groups[key].held = self._groups[key].held, None
+        try:
+            return super().lease(key, access, for_good=for_good)
+        finally:
+            if key in self._groups:
+                self._groups[key].held = held
 
 
 class SavesWhatIsBeingChanged(Planner):
@@ -132,6 +186,11 @@ class LeavesTheForgotten(Planner):
     def _tidy(self, group: GroupRecord) -> None:
         if not group.forgotten:
             super()._tidy(group)
+
+
+class KeepsWhatWasPutAway(Planner):
+    def put_away(self, key: str) -> None:
+        pass
 
 
 class GivesUpItsSource(Planner):
@@ -166,6 +225,15 @@ class DropsBeforeTheWaiterWakes(Planner):
             return super()._evictable(group, tier, rival)
         finally:
             self._demands = demands
+
+
+class DropsBeforeItIsHeld(Planner):
+    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
+        fetches, self._fetches = self._fetches, {}
+        try:
+            return super()._evictable(group, tier, rival)
+        finally:
+            self._fetches = fetches
 
 
 class CopiesTheCleanDown(Planner):
@@ -224,8 +292,8 @@ class KeepsThePromiseOfAClaim(OrphansKeepTheirRoom):
 class LosesInstructions(Planner):
     """Like a store that raises before it has handed over what a failed claim had started."""
 
-    def claim(self, key: str, nbytes: int) -> None:
-        super().claim(key, nbytes)
+    def claim(self, key: str, nbytes: int, *, guided: bool = False) -> None:
+        super().claim(key, nbytes, guided=guided)
         if not self.granted(key):
             self._instructions = [i for i in self._instructions if not isinstance(i, Copy)]
 
@@ -250,6 +318,15 @@ class LosesDemands(Planner):
         super().arrived(key, dst, src)
         if dst is not self.top:
             self._demands.pop(key, None)
+
+
+class WaitsForWhatIsHeldForGood(Planner):
+    """Takes what is held for good for something that comes back."""
+
+    def hold(self, key: str, purpose: Hold) -> bool:
+        held = super().hold(key, purpose)
+        self._leases += held and self._groups[key].held is Hold.KEEP
+        return held
 
 
 class LosesSaves(Planner):

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 from tests.histories.machine import World, play
 from tests.histories.mutants import DropsWhatIsRead, unchecked
 from tierstore.model.groups import name_of
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
 
 HISTORIES = 2000
@@ -70,21 +70,27 @@ class PlannerMachine(RuleBasedStateMachine):
         if key := self._known(index):
             self.world.demand(key, access)
 
-    @rule(size=size, index=index, replace=st.booleans())
-    def claim(self, size: int, index: int, replace: bool) -> None:
+    @rule(index=index, purpose=st.sampled_from(Hold))
+    def fetch(self, index: int, purpose: Hold) -> None:
+        if key := self._known(index):
+            self.world.fetch(key, purpose)
+
+    @rule(size=size, index=index, replace=st.booleans(), guided=st.booleans())
+    def claim(self, size: int, index: int, replace: bool, guided: bool) -> None:
         puts = [name_of(k) for k in self.world.books.known() if k.startswith("put")]
-        self.world.claim(size, puts[index % len(puts)] if replace and puts else "put")
+        name = puts[index % len(puts)] if replace and puts else "put"
+        self.world.claim(size, name, guided=guided)
 
-    @rule(size=size)
-    def register(self, size: int) -> None:
-        self.world.register(size)
+    @rule(size=size, guided=st.booleans())
+    def register(self, size: int, guided: bool) -> None:
+        self.world.register(size, guided=guided)
 
-    @rule(indices=st.lists(index, max_size=3))
-    def prefetch(self, indices: list[int]) -> None:
+    @rule(indices=st.lists(index, max_size=3), top=st.sampled_from([None, Tier.HOST]))
+    def prefetch(self, indices: list[int], top: Tier | None) -> None:
         keys = [self._known(index) for index in indices]
-        self.world.prefetch([key for key in keys if key])
+        self.world.prefetch([key for key in keys if key], top)
 
-    @rule(index=index, act=st.sampled_from(["offload", "save", "discard"]))
+    @rule(index=index, act=st.sampled_from(["offload", "save", "discard", "put_away"]))
     def put_away(self, index: int, act: str) -> None:
         if key := self._known(index):
             getattr(self.world, act)(key)
@@ -99,6 +105,16 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(index=index, act=st.sampled_from(["wake", "wake", "give_up"]))
     def wait(self, index: int, act: str) -> None:
         getattr(self.world, act)(self.world.waiters[index % len(self.world.waiters)])
+
+    @precondition(lambda self: self.world.fetchers)
+    @rule(index=index, act=st.sampled_from(["hold", "hold", "withdraw_fetch"]))
+    def hold(self, index: int, act: str) -> None:
+        getattr(self.world, act)(self.world.fetchers[index % len(self.world.fetchers)])
+
+    @precondition(lambda self: self.world.holders)
+    @rule(index=index)
+    def let_go(self, index: int) -> None:
+        self.world.let_go(self.world.holders[index % len(self.world.holders)])
 
     @precondition(lambda self: self.world.claims)
     @rule(index=index, act=st.sampled_from(["fill", "fill", "withdraw_claim"]))

@@ -229,7 +229,7 @@ def busy_planner() -> Planner:
     planner.register("held", 10, backed=True)
     planner.fetch("held", Hold.KEEP)
     planner.arrived("held", Tier.HOST, Tier.DISK)
-    assert planner.hold("held")
+    assert planner.hold("held", Hold.KEEP)
     planner.check()
     return planner
 

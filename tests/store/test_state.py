@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -545,6 +546,39 @@ def test_what_is_expected_is_brought_as_far_as_was_said(device: str, disk_dir: P
         held_values(store, "held")
         store.get("acquired")
         assert store.stats().bytes_read == read
+
+
+@on_both
+def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
+    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read before somebody wrote to what is shown."""
+    read, go_on = threading.Event(), threading.Event()
+    original = os.preadv
+
+    def slow(*args: Any, **options: Any) -> Any:
+        done = original(*args, **options)
+        read.set()
+        assert go_on.wait(PATIENCE)
+        return done
+
+    with open_store(disk_dir, device=device) as store:
+        shown = settled(store, "key", {"a": pages(1)})
+        monkeypatch.setattr(os, "preadv", slow)
+        store.expect_in_ram(["key"])
+        assert read.wait(PATIENCE)
+        found = []
+
+        def work() -> None:
+            store.put_away(["key"])
+            shown["a"].fill_(2)
+            found.append(store.get("key"))
+
+        thread = started(work)
+        wait_for_a_request(store)  # of who puts it away, or of who gets it
+        go_on.set()
+        join(thread)
+        assert (found[0]["a"] == 2).all()
 
 
 # Many at once --------------------------------------------------------------------------------

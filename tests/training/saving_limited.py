@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ def measured(how: str, place: Path, width: int, layers: int) -> dict[str, int]:
         step(model, optimizer, width)
         weight = module[-1].weight
         before, moment = weight.clone(), optimizer.state[weight]["exp_avg"].clone()
+        copies: Any = None
         with AnonymousPeak() as saving:
             if how == "copying":
                 state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
@@ -49,8 +51,8 @@ def measured(how: str, place: Path, width: int, layers: int) -> dict[str, int]:
                     tree_map(torch.clone, state["model"]),
                     [tree_map(torch.clone, kept) for kept in state["optimizer"]["state"].values()],
                 )
-                del copies
             save_training(place / "run", model, optimizer)
+        del copies
         step(model, optimizer, width)
         with AnonymousPeak() as loading:
             load_training(place / "run", model, optimizer)

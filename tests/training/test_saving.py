@@ -440,11 +440,14 @@ def test_what_was_loaded_has_nothing_to_do_with_the_files_any_more(tmp_path: Pat
     load_training(tmp_path / "run", *two)
     with on_store(tmp_path / "store", LARGE, seed=1) as three:
         load_training(tmp_path / "run", *three)
+        module = models.build(KIND, 1)
+        four = (module, OffloadOptimizer(module, three[0].store, torch.optim.AdamW, **ADAMW))
+        load_training(tmp_path / "run", *four)
         for name in PARTS[:2]:
             path = tmp_path / "run" / name
             path.write_bytes(bytes(path.stat().st_size))
 
-        for pair in (two, three):
+        for pair in (two, three, four):
             Trained.of(*pair).assert_same_as(Trained.of(*one))
 
 
@@ -959,7 +962,7 @@ def test_saving_and_loading_take_a_chunk_of_memory_and_not_the_model(tmp_path: P
     assert found["saving"] < 2 * CHUNK
     assert found["loading"] < 2 * CHUNK
     control = limited("copying", tmp_path / "copied")
-    assert control["saving"] > NBYTES + STATE_BYTES
+    assert control["saving"] > STATE_BYTES
 
 
 def test_both_are_there_by_name() -> None:

@@ -214,7 +214,6 @@ def hooks_on_modules(model: Any, optimizer: Any, device: str) -> Found:
     found: Found = []
 
     def after(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        assert module.weight.device == output.device
         found.append(module.weight.detach().cpu().clone())
         return output * 1.5
 
@@ -345,7 +344,7 @@ def test_an_edit_between_forward_and_backward_is_refused_as_by_torch(
     expected = refusal(models.build("small"))
     module = models.build("small")
     with store_for(module, disk_dir, share=share) as store:
-        model, optimizer = offloaded(module, store)
+        model, _ = offloaded(module, store)
         assert refusal(model) == expected
         assert_nothing_is_leased(model)
         if share < 1:
@@ -506,12 +505,13 @@ def test_disable_gives_an_ordinary_model_that_trains_on(device: str, disk_dir: P
         states = optimizer.state_dict()
         fresh = torch.optim.AdamW(module.parameters(), **ADAMW)
         fresh.load_state_dict(copy.deepcopy(states))
+    results = []
     for ordinary, stepped in ((plain, by_itself), (module, fresh)):
         stepped.step()
         stepped.zero_grad()
-        wanted = train("small", ordinary, stepped, 2, first=3)
-        (wanted if ordinary is plain else found).append(torch.cat([x[None] for x in wanted]))
-    Trained.of(module, fresh).assert_same_as(Trained.of(plain, by_itself))
+        later = train("small", ordinary, stepped, 2, first=3)
+        results.append(Trained.of(ordinary, stepped, later))
+    results[1].assert_same_as(results[0])
     module.half()  # nothing holds it any more
 
 

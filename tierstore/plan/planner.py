@@ -410,7 +410,7 @@ class Planner(Movements):
         claims = [self._groups[key] for key in self._claims]
         waiting = [g for g in demands if not self._on_its_way(g)]
         fetches = [self._groups[key] for key in self._fetches]
-        waiting += [g for g in fetches if self._put_tier() not in g.copies]
+        waiting += [g for g in fetches if self._put_tier() not in g.copies or g.held is Hold.KEEP]
         return [g for g in waiting + [c for c in claims if not c.copies] if g.error is None]
 
     def _on_its_way(self, group: GroupRecord) -> bool:
@@ -445,9 +445,13 @@ class Planner(Movements):
 
     def _about_to_wake(self) -> bool:
         """Whether what somebody waits for is there: they will give their lease back."""
-        there = [self._groups[key].present(self.top) for key in self._demands]
-        there += [self._put_tier() in self._groups[key].copies for key in self._fetches]
-        return any(there)
+        places = [(k, self.top) for k in self._demands if self._on_its_way(self._groups[k])]
+        places += [(key, self._put_tier()) for key in self._fetches]
+        found = [(self._groups[key], tier) for key, tier in places]
+        return any(tier in g.copies and not self._is_kept(g, tier) for g, tier in found)
+
+    def _is_kept(self, group: GroupRecord, tier: Tier) -> bool:
+        return tier is self._put_tier() and group.held is Hold.KEEP
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
         held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.KEEP)

@@ -409,7 +409,7 @@ def _refuse_arguments(
             f"TierStore(..., device={str(device)!r})"
         )
     for name, value in (("num_slices", num_slices), ("num_microbatches", num_microbatches)):
-        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+        if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} is no positive whole number")
     refuse_other_offloading(type(module).__name__, module)
     for name, parameter in module.named_parameters():

@@ -142,7 +142,6 @@ class Desk:
         """A module that needs these parameters begins."""
         with weights.lock:
             if weights.users == 0:
-                weights.take_what_was_given()
                 self.turn_to(weights.slice)
                 loan = self._read(weights)
                 if loan is not None:
@@ -260,6 +259,9 @@ class Desk:
     def settle_down(self) -> None:
         """A pass is over, or another begins: nothing is on the device, and everything is what it
         shows."""
+        for weights in self.groups:
+            if not weights.users:
+                weights.take_what_was_given()
         with self._lock:
             self.give_back()
             self._slice = -1
@@ -279,7 +281,11 @@ class Watching:
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.hooks: Any = saved_tensors_hooks(self._pack, self._unpack)
+
+    @property
+    def hooks(self) -> Any:
+        """Hooks to enter. Kept nowhere: they keep us, and what was around us."""
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: torch.Tensor) -> Any:

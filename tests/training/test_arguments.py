@@ -1,0 +1,232 @@
+"""Arguments that cannot be are refused, with words that say what to do. Refusals change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.adapters.conftest import NEEDS_PRETEND
+from tests.training import models
+from tests.training.conftest import (
+    ADAMW,
+    ON_BOTH,
+    Traffic,
+    Trained,
+    full_state_bytes,
+    offloaded,
+    parameter_bytes,
+    store_for,
+    train,
+)
+from tierstore import TierStore, dispatch_model, enable_group_offload
+from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+from tierstore.model.errors import BudgetError
+
+AdamW = torch.optim.AdamW
+
+
+@pytest.fixture
+def store(disk_dir: Path) -> Iterator[TierStore]:
+    with store_for(models.build("small"), disk_dir, share=0.3) as store:
+        yield store
+
+
+def assert_untouched(module: nn.Module, store: TierStore) -> None:
+    """As it was built, and it can be trained: on this store, and without."""
+    built = models.build("small")
+    assert not [key for key in store if key.startswith("training/")]
+    for found, expected in zip(module.parameters(), built.parameters(), strict=True):
+        assert torch.equal(found, expected) and found.device.type == "cpu"
+    ordinary = AdamW(module.parameters(), **ADAMW)
+    plain = AdamW(built.parameters(), **ADAMW)
+    found = train("small", module, ordinary, 1)
+    wanted = train("small", built, plain, 1)
+    Trained.of(module, ordinary, found).assert_same_as(Trained.of(built, plain, wanted))
+    OffloadModel(module, store).disable()
+
+
+@pytest.mark.parametrize("name", ("num_slices", "num_microbatches"))
+@pytest.mark.parametrize("value", (0, -1, 1.5, "3", "x", True, [2]))
+def test_counts_are_positive_whole_numbers(name: str, value: Any, store: TierStore) -> None:
+    module = models.build("small")
+    with pytest.raises(ValueError, match=f"{name}=.*positive whole number"):
+        OffloadModel(module, store, **{name: value})
+    assert_untouched(module, store)
+
+
+def test_the_device_is_the_stores(store: TierStore, disk_dir: Path) -> None:
+    module = models.build("small")
+    with pytest.raises(ValueError, match=r"open the store with TierStore\(\.\.\., device='cuda'\)"):
+        OffloadModel(module, store, device="cuda")
+    assert_untouched(module, store)
+    for device in ("cpu", torch.device("cpu"), None):
+        OffloadModel(module, store, device=device).disable()
+
+
+@NEEDS_PRETEND
+def test_a_device_with_or_without_its_number(disk_dir: Path) -> None:
+    module = models.build("small")
+    with store_for(module, disk_dir, "pretend") as store:
+        for device in ("cpu", "pretend:1"):
+            with pytest.raises(ValueError, match="open the store with"):
+                OffloadModel(module, store, device=device)
+        for device in ("pretend", "pretend:0"):
+            OffloadModel(module, store, device=device).disable()
+
+
+@ON_BOTH
+def test_a_batch_is_not_smaller_than_its_parts(device: str, disk_dir: Path) -> None:
+    module = models.build("small")
+    with store_for(module, disk_dir, device, 0.3) as store:
+        model = OffloadModel(module, store, num_microbatches=4)
+        x = torch.randn(3, models.WIDTH, device=device)
+        with pytest.raises(ValueError, match=r"batch of 3 .* 4 microbatches.*lower num_microb"):
+            model(x)
+        assert model(torch.cat([x, x])).shape == (6, models.WIDTH)
+
+
+def test_a_loss_that_is_computed_inside_cannot_be_cut(disk_dir: Path) -> None:
+    module = models.build("llama")
+    with store_for(module, disk_dir, share=0.3) as store:
+        model = OffloadModel(module, store, num_microbatches=2)
+        with pytest.raises(TypeError, match="compute the loss outside"):
+            models.loss("llama", model, models.batch("llama"))
+
+
+def test_a_module_on_meta_has_no_values(store: TierStore) -> None:
+    with torch.device("meta"):
+        module = models.build("small")
+    with pytest.raises(ValueError, match=r"layers\.0\.weight is on meta.*load them first"):
+        OffloadModel(module, store)
+    assert not store.keys()
+
+
+def test_a_module_that_is_in_training_already(store: TierStore) -> None:
+    module = models.build("small")
+    model = OffloadModel(module, store)
+    for again in (module, model, nn.Sequential(module), module.layers):
+        with pytest.raises(ValueError, match=r"in training on a store.*call disable\(\)"):
+            OffloadModel(again, store)
+    model.disable()
+    OffloadModel(module, store).disable()
+
+
+def test_a_module_that_is_dispatched(store: TierStore) -> None:
+    module = models.build("small")
+    dispatch_model(module, store)
+    with pytest.raises(ValueError, match=r"offload|dispatch"):
+        OffloadModel(module, store)
+
+
+def test_a_module_whose_blocks_are_offloaded(store: TierStore) -> None:
+    module = models.build("flux")
+    enable_group_offload(module, store)
+    with pytest.raises(ValueError, match="offload"):
+        OffloadModel(module, store)
+
+
+def test_a_module_in_training_is_not_dispatched(store: TierStore) -> None:
+    module = models.build("small")
+    model, optimizer = offloaded(module, store)
+    for target in (module, model):
+        with pytest.raises(ValueError, match=r"train|offload"):
+            dispatch_model(target, store)
+    train("small", model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        (torch.optim.LBFGS, "LBFGS cannot work on one part.*AdamW"),
+        (torch.optim.SparseAdam, "SparseAdam cannot work on one part.*AdamW"),
+        ("AdamW", r"no class of optimizers: pass one such as torch\.optim\.AdamW"),
+        (torch.optim, "no class of optimizers"),
+        (nn.Linear, "no class of optimizers"),
+        (None, "no class of optimizers"),
+    ],
+)
+def test_what_is_no_optimizer_that_can_be(what: Any, match: str, store: TierStore) -> None:
+    model = OffloadModel(models.build("small"), store)
+    with pytest.raises(TypeError, match=match):
+        OffloadOptimizer(model, store, what)
+
+
+def test_an_optimizer_instead_of_its_class(store: TierStore) -> None:
+    model = OffloadModel(models.build("small"), store)
+    with pytest.raises(TypeError, match="and its arguments by name"):
+        OffloadOptimizer(model, store, AdamW(model.parameters()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", ({"lr": -1.0}, {"betas": (2.0, 0.9)}, {"no_such": 1}))
+def test_arguments_of_the_class_are_refused_by_it(
+    options: dict[str, Any], store: TierStore
+) -> None:
+    module = models.build("small")
+    with pytest.raises((ValueError, TypeError)) as expected:
+        AdamW(module.parameters(), **options)
+    model = OffloadModel(module, store)
+    with pytest.raises(expected.type) as found:
+        OffloadOptimizer(model, store, AdamW, **options)
+    assert str(found.value) == str(expected.value)
+
+
+def test_no_parameters_at_all(store: TierStore) -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        OffloadOptimizer([], store, AdamW)
+
+
+@pytest.mark.parametrize("given", ("module", "parameters", "groups"))
+def test_the_states_of_an_ordinary_module_are_in_the_store(given: str, disk_dir: Path) -> None:
+    plain = models.build("small")
+    by_itself = AdamW(plain.parameters(), **ADAMW)
+    wanted = train("small", plain, by_itself, 3, max_norm=0.1)
+    module = models.build("small")
+    states = 2 * parameter_bytes(module)
+    with store_for(int(states / 2), disk_dir, share=1) as store:
+        what = {
+            "module": module,
+            "parameters": module.parameters(),
+            "groups": [{"params": list(module.parameters())}],
+        }[given]
+        optimizer = OffloadOptimizer(what, store, AdamW, **ADAMW)
+        traffic = Traffic(store)
+        found = train("small", module, optimizer, 3, max_norm=0.1)
+        Trained.of(module, optimizer, found).assert_same_as(Trained.of(plain, by_itself, wanted))
+        # Each step changes all states, of which half can stay.
+        assert traffic.read >= 2 * states / 2
+        assert traffic.written >= 2 * states / 2
+        assert sum(group.nbytes for group in store.snapshot().groups) >= states
+
+
+@NEEDS_PRETEND
+@pytest.mark.parametrize("what", ("device_budget", "ram_budget"))
+def test_a_parameter_that_is_larger_than_a_budget(what: str, disk_dir: Path) -> None:
+    module = models.build("small")
+    largest = max(parameter.nbytes for parameter in module.parameters())
+    budgets = {"ram_budget": 1 << 20, "device_budget": 1 << 20, what: largest // 2}
+    with (
+        TierStore(disk_dir=disk_dir, device="pretend", **budgets) as store,
+        pytest.raises(BudgetError, match=r"raise|larger"),
+    ):
+        model, optimizer = offloaded(module, store)
+        train("small", model, optimizer, 1, device="pretend")
+
+
+def test_on_the_cpu_a_parameter_may_be_larger_than_the_budget(disk_dir: Path) -> None:
+    """It is used where it lies on disk."""
+    plain = models.build("small")
+    by_itself = AdamW(plain.parameters(), **ADAMW)
+    wanted = train("small", plain, by_itself, 2)
+    module = models.build("small")
+    largest = max(parameter.nbytes for parameter in module.parameters())
+    assert full_state_bytes(module, AdamW) > largest
+    with TierStore(largest // 2, disk_dir, device="cpu") as store:
+        model, optimizer = offloaded(module, store)
+        found = train("small", model, optimizer, 2)
+        Trained.of(model, optimizer, found).assert_same_as(Trained.of(plain, by_itself, wanted))
+        assert store.stats().peak_bytes["HOST"] <= largest // 2
