@@ -14,7 +14,7 @@ ELSEWHERE = {mutants.HopesTakeNeededRoom, mutants.GivesUpItsSource}
 
 SYMPTOMS = {
     mutants.EvictsTheOnlyCopy: "lost its last copy",
-    mutants.OffloadsTheOnlyCopy: "lost its last copy",
+    mutants.OffloadsTheOnlyCopy: "lost its last copy|was to leave",
     mutants.TrustsAFailedCopy: "is complete on",
     mutants.ForgetsWhatIsArriving: r"holds \d+ bytes of",
     mutants.CountsACopyTwiceGone: r"counted too low|holds \d+ bytes of",
@@ -43,7 +43,7 @@ SYMPTOMS = {
     mutants.LosesInstructions: "an instruction was lost|is discarded, but on",
     mutants.KeepsAnOldError: "an error that everybody was told",
     mutants.NeverChangesItsMind: "before its waiter woke up|before who wants to hold it",
-    mutants.KeepsThePromiseOfAClaim: "though there is room",
+    mutants.KeepsThePromiseOfAClaim: "though there is room|nothing moves",
     mutants.LosesDemands: "nothing moves|before its waiter woke up|though there is room",
     mutants.WaitsForWhatIsHeldForGood: "nothing moves",
     mutants.LosesSaves: "nothing moves",

@@ -660,7 +660,10 @@ def test_an_error_leaves_nothing_leased(
             del loss
         handle.remove()
         if isinstance(model, OffloadModel):
-            assert_nothing_is_leased(model)
+            # What its own checkpoint was given, torch keeps until the next backward pass if this
+            # one failed. After the scenario, nothing at all may be left.
+            recomputed = checkpoint and where == "backward"
+            assert_nothing_is_leased(model, but="activation/" if recomputed else "-")
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
         return found + [step(model, optimizer, number, device) for number in (1, 2)]
