@@ -9,9 +9,10 @@ what it wants next.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +38,13 @@ def key_of(number: int) -> str:
     return f"{PREFIX}{number:06}"
 
 
+class Giver(Protocol):
+    """One who holds leases for later."""
+
+    def make_room(self) -> None:
+        """Give them back, if they can be had again. Called by a thread that waits for room."""
+
+
 class PuttingAside(Serving):
     """The part of a store that lends a shelf to who saves activations.
 
@@ -54,6 +62,7 @@ class PuttingAside(Serving):
         self._fresh = itertools.count()
         self._left: deque[int] = deque()  # dropped by finalizers
         self._unspilled: dict[int, str] = {}  # number -> version, the oldest first
+        self.givers: weakref.WeakSet[Giver] = weakref.WeakSet()
         super().__init__(device, budgets, disk_dir, policy, verify)
 
     def _collect_lost(self) -> None:
@@ -85,6 +94,11 @@ class PuttingAside(Serving):
         if self.device.type == "cpu":
             return None
         return torch.accelerator.current_stream(self.device)
+
+    def make_room(self) -> None:
+        """Have those who hold something for later give it back, if they can."""
+        for giver in list(self.givers):
+            giver.make_room()
 
     def largest_aside(self) -> int:
         """The bytes that any one group may have at most: what every tier above the disk can hold

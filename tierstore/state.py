@@ -155,6 +155,14 @@ class KeepingState(PuttingAside):
             with self._changed:
                 self._planner.put_away(version)
                 self._deliver()
+        # What was on its way has the old bytes, and may not be looked at once others are written.
+        for key, version in versions:
+            self._waiting.wait(Request(key, version=version), self._has_gone)
+
+    def _has_gone(self, request: Request) -> bool | None:
+        self._check_open(saving=True)
+        gone = request.version not in self._planner
+        return gone or not self._planner.arriving(request.version) or None
 
     def expect_in_ram(self, keys: Iterable[str]) -> None:
         """Say what is held next, in order. A hint, like `prefetch`, that asks for no room above."""

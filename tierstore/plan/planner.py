@@ -305,6 +305,11 @@ class Planner(Movements):
         self._tidy(group)
         self._settle()
 
+    def arriving(self, key: str) -> bool:
+        """Whether a copy above the disk is on its way."""
+        copies = self._groups[key].copies.items()
+        return any(t is not Tier.DISK and c.state is State.ARRIVING for t, c in copies)
+
     def error_of(self, key: str) -> BaseException | None:
         """Why the group could not be brought or saved; None while all is well."""
         return self._groups[key].error

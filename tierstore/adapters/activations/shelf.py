@@ -307,7 +307,11 @@ class Shelf:
     def fetch(self, number: int, nbytes: int) -> torch.UntypedStorage:
         """Memory on the store's device with the bytes of a piece. Raises what `acquire` raises."""
         self.let_go()
-        lease = self.store.acquire(key_of(number))
+        try:
+            lease = self.store.acquire(key_of(number))
+        except BudgetError:
+            self.store.make_room()
+            lease = self.store.acquire(key_of(number))
         if self.store.device.type != "cpu":
             return self.store.hand_over(lease).untyped_storage()
         return self.desk.lay_out(lease, nbytes)

@@ -90,7 +90,7 @@ class OffloadModel(nn.Module):
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._desk = Desk(store, self._groups, len(self.slices))
         self._shipping = Shipping(self._groups, self._desk.settle_down)
-        self._desk.make_room = self._make_room
+        self._desk.make_room = self.make_room
         self._wrap()
         if checkpoint_activation:
             self._recompute()
@@ -99,6 +99,7 @@ class OffloadModel(nn.Module):
             run = Microbatches(module, num_microbatches, self._shipping)
         self.__dict__["_run"] = run
         claim(module.modules(), self)
+        store.givers.add(self)
         for parameter in module.parameters():
             _models[id(parameter)] = self
         give_back_free_memory()
@@ -219,7 +220,8 @@ class OffloadModel(nn.Module):
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
+        """Give back what is in RAM for later, or for no reason but that it may be wanted again."""
         self._shipping.make_room()
         self._desk.give_back()
 
@@ -260,6 +262,7 @@ class OffloadModel(nn.Module):
             for parameter in weights.parameters.values():
                 assign(parameter, parameter.data.clone())
                 _models.pop(id(parameter), None)
+            weights.gone = True
             weights.gradients.discard()
             weights.place.discard()
         self._groups.clear()

@@ -95,7 +95,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 offloaded.setdefault(id(weights), []).append(parameter)
         for number, members in offloaded.items():
             self._tiles.append(Tile(self, members, weights_of[number]))
-        for members in _portions(rest, rooms_of(self.store).target):
+        rooms = rooms_of(self.store)
+        for members in _portions(rest, rooms.target):
+            rooms.expect(packed_bytes({str(i): p.detach() for i, p in enumerate(members)}))
             self._tiles.append(Tile(self, members, None))
 
     def new_key(self) -> str:
@@ -207,7 +209,7 @@ class Tile:
         self, optimizer: OffloadOptimizer, parameters: list[nn.Parameter], weights: Weights | None
     ) -> None:
         self.parameters = parameters
-        self.weights = weights
+        self._weights = weights
         self._optimizer = optimizer
         self._by_id = {id(p): p for p in parameters}
         self._key = optimizer.new_key()
@@ -217,6 +219,11 @@ class Tile:
         self._names = {}
         if weights is not None:
             self._names = {id(p): name for name, p in weights.parameters.items()}
+
+    @property
+    def weights(self) -> Weights | None:
+        """The group that the parameters are in; None if they are ordinary ones, or are so again."""
+        return None if self._weights is None or self._weights.gone else self._weights
 
     def has_gradients(self) -> bool:
         """Whether there is anything to do."""

@@ -46,6 +46,7 @@ class Weights:
         self.gradients = Gradients(self)
         self.lock = threading.RLock()
         self.users = 0
+        self.gone = False  # the model is an ordinary one again
         self.loan: Loan | None = None
         self._versions: dict[str, int] = {}
 
