@@ -240,11 +240,20 @@ class Serving:
             loan.out = self._planner.lease(version, request.access, for_good=loan.caller is None)
             if loan.out:
                 return self._lent(request, version, loan)
+            if request.access is not Access.READ:
+                self._refuse_what_is_kept(request)
             self._observer.waits(request)
             return None
         except BaseException:  # an interrupt, most likely: nobody would give the lease back
             self._end_lease(loan)
             raise
+
+    def _refuse_what_is_kept(self, request: Request) -> None:
+        if self._planner.kept(request.version):
+            raise LeaseError(
+                f"group {request.key!r} is held for good, by who trains with it: read it, or wait "
+                "until that is over"
+            )
 
     def _lent(self, request: Request, version: str, loan: Lent) -> Lease:
         self._waiting.lend(request.owner, version)

@@ -99,6 +99,7 @@ class KeepingState(PuttingAside):
         error = self._planner.error_of(version)
         if error is not None:
             raise error
+        self._refuse_what_is_kept(request)
         if not self._planner.hold(version, purpose):
             return None
         owner = None if purpose is Hold.KEEP else request.owner

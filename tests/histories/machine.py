@@ -223,7 +223,13 @@ class World:
             self.give_up(waiter)
             self._answer(waiter.key, error)
             return True
+        if waiter.access is not Access.READ and self._is_kept(waiter.key):
+            self.give_up(waiter)  # the store refuses: it would wait for ever
+            return True
         return self._lease(waiter)
+
+    def _is_kept(self, key: str) -> bool:
+        return any(h.key == key and h.purpose is Hold.KEEP for h in self.holders)
 
     def _answer(self, key: str, error: BaseException) -> None:
         known = isinstance(error, KeyError) or any(error is e for e in self._injected)
@@ -294,6 +300,9 @@ class World:
         if error is not None:
             self.withdraw_fetch(fetcher)
             self._answer(key, error)
+            return True
+        if self._is_kept(key):
+            self.withdraw_fetch(fetcher)  # the store refuses: it would wait for ever
             return True
         expected = self.books.may_hold(key, fetcher.purpose)
         self.sound = False

@@ -54,7 +54,7 @@ class Movements(Shelves):
         host = self.tiers[-2]
         if group.error is not None or group.forgotten or group.exclusive or host in group.copies:
             return True
-        source = next((tier for tier in group.copies if group.present(tier)), None)
+        source = max((tier for tier in group.copies if group.present(tier)), default=None)
         if source is None:
             return True
         if not self._set_aside(group, host, None):

@@ -207,6 +207,10 @@ class Planner(Movements):
         self._settle()
         return True
 
+    def kept(self, key: str) -> bool:
+        """Whether somebody holds it for good: nobody else may change it, or hold it."""
+        return self._groups[key].held is Hold.KEEP
+
     def let_go(self, key: str) -> None:
         """What was held in host memory comes back."""
         group = self._groups[key]
@@ -415,7 +419,7 @@ class Planner(Movements):
         claims = [self._groups[key] for key in self._claims]
         waiting = [g for g in demands if not self._on_its_way(g)]
         fetches = [self._groups[key] for key in self._fetches]
-        waiting += [g for g in fetches if self._put_tier() not in g.copies or g.held is Hold.KEEP]
+        waiting += [g for g in fetches if self._put_tier() not in g.copies]
         return [g for g in waiting + [c for c in claims if not c.copies] if g.error is None]
 
     def _on_its_way(self, group: GroupRecord) -> bool:

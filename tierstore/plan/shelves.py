@@ -159,9 +159,10 @@ class Shelves:
         if group.valid_elsewhere(tier) or group.exclusive:
             return True
         below = self.tiers[self.tiers.index(tier) + 1]
-        if below in group.copies:
+        copy = group.copies.get(below)
+        if copy is not None and copy.state is not State.RESERVED:
             return True
-        if not self._set_aside(group, below, None):
+        if copy is None and not self._set_aside(group, below, None):
             return False
         self._start(group, tier, below, urgent=True)
         return True
