@@ -13,6 +13,8 @@ from torch import nn
 
 from tests.device import pretend
 from tierstore import (
+    OffloadModel,
+    OffloadOptimizer,
     TierStore,
     dispatch_model,
     enable_group_offload,
@@ -112,3 +114,47 @@ def test_activations_come_back_as_they_were(device: str, disk_dir: Path) -> None
         assert store.stats().activations.shipped_bytes > 0
     for plain, ours in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(plain.grad, ours.grad)
+
+
+@on_each
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("share", (0.3, 2))
+def test_training_is_that_of_an_optimizer_on_the_cpu(
+    share: float, recompute: bool, device: str, disk_dir: Path
+) -> None:
+    plain, net = model().to(device), model()
+    on_cpu = [nn.Parameter(p.detach().cpu()) for p in plain.parameters()]
+    usual = torch.optim.AdamW(on_cpu, lr=1e-2)
+    state_bytes = 4 * COUNT * LAYER_BYTES
+    losses: list[list[float]] = [[], []]
+    budget = int(share * state_bytes)
+    with TierStore(budget, disk_dir, device=device, device_budget=budget) as store:
+        ours = OffloadModel(net, store, num_slices=4, checkpoint_activation=recompute)
+        optimizer = OffloadOptimizer(ours, store, torch.optim.AdamW, lr=1e-2)
+        for _ in range(4):
+            loss = plain(rows(device)).square().mean()
+            loss.backward()
+            for there, here in zip(plain.parameters(), on_cpu, strict=True):
+                here.grad, there.grad = there.grad.cpu(), None
+            usual.step()
+            with torch.no_grad():
+                for there, here in zip(plain.parameters(), on_cpu, strict=True):
+                    there.copy_(here)
+            losses[0].append(loss.item())
+            loss = ours(rows(device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[1].append(loss.item())
+        stats = store.stats()
+        assert losses[0] == losses[1]
+        for here, away in zip(on_cpu, ours.parameters(), strict=True):
+            assert torch.equal(here, away)
+        for name, states in usual.state_dict()["state"].items():
+            for kind, value in states.items():
+                assert torch.equal(value, optimizer.state_dict()["state"][name][kind])
+        assert stats.bytes_onloaded >= 4 * COUNT * LAYER_BYTES
+        assert stats.peak_bytes["HOST"] <= budget
+        # In each step values and states are wanted in RAM; gradients come there by themselves.
+        assert stats.bytes_read >= 3 * max(0, 3 * COUNT * LAYER_BYTES - budget)
+        ours.disable()
