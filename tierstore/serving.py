@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from threading import Condition
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -31,11 +31,8 @@ from tierstore.model.errors import (
 )
 from tierstore.model.groups import (
     GroupSpec,
-    Packing,
     Source,
-    group_of,
     name_of,
-    pack,
     version_id,
 )
 from tierstore.model.journal import Use
@@ -50,8 +47,9 @@ from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.carrier import ThreadCarrier
 from tierstore.transfer.directory import ObjectDirectory
 from tierstore.transfer.disk import FileStamp
-from tierstore.transfer.objects import check_key, object_name
-from tierstore.transfer.views import blocks_of
+from tierstore.transfer.objects import object_name
+from tierstore.transfer.views import laid_out, packed
+from tierstore.transfer.workers import weakly
 from tierstore.waiting import Request, WaitingRoom
 
 T = TypeVar("T")
@@ -87,7 +85,6 @@ class Serving:
         self._next_version = 1
         # Leases that were garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[Lent] = deque()
-        self._lost_holds: deque[Lent] = deque()
         self.held_for_good = 0  # bytes of host memory
         self._lost_groups: deque[str] = deque()
         self._pid = os.getpid()
@@ -95,7 +92,7 @@ class Serving:
         self._closed = False
         self._directory = ObjectDirectory(disk_dir)
         # Carrier threads must not keep a forgotten store alive.
-        report, ending = (_weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
+        report, ending = (weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
         self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report, ending)
         self._observer = Observer(self._carrier.journal, self._carrier.times)
         self._finalizer = weakref.finalize(
@@ -345,17 +342,6 @@ class Serving:
         del self._versions[key]
         return key, self._newest_so_far(), cargo.durable
 
-    def _let_go(self, held: Lent) -> None:
-        """Take back, once, what somebody held in host memory. With the lock held."""
-        if self._closed or not held.out:
-            return
-        held.out = False
-        if held.caller is None:
-            self.held_for_good -= self._carrier.cargo(held.version).spec.nbytes
-        self._waiting.give_back(held.caller, held.version)
-        self._planner.let_go(held.version)
-        self._deliver()
-
     def _newest_so_far(self) -> int:
         self._next_version += 1
         return self._next_version - 1
@@ -374,8 +360,6 @@ class Serving:
             taken = self._end_lease(self._lost_leases.popleft())
             if taken is not None:
                 self._remove_file(*taken)
-        while self._lost_holds:
-            self._let_go(self._lost_holds.popleft())
         while self._lost_groups:
             version = self._versions.pop(self._lost_groups.popleft(), None)
             if version is not None:
@@ -456,35 +440,6 @@ class Serving:
             else:
                 self._planner.failed(copy.key, copy.dst, copy.src, error)
             self._deliver()
-
-
-def packed(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
-    """How tensors lie in a group, and the bytes of its blocks. Raises TypeError or ValueError."""
-    check_key(key)
-    if not isinstance(tensors, Mapping):
-        raise TypeError(
-            f"{key!r} is a {type(tensors).__name__}: pass a tensor, or a dict of tensors"
-        )
-    sources = {block.name: (block, data) for block, data in blocks_of(tensors)}
-    packing = pack([block for block, _ in sources.values()])
-    return packing, {name: data for name, (_, data) in sources.items()}
-
-
-def laid_out(version: str, packing: Packing, names: Iterable[str]) -> GroupSpec:
-    """A group of tensors that lie so."""
-    by_name = {t.name: t for t in packing.specs()}
-    return group_of(version, [by_name[name] for name in names], packing.nbytes)
-
-
-def _weakly(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    """The method, while its object is there."""
-
-    def call(*arguments: Any) -> None:
-        found = method()
-        if found is not None:
-            found(*arguments)
-
-    return call
 
 
 def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory, pid: int) -> None:

@@ -14,6 +14,7 @@ The store learns nothing from the uses of these groups. In training, who uses th
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -22,8 +23,9 @@ from tierstore.aside import PuttingAside
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Access, Hold, Tier
-from tierstore.serving import Lent, laid_out, packed
+from tierstore.serving import Lent
 from tierstore.transfer.cargo import Cargo
+from tierstore.transfer.views import laid_out, packed
 from tierstore.waiting import Request
 
 
@@ -32,6 +34,22 @@ class KeepingState(PuttingAside):
 
     `settle`, `hold`, `put_away` and `show` may wait.
     """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budgets: dict[Tier, int | None],
+        disk_dir: str,
+        policy: str,
+        verify: str,
+    ) -> None:
+        self._lost_holds: deque[Lent] = deque()  # garbage-collected, in the middle of any step
+        super().__init__(device, budgets, disk_dir, policy, verify)
+
+    def _collect_lost(self) -> None:
+        super()._collect_lost()
+        while self._lost_holds:
+            self._let_go(self._lost_holds.popleft())
 
     def settle(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Store copies of tensors as a group that is going to be changed, and never outlives us.
@@ -116,6 +134,17 @@ class KeepingState(PuttingAside):
             functools.partial(self._end_hold, held),
             functools.partial(self._lost_holds.append, held),
         )
+
+    def _let_go(self, held: Lent) -> None:
+        """Take back, once, what somebody held in host memory. With the lock held."""
+        if self._closed or not held.out:
+            return
+        held.out = False
+        if held.caller is None:
+            self.held_for_good -= self._carrier.cargo(held.version).spec.nbytes
+        self._waiting.give_back(held.caller, held.version)
+        self._planner.let_go(held.version)
+        self._deliver()
 
     def _end_hold(self, held: Lent) -> None:
         with self._changed:

@@ -29,16 +29,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
-from tierstore.model.moves import Instruction, Reserve
+from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.foresight import Foresight
-from tierstore.plan.movements import Movements
+from tierstore.plan.holding import Holding
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import Schedule
 
 
-class Planner(Movements):
+class Planner(Holding):
     """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them.
 
     `clock` gives seconds; with it the planner learns how long computing and moving take. Without,
@@ -52,11 +52,8 @@ class Planner(Movements):
         schedule: Schedule,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        super().__init__(budgets, policy, Foresight(schedule, budgets, clock))
-        self._schedule = schedule
-        self._look_ahead = False  # something has changed since hopes were last pursued
+        super().__init__(budgets, policy, schedule, Foresight(schedule, budgets, clock))
         self._newest: dict[str, str] = {}  # name -> the version of it that was made last
-        self._leases = 0
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -144,92 +141,6 @@ class Planner(Movements):
         self._settle()
         return True
 
-    def _note_use(self, group: GroupRecord) -> None:
-        self._policy.used(group.key)
-        self._look_ahead = True
-        if group.guided:
-            self._schedule.come(name_of(group.key))
-            self._foresight.came(group.number)
-            return
-        self._schedule.advance_past(name_of(group.key))
-        self._foresight.used(group.number)
-        if self._foresight.choose_residents(group.number):
-            residents = self._foresight.residents
-            self._policy.keep(residents.staying, residents.nearer)
-
-    def fetch(self, key: str, purpose: Hold) -> None:
-        """Somebody wants to hold `key` in host memory, until `hold` or `withdraw_fetch`."""
-        group = self._groups[key]
-        self._refuse_what_never_fits(key, group.nbytes, (self._put_tier(),))
-        self._fetches.setdefault(key, []).append(purpose)
-        self._want_again(group)
-        self._settle()
-
-    def withdraw_fetch(self, key: str, purpose: Hold) -> None:
-        """One of those who want to hold it does so no more."""
-        if key in self._fetches:
-            group, host = self._groups[key], self._put_tier()
-            group.error = None
-            self._fetched(key, purpose)
-            reserved = host in group.copies and group.copies[host].state is State.RESERVED
-            if key in self._fetches and reserved and key not in self._demands:
-                self._abandon(group)  # it was for new values; others want the old ones
-            self._settle()
-
-    def _fetched(self, key: str, purpose: Hold) -> None:
-        self._fetches[key].remove(purpose)
-        if not self._fetches[key]:
-            del self._fetches[key]
-            if key not in self._demands:
-                self._abandon(self._groups[key])
-
-    def hold(self, key: str, purpose: Hold) -> bool:
-        """Give the copy in host memory to one who has called `fetch`, until `let_go`.
-
-        If it is to be changed it is the only one then; but copies of it may be made meanwhile, by
-        who knows when it does not change. False if it is not there yet, or is in use.
-        """
-        group, host = self._groups[key], self._put_tier()
-        if group.held or group.leases or group.moving() or host not in group.copies:
-            return False
-        if group.copies[host].state is State.RESERVED:
-            if purpose is not Hold.RENEW:
-                return False
-            group.copies[host].state = State.PRESENT
-            self._policy.admitted(key, host)
-            self._instructions.append(Reserve(key, group.nbytes, host))
-        group.held = purpose
-        self._fetched(key, purpose)
-        self._leases += group.held is not Hold.KEEP
-        if group.held is not Hold.READ:
-            self._keep_only(group, host)
-        self._note_use(group)
-        self._settle()
-        return True
-
-    def kept(self, key: str) -> bool:
-        """Whether somebody holds it for good: nobody else may change it, or hold it."""
-        return self._groups[key].held is Hold.KEEP
-
-    def let_go(self, key: str) -> None:
-        """What was held in host memory comes back."""
-        group = self._groups[key]
-        self._leases -= group.held is not Hold.KEEP
-        group.held = None
-        self._tidy(group)
-        self._look_ahead |= self._cramped
-        self._settle()
-
-    def put_away(self, key: str) -> None:
-        """Give up every copy above the disk of a group that is `saved`, once nobody uses it."""
-        group = self._groups[key]
-        self._schedule.expect_not(name_of(key))
-        self._abandon(group)
-        for tier, copy in group.copies.items():
-            copy.unwanted |= tier is not Tier.DISK and not self._is_wanted(key, tier)
-        self._tidy(group)
-        self._settle()
-
     def release(self, key: str, access: Access, *, for_good: bool = False) -> None:
         """A lease comes back, which was lent `for_good` or not."""
         group = self._groups[key]
@@ -308,11 +219,6 @@ class Planner(Movements):
             self._fail_save(group, src, error)
         self._tidy(group)
         self._settle()
-
-    def arriving(self, key: str) -> bool:
-        """Whether a copy above the disk is on its way."""
-        copies = self._groups[key].copies.items()
-        return any(t is not Tier.DISK and c.state is State.ARRIVING for t, c in copies)
 
     def error_of(self, key: str) -> BaseException | None:
         """Why the group could not be brought or saved; None while all is well."""
@@ -406,14 +312,6 @@ class Planner(Movements):
         self._abandon(group)
         self._tidy(group)
 
-    def _refuse_what_never_fits(self, key: str, nbytes: int, tiers: Iterable[Tier]) -> None:
-        for tier in tiers:
-            budget = self.budgets[tier]
-            if budget is not None and nbytes > budget:
-                name = "ram_budget" if tier is Tier.HOST else "device_budget"
-                advice = f"raise {name} to at least {nbytes:,} bytes, or use smaller groups"
-                raise BudgetError(name_of(key), tier.name, nbytes, budget, advice)
-
     def _unmet(self) -> list[GroupRecord]:
         demands = [self._groups[key] for key in self._demands]
         claims = [self._groups[key] for key in self._claims]
@@ -458,9 +356,6 @@ class Planner(Movements):
         places += [(key, self._put_tier()) for key in self._fetches]
         found = [(self._groups[key], tier) for key, tier in places]
         return any(tier in g.copies and not self._is_kept(g, tier) for g, tier in found)
-
-    def _is_kept(self, group: GroupRecord, tier: Tier) -> bool:
-        return tier is self._put_tier() and group.held is Hold.KEEP
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
         held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.KEEP)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from tierstore.model.groups import Block, GroupSpec, TensorSpec, block_of
+from tierstore.model.groups import (
+    Block,
+    GroupSpec,
+    Packing,
+    TensorSpec,
+    block_of,
+    group_of,
+    pack,
+)
 from tierstore.model.header import check_text
+from tierstore.transfer.objects import check_key
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -152,3 +161,21 @@ def _merge(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]
 
 def _block(members: Mapping[str, torch.Tensor], start: int, stop: int) -> Block:
     return block_of([_spec(name, tensor, start) for name, tensor in members.items()], stop - start)
+
+
+def packed(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
+    """How tensors lie in a group, and the bytes of its blocks. Raises TypeError or ValueError."""
+    check_key(key)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"{key!r} is a {type(tensors).__name__}: pass a tensor, or a dict of tensors"
+        )
+    sources = {block.name: (block, data) for block, data in blocks_of(tensors)}
+    packing = pack([block for block, _ in sources.values()])
+    return packing, {name: data for name, (_, data) in sources.items()}
+
+
+def laid_out(version: str, packing: Packing, names: Iterable[str]) -> GroupSpec:
+    """A group of tensors that lie so."""
+    by_name = {t.name: t for t in packing.specs()}
+    return group_of(version, [by_name[name] for name in names], packing.nbytes)

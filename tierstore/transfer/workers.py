@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
 URGENT, EARLY = 0, 1
 
@@ -121,3 +123,14 @@ class _Parts:
                 self._over.wait()
         if self._error is not None:
             raise self._error
+
+
+def weakly(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """The method, while its object is there: threads must not keep what is forgotten alive."""
+
+    def call(*arguments: Any) -> None:
+        found = method()
+        if found is not None:
+            found(*arguments)
+
+    return call

@@ -6,20 +6,28 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierstore.adapters.activations import ActivationOffload, offload_activations
+from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.bindings import assign
 from tierstore.adapters.grouping import is_plain
 from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
 from tierstore.adapters.staying import Staying, forget
+from tierstore.adapters.training.forwards import (
+    Chain,
+    Pass,
+    Recomputed,
+    Trained,
+    chain,
+    regions_in,
+)
 from tierstore.adapters.training.gradients import Shipping
 from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
-from tierstore.adapters.training.regions import Microbatches, Region
+from tierstore.adapters.training.regions import Microbatches
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.weights import Desk, Passage, Weights
 from tierstore.adapters.wrapping import StandIn, to_device
@@ -32,7 +40,6 @@ from tierstore.transfer.maps import give_back_free_memory
 SLICE_SHARE = 8
 """One in so many bytes of the fastest tier is a slice, if nobody says how many there are."""
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _numbers = itertools.count()
 _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
 
@@ -194,23 +201,16 @@ class OffloadModel(nn.Module):
                 visited = [w for w in groups if self._desk.needs_visits(w)]
                 if visited:
                     passage = functools.partial(Passage, self._desk, visited)
-                    self._wrappers.append(_Trained(unit.module, passage))
-        self._wrappers.append(_Trained(self.module, functools.partial(_Pass, self)))
+                    self._wrappers.append(Trained(unit.module, passage))
+        self._wrappers.append(Trained(self.module, functools.partial(Pass, self)))
 
     def _recompute(self) -> None:
         aside = offload_activations(self.store, min_size=PAGE)
         if type(self.module).forward is nn.Sequential.forward:
-            self._wrappers.append(_Chain(self.module, self._chain(aside)))
+            self._wrappers.append(Chain(self.module, chain(self.module, self.slices, aside)))
             return
         for module in regions_in(self.module):
-            self._wrappers.append(_Recomputed(module, aside))
-
-    def _chain(self, aside: ActivationOffload) -> list[Callable[..., Any]]:
-        """The slices of an `nn.Sequential`, as regions."""
-        children = list(self.module.children())
-        ends = _ends(children, self.slices)
-        parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
-        return [Region(part, _through(part), aside) for part in parts]
+            self._wrappers.append(Recomputed(module, aside))
 
     # Running -----------------------------------------------------------------------------------
 
@@ -268,121 +268,6 @@ class OffloadModel(nn.Module):
         self._groups.clear()
         self.__dict__["_run"] = self.module
         return self.module
-
-
-class _Pass:
-    """One call of the whole module."""
-
-    def __init__(self, model: OffloadModel) -> None:
-        self._model: OffloadModel | None = model
-        self._inside = False
-
-    def begin(self) -> None:
-        """It begins."""
-        assert self._model is not None
-        self._inside = True
-        self._model.enter()
-
-    def end(self) -> None:
-        """It ends. To be called again if it was interrupted."""
-        if self._inside:
-            self._inside = False
-            assert self._model is not None
-            self._model.leave()
-
-
-class _Trained(StandIn):
-    """The forward of a module in training: `visit()` is begun before each call, and ended after."""
-
-    def __init__(self, module: nn.Module, visit: Callable[[], Any]) -> None:
-        self._visit: Callable[[], Any] | None = visit
-        super().__init__(module, "forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._visit is None:
-            return self.original(*args, **kwargs)
-        visit = self._visit()
-        try:
-            visit.begin()
-            return self.original(*args, **kwargs)
-        finally:
-            try:
-                visit.end()
-            except BaseException:  # an interrupt in the middle of putting back: do it again
-                visit.end()
-                raise
-
-    def remove(self) -> None:
-        self._visit = None
-        super().remove()
-
-
-class _Recomputed(StandIn):
-    """The forward of a module that is computed again in the backward pass."""
-
-    def __init__(self, module: nn.Module, aside: ActivationOffload) -> None:
-        super().__init__(module, "forward")
-        self._region: Callable[..., Any] | None = Region([module], self.original, aside)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._region or self.original)(*args, **kwargs)
-
-    def remove(self) -> None:
-        self._region = None
-        super().remove()
-
-
-class _Chain(StandIn):
-    """The forward of an `nn.Sequential`, slice by slice."""
-
-    def __init__(self, module: nn.Module, parts: list[Callable[..., Any]]) -> None:
-        self._parts = parts
-        super().__init__(module, "forward")
-
-    def __call__(self, given: Any) -> Any:
-        if not self._parts:
-            return self.original(given)
-        for part in self._parts:
-            given = part(given)
-        return given
-
-    def remove(self) -> None:
-        self._parts = []
-        super().remove()
-
-
-def _through(modules: list[nn.Module]) -> Callable[[Any], Any]:
-    def run(given: Any) -> Any:
-        for module in modules:
-            given = module(given)
-        return given
-
-    return run
-
-
-def _ends(children: list[nn.Module], slices: list[Slice]) -> list[int]:
-    """Behind which children of an `nn.Sequential` its slices end."""
-    place = {id(part): i for i, child in enumerate(children) for part in child.modules()}
-    last = [max((place.get(id(u.module), 0) for u in s.units), default=0) + 1 for s in slices]
-    return sorted({*last[:-1], len(children)})
-
-
-def regions_in(module: nn.Module) -> list[nn.Module]:
-    """What is computed again, each by itself: the blocks of a model, which are in lists; of a model
-    without any, its children, or else all of it."""
-    found = list(_blocks(module))
-    if not found:
-        found = [child for child in module.children() if any(True for _ in child.children())]
-    return found or [module]
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(module, _LISTS) and not isinstance(child, _LISTS):
-            if any(True for _ in child.parameters()):
-                yield child
-        else:
-            yield from _blocks(child)
 
 
 def _move_in(weights: Weights) -> None:
