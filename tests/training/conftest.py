@@ -6,7 +6,8 @@ import functools
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,6 +275,21 @@ def assert_nothing_is_leased(model: OffloadModel, *, but: str = "-") -> None:
             return
         pause.wait(0.05)
     raise AssertionError(f"the store still holds {found}")
+
+
+def assert_gone(references: Iterable[weakref.ref[Any]]) -> None:
+    """Nothing keeps these alive. The thread on which autograd computes for an accelerator lets go
+    of the last graph some time after `backward` has returned, so this waits for it."""
+    pause = threading.Event()
+    for _ in range(100):
+        gc.collect()
+        found = [one for one in (reference() for reference in references) if one is not None]
+        if not found:
+            return
+        names = [type(one).__name__ for one in found]
+        del found
+        pause.wait(0.05)
+    raise AssertionError(f"still alive: {names}")
 
 
 def held(store: TierStore) -> list[str]:

@@ -6,7 +6,6 @@ Every scenario is done with an ordinary model, too, and must leave the same.
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import warnings
@@ -26,6 +25,7 @@ from tests.training.conftest import (
     ON_BOTH,
     Traffic,
     Trained,
+    assert_gone,
     assert_nothing_is_leased,
     assert_same,
     assert_within_budgets,
@@ -558,19 +558,18 @@ def test_what_is_dropped_is_gone(share: float, device: str, disk_dir: Path) -> N
             train("resnet", model, optimizer, 2, device=device)
             gone = [weakref.ref(each) for each in (model, optimizer, module, module.stem[0].weight)]
             del model, optimizer, module
-            gc.collect()
-            assert [each() for each in gone] == [None] * 4
+            assert_gone(gone)
             # What was kept for good has room for others again.
             again = models.build("resnet")
             model, optimizer = offloaded(again, store)
             train("resnet", model, optimizer, 1, device=device)
             model.disable()
+            gone = [weakref.ref(each) for each in (model, optimizer, again)]
             del model, optimizer, again
-            gc.collect()
+            assert_gone(gone)
         gone = [weakref.ref(store)]
         del store
-        gc.collect()
-        assert gone[0]() is None
+        assert_gone(gone)
 
 
 # Beside other hooks, and errors -------------------------------------------------------------------
