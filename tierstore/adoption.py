@@ -23,7 +23,7 @@ from tierstore.model.groups import (
     place,
 )
 from tierstore.model.objects import StoredObject
-from tierstore.transfer.disk import FileStamp
+from tierstore.transfer.disk import FileStamp, transfer_error
 from tierstore.transfer.maps import AddressSpace, map_file
 from tierstore.transfer.views import DTYPES, blocks_of, dtype_name, show_one
 
@@ -79,7 +79,7 @@ def adopt(
         else:
             in_files.append(found)
     homes = {name: tensor.detach() for name, tensor in tensors.items() if name not in rest}
-    stamps = {t.extent.path: FileStamp.of(os.stat(t.extent.path)) for t in in_files}
+    stamps = {path: _stamp(path) for path in {t.extent.path for t in in_files}}
     placement = place(in_files)
     specs, segments, moves = list(placement.specs), placement.segments, placement.moves
     checks: tuple[Check, ...] = ()
@@ -95,6 +95,13 @@ def adopt(
     by_name = {spec.name: spec for spec in specs}
     spec = group_of("", [by_name[name] for name in tensors], end)
     return Adoption(spec, Source(segments, moves, checks), homes, stamps)
+
+
+def _stamp(path: str) -> FileStamp:
+    try:
+        return FileStamp.of(os.stat(path))
+    except OSError as error:
+        raise transfer_error(error, "reading", key=None, path=path) from error
 
 
 def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTensor | None:

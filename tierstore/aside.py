@@ -20,6 +20,8 @@ from tierstore.lease import Lease
 from tierstore.model.tiers import Tier
 from tierstore.observer import ActivationCounts
 from tierstore.serving import Serving
+from tierstore.steps import step
+from tierstore.waiting import Want
 
 PREFIX = "activation/"
 
@@ -69,9 +71,10 @@ class PuttingAside(Serving):
         super()._collect_lost()
         gone = False
         while self._left:
-            number = self._left.popleft()
+            number = self._left[0]
             version = self._versions.pop(key_of(number), None)
             self._unspilled.pop(number, None)
+            self._left.popleft()
             if version is not None:
                 self._planner.discard(version)
                 gone = True
@@ -117,42 +120,43 @@ class PuttingAside(Serving):
         Returns its number, and an event: the caller neither changes `memory` nor lets it go before
         the event has passed. None: it is copied. Raises what `put` raises.
         """
-        with self._locked():
-            self._collect_lost()
-            number = next(self._fresh)
+        number = next(self._fresh)
+        request = self._request(key_of(number), Want.ROOM)
         try:
-            request, data = self._claim(key_of(number), memory, False, guided=True)
-            try:
-                self._waiting.wait(request, self._granted)
-                copied = self._carrier.fill_behind(request.version, data)
-            except BaseException:
-                self._give_up(request)
-                raise
-            self._filled(request.key, request.version, False)
+            data = self._claim(request, memory, False, guided=True)
+            self._wait(request, self._granted)
+            copied = self._carrier.fill_behind(request.version, data)
+            self._filled(request, False)
             self._spill_early(number)
             return number, copied
         except BaseException:
+            self._give_up(request)
             self.drop_aside(number)
             raise
 
+    @step
     def _spill_early(self, number: int) -> None:
         """Where room gets scarce, write as much as has come: the oldest is wanted last.
 
         Later, who needs the room can have it at once.
         """
         budget = self._planner.budgets[Tier.HOST]
-        with self._changed:
-            version = self._versions.get(key_of(number))
-            if version is None or budget is None:
-                return
-            self._unspilled[number] = version
-            if self._planner.used[Tier.HOST] <= budget - min(budget // SCARCE_SHARE, SCARCE):
-                return
-            due = self._carrier.cargo(version).spec.nbytes
-            while due > 0 and self._unspilled:
-                oldest = self._unspilled.pop(next(iter(self._unspilled)))
-                due -= self._planner.spill_early(oldest)
-            self._deliver()
+        version = self._versions.get(key_of(number))
+        if version is None or budget is None:
+            return
+        self._unspilled[number] = version
+        if self._planner.used[Tier.HOST] <= budget - min(budget // SCARCE_SHARE, SCARCE):
+            return
+        due = self._carrier.cargo(version).spec.nbytes
+        while due > 0 and self._unspilled:
+            oldest = self._unspilled.pop(next(iter(self._unspilled)))
+            due -= self._planner.spill_early(oldest)
+        self._deliver()
+
+    def _mend(self) -> None:
+        super()._mend()
+        known = {k: v for k, v in self._unspilled.items() if self._versions.get(key_of(k)) == v}
+        self._unspilled = known
 
     def drop_aside(self, number: int) -> None:
         """Forget what was put aside, at the next step: finalizers may run anywhere."""
@@ -160,11 +164,15 @@ class PuttingAside(Serving):
 
     def expect_aside(self, numbers: Iterable[int]) -> None:
         """Say what is wanted back next, in order. A hint, like `prefetch`."""
-        with self._locked():
-            self._collect_lost()
-            found = [self._versions.get(key_of(number)) for number in numbers]
-            self._planner.prefetch([version for version in found if version is not None])
-            self._deliver()
+        self._expect_aside(list(numbers))
+
+    @step
+    def _expect_aside(self, numbers: list[int]) -> None:
+        self._check_open()
+        self._collect_lost()
+        found = [self._versions.get(key_of(number)) for number in numbers]
+        self._planner.prefetch([version for version in found if version is not None])
+        self._deliver()
 
     def hand_over(self, lease: Lease) -> torch.Tensor:
         """End the lease of one tensor on an accelerator, and leave the caller its memory.
@@ -175,7 +183,6 @@ class PuttingAside(Serving):
         tensor = lease.tensor
         # The store allocated it on a stream of its own.
         tensor.record_stream(torch.accelerator.current_stream(self.device))
-        with self._changed:
-            self._carrier.hand_over(lease.version)
+        self._carrier.hand_over(lease.version)
         lease.release()
         return tensor

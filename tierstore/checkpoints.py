@@ -7,21 +7,25 @@ tensors' places in the files.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import aiofiles
 
 from tierstore.model.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
+from tierstore.model.scanning import Scanner
 from tierstore.progress import bar
 from tierstore.transfer.disk import FileStamp, transfer_error
 
 MAX_INDEX_BYTES = 64 << 20
+MAX_INDEXED = 400_000
+MAX_SHARDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,17 @@ def _with_bar(path: str | os.PathLike[str]) -> Iterable[str]:
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[str]:
-    """The safetensors files of a checkpoint: absolute paths, links resolved."""
-    place = Path(path)
+    """The safetensors files of a checkpoint: absolute paths, links resolved.
+
+    Raises TransferError if it has none, or if that cannot be told.
+    """
+    try:
+        return _files_of(Path(path))
+    except OSError as error:
+        raise transfer_error(error, "reading", key=None, path=os.fspath(path)) from error
+
+
+def _files_of(place: Path) -> list[str]:
     if place.is_file() and not place.name.endswith(".index.json"):
         return [os.path.realpath(place)]
     indexes = [place] if place.is_file() else sorted(place.glob("*.index.json"))
@@ -73,33 +86,61 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    def refuse(why: str) -> InvalidHeaderError:
-        return InvalidHeaderError(f"{index}: {why}; download or save it again", path=str(index))
+    def refuse(why: str) -> NoReturn:
+        raise InvalidHeaderError(f"{index}: {why}; download or save it again", path=str(index))
 
     try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise refuse("the index is too large to be one")
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        with open(index, "rb", opener=_open_at_once) as file:
+            if _regular(file.fileno(), str(index)).st_size > MAX_INDEX_BYTES:
+                refuse("the index is too large to be one")
+            raw = file.read(MAX_INDEX_BYTES)
     except OSError as error:
         raise transfer_error(error, "reading", key=None, path=str(index)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise refuse("the index is malformed") from error
-    if not all(map(_is_file_name, names)):
-        raise refuse("the index names files outside its directory")
+    scanner = Scanner(raw, lambda why: refuse(f"the index is malformed: {why}"))
+    names: set[str] | None = None
+    for member in scanner.members(MAX_SHARDS):
+        if member == "weight_map":
+            names = _shards(scanner, refuse)
+        else:
+            scanner.skip()
+    scanner.end()
+    if names is None:
+        refuse("the index is malformed: it has no weight_map")
     return [index.parent / name for name in sorted(names)]
 
 
-def _is_file_name(name: object) -> bool:
-    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name:
-        return False
-    return os.path.basename(name) == name
+def _shards(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> set[str]:
+    names: set[str] = set()
+    for _ in scanner.members(MAX_INDEXED):
+        names.add(scanner.text())
+        if len(names) > MAX_SHARDS:
+            refuse(f"the index names more than {MAX_SHARDS} files")
+    if not all(map(_is_file_name, names)):
+        refuse("the index names files outside its directory")
+    return names
+
+
+def _is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and "\0" not in name and os.path.basename(name) == name
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place shall keep nobody waiting
+
+
+def _regular(descriptor: int, path: str) -> os.stat_result:
+    """The status of an open file, if it is a regular one."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise TransferError(f"{path} is no regular file: pass a checkpoint", path=path)
+    return status
 
 
 def read_file(path: str) -> CheckpointFile:
     """One safetensors file, its header validated."""
     try:
-        with open(path, "rb") as file:
-            stamp = FileStamp.of(os.fstat(file.fileno()))
+        with open(path, "rb", opener=_open_at_once) as file:
+            stamp = FileStamp.of(_regular(file.fileno(), path))
             length = header_length(file.read(LENGTH_BYTES), stamp.size, path)
             raw = file.read(length)
     except OSError as error:
@@ -110,8 +151,8 @@ def read_file(path: str) -> CheckpointFile:
 async def aread_file(path: str) -> CheckpointFile:
     """`read_file` for coroutines."""
     try:
-        async with aiofiles.open(path, "rb") as file:
-            stamp = FileStamp.of(os.fstat(file.fileno()))
+        async with aiofiles.open(path, "rb", opener=_open_at_once) as file:
+            stamp = FileStamp.of(_regular(file.fileno(), path))
             length = header_length(await file.read(LENGTH_BYTES), stamp.size, path)
             raw = await file.read(length)
     except OSError as error:

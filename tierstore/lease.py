@@ -28,14 +28,14 @@ class Lease:
         version: str,
         tensors: dict[str, torch.Tensor],
         release: Callable[[], None],
-        lose: Callable[[], None],
+        lose: Callable[[], bool],
     ) -> None:
         self.key = key
         self.version = version
         self._tensors: dict[str, torch.Tensor] | None = tensors
         self._release = release
         self._lose = lose
-        self._over = False
+        self._used = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -45,6 +45,7 @@ class Lease:
                 f"the lease of {self.key!r} is released: use its tensors before that, or take "
                 "copies with store.get()"
             )
+        self._used = True
         return self._tensors
 
     @property
@@ -61,16 +62,22 @@ class Lease:
 
     def release(self) -> None:
         """Give the group back. A second call does nothing."""
-        self._tensors = None  # first: another thread may give the memory away at once
-        self._release()  # once, however often it is called
-        self._over = True
+        try:
+            self._tensors = None  # first: another thread may give the memory away at once
+            self._release()  # once, however often it is called
+            self.__class__ = Lease  # it can be lost without harm
+        except BaseException:
+            self.abandon()
+            raise
 
-    def abandon(self) -> None:
-        """`release` for finalizers: they may run in the middle of a step, so it is done later."""
-        if not self._over:
-            self._tensors = None
-            self._over = True
-            self._lose()
+    def abandon(self) -> bool:
+        """`release` for finalizers: they may run in the middle of a step, so it is done later.
+
+        Returns whether it had not been given back.
+        """
+        self._tensors = None
+        self.__class__ = Lease
+        return self._lose()
 
     def __enter__(self) -> Lease:
         return self
@@ -83,9 +90,13 @@ class Lease:
     ) -> None:
         self.release()
 
+
+class OpenLease(Lease):
+    """A lease that was not released yet: it says so if it is lost."""
+
     def __del__(self) -> None:
-        if not getattr(self, "_over", True):
-            self.abandon()
+        # What nobody has looked at was lost in an interrupt, on its way to the caller.
+        if hasattr(self, "_used") and self.abandon() and self._used:
             warnings.warn(
                 f"a lease of {self.key!r} was lost without release(): use it in a with statement",
                 ResourceWarning,

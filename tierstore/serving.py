@@ -1,9 +1,4 @@
-"""The planner and the carrier under one lock: how groups are served.
-
-This is the only module that knows both. Every step follows one pattern: under the lock, ask the
-planner and hand its instructions to the carrier, so that their order is kept; outside the lock,
-wait. The carrier's threads report back in the same way.
-"""
+"""How groups are put, lent and saved: what happens in a store's steps."""
 
 from __future__ import annotations
 
@@ -11,60 +6,41 @@ import asyncio
 import functools
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from threading import Condition
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar
 
 import torch
 
-from tierstore.lease import Lease
+from tierstore.books import Books, Lent
+from tierstore.lease import Lease, OpenLease
 from tierstore.model.errors import (
     BudgetError,
     ClosedError,
-    DuplicateKeyError,
     LeaseError,
-    UnknownKeyError,
+    StoreTimeoutError,
+    TierStoreError,
+    TransferError,
 )
-from tierstore.model.groups import (
-    GroupSpec,
-    Source,
-    name_of,
-    version_id,
-)
-from tierstore.model.journal import Use
-from tierstore.model.moves import Copy
+from tierstore.model.groups import name_of
 from tierstore.model.tiers import Access, Tier
-from tierstore.observer import Observer
-from tierstore.plan.planner import Planner
-from tierstore.plan.policy import policy_named
 from tierstore.plan.records import State
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.progress import bar
+from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.carrier import ThreadCarrier
-from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.disk import FileStamp
-from tierstore.transfer.objects import object_name
 from tierstore.transfer.views import laid_out, packed
-from tierstore.transfer.workers import weakly
-from tierstore.waiting import Request, WaitingRoom
+from tierstore.transfer.workers import Answer
+from tierstore.waiting import Request, Want
 
 T = TypeVar("T")
 
-
-@dataclass(eq=False, slots=True)
-class Lent(Use):
-    """The store's side of a lease, and later a note of it."""
-
-    access: Access = Access.READ
-    out: bool = False
+DEAD = 30.0
+"""Seconds without any sign of life after which `close` does not wait for a disk any more."""
 
 
-class Serving:
-    """What a store does under its lock. `TierStore` is what its users see of it."""
+class Serving(Books):
+    """What a store does for those who put, use and save groups."""
 
     def __init__(
         self,
@@ -74,113 +50,79 @@ class Serving:
         policy: str,
         verify: str,
     ) -> None:
-        schedule = LearnedOrder()
-        self.device = device
-        self._planner = Planner(
-            budgets, policy_named(policy, schedule), schedule, time.perf_counter
-        )
-        self._waiting = WaitingRoom(self._planner.idle, self._refuse_the_hopeless)
-        self._changed = self._waiting.condition
-        self._versions: dict[str, str] = {}  # key -> the version that readers see
-        self._next_version = 1
-        # Leases that were garbage-collected: that may happen in the middle of any step.
+        # What was garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[Lent] = deque()
-        self.held_for_good = 0  # bytes of host memory
         self._lost_groups: deque[str] = deque()
-        self._pid = os.getpid()
-        self._closing = False  # nothing new may begin; what there is, is being saved
-        self._closed = False
-        self._directory = ObjectDirectory(disk_dir)
-        # Carrier threads must not keep a forgotten store alive.
-        report, ending = (weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
-        self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report, ending)
-        self._observer = Observer(self._carrier.journal, self._carrier.times)
-        self._finalizer = weakref.finalize(
-            self, _shut_down, self._carrier, self._directory, self._pid
-        )
-        try:
-            self._recover()
-            self._observer.level(self._planner.used)
-        except BaseException:
-            self._finalizer()
-            raise
-
-    def _recover(self) -> None:
-        for stored in self._directory.objects():
-            version = version_id(stored.key, 0)
-            spec = stored.spec(version)
-            source = stored.source(self._directory.path_of(stored.key))
-            self._carrier.add(Cargo(version, spec, source, stored.packing, single=stored.single))
-            self._planner.register(version, spec.nbytes, backed=False)
-            self._carrier.add_file(stored.key)
-            self._versions[stored.key] = version
-        budget, held = self._planner.budgets[Tier.DISK], self._planner.used[Tier.DISK]
-        if budget is not None and held > budget:
-            raise BudgetError(
-                self._directory.path,
-                Tier.DISK.name,
-                held,
-                budget,
-                "raise disk_budget, or remove groups with tierstore-inspect rm",
-            )
-
-    def _know(
-        self,
-        key: str,
-        spec: GroupSpec,
-        source: Source,
-        stamps: Mapping[str, FileStamp],
-        *,
-        single: bool,
-    ) -> None:
-        version = self._new_version(key)
-        spec = GroupSpec(version, spec.tensors, spec.nbytes)
-        order = self._newest_so_far()
-        self._carrier.add(Cargo(version, spec, source, single=single, stamps=stamps, order=order))
-        self._planner.register(version, spec.nbytes, backed=True)
-        self._versions[key] = version
-
-    def _refuse_duplicate(self, key: str) -> None:
-        if key in self._versions:
-            raise DuplicateKeyError(key)
-
-    def _new_version(self, key: str) -> str:
-        self._next_version += 1
-        return version_id(key, self._next_version - 1)
+        super().__init__(device, budgets, disk_dir, policy, verify)
 
     # Putting -----------------------------------------------------------------------------------
 
     def _claim(
         self,
-        key: str,
+        request: Request,
         tensors: torch.Tensor | Mapping[str, torch.Tensor],
         durable: bool,
         *,
         guided: bool = False,
-    ) -> tuple[Request, dict[str, torch.Tensor]]:
-        """Ask for room. Returns the request for it and the bytes to fill it with."""
-        single = isinstance(tensors, torch.Tensor)
+    ) -> dict[str, torch.Tensor]:
+        """Ask for room for what is put. Returns the bytes to fill it with."""
+        self._check_open()
+        key, single = request.key, isinstance(tensors, torch.Tensor)
         named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
         packing, sources = packed(key, named)
-        with self._locked():
-            version = self._new_version(key)
-            spec = laid_out(version, packing, named)
-            self._planner.claim(version, spec.nbytes, guided=guided)
-            self._carrier.add(Cargo(version, spec, None, packing, durable, single))
-            self._deliver()
-        return Request(key, version=version), sources
+        version = self._new_version(key)
+        spec = laid_out(version, packing, named)
+        self._enter(request, Cargo(version, spec, None, packing, durable, single, guided=guided))
+        return sources
 
-    def _filled(self, key: str, version: str, durable: bool) -> None:
-        """Let readers see a version whose room was granted and filled."""
-        with self._locked():
-            replaced = self._show(key, version)
-            leaves_file = replaced is not None and self._carrier.cargo(replaced).durable
-            if replaced is not None:
-                self._planner.discard(replaced)
-            self._deliver()
-            newest = self._carrier.cargo(version).order
-        if leaves_file and not durable:
-            self._remove_file(key, newest, True)
+    @step
+    def _enter(self, request: Request, cargo: Cargo) -> None:
+        self._check_open()
+        self._planner.claim(cargo.key, cargo.spec.nbytes, guided=cargo.guided)
+        self._carrier.add(cargo)
+        request.version = cargo.key  # first: who gives it up looks for this
+        self._putting[cargo.key] = None
+        self._deliver()
+
+    def _fill(self, request: Request, data: Mapping[str, torch.Tensor], durable: bool) -> None:
+        """Fill the room that was granted, and let readers see it. Copies; waits for nobody."""
+        self._carrier.fill(request.version, data)
+        self._filled(request, durable)
+
+    def _fill_whole(
+        self, request: Request, data: Mapping[str, torch.Tensor], durable: bool
+    ) -> None:
+        """`_fill`, or nothing at all."""
+        try:
+            self._fill(request, data, durable)
+        except BaseException:
+            self._give_up(request)
+            raise
+
+    def _filled(self, request: Request, durable: bool) -> None:
+        """Let readers see what was put into the room that was granted."""
+        removal = self._show(request, durable)
+        if removal is not None:
+            # If it fails, this is put all the same, and who flushes is told.
+            with suppress(TransferError):
+                self._see_removed(removal)
+
+    @step
+    def _show(self, request: Request, durable: bool) -> Answer[None] | None:
+        """Readers see the new version from now on. Returns the removal of the old one's file."""
+        version, key = request.version, request.key
+        replaced = self._versions.get(key)
+        was_durable = replaced is not None and self._carrier.cargo(replaced).durable
+        cargo = self._carrier.cargo(version)
+        cargo.order = newest = self._newest_so_far()
+        self._versions[key] = version
+        self._putting.pop(version, None)
+        request.version = ""
+        self._planner.arrived(version, Tier.HOST)
+        if replaced is not None:
+            self._planner.discard(replaced)
+        self._deliver()
+        return None if durable else self._carrier.remove(key, newest, was_durable)
 
     async def _off_the_loop(self, job: Callable[[], T]) -> T:
         """Run `job` on another thread, in order with the device work of this one.
@@ -201,6 +143,15 @@ class Serving:
             return nullcontext()
         return torch.accelerator.current_stream(self.device)
 
+    def _granted(self, request: Request) -> bool | None:
+        """Whether the room for a put is there."""
+        self._check_open()
+        self._collect_lost()
+        error = self._planner.error_of(request.version)
+        if error is not None:
+            raise error
+        return self._planner.granted(request.version) or None
+
     # Lending -----------------------------------------------------------------------------------
 
     @property
@@ -210,20 +161,21 @@ class Serving:
 
     def _asked(self, key: str, access: Access) -> Request:
         self._check_open()
-        return Request(key, Access(access))
+        return self._request(key, Want.LEASE, Access(access))
 
     def _demand(self, request: Request) -> None:
         """Insist on the newest version of the key."""
-        request.version = version = self._lookup(request.key)
+        version = self._lookup(request.key)
         state = self._planner.state_of(version)
         self._planner.demand(version)
+        request.version = version
         if not request.met:
             met = "hit" if state is State.PRESENT else "late" if state else "miss"
             self._observer.asked(request, met)
         self._deliver()
 
     def _attempt(self, request: Request) -> Lease | None:
-        """Lease the group if it is there. With the lock held."""
+        """Lease the group if it is there."""
         self._check_open()
         self._collect_lost()
         if self._versions.get(request.key) != request.version:
@@ -232,18 +184,13 @@ class Serving:
         error = self._planner.error_of(version)
         if error is not None:
             raise error
-        loan = Lent(version, request.owner, request.met, request.since, access=request.access)
-        try:
-            loan.out = self._planner.lease(version, request.access, for_good=loan.caller is None)
-            if loan.out:
-                return self._lent(request, version, loan)
-            if request.access is not Access.READ:
-                self._refuse_what_is_kept(request)
-            self._observer.waits(request)
-            return None
-        except BaseException:  # an interrupt, most likely: nobody would give the lease back
-            self._end_lease(loan)
-            raise
+        for_good = request.owner is None
+        if self._planner.lease(version, request.access, for_good=for_good):
+            return self._lend(request, version)
+        if request.access is not Access.READ:
+            self._refuse_what_is_kept(request)
+        self._observer.waits(request)
+        return None
 
     def _refuse_what_is_kept(self, request: Request) -> None:
         if self._planner.kept(request.version):
@@ -252,21 +199,24 @@ class Serving:
                 "until that is over"
             )
 
-    def _lent(self, request: Request, version: str, loan: Lent) -> Lease:
-        self._waiting.lend(request.owner, version)
+    def _lend(self, request: Request, version: str) -> Lease:
+        loan = Lent(version, request.owner, request.met, request.since, access=request.access)
+        self._deliver()  # first: what is lent to be changed has no other copy
+        request.loan = loan
+        self._out[loan] = None
         request.version = ""
-        self._deliver()
+        self._waiting.lend(loan.caller, version)
         tensors = self._carrier.view(version)
         cargo = self._carrier.cargo(version)
         self._observer.arrives(request, cargo.arrival)
         self._order_after_arrival(version)
         self._observer.granted(request, loan, cargo.spec.nbytes)
-        return Lease(
+        return OpenLease(
             request.key,
             version,
             dict(tensors),
             functools.partial(self._release, loan),
-            functools.partial(self._lost_leases.append, loan),
+            functools.partial(self._lose, loan),
         )
 
     def _order_after_arrival(self, version: str) -> None:
@@ -274,32 +224,7 @@ class Serving:
         if arrival is not None:
             torch.accelerator.current_stream(self.device).wait_event(arrival)
 
-    def _granted(self, request: Request) -> bool | None:
-        """Whether the room for a put is there. With the lock held."""
-        self._check_open()
-        self._collect_lost()
-        error = self._planner.error_of(request.version)
-        if error is not None:
-            raise error
-        return self._planner.granted(request.version) or None
-
-    def _show(self, key: str, version: str) -> str | None:
-        """Let readers see a version that is complete. Returns the one that they saw before."""
-        replaced = self._versions.get(key)
-        self._versions[key] = version
-        self._carrier.cargo(version).order = self._newest_so_far()
-        self._planner.arrived(version, Tier.HOST)
-        return replaced
-
-    def _give_up(self, request: Request) -> None:
-        with self._changed:
-            self._observer.gave_up(request)
-            if request.version in self._planner:
-                self._planner.withdraw(request.version)
-                self._deliver()
-
     def _refuse_the_hopeless(self, request: Request, held: set[str]) -> None:
-        """Raise: whoever could give the room (or the group) back is waiting too."""
         if request.version in held:
             raise LeaseError(
                 f"group {request.key!r} is leased by callers that all wait for something: release "
@@ -317,38 +242,56 @@ class Serving:
         )
 
     def _release(self, loan: Lent) -> None:
-        with self._changed:
-            taken = self._end_lease(loan)
-        if taken is not None:
-            self._remove_file(*taken)
+        if os.getpid() != self._pid:
+            return  # it is the parent's
+        removal = self._end_lease(loan)
+        if removal is not None:
+            self._see_removed(removal)
 
-    def _end_lease(self, loan: Lent) -> tuple[str, int, bool] | None:
-        """Take a lease back, once. What is returned is for `_remove_file`, without the lock."""
-        if self._closed or not loan.out:
+    def _lose(self, loan: Lent) -> bool:
+        """Take a lease back at the next step: finalizers may run anywhere. False if it is back."""
+        if loan not in self._out:
+            return False
+        self._lost_leases.append(loan)
+        return True
+
+    def _take_away(self, loan: Lent) -> None:
+        if loan.access is Access.TAKE:
+            loan.access = Access.READ  # nobody has read it
+        self._end_lease(loan)
+
+    @step
+    def _end_lease(self, loan: Lent) -> Answer[None] | None:
+        """Take a lease back, once. Returns the removal of the file of what was taken."""
+        if self._ended() or loan not in self._out:
             return None
-        loan.out = False
-        version, access = loan.version, loan.access
-        self._waiting.give_back(loan.caller, version)
         mark = None
         if self._carrier.times is not None:
             mark = self._carrier.times.mark()
-            self._carrier.used_on(version, mark.event)
+            self._carrier.used_on(loan.version, mark.event)
+        version, access, key = loan.version, loan.access, name_of(loan.version)
+        # In this order: if it is cut short, it can be done again.
+        if access is Access.TAKE and self._versions.get(key) == version:
+            del self._versions[key]
+        del self._out[loan]
+        for_good = loan.caller is None
+        self._waiting.give_back(loan.caller, version)
         self._observer.released(loan, mark)
         cargo = self._carrier.cargo(version)
-        self._planner.release(version, access, for_good=loan.caller is None)
+        self._planner.release(version, access, for_good=for_good)
         self._deliver()
-        if access is not Access.TAKE or self._versions.get(key := name_of(version)) != version:
+        if access is not Access.TAKE or key in self._versions:
             return None
-        del self._versions[key]
-        return key, self._newest_so_far(), cargo.durable
+        return self._carrier.remove(key, self._newest_so_far(), cargo.durable)
 
-    def _newest_so_far(self) -> int:
-        self._next_version += 1
-        return self._next_version - 1
+    def _see_removed(self, removal: Answer[None]) -> None:
+        """Wait for a removal, and wake who flushes: they wait for it, too."""
+        removal.wait()
+        self._stir()
 
-    def _remove_file(self, key: str, version: int, durable: bool) -> None:
-        """No version of `key` up to this one may be on disk from now on."""
-        self._carrier.remove(key, version, durable)
+    @step
+    def _stir(self) -> None:
+        self._waiting.changed()
 
     def discard_soon(self, keys: Iterable[str]) -> None:
         """Forget groups taken by `register` at the next step. For finalizers, which may run
@@ -356,36 +299,46 @@ class Serving:
         self._lost_groups.extend(keys)
 
     def _collect_lost(self) -> None:
+        super()._collect_lost()
         while self._lost_leases:
-            taken = self._end_lease(self._lost_leases.popleft())
-            if taken is not None:
-                self._remove_file(*taken)
+            self._end_lease(self._lost_leases[0])
+            self._lost_leases.popleft()
         while self._lost_groups:
-            version = self._versions.pop(self._lost_groups.popleft(), None)
+            version = self._versions.pop(self._lost_groups[0], None)
+            self._lost_groups.popleft()
             if version is not None:
                 self._planner.discard(version)
                 self._deliver()
 
     # Saving ------------------------------------------------------------------------------------
 
-    def _flush_one(self, key: str) -> None:
-        with self._changed:
-            version = self._versions.get(key)
-            if version is None or not self._is_dirty(version):
-                return
-            self._planner.save(version)
-            self._deliver()
-        self._waiting.wait(Request(key, version=version), self._saved)
+    def _flush_one(self, key: str, timeout: float | None = None) -> None:
+        """Wait until nothing older than what there is now of a key is on disk."""
+        request = self._request(key, Want.SAVE)
+        request.version = self._begin_to_save(key)
+        self._wait(request, self._saved if request.version else self._removed, timeout)
+
+    @step
+    def _begin_to_save(self, key: str) -> str:
+        """The version of a key that is not on disk yet, but will be; empty if there is none."""
+        version = self._versions.get(key)
+        if version is None or not self._is_dirty(version):
+            return ""
+        self._planner.save(version)
+        self._deliver()
+        return version
 
     def _is_dirty(self, version: str) -> bool:
         return self._carrier.cargo(version).durable and not self._planner.saved(version)
 
     def _saved(self, request: Request) -> bool | None:
-        """Whether a save is over. With the lock held."""
-        version = request.version
+        """Whether a save is over."""
         self._check_open(saving=True)
         self._collect_lost()
-        if version not in self._planner or self._planner.saved(version):
+        if request.version not in self._planner:
+            return self._superseded(request)
+        version = request.version
+        if self._planner.saved(version):
             return True
         error = self._planner.error_of(version)
         if error is not None:
@@ -397,52 +350,60 @@ class Serving:
             self._deliver()
         return None
 
-    # Between the planner and the carrier -------------------------------------------------------
+    def _superseded(self, request: Request) -> bool | None:
+        """Whether the disk has nothing older than what was to be saved, and then was replaced."""
+        key = request.key
+        newest = self._versions.get(key)
+        if newest is not None and self._carrier.cargo(newest).durable:
+            request.version = newest
+            return self._saved(request)
+        return self._removed(request)
 
-    def _locked(self) -> Condition:
-        """The lock, once it is known that the store may be used."""
-        self._check_open()
-        return self._changed
+    def _removed(self, request: Request) -> bool | None:
+        """Whether no file of the key is being removed."""
+        self._check_open(saving=True)
+        return request.key not in self._carrier.removing() or None
 
-    def _check_open(self, *, saving: bool = False) -> None:
-        if self._closed or (self._closing and not saving):
-            raise ClosedError("the store is closed: open a new TierStore on its disk_dir")
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                "this process was forked from the one that opened the store: open a TierStore of "
-                "its own, with another disk_dir, after the fork"
-            )
+    def _flush_all(self, timeout: float | None = None) -> None:
+        ends = None if timeout is None else time.monotonic() + timeout
+        errors = []
+        for key in bar(self._dirty(), "Writing what is not on disk", "groups"):
+            left = None if ends is None else max(ends - time.monotonic(), 0.0)
+            errors.append(self._save_error(key, left))
+        errors += self._carrier.remove_leftovers()
+        self._raise_first(errors)
 
-    def _lookup(self, key: str) -> str:
-        version = self._versions.get(key)
-        if version is None:
-            damage = self._directory.damaged.get(object_name(key)) if key else None
-            raise damage or UnknownKeyError(key)
-        return version
+    @step
+    def _dirty(self) -> list[str]:
+        """The keys of which something else is on disk than there should be."""
+        unsaved = {key: None for key, version in self._versions.items() if self._is_dirty(version)}
+        return list(unsaved | dict.fromkeys(self._carrier.removing()))
 
-    def _deliver(self) -> None:
-        """Hand the planner's instructions on, in order, and wake whoever waits. With the lock."""
-        instructions = self._planner.instructions()
-        if instructions:
-            self._carrier.accept(instructions)
-        self._observer.level(self._planner.used)
-        self._waiting.changed()
+    def _save_error(self, key: str, timeout: float | None) -> BaseException | None:
+        try:
+            self._flush_one(key, timeout)
+        except TierStoreError as error:
+            return error
+        return None
 
-    def _ending(self, copy: Copy) -> None:
-        with self._changed:
-            self._planner.ending(copy.key, copy.dst, copy.src)
-            self._deliver()
+    def _flush_before_end(self) -> None:
+        """Flush, for as long as the disk does anything."""
+        errors: list[BaseException | None] = []
+        for key in bar(self._dirty(), "Writing what is not on disk", "groups"):
+            error = self._save_error(key, DEAD)
+            while isinstance(error, StoreTimeoutError) and self._carrier.idle_for() < DEAD:
+                error = self._save_error(key, DEAD)
+            if isinstance(error, ClosedError):
+                return  # somebody else closes the store, too, and was faster
+            errors.append(error)
+            if isinstance(error, StoreTimeoutError):
+                break
+        else:
+            errors += self._carrier.remove_leftovers()
+        self._raise_first(errors)
 
-    def _arrived(self, copy: Copy, error: BaseException | None) -> None:
-        with self._changed:
-            if error is None:
-                self._planner.arrived(copy.key, copy.dst, copy.src)
-            else:
-                self._planner.failed(copy.key, copy.dst, copy.src, error)
-            self._deliver()
-
-
-def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has neither the threads nor the lock
-        carrier.stop()
-        directory.close()
+    @staticmethod
+    def _raise_first(errors: Iterable[BaseException | None]) -> None:
+        for error in errors:
+            if error is not None:
+                raise error

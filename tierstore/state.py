@@ -20,13 +20,14 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from tierstore.aside import PuttingAside
-from tierstore.lease import Lease
+from tierstore.books import Lent
+from tierstore.lease import Lease, OpenLease
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Access, Hold, Tier
-from tierstore.serving import Lent
+from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.views import laid_out, packed
-from tierstore.waiting import Request
+from tierstore.waiting import Request, Want
 
 
 class KeepingState(PuttingAside):
@@ -49,43 +50,56 @@ class KeepingState(PuttingAside):
     def _collect_lost(self) -> None:
         super()._collect_lost()
         while self._lost_holds:
-            self._let_go(self._lost_holds.popleft())
+            self._let_go(self._lost_holds[0])
+            self._lost_holds.popleft()
 
     def settle(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Store copies of tensors as a group that is going to be changed, and never outlives us.
 
         Raises what `put` raises, and DuplicateKeyError.
         """
-        with self._locked():
-            self._refuse_duplicate(key)
-        request, data = self._claim(key, tensors, False, guided=True)
+        self._check_open()
+        self._refuse_duplicate(key)
+        request = self._request(key, Want.ROOM)
         try:
-            self._waiting.wait(request, self._granted)
+            data = self._claim(request, tensors, False, guided=True)
             self._carrier.cargo(request.version).settled = True
+            self._wait(request, self._granted)
             self._carrier.fill(request.version, data)
+            self._filled(request, False)
         except BaseException:
             self._give_up(request)
             raise
-        self._filled(request.key, request.version, False)
 
     def settle_on_disk(self, key: str, like: Mapping[str, torch.Tensor]) -> None:
         """The same, of tensors like these, on disk only: with whatever values.
 
         Raises DuplicateKeyError, TypeError, BudgetError, DiskFullError or TransferError.
         """
+        self._check_open()
+        self._refuse_duplicate(key)
         packing, _ = packed(key, like)
-        with self._locked():
-            self._refuse_duplicate(key)
-            version = self._new_version(key)
-            spec = laid_out(version, packing, like)
-            budget = self._planner.budgets[Tier.DISK]
-            if budget is not None and self._planner.used[Tier.DISK] + spec.nbytes > budget:
-                advice = "raise disk_budget, or discard groups that are not needed"
-                raise BudgetError(key, Tier.DISK.name, spec.nbytes, budget, advice)
-            self._carrier.add(Cargo(version, spec, None, packing, False, settled=True))
-            self._carrier.place(version)
-            self._planner.register(version, spec.nbytes, backed=False, guided=True)
-            self._versions[key] = version
+        version = self._new_version(key)
+        spec = laid_out(version, packing, like)
+        cargo = Cargo(version, spec, None, packing, False, settled=True, guided=True)
+        self._refuse_beyond_the_disk(key, spec.nbytes)
+        self._carrier.place(cargo)
+        self._know_settled(key, cargo)
+
+    def _refuse_beyond_the_disk(self, key: str, nbytes: int) -> None:
+        budget = self._planner.budgets[Tier.DISK]
+        if budget is not None and self._planner.used[Tier.DISK] + nbytes > budget:
+            advice = "raise disk_budget, or discard groups that are not needed"
+            raise BudgetError(key, Tier.DISK.name, nbytes, budget, advice)
+
+    @step
+    def _know_settled(self, key: str, cargo: Cargo) -> None:
+        self._check_open()
+        self._refuse_duplicate(key)
+        self._refuse_beyond_the_disk(key, cargo.spec.nbytes)
+        self._carrier.add(cargo)
+        self._planner.register(cargo.key, cargo.spec.nbytes, backed=False, guided=True)
+        self._versions[key] = cargo.key
 
     def hold(self, key: str, purpose: Hold) -> Lease:
         """The group in host memory, until the lease is released.
@@ -95,23 +109,30 @@ class KeepingState(PuttingAside):
         once that they wait in vain. Raises what `acquire` raises.
         """
         self._check_open()
-        request = Request(key, Access.READ if purpose is Hold.READ else Access.UPDATE)
-        attempt = functools.partial(self._try_to_hold, purpose=purpose)
+        request = self._request(
+            key, Want.HOLD, Access.READ if purpose is Hold.READ else Access.UPDATE
+        )
+        request.purpose = purpose
         try:
-            return self._waiting.wait(request, attempt)
+            held = self._wait(request, functools.partial(self._try_to_hold, purpose=purpose))
+            return OpenLease(
+                key,
+                held.version,
+                self._carrier.host_view(held.version),
+                functools.partial(self._let_go, held),
+                functools.partial(self._lose_hold, held),
+            )
         except BaseException:
-            with self._changed:
-                if request.version in self._planner:
-                    self._planner.withdraw_fetch(request.version, purpose)
-                    self._deliver()
+            self._give_up(request)
             raise
 
-    def _try_to_hold(self, request: Request, *, purpose: Hold) -> Lease | None:
+    def _try_to_hold(self, request: Request, *, purpose: Hold) -> Lent | None:
         self._check_open()
         self._collect_lost()
         if self._versions.get(request.key) != request.version:
-            request.version = self._lookup(request.key)
-            self._planner.fetch(request.version, purpose)
+            version = self._lookup(request.key)
+            self._planner.fetch(version, purpose)
+            request.version = version
             self._deliver()
         version = request.version
         error = self._planner.error_of(version)
@@ -121,73 +142,86 @@ class KeepingState(PuttingAside):
         if not self._planner.hold(version, purpose):
             return None
         owner = None if purpose is Hold.KEEP else request.owner
-        held = Lent(version, owner, "held", request.since, access=request.access, out=True)
+        held = Lent(version, owner, "held", request.since, access=request.access, held=purpose)
+        self._deliver()  # first: what is held to be changed has no other copy
+        request.loan = held
+        self._out[held] = None
         if owner is None:
             self.held_for_good += self._carrier.cargo(version).spec.nbytes
         self._waiting.lend(owner, version)
         request.version = ""
-        self._deliver()
-        return Lease(
-            request.key,
-            version,
-            self._carrier.host_view(version),
-            functools.partial(self._end_hold, held),
-            functools.partial(self._lost_holds.append, held),
-        )
+        return held
 
+    @step
     def _let_go(self, held: Lent) -> None:
-        """Take back, once, what somebody held in host memory. With the lock held."""
-        if self._closed or not held.out:
+        """Take back, once, what somebody held in host memory."""
+        if self._ended() or held not in self._out:
             return
-        held.out = False
+        del self._out[held]
         if held.caller is None:
             self.held_for_good -= self._carrier.cargo(held.version).spec.nbytes
         self._waiting.give_back(held.caller, held.version)
         self._planner.let_go(held.version)
         self._deliver()
 
-    def _end_hold(self, held: Lent) -> None:
-        with self._changed:
-            self._let_go(held)
+    def _lose_hold(self, held: Lent) -> bool:
+        if held not in self._out:
+            return False
+        self._lost_holds.append(held)
+        return True
+
+    def _take_away(self, loan: Lent) -> None:
+        if loan.held is None:
+            super()._take_away(loan)
+        else:
+            self._let_go(loan)
 
     def acquire_for_good(self, key: str, access: Access) -> Lease:
         """`acquire`, for who never gives it back as long as others may wait for its room."""
         request = self._asked(key, access)
-        request.owner = None
-        try:
-            return self._waiting.wait(request, self._attempt)
-        except BaseException:
-            self._give_up(request)
-            raise
+        request.owner = None  # nobody waits for it
+        return self._wait(request, self._attempt)
 
+    @step
     def write_back(self, key: str) -> None:
         """Begin to save a group that was changed. Never waits; `put_away` tells of failures."""
-        with self._locked():
-            version = self._lookup(key)
-            self._planner.spill_early(version)
-            self._deliver()
+        self._check_open()
+        self._planner.spill_early(self._lookup(key))
+        self._deliver()
 
     def put_away(self, keys: Iterable[str]) -> None:
         """See that groups are on disk, and not in memory, as soon as nobody uses them there.
 
         Waits until they are on disk. Raises what a save raises: then the group is where it was.
         """
-        versions = []
-        with self._locked():
-            for key in keys:
-                version = self._lookup(key)
-                versions.append((key, version))
-                if not self._planner.saved(version):
-                    self._planner.save(version)
-            self._deliver()
+        versions = self._save_all(list(keys))
         for key, version in versions:
-            self._waiting.wait(Request(key, version=version), self._saved)
-            with self._changed:
-                self._planner.put_away(version)
-                self._deliver()
+            self._wait(self._of_version(key, version), self._saved)
+            self._leave_memory(version)
         # What was on its way has the old bytes, and may not be looked at once others are written.
         for key, version in versions:
-            self._waiting.wait(Request(key, version=version), self._has_gone)
+            self._wait(self._of_version(key, version), self._has_gone)
+
+    def _of_version(self, key: str, version: str) -> Request:
+        request = self._request(key, Want.SAVE)
+        request.version = version
+        return request
+
+    @step
+    def _save_all(self, keys: list[str]) -> list[tuple[str, str]]:
+        self._check_open()
+        versions = [(key, self._lookup(key)) for key in keys]
+        for _, version in versions:
+            if not self._planner.saved(version):
+                self._planner.save(version)
+        self._deliver()
+        return versions
+
+    @step
+    def _leave_memory(self, version: str) -> None:
+        if version in self._planner:
+            self._planner.put_away(version)
+            self._deliver()
 
     def _has_gone(self, request: Request) -> bool | None:
         self._check_open(saving=True)
@@ -196,24 +230,26 @@ class KeepingState(PuttingAside):
 
     def expect_in_ram(self, keys: Iterable[str]) -> None:
         """Say what is held next, in order. A hint, like `prefetch`, that asks for no room above."""
-        self._expect(keys, Tier.HOST)
+        self._expect(list(keys), Tier.HOST)
 
     def expect(self, keys: Iterable[str]) -> None:
         """Say what is acquired next, in order. A hint."""
-        self._expect(keys, self._planner.top)
+        self._expect(list(keys), self._planner.top)
 
-    def _expect(self, keys: Iterable[str], top: Tier) -> None:
-        with self._locked():
-            self._collect_lost()
-            found = [self._versions.get(key) for key in keys]
-            self._planner.prefetch([v for v in found if v is not None], top)
-            self._deliver()
+    @step
+    def _expect(self, keys: list[str], top: Tier) -> None:
+        self._check_open()
+        self._collect_lost()
+        found = [self._versions.get(key) for key in keys]
+        self._planner.prefetch([v for v in found if v is not None], top)
+        self._deliver()
 
+    @step
     def show(self, key: str) -> dict[str, torch.Tensor]:
         """The copy on disk of a group that was put away, as CPU tensors: shared maps of the file.
 
         Each has memory of its own kind, and is true for as long as the group is put away whenever
         it was changed. Raises TransferError where the file system knows no such maps.
         """
-        with self._locked():
-            return self._carrier.show(self._lookup(key))
+        self._check_open()
+        return self._carrier.saver.show(self._carrier.cargo(self._lookup(key)))

@@ -13,23 +13,24 @@ from types import TracebackType
 
 import torch
 
-from tierstore.adoption import WEIGHTS, adopt, checkpoint_groups, content_hash
+from tierstore.adoption import WEIGHTS, Adoption, adopt, checkpoint_groups, content_hash
 from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpoint
 from tierstore.lease import Lease
 from tierstore.metrics import GroupSnapshot, Snapshot, Stats
-from tierstore.model.errors import ClosedError, TierStoreError
+from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.journal import Summary
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access
-from tierstore.progress import bar
 from tierstore.settings import Size, resolve_budgets, resolve_device
 from tierstore.state import KeepingState
+from tierstore.steps import step
 from tierstore.trace import load, merged, save
 from tierstore.tracks import Notes, document
 from tierstore.transfer.maps import AddressSpace
 from tierstore.transfer.objects import check_key, intact_object
 from tierstore.transfer.views import clone_all
-from tierstore.waiting import Request
+from tierstore.transfer.workers import Answer
+from tierstore.waiting import Want
 
 VERIFY = ("first", "always", "never")
 
@@ -80,24 +81,28 @@ class TierStore(KeepingState):
         tensors: torch.Tensor | Mapping[str, torch.Tensor],
         *,
         durable: bool = True,
+        timeout: float | None = None,
     ) -> None:
         """Store a copy of one tensor, or of a dict of tensors, under `key`.
 
         Dtypes that safetensors knows, any shape, any stride (kept), any device; tensors that share
         memory still do so when they come back. A group that is there is replaced at once: readers
         see the old one or the new one. `durable` groups are on disk after `flush` or `close`;
-        others never outlive the store. Waits for room in host memory.
+        others never outlive the store. Waits for room in host memory, for up to `timeout` seconds
+        (None: as long as it takes).
 
         Raises BudgetError if the group is larger than the budget, TypeError for what cannot be
-        stored, DiskFullError or TransferError if room can only be made by a write that failed.
+        stored, DiskFullError or TransferError if room can only be made by a write that failed,
+        StoreTimeoutError if it does not come in time; then nothing was put.
         """
-        request, data = self._claim(key, tensors, durable)
+        request = self._request(key, Want.ROOM)
         try:
-            self._waiting.wait(request, self._granted)
+            data = self._claim(request, tensors, durable)
+            self._wait(request, self._granted, timeout)
+            self._fill(request, data, durable)
         except BaseException:
             self._give_up(request)
             raise
-        self._fill(request, data, durable)
 
     async def aput(
         self,
@@ -107,22 +112,14 @@ class TierStore(KeepingState):
         durable: bool = True,
     ) -> None:
         """`put` for coroutines. Cancelled, it still happens wholly or not at all."""
-        request, data = self._claim(key, tensors, durable)
+        request = self._request(key, Want.ROOM)
         try:
-            await self._waiting.wait_async(request, self._granted)
+            data = self._claim(request, tensors, durable)
+            await self._wait_async(request, self._granted)
         except BaseException:
             self._give_up(request)
             raise
-        await self._off_the_loop(lambda: self._fill(request, data, durable))
-
-    def _fill(self, request: Request, data: Mapping[str, torch.Tensor], durable: bool) -> None:
-        """Fill the room that was granted, and let readers see it. Copies; waits for nobody."""
-        try:
-            self._carrier.fill(request.version, data)
-        except BaseException:
-            self._give_up(request)
-            raise
-        self._filled(request.key, request.version, durable)
+        await self._off_the_loop(lambda: self._fill_whole(request, data, durable))
 
     # Taking by reference -----------------------------------------------------------------------
 
@@ -171,15 +168,26 @@ class TierStore(KeepingState):
         groups: Mapping[str, Iterable[str]] | None,
     ) -> list[str]:
         found = checkpoint_groups(files, prefix, groups)
-        with self._locked():
-            for key in found:
-                self._refuse_duplicate(check_key(key))
-            for file in files:
-                self._carrier.files.expect(file.path, file.header_digest)
-            stamps = {file.path: file.stamp for file in files}
-            for key, (spec, source) in found.items():
-                self._know(key, spec, source, stamps, single=groups is None)
+        for key in found:
+            check_key(key)
+        self._know_files(files, found, groups is None)
         return list(found)
+
+    @step
+    def _know_files(
+        self,
+        files: list[CheckpointFile],
+        found: Mapping[str, tuple[GroupSpec, Source]],
+        single: bool,
+    ) -> None:
+        self._check_open()
+        for key in found:
+            self._refuse_duplicate(key)
+        for file in files:
+            self._carrier.files.expect(file.path, file.header_digest)
+        stamps = {file.path: file.stamp for file in files}
+        for key, (spec, source) in found.items():
+            self._know(key, spec, source, stamps, single=single)
 
     def register(
         self,
@@ -199,47 +207,46 @@ class TierStore(KeepingState):
         Raises DuplicateKeyError, BudgetError, TypeError, DiskFullError or TransferError.
         """
         check_key(key)
-        with self._locked():
-            self._refuse_duplicate(key)
+        self._check_open()
+        self._refuse_duplicate(key)
         adoption = adopt(tensors, space or AddressSpace(), self._write_once)
-        with self._locked():
-            self._refuse_duplicate(key)
-            for path in adoption.stamps:
-                self._carrier.files.expect(path)
-            self._know(key, adoption.spec, adoption.source, adoption.stamps, single=False)
+        self._know_adopted(key, adoption)
         return adoption.homes
+
+    @step
+    def _know_adopted(self, key: str, adoption: Adoption) -> None:
+        self._check_open()
+        self._refuse_duplicate(key)
+        for path in adoption.stamps:
+            self._carrier.files.expect(path)
+        self._know(key, adoption.spec, adoption.source, adoption.stamps, single=False)
 
     # Getting -----------------------------------------------------------------------------------
 
-    def acquire(self, key: str, access: Access = Access.READ) -> Lease:
+    def acquire(
+        self, key: str, access: Access = Access.READ, *, timeout: float | None = None
+    ) -> Lease:
         """Hold a group on the device until the lease is released. Waits until it is there.
 
-        Raises UnknownKeyError; BudgetError if it can never fit, or not beside the leases that the
-        caller itself holds; the error of a read that failed (CorruptDataError, TruncatedFileError,
-        StaleCheckpointError, TransferError).
+        For up to `timeout` seconds: then StoreTimeoutError is raised, and what is on its way goes
+        on coming. None: as long as it takes. Raises UnknownKeyError; BudgetError if it can never
+        fit, or not beside the leases that the caller itself holds; the error of a read that failed
+        (CorruptDataError, TruncatedFileError, StaleCheckpointError, TransferError).
         """
-        request = self._asked(key, access)
-        try:
-            return self._waiting.wait(request, self._attempt)
-        except BaseException:
-            self._give_up(request)
-            raise
+        return self._wait(self._asked(key, access), self._attempt, timeout)
 
     async def aacquire(self, key: str, access: Access = Access.READ) -> Lease:
         """`acquire` for coroutines: never blocks the event loop; cancelled, it leaves nothing."""
-        request = self._asked(key, access)
-        try:
-            return await self._waiting.wait_async(request, self._attempt)
-        except BaseException:
-            self._give_up(request)
-            raise
+        return await self._wait_async(self._asked(key, access), self._attempt)
 
-    def get(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
+    def get(
+        self, key: str, *, timeout: float | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Copies, on the store's device, that the caller owns: what was put, tensor or dict.
 
         Raises what `acquire` raises.
         """
-        with self.acquire(key) as lease:
+        with self.acquire(key, timeout=timeout) as lease:
             return self._owned(lease)
 
     async def aget(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -262,57 +269,62 @@ class TierStore(KeepingState):
 
     def prefetch(self, keys: str | Iterable[str]) -> None:
         """Say what comes next, in order. A hint: it never waits, and never takes needed room."""
-        keys = [keys] if isinstance(keys, str) else list(keys)
-        with self._locked():
-            self._planner.prefetch([self._lookup(key) for key in keys])
-            self._deliver()
+        self._prefetch([keys] if isinstance(keys, str) else list(keys))
 
+    @step
+    def _prefetch(self, keys: list[str]) -> None:
+        self._check_open()
+        self._planner.prefetch([self._lookup(key) for key in keys])
+        self._deliver()
+
+    @step
     def offload(self, key: str) -> None:
         """Say that a group is not needed on the device for now. Never waits."""
-        with self._locked():
-            self._planner.offload(self._lookup(key))
-            self._deliver()
+        self._check_open()
+        self._planner.offload(self._lookup(key))
+        self._deliver()
 
+    @step
     def keep(self, key: str) -> None:
         """Say that a group should stay in memory once it was used: others are given up first.
 
         A hint: what somebody waits for takes its room if there is no other.
         """
-        with self._locked():
-            self._planner.keep(self._lookup(key))
+        self._check_open()
+        version = self._lookup(key)
+        self._carrier.cargo(version).kept = True
+        self._planner.keep(version)
 
     def discard(self, key: str) -> None:
-        """Forget a group, on disk too. Who holds a lease keeps it; a checkpoint stays untouched."""
-        with self._locked():
-            version = self._lookup(key)
-            del self._versions[key]
-            durable = self._carrier.cargo(version).durable
-            backed = self._planner.backed(version)
-            self._planner.discard(version)
-            self._deliver()
-            newest = self._newest_so_far()
-        if not backed:
-            self._remove_file(key, newest, durable)
+        """Forget a group, on disk too. Who holds a lease keeps it; a checkpoint stays untouched.
 
-    def flush(self) -> None:
-        """Wait until every durable group is on disk. Raises the first error, after trying all."""
+        Raises UnknownKeyError; TransferError if its file cannot be removed: then the group is gone
+        for readers, and `flush`, `close` and another `discard` try again.
+        """
+        removal = self._forget(key)
+        if removal is not None:
+            self._see_removed(removal)
+
+    @step
+    def _forget(self, key: str) -> Answer[None] | None:
+        """Returns the removal of the group's file."""
         self._check_open()
-        self._flush_all()
+        if key not in self._versions and self._carrier.saver.is_left(key):
+            return self._carrier.remove(key, self._newest_so_far(), True)
+        version = self._lookup(key)
+        durable = self._carrier.cargo(version).durable and not self._planner.backed(version)
+        del self._versions[key]
+        self._planner.discard(version)
+        self._deliver()
+        return self._carrier.remove(key, self._newest_so_far(), durable)
 
-    def _flush_all(self) -> None:
-        with self._changed:
-            dirty = [key for key, version in self._versions.items() if self._is_dirty(version)]
-        saved = map(self._save_error, bar(dirty, "Writing what is not on disk", "groups"))
-        errors = [error for error in saved if error is not None]
-        if errors:
-            raise errors[0]
+    def flush(self, *, timeout: float | None = None) -> None:
+        """Wait until every durable group is on disk. Raises the first error, after trying all.
 
-    def _save_error(self, key: str) -> BaseException | None:
-        try:
-            self._flush_one(key)
-        except TierStoreError as error:
-            return error
-        return None
+        StoreTimeoutError, if some are not there after so many seconds (None: as long as it takes).
+        """
+        self._check_open()
+        self._flush_all(timeout)
 
     def __contains__(self, key: object) -> bool:
         return key in self._versions
@@ -320,20 +332,20 @@ class TierStore(KeepingState):
     def __len__(self) -> int:
         return len(self._versions)
 
+    @step
     def keys(self, prefix: str = "") -> list[str]:
         """The keys of all groups that begin with `prefix`, sorted."""
-        with self._changed:
-            self._tidy_up()
-            return sorted(key for key in self._versions if key.startswith(prefix))
+        self._tidy_up()
+        return sorted(key for key in self._versions if key.startswith(prefix))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
+    @step
     def stats(self) -> Stats:
         """What the store has done so far."""
-        with self._changed:
-            self._tidy_up()
-            return self._stats(self._carrier.journal.summary())
+        self._tidy_up()
+        return self._stats(self._carrier.journal.summary())
 
     def _stats(self, summary: Summary) -> Stats:
         peak = {tier: arena.peak_held for tier, arena in self._carrier.arenas.items()}
@@ -350,36 +362,38 @@ class TierStore(KeepingState):
 
         Raises OSError, or InvalidTraceError if `merge` is no trace.
         """
-        with self._changed:
-            self._tidy_up()
-            journal, groups = self._carrier.journal, self._versions.items()
-            summary, spans = journal.read()
-            notes = Notes(
-                self._stats(summary),
-                summary,
-                spans,
-                journal.uses.events(),
-                journal.levels.events(),
-                {key: self._carrier.cargo(version).spec.nbytes for key, version in groups},
-                str(self.device),
-                journal.dropped,
-                journal.number,
-                time.monotonic(),
-            )
-        trace = document(notes)
+        trace = document(self._notes())
         save(trace if merge is None else merged(trace, load(merge)), path)
 
+    @step
+    def _notes(self) -> Notes:
+        self._tidy_up()
+        journal, groups = self._carrier.journal, self._versions.items()
+        summary, spans = journal.read()
+        return Notes(
+            self._stats(summary),
+            summary,
+            spans,
+            journal.uses.events(),
+            journal.levels.events(),
+            {key: self._carrier.cargo(version).spec.nbytes for key, version in groups},
+            str(self.device),
+            journal.dropped,
+            journal.number,
+            time.monotonic(),
+        )
+
+    @step
     def snapshot(self) -> Snapshot:
         """What is where now."""
-        with self._changed:
-            self._tidy_up()
-            planner = self._planner
-            groups = [self._group_snapshot(k, v) for k, v in sorted(self._versions.items())]
-            return Snapshot(
-                tuple(groups),
-                {t.name: planner.used[t] for t in planner.tiers},
-                {t.name: planner.budgets[t] for t in planner.tiers},
-            )
+        self._tidy_up()
+        planner = self._planner
+        groups = [self._group_snapshot(k, v) for k, v in sorted(self._versions.items())]
+        return Snapshot(
+            tuple(groups),
+            {t.name: planner.used[t] for t in planner.tiers},
+            {t.name: planner.budgets[t] for t in planner.tiers},
+        )
 
     def _group_snapshot(self, key: str, version: str) -> GroupSnapshot:
         spec = self._carrier.cargo(version).spec
@@ -390,24 +404,27 @@ class TierStore(KeepingState):
         """Flush, then give memory, threads and the directory back. A second call does nothing.
 
         Raises the flush's error, after everything was given back. Leases that are still out stay
-        readable.
+        readable. A disk that has done nothing for half a minute is not waited for any more.
         """
         if self._closed:
             return
-        with self._changed:
-            self._closing = True
-            self._waiting.changed()
+        self._check_process()
         try:
-            self._check_open(saving=True)
-            self._flush_all()
-        except ClosedError:
-            if not self._closed:  # by another thread, at the same time
-                raise
+            self._begin_to_close()
+            self._flush_before_end()
         finally:
-            with self._changed:
-                self._closed = True
-                self._waiting.changed()
+            self._end()
             self._finalizer()
+
+    @step
+    def _begin_to_close(self) -> None:
+        self._closing = True
+        self._waiting.changed()
+
+    @step
+    def _end(self) -> None:
+        self._closed = True
+        self._waiting.changed()
 
     @property
     def closed(self) -> bool:

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import io
 import json
-import math
 import os
 import re
 import zlib
@@ -48,8 +48,13 @@ KINDS = {
 }
 """The kinds of slices, as people read them, by what the store calls them. From top to bottom."""
 
+_FARTHEST = 1e18
+"""No time in microseconds and no number of bytes is as large."""
+
 _BY_NAME = ("used_bytes", "peak_bytes", "budget_bytes", "busy_seconds", "activations")
 _GZIP = b"\x1f\x8b"
+_LARGEST = 1 << 30
+"""Bytes of a trace when it is unpacked: a few may be packed that fill all memory."""
 _TIERS = "|".join(tier.name for tier in Tier)
 _HOP = re.compile(f"({_TIERS})>({_TIERS})")
 
@@ -117,7 +122,7 @@ def load(path: str | os.PathLike[str]) -> Document:
     """Any Chrome trace, unpacked if need be. Raises InvalidTraceError or OSError."""
     raw = Path(path).read_bytes()
     try:
-        document = json.loads(gzip.decompress(raw) if raw.startswith(_GZIP) else raw)
+        document = json.loads(_unpacked(raw, str(path)) if raw.startswith(_GZIP) else raw)
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         raise InvalidTraceError(str(path), f"it is no whole JSON file ({error})") from error
     if isinstance(document, list):  # the format's short form
@@ -125,6 +130,14 @@ def load(path: str | os.PathLike[str]) -> Document:
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise InvalidTraceError(str(path), "it has no list of traceEvents")
     return document
+
+
+def _unpacked(raw: bytes, path: str) -> bytes:
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        found = file.read(_LARGEST + 1)
+    if len(found) > _LARGEST:
+        raise InvalidTraceError(path, f"it unpacks to more than {_LARGEST:,} bytes")
+    return found
 
 
 class _Damaged(Exception):
@@ -206,7 +219,7 @@ def _is_figure(value: object) -> bool:
 
 
 def _is_bytes(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _is_budget(value: object) -> bool:
@@ -214,7 +227,9 @@ def _is_budget(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_FARTHEST < value < _FARTHEST
 
 
 def _is_amount(value: Any) -> bool:

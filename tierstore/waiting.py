@@ -1,9 +1,9 @@
 """Who waits for the store, who holds leases, and whether anybody can still get on.
 
-One condition guards the store. Whatever changes it starts a new *epoch* and wakes everybody; a
-request that tries in vain notes the epoch. When all requests have tried in the newest epoch, every
-lease is held by somebody who waits, and nothing is on its way, nobody can get on: the last to try
-is told so instead of waiting for ever.
+Whatever changes the store starts a new *epoch* and wakes everybody; a request that tries in vain
+notes the epoch. When all requests have tried in the newest epoch, every lease is held by somebody
+who waits, and nothing is on its way, nobody can get on: the last to try is told so instead of
+waiting for ever.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any
 
 from tierstore.model.journal import Span
-from tierstore.model.tiers import Access
-
-T = TypeVar("T")
+from tierstore.model.locks import Bell
+from tierstore.model.tiers import Access, Hold
 
 LOOK_AGAIN = 1.0
 """Seconds between looks at what nobody can be woken for: leases that were lost, not released."""
@@ -32,15 +33,37 @@ def caller() -> object:
     return task if task is not None else threading.get_ident()
 
 
-@dataclass(eq=False, slots=True)
+class Want(Enum):
+    """What a request is for."""
+
+    LEASE = "a lease"
+    ROOM = "room for a put"
+    HOLD = "a group in host memory"
+    SAVE = "a copy on disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the planner pursues because of a request, until it is met or taken back."""
+
+    want: Want
+    version: str
+    purpose: Hold | None = None
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
     """A caller that wants something of `key`. `tried` is the epoch of its last vain attempt.
 
-    `met` says how an acquire was met; `stall` is its wait, which began on an accelerator at `mark`.
+    `version` is the one that the planner pursues; empty if it pursues none. `met` says how an
+    acquire was met; `stall` is its wait, which began on an accelerator at `mark`; `loan` is what it
+    was lent.
     """
 
     key: str
+    want: Want
     access: Access = Access.READ
+    purpose: Hold | None = None
     version: str = ""
     owner: object = field(default_factory=caller)
     since: float = field(default_factory=time.monotonic)
@@ -48,27 +71,66 @@ class Request:
     met: str = ""
     stall: Span | None = None
     mark: Any = None
+    loan: Any = None
+    bell: Bell = field(default_factory=Bell)
+    listener: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    @property
+    def wish(self) -> Wish:
+        """What the planner pursues for it."""
+        return Wish(self.want, self.version, self.purpose)
+
+    def wake(self) -> None:
+        """Have it try again."""
+        self.bell.ring()
+        if self.listener is not None and not self.listener[0].is_closed():
+            self.listener[0].call_soon_threadsafe(self.listener[1].set)
+
+
+class Ticket(weakref.ref[Request]):
+    """Of a request that waits, and of its wish, which may be all that is left of it."""
+
+    __slots__ = ("wish",)
+    wish: Wish
 
 
 class WaitingRoom:
-    """Requests that wait on `condition`, which is the store's lock too, and leases that are out.
+    """Requests that wait, and leases that are out. All methods are parts of the store's steps.
 
     `idle` tells whether nothing is on its way; `refuse` raises for a request that can never be met,
     given the versions that are held. Only who holds a lease is refused: others just came at a bad
-    moment. All methods but `wait` and `wait_async` need the lock.
+    moment.
     """
 
     def __init__(
         self, idle: Callable[[], bool], refuse: Callable[[Request, set[str]], None]
     ) -> None:
-        self.condition = threading.Condition()
         self._idle = idle
         self._refuse = refuse
         self._epoch = 0
         self._called = -1  # the epoch in which a holder was woken to be refused
-        self._requests: set[Request] = set()
-        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._tickets: dict[int, Ticket] = {}
+        self._lost: deque[Wish] = deque()
         self._held: dict[object, dict[str, int]] = {}  # owner -> version -> leases of it
+
+    def requests(self) -> list[Request]:
+        """Those who wait."""
+        found = []
+        for number, ticket in list(self._tickets.items()):
+            request = ticket()
+            if request is None:  # its caller was interrupted
+                self._lost.append(ticket.wish)
+                del self._tickets[number]
+            else:
+                found.append(request)
+        return found
+
+    def lost_wishes(self) -> list[Wish]:
+        """What requests wanted that are gone without having been met or given up."""
+        if self._tickets:
+            self.requests()
+        lost, self._lost = self._lost, deque()
+        return list(lost)
 
     def changed(self) -> None:
         """Wake everybody: something is different."""
@@ -76,10 +138,9 @@ class WaitingRoom:
         self._wake()
 
     def _wake(self) -> None:
-        self.condition.notify_all()
-        for loop, woken in self._listeners:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(woken.set)
+        if self._tickets:
+            for request in self.requests():
+                request.wake()
 
     def lend(self, owner: object, version: str) -> None:
         """A lease goes out. With no `owner` it does so for good: nobody waits for it."""
@@ -99,43 +160,26 @@ class WaitingRoom:
         elif not held:
             self._held.pop(owner, None)
 
-    def wait(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
-        """Try until `attempt` gives something, sleeping until something has changed."""
-        with self.condition:
-            self._requests.add(request)
-            try:
-                while (result := attempt(request)) is None:
-                    self._tried_in_vain(request)
-                    self.condition.wait(LOOK_AGAIN)
-                return result
-            finally:
-                self._requests.discard(request)
+    def count_again(self, lent: Iterable[tuple[object, str]]) -> None:
+        """These leases are out, and no others: by whom, and of which version."""
+        self._held = {}
+        for owner, version in lent:
+            self.lend(owner, version)
 
-    async def wait_async(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
-        """`wait` for coroutines: never blocks the event loop."""
-        listener = (asyncio.get_running_loop(), asyncio.Event())
-        with self.condition:
-            self._requests.add(request)
-            self._listeners.add(listener)
-        try:
-            while True:
-                listener[1].clear()
-                with self.condition:
-                    result = attempt(request)
-                    if result is not None:
-                        return result
-                    self._tried_in_vain(request)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(listener[1].wait(), LOOK_AGAIN)
-        finally:
-            with self.condition:
-                self._requests.discard(request)
-                self._listeners.discard(listener)
+    def leave(self, request: Request) -> None:
+        """The request waits no more."""
+        self._tickets.pop(id(request), None)
 
-    def _tried_in_vain(self, request: Request) -> None:
+    def tried_in_vain(self, request: Request) -> None:
+        """The request has to wait for a change. Raises if there can be none."""
+        request.bell.reset()
         request.tried = self._epoch
-        waiting = {r.owner for r in self._requests}
-        all_tried = all(r.tried == self._epoch for r in self._requests)
+        ticket = Ticket(request)
+        ticket.wish = request.wish
+        self._tickets[id(request)] = ticket
+        requests = self.requests()
+        waiting = {r.owner for r in requests}
+        all_tried = all(r.tried == self._epoch for r in requests)
         if not self._held or not self._held.keys() <= waiting or not all_tried or not self._idle():
             return
         if request.owner in self._held:

@@ -1,9 +1,10 @@
 """Run every check that guards a change: `python tools/check.py [--fast]`.
 
 The checks run in a fixed order, cheapest first, and pytest runs last, so that the last line
-printed is pytest's own summary. It runs the tests in two processes at once. A failing check does
-not hide the ones after it, except with `--fast`, which stops at the first failure and leaves out
-the tests marked slow.
+printed is pytest's own summary. It runs the tests in two processes at once, and watches that no
+branch of the code that decides and of the code that keeps bytes goes without a test. A failing
+check does not hide the ones after it, except with `--fast`, which stops at the first failure and
+leaves out the tests marked slow, and that watch.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def run_step(name: str, command: list[str]) -> bool:
 
 def run_tests(tally: Tally, fast: bool) -> bool:
     heading("pytest")
-    fewer = ["-m", "not slow", "--exitfirst"] if fast else []
-    return pytest.main([*TWO_AT_ONCE, *fewer], plugins=[tally]) == pytest.ExitCode.OK
+    # The gate adds no test: it watches some of those that run anyway (see tools/coverage_gate.py).
+    how = ["-m", "not slow", "--exitfirst"] if fast else ["-p", "coverage_gate"]
+    return pytest.main([*TWO_AT_ONCE, *how], plugins=[tally]) == pytest.ExitCode.OK
 
 
 def run_all(fast: bool) -> bool:

@@ -257,12 +257,16 @@ def test_memory_is_bounded(large: Path) -> None:
     assert peak("--data", before=whole) - usual > 16 << 20
 
 
+AT_ONCE = "import tierstore.progress as progress; progress.QUIET_SECONDS = 0"
+"""Otherwise a bar is drawn where it takes over two seconds."""
+
+
 def test_a_bar_is_drawn_on_a_terminal_only(large: Path) -> None:
-    shown = on_terminal("verify", large, "--data", COLUMNS="100")
+    shown = on_terminal("verify", large, "--data", before=AT_ONCE, COLUMNS="100")
     assert shown.exit_code == 0
     assert "Reading" in shown.output
     assert "40.0 MiB" in shown.output
-    run = start("verify", large, "--data")
+    run = start("verify", large, "--data", before=AT_ONCE)
     assert run.returncode == 0
     assert "Reading" not in run.stdout + run.stderr
     assert run.stderr.startswith("Read 40.0 MiB in ")
@@ -270,6 +274,14 @@ def test_a_bar_is_drawn_on_a_terminal_only(large: Path) -> None:
 
 def test_the_bar_stays_out_of_the_data(large: Path, tmp_path: Path) -> None:
     to_file = f"import os; os.dup2(os.open({str(tmp_path / 'out')!r}, os.O_WRONLY | os.O_CREAT), 1)"
-    shown = on_terminal("verify", large, "--data", "--json", before=to_file)
+    shown = on_terminal("verify", large, "--data", "--json", before=f"{AT_ONCE}; {to_file}")
     assert "Reading" in shown.output
     assert json.loads((tmp_path / "out").read_text())["problems"] == []
+
+
+def test_what_is_done_soon_needs_no_bar(large: Path) -> None:
+    later = AT_ONCE.replace("= 0", "= 600")
+    shown = on_terminal("verify", large, "--data", before=later, COLUMNS="100")
+    assert shown.exit_code == 0
+    assert "Reading" not in shown.output
+    assert "Read 40.0 MiB in " in shown.output

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +30,20 @@ def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
         return at_length if long else usually
 
     return choose
+
+
+@pytest.fixture(scope="module")
+def quick_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory in memory, if there is room: the power of this machine is not cut."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < 2**30:
+        yield tmp_path_factory.mktemp("quick")
+        return
+    with tempfile.TemporaryDirectory(prefix="tierstore-", dir=memory) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module")
+def first_seed(request: pytest.FixtureRequest) -> int:
+    """The same every time, but in a long run, which is to look where nobody did before."""
+    return random.randrange(10**6) if request.config.getoption("long") else 0

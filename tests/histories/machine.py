@@ -18,6 +18,7 @@ from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy, policy_named
+from tierstore.plan.records import Found
 from tierstore.plan.schedule import LearnedOrder
 
 ROUNDS = 2000
@@ -61,10 +62,9 @@ class World:
         policy: str | Callable[[LearnedOrder], Policy] = "next-use",
         planner: type[Planner] = Planner,
     ) -> None:
-        schedule = LearnedOrder(memory=64)
-        chosen = policy_named(policy, schedule) if isinstance(policy, str) else policy(schedule)
         self.now = 0.0
-        self.planner = planner(budgets, chosen, schedule, lambda: self.now)
+        self._budgets_given, self._policy, self._kind = dict(budgets), policy, planner
+        self.planner = self._new_planner()
         self.books = Books(budgets)
         self.waiters: list[Waiter] = []
         self.leases: list[Waiter] = []
@@ -74,9 +74,15 @@ class World:
         self.savers: list[Saver] = []
         self.errors: list[tuple[str, BaseException]] = []
         self.sound = True
+        self._guided: set[str] = set()
         self._versions = 0
         self._injected: list[BaseException] = []
         self._excused: set[int] = set()
+
+    def _new_planner(self) -> Planner:
+        schedule, policy = LearnedOrder(memory=64), self._policy
+        chosen = policy_named(policy, schedule) if isinstance(policy, str) else policy(schedule)
+        return self._kind(self._budgets_given, chosen, schedule, lambda: self.now)
 
     # One step ----------------------------------------------------------------------------------
 
@@ -139,6 +145,7 @@ class World:
 
     def register(self, nbytes: int, *, backed: bool = True, guided: bool = False) -> str:
         key = self._new_key("file")
+        self._guided |= {key} if guided else set()
         self.books.registered(key, nbytes, backed)
         self._step(self.planner.register, key, nbytes, backed=backed, guided=guided)
         return key
@@ -146,6 +153,7 @@ class World:
     def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> str | None:
         """Ask for room for a new group, or a new version of `name`. None if it can never fit."""
         key = self._new_key(name)
+        self._guided |= {key} if guided else set()
         budget = self.books.budgets[self.books.tiers[-2]]
         never = budget is not None and nbytes > budget
         self.books.claimed(key, nbytes)
@@ -398,6 +406,47 @@ class World:
         acted |= any([self.look_saved(saver) for saver in list(self.savers)])
         return acted
 
+    def tear(self) -> None:
+        """A step was cut short: a new planner takes stock, and whoever waits asks again."""
+        self.planner = self._new_planner()
+        entries = self.books.entries.values()
+        waits = {entry.key: (entry.demands, entry.fetches) for entry in entries}
+        for entry in entries:  # of all this the new planner knows nothing
+            entry.demands = entry.fetches = 0
+            entry.offloaded, entry.away = False, set()
+        self._step(self.planner.take_stock, [self._found(entry.key) for entry in entries])
+        self._ask_again(waits)
+
+    def _ask_again(self, waits: dict[str, tuple[int, int]]) -> None:
+        entries, planner = self.books.entries, self.planner
+        for waiter in [w for w in self.waiters if w.key in planner]:
+            entries[waiter.key].demands = waits[waiter.key][0]
+            self._step(planner.demand, waiter.key)
+        for fetcher in [f for f in self.fetchers if f.key in planner]:
+            entries[fetcher.key].fetches = waits[fetcher.key][1]
+            self._step(planner.fetch, fetcher.key, fetcher.purpose)
+        for saver in [s for s in self.savers if s.answer is None and s.key in planner]:
+            self._step(planner.save, saver.key)
+        for entry in entries.values():
+            entry.demands, entry.fetches = waits[entry.key]
+
+    def _found(self, key: str) -> Found:
+        entry = self.books.entries[key]
+        held = next((holder.purpose for holder in self.holders if holder.key == key), None)
+        return Found(
+            key,
+            entry.nbytes,
+            tuple(entry.copies),
+            tuple((copy.src, copy.dst) for copy in self.books.moving if copy.key == key),
+            tuple((access, False) for access in entry.leases),
+            held,
+            backed=entry.backed,
+            guided=key in self._guided,
+            kept=False,
+            shown=not entry.discarded and not entry.claimed,
+            claimed=entry.claimed and not entry.discarded,
+        )
+
     def finish(self) -> None:
         """All leases come back, all transfers arrive: then everybody has an answer."""
         for _ in range(ROUNDS):
@@ -464,6 +513,7 @@ class History:
             self.withdraw_fetch: 2,
             self.let_go: 7,
             self.put_away: 4,
+            self.world.tear: 1,
         }
         for act in self.random.choices(list(acts), list(acts.values()), k=steps):
             act()

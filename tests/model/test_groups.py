@@ -22,6 +22,7 @@ from tierstore.model.groups import (
     group_of,
     name_of,
     pack,
+    packing_of,
     place,
     span,
     version_id,
@@ -279,3 +280,27 @@ def test_a_contiguous_tensor_spans_its_elements(shape: list[int], dtype: str) ->
 @given(st.text(), st.integers(0, 10**9))
 def test_a_version_has_its_name(key: str, version: int) -> None:
     assert name_of(version_id(key, version)) == key
+
+
+# Writing a group from the layout that it has ------------------------------------------------------
+
+
+def test_tied_tensors_of_several_dtypes_are_written_so_that_each_can_be_shown() -> None:
+    """The first of them may begin where the larger one cannot: then their block begins before."""
+    spec = group_of(
+        "k",
+        [
+            TensorSpec("bytes", "U8", (19,), (1,), 257),
+            TensorSpec("floats", "F32", (5,), (1,), 260),
+            TensorSpec("alone", "F64", (2,), (1,), 512),
+        ],
+        PAGE,
+    )
+    packing = packing_of(spec)
+    assert [block.nbytes for block in packing.blocks] == [24, 16]
+    for block in packing.blocks:
+        for view in block.views:
+            assert view.offset % DTYPE_SIZES[view.dtype] == 0
+            assert view.offset + view.nbytes <= block.nbytes
+    by_name = {t.name: t.offset for t in packing.specs()}
+    assert by_name == {t.name: t.offset for t in spec.tensors}

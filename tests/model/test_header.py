@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierstore.model.errors import CorruptDataError, InvalidHeaderError
-from tierstore.model.groups import DTYPE_SIZES, Block, Packing, TensorSpec, pack
+from tierstore.model.groups import DTYPE_SIZES, Block, Packing, TensorSpec, contiguous_stride, pack
 from tierstore.model.header import (
     FORMAT,
     KEY,
@@ -34,12 +35,9 @@ MUTANTS = 20_000
 
 
 def block_of(name: str, dtype: str, shape: tuple[int, ...]) -> Block:
-    nbytes = DTYPE_SIZES[dtype]
-    stride: list[int] = []
-    for size in reversed(shape):
-        stride.insert(0, nbytes // DTYPE_SIZES[dtype])
-        nbytes *= size
-    return Block(name, dtype, shape, nbytes, (TensorSpec(name, dtype, shape, tuple(stride), 0),))
+    nbytes = math.prod(shape) * DTYPE_SIZES[dtype]
+    spec = TensorSpec(name, dtype, shape, contiguous_stride(shape), 0)
+    return Block(name, dtype, shape, nbytes, (spec,))
 
 
 def object_file(key: str, blocks: list[Block]) -> tuple[bytes, Packing, bytes]:
@@ -122,11 +120,18 @@ def test_the_rule_that_is_broken_is_named() -> None:
     assert "exactly dtype" in refused({"a": {"dtype": "U8", "shape": [1]}}, 1)
     assert "no valid shape" in refused({"a": entry(0, 1, shape=[True])}, 1)
     assert "no valid data_offsets" in refused({"a": entry(0, 8) | {"data_offsets": [0, 8.0]}}, 8)
-    assert "twice" in refused(b'{"a":1,"a":2}', 0)
-    assert "NaN" in refused(b'{"a":NaN}', 0)
+    assert "twice" in refused(b'{"__metadata__":{"a":"","a":""}}', 0)
+    twice = json.dumps({"a": entry(0, 0)})[:-1]
+    assert "twice" in refused(f"{twice},{twice[1:]}}}".encode(), 0)
+    assert "exactly dtype" in refused(b'{"a":NaN}', 0)
+    assert "no text" in refused({"a": entry(0, 1) | {"dtype": ["U8"]}}, 1)
     assert "begin with" in refused(b' {"a":1}', 0)
-    assert "no JSON" in refused(b'{"a":', 0)
-    assert "no JSON" in refused(b"{" + b'"a":{' * 100_000, 0)
+    assert "no JSON" in refused(b'{"a"', 0)
+    assert "no JSON" in refused(b'{"a":{"dtype":"U8","shape" [1]}}', 0)
+    assert "unknown escape" in refused(b'{"\\x00":{}}', 0)
+    assert "follows its end" in refused(b"{}}", 0)
+    assert "exactly dtype" in refused(b"{" + b'"a":{' * 100_000, 0)
+    assert len(refused({"a" * 10_000: []}, 0)) < 1000, "a name floods the message"
     assert "strings to strings" in refused({"__metadata__": {"a": 1}}, 0)
     assert "no UTF-8" in refused(b'{"__metadata__":{"a":"\\ud800"}}', 0)
     assert "match its shape" in refused({"a": entry(0, 0, shape=[2**62, 2**62, 0])}, 0)
@@ -329,8 +334,32 @@ def without(key: str) -> Callable[[dict[str, Any]], None]:
     return lambda document: document["__metadata__"].pop(key)
 
 
+def renamed(document: dict[str, Any], name: str) -> None:
+    """Call the tensor `weight` something else, as it would be written in JSON."""
+    written = name if '"' in name else json.dumps(name)[1:-1]
+    views = document["__metadata__"]["tierstore.views"].replace('{"weight":', f'{{"{written}":')
+    document["__metadata__"]["tierstore.views"] = views
+
+
 DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "no key": without(KEY),
+    "an empty key": lambda d: d["__metadata__"].update({KEY: ""}),
+    "a key that is too long": lambda d: d["__metadata__"].update({KEY: "x" * 1025}),
+    "no views": without("tierstore.views"),
+    "a block that no tensor looks at": lambda d: d["__metadata__"].update(
+        {"tierstore.views": "{}"}
+    ),
+    "a checksum that is none": lambda d: d["__metadata__"].update(
+        {"tierstore.xxh3/weight": "F" * 16}
+    ),
+    "a view of another dtype": with_views("weight", 1, "F16"),
+    "a view of another shape": with_views("weight", 2, [8, 16]),
+    "a view of more dimensions than there are": with_views("weight", 2, [1] * 65),
+    "a stride of text": with_views("weight", 3, ["8", 1]),
+    "a size that no tensor can have": with_views("weight", 2, [0, 2**63]),
+    "more elements than can be counted": with_views("weight", 3, [0, 0]),
+    "a name that is no UTF-8": lambda d: renamed(d, "\ud800"),
+    "a name that occurs twice": lambda d: renamed(d, 'a":["bias","F32",[16],[1],0],"bias'),
     "no format": without("tierstore.format"),
     "another format": lambda d: d["__metadata__"].update({"tierstore.format": FORMAT + "0"}),
     "no checksum of a block": without("tierstore.xxh3/weight"),
@@ -358,6 +387,17 @@ def test_an_object_with_damaged_metadata_is_refused(damage: str) -> None:
 def test_an_object_that_is_only_written_differently_is_read() -> None:
     """The control: spaces and order of the JSON are not damage."""
     assert decode_object(edited_object(lambda document: None), "m.st").key == "blocks.7"
+
+
+def test_a_tensor_that_lies_where_none_of_its_dtype_can_is_refused() -> None:
+    """torch cannot show it: whoever took such an object for a good one would fail much later."""
+    views = (TensorSpec("a", "U8", (9,), (1,), 0), TensorSpec("b", "F32", (2,), (1,), 1))
+    raw, _, _ = object_file("k", [Block("a", "U8", (9,), 9, views)])
+    with pytest.raises(CorruptDataError, match="none of its dtype can"):
+        decode_object(parse_file(raw)[0], "m.st")
+    views = (views[0], TensorSpec("b", "F32", (1,), (1,), 4))
+    raw, _, _ = object_file("k", [Block("a", "U8", (9,), 9, views)])
+    assert decode_object(parse_file(raw)[0], "m.st").packing.blocks[0].views == views
 
 
 def test_views_nested_too_deep_are_refused() -> None:

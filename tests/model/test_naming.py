@@ -160,3 +160,9 @@ def test_groups_are_a_share_of_the_smallest_budget() -> None:
     assert target_bytes("leaf_level", 1 << 40, much) == 32 << 20
     assert target_bytes("block_level", 1 << 30, 1 << 30) == 128 << 20, "all of it fits"
     assert target_bytes("block_level", 1, 1) == 1
+
+
+def test_a_name_of_thousands_of_modules_is_no_more_than_a_name() -> None:
+    shapes = {"a." * 50_000 + "weight": 8, "b.weight": 8, "." * 10_000: 8, "b": 8}
+    found = groups_of(in_a_file(shapes), "block_level", BYTES)
+    assert {spec.name for group, _ in found for spec in group.tensors} == set(shapes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -118,7 +119,7 @@ def memory_held(store: TierStore) -> dict[str, int]:
 
 def assert_sound(store: TierStore) -> None:
     """Every promise of the planner holds, and memory that exists is within the budgets."""
-    with store._changed:
+    with store._lock:
         store._planner.check()
         for tier, arena in store._carrier.arenas.items():
             budget = store._planner.budgets[tier]
@@ -129,15 +130,18 @@ def assert_sound(store: TierStore) -> None:
 
 def assert_at_rest(store: TierStore) -> None:
     """Nothing is lent, wanted or on its way, and the books agree with what the groups take."""
-    with store._changed:
+    with store._lock:
         store._collect_lost()
     wait_until_idle(store)  # what was discarded may still be on its way to the disk
     assert_sound(store)
+    store._carrier.catch_up()
     planner = store._planner
-    with store._changed:
+    with store._lock:
+        assert not store._torn, "a step was cut short, and nobody has mended it"
+        assert not store._out, "a lease is still out"
         assert not store._waiting._held, "a lease is still out"
-        assert not store._waiting._requests, "somebody still waits"
-        assert not store._waiting._listeners, "a coroutine still listens"
+        assert not store._waiting.requests(), "somebody still waits"
+        assert not store._putting, "somebody is still putting"
         for name in ("_demands", "_claims", "_promised"):
             assert not getattr(planner, name), f"{name}: {getattr(planner, name)}"
         assert planner._leases == 0
@@ -152,8 +156,15 @@ def assert_at_rest(store: TierStore) -> None:
 
 def wait_until_idle(store: TierStore) -> None:
     """Wait until nothing is on its way."""
-    with store._changed:
-        assert store._changed.wait_for(store._planner.idle, timeout=PATIENCE), "it never ends"
+    wait_until(lambda: store._planner.idle(), "it never ends")
+
+
+def wait_until(there: Callable[[], bool], otherwise: str) -> None:
+    """Look until something is so. Fails if it never is."""
+    ends = time.monotonic() + PATIENCE
+    while not there():
+        assert time.monotonic() < ends, otherwise
+        time.sleep(0.001)
 
 
 def run_threads(targets: list[Callable[[], None]]) -> list[BaseException]:

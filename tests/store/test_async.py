@@ -325,7 +325,7 @@ def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing(call: str, disk_
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        with store._changed:  # at once, not when there is room
+        with store._lock:  # at once, not when there is room
             assert not store._planner._claims
             assert not store._planner._demands
 

@@ -36,6 +36,7 @@ from tests.store.helpers import (
     push_out,
     run_threads,
     tiers_of,
+    wait_until,
     wait_until_idle,
 )
 from tierstore import (
@@ -55,6 +56,7 @@ from tierstore import (
     TruncatedFileError,
     UnknownKeyError,
 )
+from tierstore.model.locks import Bell
 from tierstore.transfer.spill import Spill
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -805,8 +807,11 @@ def test_without_checksums_a_flipped_bit_is_not_noticed(disk_dir: Path) -> None:
         assert not torch.equal(found, pages(1, 2))
 
 
-@pytest.mark.parametrize(("verify", "noticed"), [("first", False), ("always", True)])
+@pytest.mark.parametrize(
+    ("verify", "noticed"), [("first", True), ("always", True), ("never", False)]
+)
 def test_what_is_checked_when_it_is_read_again(verify: str, noticed: bool, disk_dir: Path) -> None:
+    """A file that was changed since is not the one that was checked first."""
     two_objects(disk_dir)
     with open_store(disk_dir, verify=verify) as store:
         assert_group(store.get("damaged"), pages(1, 2))
@@ -1145,6 +1150,7 @@ def test_a_lease_that_is_used_after_its_release(disk_dir: Path) -> None:
 def lose(store: TierStore, key: str, access: Access) -> None:
     with pytest.warns(ResourceWarning, match=f"'{key}'"):
         lease = store.acquire(key, access)
+        assert lease.tensors  # else it may have been lost on its way to us
         del lease
         gc.collect()
 
@@ -1168,8 +1174,8 @@ def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Pat
     found: list[Any] = []
     waiting = threading.Thread(target=lambda: found.append(store.get("c")), daemon=True)
     waiting.start()
-    with store._changed:
-        assert store._changed.wait_for(lambda: bool(store._waiting._requests), PATIENCE)
+    wait_until(lambda: bool(store._waiting.requests()), "nobody waits")
+    assert all(lease.tensors for lease in leases)  # else it may have been lost on its way to us
     with pytest.warns(ResourceWarning):
         leases.clear()
         gc.collect()
@@ -1179,22 +1185,22 @@ def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Pat
     store.close()
 
 
-def test_an_interrupt_while_waiting_leaves_nothing(disk_dir: Path) -> None:
+def test_an_interrupt_while_waiting_leaves_nothing(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = full_store(disk_dir)
-    original = store._waiting.condition.wait
 
-    def interrupted(timeout: float | None = None) -> bool:
+    def interrupted(seconds: float) -> bool:
         raise KeyboardInterrupt
 
     with store.acquire("a"):
         thread_holds = store.acquire("b")
-        store._waiting.condition.wait = interrupted
-        store._waiting._tried_in_vain = lambda request: None
+        monkeypatch.setattr(Bell, "wait", lambda bell, seconds: interrupted(seconds))
+        monkeypatch.setattr(store._waiting, "tried_in_vain", lambda request: None)
         for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
             with pytest.raises(KeyboardInterrupt):
                 call()
-        store._waiting.condition.wait = original
-        del store._waiting._tried_in_vain
+        monkeypatch.undo()
         thread_holds.release()
     assert "d" not in store
     assert_group(store.get("c"), pages(ord("c"), 2))

@@ -14,11 +14,9 @@ import torch
 from tests.device import pretend
 from tests.store.helpers import (
     PAGE,
-    PATIENCE,
     assert_at_rest,
     assert_group,
     files_below,
-    join,
     needs_pretend,
     object_file,
     open_store,
@@ -27,7 +25,7 @@ from tests.store.helpers import (
     wait_until_idle,
 )
 from tierstore import Access, DiskFullError, TransferError
-from tierstore.waiting import Request, WaitingRoom
+from tierstore.waiting import Request, WaitingRoom, Want
 
 
 class Failing:
@@ -174,42 +172,32 @@ def quarrel(kind: type[WaitingRoom]) -> list[str]:
 
     Returns what those asked for who were refused.
     """
-    idle, satisfied, looked = threading.Event(), threading.Event(), threading.Semaphore(0)
+    idle = threading.Event()
     refused: list[str] = []
 
     def refuse(request: Request, held: set[str]) -> None:
         refused.append(request.key)
-        raise RuntimeError(request.key)
 
     room = kind(idle.is_set, refuse)
-    with room.condition:
-        room.lend("one", "a\0001")
-        room.lend("two", "b\0001")
+    room.lend("one", "a\0001")
+    room.lend("two", "b\0001")
+    wanted = (("b", "one"), ("a", "two"), ("c", "three"))
+    requests = [Request(key, Want.LEASE, owner=owner) for key, owner in wanted]
 
-    def attempt(request: Request) -> bool | None:
-        if request.owner == "three" and idle.is_set() and not satisfied.is_set():
-            room.condition.wait(0.2)  # the others look first
-        looked.release()
-        return True if satisfied.is_set() else None
+    def all_look() -> None:
+        for request in requests:
+            if not refused:
+                room.tried_in_vain(request)
 
-    def wait(key: str, owner: str) -> None:
-        try:
-            room.wait(Request(key, owner=owner), attempt)
-        except RuntimeError:
-            satisfied.set()  # the one that was told lets go, and so everybody gets on
-            with room.condition:
-                room.changed()
-
-    requests = [("b", "one"), ("a", "two"), ("c", "three")]
-    threads = [threading.Thread(target=wait, args=request, daemon=True) for request in requests]
-    for thread in threads:
-        thread.start()
-        assert looked.acquire(timeout=PATIENCE)
+    all_look()
+    assert refused == []  # something is still on its way
     idle.set()
-    with room.condition:
-        room.changed()
-    for thread in threads:
-        join(thread)
+    room.changed()
+    assert all(request.bell.wait(0) for request in requests)
+    all_look()
+    if not refused:  # then somebody was woken to be refused
+        assert any(request.bell.wait(0) for request in requests)
+        all_look()
     return refused
 
 
@@ -221,9 +209,9 @@ def test_whoever_looks_last_would_be_refused() -> None:
     """The control: without the look at who holds something."""
 
     class Blunt(WaitingRoom):
-        def _tried_in_vain(self, request: Request) -> None:
-            request.tried = self._epoch
-            if self._idle() and all(r.tried == self._epoch for r in self._requests):
+        def tried_in_vain(self, request: Request) -> None:
+            super().tried_in_vain(request)
+            if self._idle() and all(r.tried == self._epoch for r in self.requests()):
                 self._refuse(request, set())
 
     assert quarrel(Blunt) == ["c"]

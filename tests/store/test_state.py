@@ -30,6 +30,7 @@ from tests.store.helpers import (
     pages,
     run_threads,
     tiers_of,
+    wait_until,
     wait_until_idle,
 )
 from tests.store.test_faults import Failing
@@ -94,7 +95,7 @@ def fill(tensors: Tensors, value: float) -> None:
 
 def places(store: TierStore) -> tuple[int, int]:
     """Where the last place ends in the file of what is away, and how long that file is."""
-    spill = store._carrier._the_spill()
+    spill = store._carrier.saver._the_spill()
     return spill._end, os.stat(spill.path).st_size
 
 
@@ -278,9 +279,7 @@ def started(target: Callable[[], None]) -> threading.Thread:
 
 def wait_for_a_request(store: TierStore) -> None:
     """Until somebody has tried in vain."""
-    with store._changed:
-        waits = store._changed.wait_for(lambda: bool(store._waiting._requests), timeout=PATIENCE)
-    assert waits, "nobody waits"
+    wait_until(lambda: bool(store._waiting.requests()), "nobody waits")
 
 
 @on_both
@@ -614,7 +613,7 @@ def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_
                             assert (lease.tensors["a"].cpu() == values[key]).all()
                     else:
                         chosen.choice([store.expect, store.expect_in_ram])([key])
-                    with store._changed:
+                    with store._lock:
                         check()
             store.put_away(mine)
             assert all((shown[key] == values[key]).all() for key in mine)

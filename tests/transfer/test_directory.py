@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,7 +24,8 @@ from tierstore.model.errors import (
     TierStoreError,
     TransferError,
 )
-from tierstore.transfer.directory import ObjectDirectory, is_locked
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.locking import is_locked
 from tierstore.transfer.objects import find_objects, object_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -370,7 +372,7 @@ def test_a_directory_of_another_format_is_refused_and_left_as_it_is(
     error = refuses(disk_dir)
     assert "disk_dir" in str(error)
     if kind == "a newer format":
-        for part in ("format 2", "knows 1", "upgrade"):
+        for part in ("format 2", "knows format 1", "upgrade"):
             assert part in str(error)
     assert left.exists()
     assert marker.read_bytes() == MARKERS[kind]
@@ -405,6 +407,97 @@ def test_who_only_looks_at_the_lock_keeps_nobody_out(disk_dir: Path) -> None:
     finally:
         over.set()
         watcher.join()
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"pid": 1, "host": os.uname().nodename}, f"process 1 on {os.uname().nodename!r}"),
+        ({"pid": 1, "host": "another"}, "process 1 on 'another'"),
+        ({"pid": 2**31 - 1, "host": os.uname().nodename}, "which has ended"),
+        ({"pid": 2**31 - 1, "host": "another"}, f"process {2**31 - 1} on 'another'"),
+        ({"pid": 10**30, "host": "another"}, "an unknown process"),
+        ({"pid": True, "host": "another"}, "an unknown process"),
+        ({"pid": 1}, "an unknown process"),
+        ({"pid": 1, "host": "x" * 4000}, f"process 1 on '{'x' * 64}'"),
+        ([], "an unknown process"),
+    ],
+)
+def test_the_message_says_who_holds_the_lock_as_far_as_that_can_be_told(
+    said: Any, shown: str, disk_dir: Path
+) -> None:
+    first = ObjectDirectory(disk_dir)
+    (disk_dir / "LOCK").write_text(json.dumps(said))
+    owner = is_locked(disk_dir)
+    first.close()
+    assert owner is not None
+    assert shown in owner if "ended" in shown else owner == shown
+
+
+def test_opening_removes_what_a_killed_process_left_under_the_stores_own_names(
+    disk_dir: Path,
+) -> None:
+    made(disk_dir, KEY)
+    ours = [
+        disk_dir / "tmp" / "object-0123456789abcdef",
+        disk_dir / "tmp" / "marker-0123456789abcdef",
+        disk_dir / ".spill-12-0123456789abcdef",
+    ]
+    others = [
+        disk_dir / "tmp" / "object-of-mine",
+        disk_dir / ".spill-of-mine",
+        disk_dir / "object-0123456789abcdef",
+    ]
+    for path in (*ours, *others):
+        path.write_bytes(b"bytes")
+    (disk_dir / ".spill-13-0123456789abcdef").mkdir()
+    ObjectDirectory(disk_dir).close()
+    assert [path for path in ours if path.exists()] == []
+    assert [path for path in others if not path.exists()] == []
+    assert (disk_dir / ".spill-13-0123456789abcdef").is_dir()
+    assert object_path(disk_dir).exists()
+
+
+def test_the_names_of_new_directories_are_synced_in_those_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Recorder(monkeypatch, tmp_path)
+    ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
+    synced = [about for name, about in record.calls if name == "fsync"]
+    assert {".", "new", "new/newer", "new/newer/store"} <= set(synced)
+    record.calls.clear()
+    ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
+    assert ("fsync", "new/newer") in record.calls, "who made it may have died before this"
+
+
+def test_an_opening_that_fails_leaves_no_lock_and_no_descriptor(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(disk_dir)
+    before = os.listdir("/proc/self/fd")
+    listdir = os.listdir
+    for place in ("objects", "tmp", "cleaning", "syncing"):
+        with monkeypatch.context() as broken:
+            _break(broken, place)
+            with pytest.raises(TransferError, match="opening"):
+                ObjectDirectory(disk_dir)
+        assert len(listdir("/proc/self/fd")) == len(before), place
+        assert is_locked(disk_dir) is None
+    ObjectDirectory(disk_dir).close()
+
+
+def _break(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Have one of the calls fail that opening a directory makes."""
+    name = {"cleaning": "listdir", "syncing": "fsync"}.get(place, "open")
+    original = getattr(os, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        about = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[0])
+        if name == "listdir" or about.endswith("/store" if name == "fsync" else f"/{place}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(*args, **options)
+
+    monkeypatch.setattr(os, name, call)
 
 
 # Damage ------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from tests.store.helpers import (
     random_tensor,
 )
 from tierstore import TierStore
+from tierstore.model.errors import TransferError
 from tierstore.model.groups import Extent
 from tierstore.transfer.maps import AddressSpace, map_file
 
@@ -181,7 +182,7 @@ def test_a_map_shows_the_file_and_never_changes_it(offset: int, nbytes: int, pat
 
 def test_a_map_follows_no_link(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
-    with pytest.raises(OSError):
+    with pytest.raises(TransferError, match="link"):
         map_file(str(tmp_path / "link"), 0, 1)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import xxhash
 
-from tierstore.cli.report import Group, Problem, find_group
+from tierstore.cli.report import Group, Problem, find_group, is_passing
 from tierstore.model.errors import TruncatedFileError
 from tierstore.model.objects import StoredObject
 from tierstore.model.sizes import round_up
@@ -68,12 +68,12 @@ class Checker:
         except TruncatedFileError as error:
             return [Problem(str(error), damaged=True)]
         except OSError as error:
-            return [Problem(f"{path} cannot be read: {error.strerror or error}", damaged=False)]
+            reason = f"{path} cannot be read: {error.strerror or error}"
+            return [Problem(reason, damaged=False, passing=is_passing(error))]
         blocks = zip(stored.packing.blocks, stored.digests, found, strict=True)
         return [
             Problem(
-                "its bytes are not the ones that were written: remove it with "
-                "tierstore-inspect rm, and put the group again",
+                "its bytes are not the ones that were written: put the group again",
                 damaged=True,
                 expected=expected,
                 found=digest,

@@ -42,8 +42,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 def inspector() -> None:
     """Look into a tierstore directory: what it holds, whether it is whole, what can go.
 
-    `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. Only `prune` and `rm` change
-    anything.
+    `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. Only `prune`, `rm` and `verify
+    --repair` change anything.
     """
 
 

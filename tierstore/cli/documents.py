@@ -28,8 +28,8 @@ def listing(contents: Contents, shown: Iterable[Group]) -> Document:
     return {
         **summary(contents),
         "groups": [group_row(contents.directory, group) for group in shown],
-        "temporary": [_item(contents.directory, item) for item in contents.temporary],
-        "stray": [_item(contents.directory, item) for item in contents.stray],
+        "temporary": [item(contents.directory, i) for i in contents.temporary],
+        "stray": [item(contents.directory, i) for i in contents.stray],
     }
 
 
@@ -47,6 +47,10 @@ def summary(contents: Contents) -> Document:
             "damaged": damaged,
             "temporary": temporary,
             "stray": stray,
+        },
+        "quarantine": {
+            "count": len(contents.put_away),
+            "nbytes": total(contents.quarantine),
         },
         "locked_by": contents.locked_by,
         "free": contents.free,
@@ -103,7 +107,7 @@ def removed(directory: str, items: Iterable[Item], *, dry_run: bool) -> Document
         "directory": os.path.abspath(directory),
         "dry_run": dry_run,
         "nbytes": total(items),
-        "removed": [_item(directory, item) for item in items],
+        "removed": [item(directory, i) for i in items],
     }
 
 
@@ -112,8 +116,9 @@ def path_of(directory: str, item: Item) -> str:
     return os.path.join(os.path.abspath(directory), item.name)
 
 
-def _item(directory: str, item: Item) -> Document:
-    return {"path": path_of(directory, item), "kind": item.kind, "nbytes": item.nbytes}
+def item(directory: str, found: Item) -> Document:
+    """Something in the directory."""
+    return {"path": path_of(directory, found), "kind": found.kind, "nbytes": found.nbytes}
 
 
 def _problem(problem: Problem | None) -> Document | None:

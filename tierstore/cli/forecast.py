@@ -124,12 +124,16 @@ def _places(checkpoint: str, only: str | None) -> dict[str, tuple[str, tuple[str
 
 def _entries(index: Path) -> list[tuple[str, str]]:
     """Each component that a pipeline's index names, and its class."""
-    with open(index, encoding="utf-8") as file:
-        document = json.loads(file.read(LARGEST_INDEX))
+    try:
+        with open(index, encoding="utf-8") as file:
+            document = json.loads(file.read(LARGEST_INDEX))
+    except RecursionError as error:
+        raise ValueError(f"{INDEX} is nested too deep") from error
     if not isinstance(document, dict):
         raise ValueError("it is no JSON object")
     rows = [(name, value) for name, value in document.items() if isinstance(value, list)]
-    return [(name, str(value[-1])) for name, value in rows if value and _is_file_name(name)]
+    kinds = [(name, value[-1] if value else None) for name, value in rows if _is_file_name(name)]
+    return [(name, kind) for name, kind in kinds if isinstance(kind, str)]
 
 
 def _is_file_name(name: str) -> bool:

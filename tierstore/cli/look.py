@@ -83,6 +83,9 @@ def _summary(contents: Contents, shown: int) -> str:
     if contents.unusable:
         parts.append(f"{len(contents.unusable):,} damaged")
     parts += _rest(contents.temporary, "temporary file") + _rest(contents.stray, "stray file")
+    if contents.quarantine:
+        nbytes = words.size(total(contents.quarantine))
+        parts.append(f"{len(contents.put_away):,} in quarantine ({nbytes})")
     if contents.locked_by:
         parts.append(f"in use by {contents.locked_by}")
     parts.append(f"{words.size(contents.free)} free")
@@ -136,7 +139,7 @@ def disk_use(directories: tuple[str, ...], as_json: bool) -> None:
     """Say how much of the disk each directory takes, and how much of that holds no group.
 
     RECLAIMABLE counts temporary files, damaged objects, and stray files: those that tierstore did
-    not write, and so will not remove.
+    not write, and so will not remove. QUARANTINE is what `verify --repair` put away.
     """
     from tierstore.cli.machine import file_system_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,10 +25,25 @@ class _Rate(ProgressColumn):
 
 
 @contextmanager
-def bar(doing: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr. Gives a function to tell of every so many bytes more."""
+def bar(doing: str, nbytes: int, quiet: float = 0.0) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, if it takes over `quiet` seconds.
+
+    Gives a function to tell of every so many bytes more.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), _Bytes(), _Rate())
     console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task(doing, total=nbytes)
-        yield lambda more: progress.advance(task, more)
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    task = progress.add_task(doing, total=nbytes)
+    begin = time.monotonic() + quiet
+
+    def advance(more: int) -> None:
+        progress.advance(task, more)
+        if time.monotonic() >= begin:
+            progress.start()  # once it is drawn, this does nothing
+
+    try:
+        advance(0)
+        yield advance
+    finally:
+        if progress.live.is_started:
+            progress.stop()

@@ -1,4 +1,4 @@
-"""Removing files from a store's directory: the only part of the command that changes anything.
+"""Being the only user of a store's directory, and removing files from it.
 
 What is removed is a regular file below the directory that bears one of the store's own names, and
 is still the file that was looked at. It is removed by its name in an open directory, so that no
@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 
 from tierstore.cli.failures import Code, Failure, system_failure
 from tierstore.cli.report import Item, look_at, opened_below, opened_store
-from tierstore.transfer.directory import describe_owner, sign_lock, try_lock
+from tierstore.transfer.directory import sync_names
+from tierstore.transfer.locking import describe_owner, sign_lock, try_lock
 from tierstore.transfer.objects import LOCK
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -62,17 +63,24 @@ def remove(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
 
 
 def _remove_one(root: int, item: Item) -> bool:
-    *parents, leaf = item.name.split("/")
+    with opened_parent(root, item) as parent:
+        leaf = os.path.basename(item.name)
+        if parent is None or item.kind != "file" or look_at(parent, leaf, item.name) != item:
+            return False
+        os.unlink(leaf, dir_fd=parent)
+        sync_names(parent)
+        return True
+
+
+@contextmanager
+def opened_parent(root: int, item: Item) -> Iterator[int | None]:
+    """A descriptor of the directory that something lies in; None if it is not there any more.
+
+    Each directory on the way is opened in the one above it, and never through a link.
+    """
     with ExitStack() as stack:
         here: int | None = root
-        for parent in parents:
-            assert here is not None
-            here = stack.enter_context(opened_below(here, parent))
-            if here is None:
-                return False
-        assert here is not None
-        if item.kind != "file" or look_at(here, leaf, item.name) != item:
-            return False
-        os.unlink(leaf, dir_fd=here)
-        os.fsync(here)
-        return True
+        for parent in item.name.split("/")[:-1]:
+            if here is not None:
+                here = stack.enter_context(opened_below(here, parent))
+        yield here

@@ -145,6 +145,7 @@ def directories(rows: Iterable[tuple[Contents, str | None]]) -> None:
         Column("GROUPS", right=True),
         Column("OBJECTS", right=True),
         Column("RECLAIMABLE", right=True),
+        Column("QUARANTINE", right=True),
         Column("FREE", right=True),
         Column("FILE SYSTEM"),
     ]
@@ -156,6 +157,7 @@ def directories(rows: Iterable[tuple[Contents, str | None]]) -> None:
                 f"{len(contents.groups):,}",
                 words.size(total(group.item for group in contents.groups)),
                 words.size(reclaimable(contents)),
+                words.size(total(contents.quarantine)),
                 words.size(contents.free),
                 file_system or "?",
             )

@@ -8,6 +8,7 @@ whatever somebody planted. Files that vanish while we look were removed or repla
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
@@ -18,24 +19,40 @@ from dataclasses import dataclass
 from tierstore.cli.failures import Code, Failure, system_failure
 from tierstore.model.errors import CorruptDataError, TierStoreError, TransferError
 from tierstore.model.groups import TensorSpec
+from tierstore.model.header import KEY
 from tierstore.model.objects import StoredObject
-from tierstore.transfer.directory import TEMPORARY_NAME, is_locked
+from tierstore.transfer.directory import SPILL_NAME, TEMPORARY_NAME
+from tierstore.transfer.locking import is_locked
 from tierstore.transfer.objects import (
     LOCK,
     MARKER,
     OBJECT_NAME,
     OBJECTS,
+    READ,
     SHARD_NAME,
     TEMPORARY,
+    check_key,
     object_name,
     read_marker,
     read_object,
 )
 
-# The names that tierstore gives files. Whatever has another name is not ours: never opened, never
-# removed.
-_SPILL_NAME = re.compile(r"\.spill-[0-9]+-[0-9a-f]{16}")
+QUARANTINE = "quarantine"
+"""The directory into which `verify --repair` moves what is damaged. The store never looks there."""
 
+NOTE_SUFFIX = ".note.json"
+"""How the names of the notes end that lie beside what was put away."""
+
+_DIRECTORY_NAME = re.compile(rf"{TEMPORARY}|{OBJECTS}(/{SHARD_NAME.pattern})?")
+_FILE_NAME = re.compile(rf"{LOCK}|{OBJECTS}/{SHARD_NAME.pattern}/{OBJECT_NAME.pattern}")
+_OTHERS = 0o077
+_OTHERS_WRITE = 0o022
+_SHORTAGES = (
+    errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM,
+    errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT,
+)  # fmt: skip
+
+_HEAD = 1 << 16
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _KINDS = (
@@ -53,7 +70,7 @@ _KINDS = (
 class Item:
     """Something in the directory. `name` is its path from there; `inode` tells it from a successor.
 
-    Only regular files count bytes.
+    Only regular files count bytes. `mode` is who may do what with it, as `chmod` takes it.
     """
 
     name: str
@@ -61,13 +78,15 @@ class Item:
     nbytes: int
     modified: float
     inode: int
+    mode: int
 
 
 @dataclass(frozen=True)
 class Problem:
     """Why an object cannot be used.
 
-    `damaged` is False if it could not be read at all: it may be whole, so it is never pruned.
+    `damaged` is False if it could not be read at all: it may be whole, so it is never pruned. Where
+    `passing`, not even that is the file's fault: the machine was short of something.
     """
 
     reason: str
@@ -75,6 +94,7 @@ class Problem:
     expected: str | None = None
     found: str | None = None
     tensor: str | None = None
+    passing: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,12 +127,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything in a store's directory. `locked_by` names the live process that uses it."""
+    """Everything in a store's directory. `locked_by` names the live process that uses it.
+
+    `exposed` is what the store keeps for its owner and somebody else may read or change.
+    """
 
     directory: str
     groups: tuple[Group, ...]
     temporary: tuple[Item, ...]
     stray: tuple[Item, ...]
+    quarantine: tuple[Item, ...]
+    exposed: tuple[Item, ...]
     locked_by: str | None
     free: int
 
@@ -125,6 +150,17 @@ class Contents:
     def damaged(self) -> list[Group]:
         """The objects that are known to be worth nothing."""
         return [group for group in self.groups if group.state == "damaged"]
+
+    @property
+    def in_the_way(self) -> list[Group]:
+        """What lies where only the store's own files and directories can be."""
+        found = ((item, _in_the_way(self.directory, item)) for item in self.stray)
+        return [Group(item, None, None, problem) for item, problem in found if problem is not None]
+
+    @property
+    def put_away(self) -> list[Item]:
+        """What is in quarantine, without the notes on it."""
+        return [item for item in self.quarantine if not item.name.endswith(NOTE_SUFFIX)]
 
 
 def total(items: Iterable[Item]) -> int:
@@ -193,10 +229,12 @@ def look_at(parent: int, leaf: str, name: str) -> Item | None:
         return None
     kind = next((kind for test, kind in _KINDS if test(status.st_mode)), "device")
     nbytes = status.st_size if kind == "file" else 0
-    return Item(name, kind, nbytes, status.st_mtime, status.st_ino)
+    mode = stat.S_IMODE(status.st_mode)
+    return Item(name, kind, nbytes, status.st_mtime, status.st_ino, mode)
 
 
-def _items(descriptor: int, prefix: str) -> Iterator[tuple[str, Item]]:
+def items_in(descriptor: int, prefix: str) -> Iterator[tuple[str, Item]]:
+    """What an open directory holds, by name."""
     for leaf in sorted(os.listdir(descriptor)):
         item = look_at(descriptor, leaf, prefix + leaf)
         if item is not None:
@@ -214,32 +252,53 @@ class _Finder:
         self.groups: list[Group] = []
         self.temporary: list[Item] = []
         self.stray: list[Item] = []
+        self.quarantine: list[Item] = []
+        self.exposed: list[Item] = []
 
     def walk(self, root: int) -> None:
-        for leaf, item in _items(root, ""):
-            if leaf == OBJECTS and item.kind == "directory":
-                self._walk_objects(root)
-            elif leaf == TEMPORARY and item.kind == "directory":
-                self._walk_temporary(root)
-            elif leaf not in (MARKER, LOCK) or item.kind != "file":
-                self._sort(item, _SPILL_NAME.fullmatch(leaf))
+        ways = {
+            OBJECTS: self._walk_objects,
+            TEMPORARY: self._walk_temporary,
+            QUARANTINE: self._walk_quarantine,
+        }
+        here = look_at(root, ".", ".")
+        if here is not None and here.mode & _OTHERS_WRITE:  # what is in it has modes of its own
+            self.exposed.append(here)
+        for leaf, item in items_in(root, ""):
+            if leaf in ways and item.kind == "directory":
+                self._own(item)
+                ways[leaf](root)
+            elif leaf in (MARKER, LOCK) and item.kind == "file":
+                self._own(item)
+            else:
+                self._sort(item, SPILL_NAME.fullmatch(leaf))
+
+    def _own(self, item: Item) -> None:
+        if item.mode & _OTHERS:
+            self.exposed.append(item)
 
     def _sort(self, item: Item, ours: re.Match[str] | None) -> None:
         is_ours = ours is not None and item.kind == "file"
         (self.temporary if is_ours else self.stray).append(item)
 
+    def _walk_quarantine(self, root: int) -> None:
+        with opened_below(root, QUARANTINE) as descriptor:
+            if descriptor is not None:
+                self.quarantine += (i for _, i in items_in(descriptor, f"{QUARANTINE}/"))
+
     def _walk_temporary(self, root: int) -> None:
         with opened_below(root, TEMPORARY) as descriptor:
             if descriptor is not None:
-                for leaf, item in _items(descriptor, f"{TEMPORARY}/"):
+                for leaf, item in items_in(descriptor, f"{TEMPORARY}/"):
                     self._sort(item, TEMPORARY_NAME.fullmatch(leaf))
 
     def _walk_objects(self, root: int) -> None:
         with opened_below(root, OBJECTS) as objects:
             if objects is None:
                 return
-            for shard, item in _items(objects, f"{OBJECTS}/"):
+            for shard, item in items_in(objects, f"{OBJECTS}/"):
                 if item.kind == "directory" and SHARD_NAME.fullmatch(shard):
+                    self._own(item)
                     self._walk_shard(objects, shard)
                 else:
                     self.stray.append(item)
@@ -248,12 +307,13 @@ class _Finder:
         with opened_below(objects, shard) as descriptor:
             if descriptor is None:
                 return
-            for leaf, item in _items(descriptor, f"{OBJECTS}/{shard}/"):
+            for leaf, item in items_in(descriptor, f"{OBJECTS}/{shard}/"):
                 if item.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
                     self.stray.append(item)
                     continue
                 group = _read_group(self._directory, descriptor, item)
                 if group is not None:
+                    self._own(item)
                     self.groups.append(group)
 
 
@@ -271,6 +331,8 @@ def survey(directory: str) -> Contents:
             tuple(finder.groups),
             tuple(finder.temporary),
             tuple(finder.stray),
+            tuple(finder.quarantine),
+            tuple(finder.exposed),
             _owner(directory),
             room.f_bavail * room.f_frsize,
         )
@@ -313,15 +375,31 @@ def _read_group(directory: str, shard: int, item: Item) -> Group | None:
         found = read_object(path, shard, os.path.basename(path))
     except FileNotFoundError:
         return None
+    except TransferError as error:
+        return Group(item, None, None, _problem(error, item))
     except Exception as error:  # one file that trips the reader must not hide all others
         reason = f"{path} cannot be understood ({type(error).__name__})"
-        return Group(item, None, None, Problem(reason, damaged=False))
+        problem = Problem(reason, damaged=False, passing=isinstance(error, MemoryError))
+        return Group(item, None, None, problem)
     if found.error is not None:
-        return Group(item, found.error.key, None, _problem(found.error, item))
+        key = found.error.key or _claimed_key(shard, item)
+        return Group(item, key, None, _problem(found.error, item))
     if found.stored is not None and item.name != _path_of(found.stored.key):
         misplaced = CorruptDataError(f"{path} lies in the wrong directory", key=found.stored.key)
         return Group(item, found.stored.key, None, _problem(misplaced, item))
     return Group(item, found.stored.key if found.stored else None, found.stored, None)
+
+
+def _claimed_key(shard: int, item: Item) -> str | None:
+    """The key in a header that cannot be believed: the file's name tells whether it is right."""
+    try:
+        descriptor = os.open(os.path.basename(item.name), READ, dir_fd=shard)
+        with os.fdopen(descriptor, "rb") as file:
+            _, found, rest = file.read(_HEAD).decode(errors="replace").partition(f'"{KEY}":')
+        key = check_key(json.JSONDecoder().raw_decode(rest)[0]) if found else ""
+    except (OSError, TypeError, ValueError, RecursionError):
+        return None
+    return key if key and _path_of(key) == item.name else None
 
 
 def _path_of(key: str) -> str:
@@ -333,4 +411,21 @@ def _problem(error: TransferError, item: Item) -> Problem:
     expected, found = getattr(error, "expected", None), getattr(error, "found", None)
     if damaged and expected is None and error.key and _path_of(error.key) != item.name:
         expected, found = _path_of(error.key), item.name
-    return Problem(str(error), damaged, expected, found)
+    return Problem(str(error), damaged, expected, found, passing=is_passing(error.__cause__))
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether an error says nothing about the file: the machine was short of something."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
+
+
+def _in_the_way(directory: str, item: Item) -> Problem | None:
+    if _FILE_NAME.fullmatch(item.name):
+        expected = "file"
+    elif _DIRECTORY_NAME.fullmatch(item.name):
+        expected = "directory"
+    else:
+        return None
+    path = os.path.join(directory, item.name)
+    reason = f"{path} is no {expected} of the store: move it away"
+    return Problem(reason, damaged=True, expected=expected, found=item.kind)

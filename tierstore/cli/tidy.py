@@ -34,8 +34,9 @@ from tierstore.cli.report import Item, find_group, find_group_below, survey, tot
 def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Remove what holds nothing: files that a killed process left half-written.
 
-    Damaged objects go only with --damaged, and objects that cannot be read at all stay. Files that
-    tierstore did not write are never touched. Nobody may be using the directory.
+    Damaged objects go only with --damaged, and objects that cannot be read at all stay, as does all
+    that is in quarantine. Files that tierstore did not write are never touched. Nobody may be using
+    the directory.
     """
 
     def candidates(_: int | None) -> list[Item]:

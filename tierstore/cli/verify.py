@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import click
 
@@ -19,42 +20,71 @@ from tierstore.cli.frame import (
     examples,
     remark,
 )
-from tierstore.cli.report import Contents, Group, survey
+from tierstore.cli.quarantine import Damage, Kept, Outcome, kept, put_away
+from tierstore.cli.removal import only_user
+from tierstore.cli.report import Contents, Group, Item, Problem, survey, total
 
 
-@click.command("verify", epilog=examples("verify offload", "verify offload --data --json"))
+@dataclass(frozen=True)
+class _Findings:
+    """What a directory holds, and every problem of it. `outcomes` is what a repair did, by name."""
+
+    contents: Contents
+    problems: Sequence[Group]
+    read: int
+    seconds: float
+    outcomes: Mapping[str, Outcome]
+    kept: Sequence[Kept]
+
+    @property
+    def damaged(self) -> set[str]:
+        """The names of what is damaged."""
+        return {group.item.name for group in self.problems}
+
+    @property
+    def moved(self) -> list[str]:
+        """The names in quarantine of what was put away now."""
+        return [o.moved_to for o in self.outcomes.values() if o.moved_to is not None]
+
+
+@click.command(
+    "verify",
+    epilog=examples(
+        "verify offload", "verify offload --data --json", "verify offload --data --repair"
+    ),
+)
 @directory_argument
 @click.option("--data", "read_data", is_flag=True, help="Read every tensor, compare checksums.")
+@click.option("--repair", is_flag=True, help="Move what is damaged into DIR/quarantine.")
 @as_json_option
-def verify(directory: str, read_data: bool, as_json: bool) -> int:
+def verify(directory: str, read_data: bool, repair: bool, as_json: bool) -> int:
     """Check every group. Exits with 3 if one is damaged.
 
-    Headers and file sizes are checked at once. With --data, every byte is read, a few mebibytes
-    at a time, and compared with the checksum that was stored with it.
+    Headers, file sizes and names are checked at once. With --data, every byte is read, a few
+    mebibytes at a time, and compared with the checksum that was stored with it.
+
+    Nothing is changed without --repair. With it, what is damaged is moved into DIR/quarantine, with
+    a note on what was wrong beside it, and the exit code is 0 if all of it was. Nothing is deleted:
+    the directory is yours to remove. Nobody else may be using the store then.
     """
-    contents = survey(directory)
-    started = time.monotonic()
-    problems, read = _check_data(contents) if read_data else (contents.unusable, 0)
-    seconds = time.monotonic() - started
+    findings = _examined(directory, read_data, repair)
     if as_json:
-        document = {
-            "directory": os.path.abspath(directory),
-            "group_count": len(contents.groups),
-            "data_read": read_data,
-            "nbytes_read": read,
-            "seconds": round(seconds, 3),
-            "problems": [documents.damage(directory, group) for group in problems],
-        }
-        click.echo(documents.text_of(document))
+        click.echo(documents.text_of(_document(findings, read_data, repair)))
     else:
-        _print_problems(directory, problems)
-        data(_verdict(contents, problems))
-        if read_data:
-            rate = words.size(read / max(seconds, 1e-9))
-            remark(f"Read {words.size(read)} in {seconds:.1f} s ({rate}/s).")
-        else:
-            remark("Headers and sizes only; --data reads the tensors too.")
-    return Code.DAMAGED if problems else Code.OK
+        _print(findings, read_data, repair)
+    done = len(findings.moved) == len(findings.damaged)
+    return Code.OK if done else Code.DAMAGED
+
+
+def _examined(directory: str, read_data: bool, repair: bool) -> _Findings:
+    with only_user(directory) if repair else nullcontext() as root:
+        contents = survey(directory)
+        started = time.monotonic()
+        problems, read = _check_data(contents) if read_data else (contents.unusable, 0)
+        seconds = time.monotonic() - started
+        problems = [*problems, *contents.in_the_way]
+        outcomes = {} if root is None else put_away(directory, root, _damages(problems))
+        return _Findings(contents, problems, read, seconds, outcomes, kept(directory))
 
 
 def _check_data(contents: Contents) -> tuple[list[Group], int]:
@@ -70,31 +100,138 @@ def _check_data(contents: Contents) -> tuple[list[Group], int]:
 def _bar(nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
     if not sys.stderr.isatty():
         return nullcontext(lambda _: None)
-    from tierstore.cli import progress
+    from tierstore.cli.progress import bar
+    from tierstore.progress import QUIET_SECONDS
 
-    return progress.bar("Reading", nbytes)
+    return bar("Reading", nbytes, QUIET_SECONDS)
 
 
-def _print_problems(directory: str, problems: Iterable[Group]) -> None:
+def _damages(problems: Iterable[Group]) -> list[Damage]:
+    found: dict[Item, tuple[str | None, list[Problem]]] = {}
     for group in problems:
-        problem = group.problem
-        if problem is None:
-            continue
-        data(f"{group.state}: {'(key not readable)' if group.key is None else group.key}")
-        lines = (
-            ("path", documents.path_of(directory, group.item)),
-            ("tensor", problem.tensor),
-            ("expected", problem.expected),
-            ("found", problem.found),
-            ("reason", problem.reason),
-        )
-        for name, text in lines:
-            if text is not None:
-                data(f"  {name:<9} {text}")
+        if group.problem is not None:
+            found.setdefault(group.item, (group.key, []))[1].append(group.problem)
+    return [Damage(item, key, tuple(several)) for item, (key, several) in found.items()]
 
 
-def _verdict(contents: Contents, problems: Iterable[Group]) -> str:
-    bad = len({group.item.name for group in problems})
-    return f"{words.count(len(contents.groups), 'group')}: " + (
-        f"{bad:,} damaged" if bad else "no damage found"
+# Telling ------------------------------------------------------------------------------------------
+
+
+def _document(findings: _Findings, read_data: bool, repair: bool) -> documents.Document:
+    contents = findings.contents
+    directory = contents.directory
+    return {
+        "directory": os.path.abspath(directory),
+        "group_count": len(contents.groups),
+        "data_read": read_data,
+        "nbytes_read": findings.read,
+        "seconds": round(findings.seconds, 3),
+        "repair": repair,
+        "problems": [
+            {**documents.damage(directory, group), **_became(findings, group)}
+            for group in findings.problems
+        ],
+        "quarantine": [
+            {
+                **documents.item(directory, entry.item),
+                "key": entry.key,
+                "since": entry.since,
+                "reasons": entry.reasons,
+            }
+            for entry in findings.kept
+        ],
+        "temporary": [documents.item(directory, item) for item in contents.temporary],
+        "stray": [documents.item(directory, item) for item in contents.stray],
+        "exposed": [documents.item(directory, item) for item in contents.exposed],
+    }
+
+
+def _became(findings: _Findings, group: Group) -> documents.Document:
+    outcome = findings.outcomes.get(group.item.name)
+    if outcome is None:
+        return {"put_away": None, "left": None}
+    root = os.path.abspath(findings.contents.directory)
+    moved = outcome.moved_to and os.path.join(root, outcome.moved_to)
+    return {"put_away": moved, "left": outcome.left}
+
+
+def _print(findings: _Findings, read_data: bool, repair: bool) -> None:
+    for group in findings.problems:
+        _print_problem(findings, group)
+    _print_quarantine(findings)
+    data(_verdict(findings))
+    if read_data:
+        rate = words.size(findings.read / max(findings.seconds, 1e-9))
+        remark(f"Read {words.size(findings.read)} in {findings.seconds:.1f} s ({rate}/s).")
+    else:
+        remark("Headers and sizes only; --data reads the tensors too.")
+    if findings.problems and not repair:
+        remark("Nothing was changed; --repair moves what is damaged into quarantine.")
+    _remark_on_the_rest(findings.contents)
+
+
+def _print_problem(findings: _Findings, group: Group) -> None:
+    problem = group.problem
+    if problem is None:
+        return
+    became = _became(findings, group)
+    data(f"{group.state}: {_name_of(group.key)}")
+    _print_lines(
+        ("path", documents.path_of(findings.contents.directory, group.item)),
+        ("tensor", problem.tensor),
+        ("expected", problem.expected),
+        ("found", problem.found),
+        ("reason", problem.reason),
+        ("put away", became["put_away"]),
+        ("left", became["left"]),
     )
+
+
+def _print_quarantine(findings: _Findings) -> None:
+    """What was put away before; what was put away now has been told of."""
+    for entry in findings.kept:
+        if entry.item.name not in findings.moved:
+            data(f"in quarantine: {_name_of(entry.key)}")
+            _print_lines(
+                ("path", documents.path_of(findings.contents.directory, entry.item)),
+                ("since", entry.since),
+                *(("reason", reason) for reason in entry.reasons),
+            )
+
+
+def _name_of(key: str | None) -> str:
+    return "(key not readable)" if key is None else key
+
+
+def _print_lines(*lines: tuple[str, str | None]) -> None:
+    for name, text in lines:
+        if text is not None:
+            data(f"  {name:<9} {text}")
+
+
+def _verdict(findings: _Findings) -> str:
+    groups = words.count(len(findings.contents.groups), "group")
+    bad, moved = len(findings.damaged), len(findings.moved)
+    if not bad:
+        return f"{groups}: no damage found"
+    return f"{groups}: {bad:,} damaged" + (f", {moved:,} put away" if findings.outcomes else "")
+
+
+def _remark_on_the_rest(contents: Contents) -> None:
+    """What is no damage, and still worth knowing."""
+    if contents.temporary:
+        remark(
+            f"{words.count(len(contents.temporary), 'temporary file')} "
+            f"({words.size(total(contents.temporary))}): the next store removes what is in tmp/, "
+            "prune removes all."
+        )
+    others = len(contents.stray) - len(contents.in_the_way)
+    if others:
+        remark(f"{words.count(others, 'stray file')} that tierstore did not write: see ls --json.")
+    if contents.exposed:
+        first = contents.exposed[0]
+        remark(
+            f"Others may read or change {words.count(len(contents.exposed), 'file')}, such as "
+            f"{os.path.normpath(documents.path_of(contents.directory, first))} "
+            f"({first.mode:o}): chmod -R go= {contents.directory}"
+        )

@@ -99,6 +99,18 @@ class StoreLockedError(TierStoreError):
     """Another live store works on the same directory."""
 
 
+class StoreTimeoutError(TierStoreError, TimeoutError):
+    """What was waited for has not come in time. It goes on coming."""
+
+    def __init__(self, key: str, what: str, seconds: float) -> None:
+        super().__init__(
+            f"{what} of group {key!r} did not come within {seconds:g} s: the disk may not answer, "
+            "or others may hold the room; try again, or wait for longer"
+        )
+        self.key = key
+        self.seconds = seconds
+
+
 class ClosedError(TierStoreError):
     """The store is closed."""
 

@@ -352,6 +352,8 @@ def packing_of(spec: GroupSpec) -> Packing:
     blocks, offsets, dense = [], [], []
     file_here = 0
     for start, stop, members in _covered(spec.tensors):
+        # Where dtypes meet, the first tensor's start may be none that the largest can have.
+        start -= start % max(DTYPE_SIZES[member.dtype] for member in members)
         blocks.append(
             block_of([replace(t, offset=t.offset - start) for t in members], stop - start)
         )

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import threading
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from tierstore.model.locks import RLock, under
 from tierstore.model.tiers import Tier
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class Journal:
 
     def __post_init__(self) -> None:
         self.number = next(_numbers)
-        self._lock = threading.Lock()
+        self._lock = RLock()
         self._spans: Ring[Span] = Ring()
         self._going: set[Span] = set()
         self._moved: Counter[str] = Counter()
@@ -190,25 +190,26 @@ class Journal:
 
     def begin(self, span: Span) -> None:
         """A span begins: now, or at its `start` if it has one."""
-        with self._lock:
-            span.start = span.start or time.monotonic()
-            self._going.add(span)
+        span.start = span.start or time.monotonic()
+        under(self._lock, lambda: self._going.add(span))
 
     def end(self, span: Span) -> None:
         """A span is over: now, or at its `end` if it has one. It need not have been begun."""
-        with self._lock:
-            self._going.discard(span)
-            span.end = max(span.end or time.monotonic(), span.start)
-            self._spans.add(span)
-            self._timed[span.kind] += span.nbytes
-            self._stretches.add(span.kind, span.start, span.end)
-            if span.kind == STALL:
-                self._stalled += span.end - span.start
-            if len(self._stretches) > _UNSETTLED:
-                # Not yet the newest: what an accelerator did is told late.
-                self._stretches.settle(
-                    min([self._stretches.middle(), *(going.start for going in self._going)])
-                )
+        under(self._lock, lambda: self._end(span))
+
+    def _end(self, span: Span) -> None:
+        self._going.discard(span)
+        span.end = max(span.end or time.monotonic(), span.start)
+        self._spans.add(span)
+        self._timed[span.kind] += span.nbytes
+        self._stretches.add(span.kind, span.start, span.end)
+        if span.kind == STALL:
+            self._stalled += span.end - span.start
+        if len(self._stretches) > _UNSETTLED:
+            # Not yet the newest: what an accelerator did is told late.
+            self._stretches.settle(
+                min([self._stretches.middle(), *(going.start for going in self._going)])
+            )
 
     def end_between(self, span: Span, times: list[float]) -> None:
         """A span began and ended at these times."""
@@ -217,18 +218,15 @@ class Journal:
 
     def count(self, kind: str, nbytes: int) -> None:
         """So many bytes more were moved on a hop."""
-        with self._lock:
-            self._moved[kind] += nbytes
+        under(self._lock, lambda: self._moved.update({kind: nbytes}))
 
     def summary(self) -> Summary:
         """What all of it comes to."""
-        with self._lock:
-            return self._summary()
+        return under(self._lock, self._summary)
 
     def read(self) -> tuple[Summary, list[Span]]:
         """The sums, and the newest spans, as of one moment."""
-        with self._lock:
-            return self._summary(), self._spans.events()
+        return under(self._lock, lambda: (self._summary(), self._spans.events()))
 
     def _summary(self) -> Summary:
         stretches, stalled, now = self._stretches.copy(), self._stalled, time.monotonic()

@@ -19,6 +19,9 @@ from tierstore.model.outline import RESIDENT_BUFFER_BYTES, Need, cut, portions
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "position_ids")
 """Names of tensors that are no parameters but buffers: small ones are not offloaded."""
 
+DEEPEST = 64
+"""Modules within modules that are looked for; what a name says after them is one name."""
+
 
 class NamedBranch:
     """A module that is known by the names of its tensors."""
@@ -78,7 +81,7 @@ def outline(tensors: Iterable[FileTensor]) -> NamedBranch:
     root = NamedBranch("")
     for tensor in tensors:
         if tensor.extent.nbytes and not _stays(tensor):
-            root.add(tensor.name.split("."), tensor)
+            root.add(tensor.name.split(".", DEEPEST), tensor)
     return root
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import NoReturn
 
 from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import (
@@ -17,14 +19,32 @@ from tierstore.model.groups import (
     Segment,
     Source,
     TensorSpec,
+    block_of,
     group_of,
     lay_out,
-    span,
 )
-from tierstore.model.header import FORMAT, FORMAT_KEY, KEY, SUM_PREFIX, VIEWS, Header
+from tierstore.model.header import (
+    FORMAT,
+    FORMAT_KEY,
+    KEY,
+    MAX_TENSORS,
+    SUM_PREFIX,
+    VIEWS,
+    Header,
+    shown,
+)
+from tierstore.model.scanning import TEXT, Scanner
+
+MAX_KEY_BYTES = 1024
 
 SINGLE = "tierstore.single"
 """Metadata mark of a group that was put as one tensor, not as a dict."""
+
+_LAYOUT = re.compile(
+    rb'\[%b,"([A-Z0-9_]+)",\[((?:%b(?:,%b){0,63})?)\],\[((?:%b(?:,%b){0,63})?)\],(%b)\]'
+    % (TEXT, *(rb"(?:0|[1-9][0-9]{0,18})",) * 5)
+)
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -61,24 +81,26 @@ def decode_object(header: Header, path: str) -> StoredObject:
     if key is None or metadata.get(FORMAT_KEY) != FORMAT:
         raise CorruptDataError(
             f"{path} is no object file of format {FORMAT} (it says "
-            f"{metadata.get(FORMAT_KEY)!r}): move it out of the store's directory",
+            f"{shown(str(metadata.get(FORMAT_KEY)))}): move it out of the store's directory",
             key=key,
             path=path,
             expected=FORMAT,
             found=metadata.get(FORMAT_KEY),
         )
     try:
-        views = _views(metadata.get(VIEWS, "{}"))
+        if not 1 <= len(key.encode()) <= MAX_KEY_BYTES:
+            _damaged(f"a key has 1 to {MAX_KEY_BYTES} bytes")
+        views = _views(metadata.get(VIEWS, ""))
         blocks = [
             Block(e.name, e.dtype, e.shape, e.end - e.begin, tuple(views.get(e.name, ())))
             for e in header.entries
         ]
         _check_views(blocks, views)
         packing = lay_out(blocks)
-        digests = tuple(metadata[SUM_PREFIX + block.name] for block in packing.blocks)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        digests = tuple(_checksum(metadata, block) for block in packing.blocks)
+    except ValueError as error:
         raise CorruptDataError(
-            f"{path} has damaged metadata for key {key!r} ({error}): remove it with "
+            f"{path} has damaged metadata for key {shown(key)} ({error}): remove it with "
             "tierstore-inspect rm, and put the group again",
             key=key,
             path=path,
@@ -87,27 +109,53 @@ def decode_object(header: Header, path: str) -> StoredObject:
 
 
 def _views(text: str) -> dict[str, list[TensorSpec]]:
+    """The tensors that look at each block, exactly as `build_header` writes them."""
+    scanner = Scanner(text.encode(), _damaged)
     by_block: dict[str, list[TensorSpec]] = {}
-    for name, value in json.loads(text).items():
-        block, dtype, shape, stride, offset = value
-        by_block.setdefault(block, []).append(
-            TensorSpec(name, dtype, _sizes(shape), _sizes(stride), *_sizes([offset]))
+    for name in scanner.members(MAX_TENSORS):
+        found = scanner.match(_LAYOUT)
+        if found is None:
+            _damaged(f"tensor {shown(name)} is described wrongly")
+        shape, stride = (
+            tuple(map(int, row.split(b","))) if row else () for row in found.group(3, 4)
         )
+        tensor = TensorSpec(name, found[2].decode(), shape, stride, int(found[5]))
+        by_block.setdefault(scanner.decoded(*found.span(1)), []).append(tensor)
+    scanner.end()
     return by_block
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not all(type(v) is int and 0 <= v < 2**63 for v in values):
-        raise ValueError("a shape, stride or offset is no size")
-    return tuple(values)
+def _checksum(metadata: Mapping[str, str], block: Block) -> str:
+    found = metadata.get(SUM_PREFIX + block.name, "")
+    if _DIGEST.fullmatch(found) is None:
+        _damaged(f"block {shown(block.name)} has no checksum")
+    return found
 
 
-def _check_views(blocks: list[Block], views: dict[str, list[TensorSpec]]) -> None:
-    sizes = {block.name: block.nbytes for block in blocks}
-    for name, tensors in views.items():
-        for tensor in tensors:
-            if len(tensor.shape) != len(tensor.stride) or tensor.dtype not in DTYPE_SIZES:
-                raise ValueError(f"tensor {tensor.name!r} is described wrongly")
-            last = tensor.offset + span(tensor.dtype, tensor.shape, tensor.stride)
-            if last > sizes[name]:
-                raise ValueError(f"tensor {tensor.name!r} reaches past its block")
+def _damaged(why: str) -> NoReturn:
+    raise ValueError(why)
+
+
+def _check_views(blocks: list[Block], views: Mapping[str, object]) -> None:
+    """What the tensors say must be possible, and must be what the file says of their blocks."""
+    if views.keys() != {block.name for block in blocks}:
+        _damaged("a tensor looks at no block, or no tensor at a block")
+    for block in blocks:
+        for tensor in block.views:
+            _check_view(tensor, block.nbytes)
+        first, alone = block.views[0], len(block.views) == 1
+        if block_of(block.views, block.nbytes) != block or (alone and first.offset):
+            _damaged(f"block {shown(block.name)} is not what its tensors are")
+
+
+def _check_view(tensor: TensorSpec, nbytes: int) -> None:
+    itemsize = DTYPE_SIZES.get(tensor.dtype)
+    if itemsize is None or len(tensor.shape) != len(tensor.stride):
+        _damaged(f"tensor {shown(tensor.name)} is described wrongly")
+    sizes = (*tensor.shape, *tensor.stride, tensor.offset)
+    if max(sizes) >= 2**63 or prod(filter(None, tensor.shape)) * itemsize >= 2**63:
+        _damaged(f"tensor {shown(tensor.name)} is larger than any can be")
+    if tensor.offset % itemsize:
+        _damaged(f"tensor {shown(tensor.name)} lies where none of its dtype can")
+    if tensor.offset + tensor.nbytes > nbytes:
+        _damaged(f"tensor {shown(tensor.name)} reaches past its block")

@@ -33,10 +33,28 @@ class Holding(Movements):
         self._schedule = schedule
         self._look_ahead = False  # something has changed since hopes were last pursued
         self._leases = 0  # those that somebody may wait for
+        self._newest: dict[str, str] = {}  # name -> the version of it that was made last
 
     def _settle(self) -> None:
         """Pursue everything that is wanted."""
         raise NotImplementedError
+
+    def _know(self, group: GroupRecord) -> None:
+        name = name_of(group.key)
+        self._groups[group.key] = group
+        self._newest[name] = group.key
+        number = self._schedule.number(name)
+        if number in self._numbered:
+            self._unnumber(self._numbered[number])
+        group.number = number
+        self._numbered[number] = group
+        self._foresight.know(number, group.nbytes)
+
+    def _unnumber(self, group: GroupRecord) -> None:
+        """The number is another's, or nobody's, from now on."""
+        self._foresight.forget(group.number)
+        del self._numbered[group.number]
+        group.number = -1
 
     def fetch(self, key: str, purpose: Hold) -> None:
         """Somebody wants to hold `key` in host memory, until `hold` or `withdraw_fetch`."""

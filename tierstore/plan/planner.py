@@ -32,13 +32,13 @@ from tierstore.model.groups import name_of
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.foresight import Foresight
-from tierstore.plan.holding import Holding
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import Schedule
+from tierstore.plan.stocktaking import Stocktaking
 
 
-class Planner(Holding):
+class Planner(Stocktaking):
     """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them.
 
     `clock` gives seconds; with it the planner learns how long computing and moving take. Without,
@@ -53,7 +53,6 @@ class Planner(Holding):
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         super().__init__(budgets, policy, schedule, Foresight(schedule, budgets, clock))
-        self._newest: dict[str, str] = {}  # name -> the version of it that was made last
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -374,20 +373,3 @@ class Planner(Holding):
         if budget is None:
             budget = self.used[tier]
         return BudgetError(name_of(group.key), tier.name, group.nbytes, budget, advice)
-
-    def _know(self, group: GroupRecord) -> None:
-        name = name_of(group.key)
-        self._groups[group.key] = group
-        self._newest[name] = group.key
-        number = self._schedule.number(name)
-        if number in self._numbered:
-            self._unnumber(self._numbered[number])
-        group.number = number
-        self._numbered[number] = group
-        self._foresight.know(number, group.nbytes)
-
-    def _unnumber(self, group: GroupRecord) -> None:
-        """The number is another's, or nobody's, from now on."""
-        self._foresight.forget(group.number)
-        del self._numbered[group.number]
-        group.number = -1

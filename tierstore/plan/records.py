@@ -71,3 +71,25 @@ class GroupRecord:
     def cost(self, tier: Tier) -> int:
         """The bytes that a copy takes of the budget of `tier`."""
         return 0 if self.backed and tier is Tier.DISK else self.nbytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is true of a group, whatever a planner may have believed.
+
+    `tiers` are those on which there is a copy, complete or not, or room for the put that has
+    `claimed` it; `moves` are the copies under way, from and to where. A lease has an access, and is
+    `for good` or not. Of a group that is not `shown`, readers see a newer version, or none.
+    """
+
+    key: str
+    nbytes: int
+    tiers: tuple[Tier, ...]
+    moves: tuple[tuple[Tier, Tier], ...]
+    leases: tuple[tuple[Access, bool], ...]
+    held: Hold | None
+    backed: bool
+    guided: bool
+    kept: bool
+    shown: bool
+    claimed: bool

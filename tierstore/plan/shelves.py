@@ -127,8 +127,6 @@ class Shelves:
         if short > 0:
             return False
         for group in chosen:
-            if self._free(tier, nbytes):
-                break
             self._evict_copy(group, tier, nbytes)
         return self._free(tier, nbytes)
 

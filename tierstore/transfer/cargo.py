@@ -21,10 +21,12 @@ class Cargo:
 
     `source` says how to read it from disk; None while it is not there. `packing` is how to write
     it; None for what came from checkpoints, which is written only once it was changed. `durable`
-    groups are written as object files, others into the spill. `stamps` is what the checkpoint
-    files in `source` must look like. Of two versions of one key, the disk keeps the one of the
-    higher `order`. The device's copy may have been `handed_over` to a caller. Of a `settled` group,
-    the spilled copy always lies in the same `place`, where it can be shown.
+    groups are written as object files, others into the spill. `stamps` is what the checkpoint files
+    in `source` must look like. Of two versions of one key, the disk keeps the one of the higher
+    `order`. Its checksums were right when its files had the stamps in `verified`. The device's copy
+    may have been `handed_over` to a caller. Of a `settled` group, the spilled copy always lies in
+    the same `place`, where it can be shown. `backed`, `guided` and `kept` are what the planner was
+    told of it.
     """
 
     key: str
@@ -35,7 +37,7 @@ class Cargo:
     single: bool = False
     stamps: Mapping[str, FileStamp] = field(default_factory=dict)
     order: int = 0
-    verified: bool = False
+    verified: Mapping[str, FileStamp] | None = None
     spilled_at: int | None = None
     slots: dict[Tier, Slot] = field(default_factory=dict)
     views: dict[str, torch.Tensor] | None = None
@@ -44,3 +46,12 @@ class Cargo:
     handed_over: bool = False
     settled: bool = False
     place: Place | None = None
+    backed: bool = False
+    guided: bool = False
+    kept: bool = False
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where there is a copy, complete or not, or room for one."""
+        on_disk = (Tier.DISK,) if self.source is not None else ()
+        return (*self.slots, *on_disk)

@@ -1,8 +1,9 @@
 """Lifts bytes between the tiers, off the caller's thread, and decides nothing.
 
-The planner's instructions are accepted in order. Books are kept at once (which slot belongs to
-which group), bytes move later on worker threads: several for the disk, one for each direction of
-the link to an accelerator. What is urgent goes before what is hoped for.
+The planner's instructions are accepted in order. A clerk, one thread, keeps the books (which slot
+belongs to which group). Bytes move on worker threads: several for the disk, one for each direction
+of the link to an accelerator. What is urgent goes before what is hoped for. Nothing that a caller's
+thread does here can be cut short half-way.
 
 *Arrived* means two things. In host memory and on disk the bytes are there. On a device the copy is
 queued on a side stream and an event is recorded; whoever uses the tensors makes its own stream wait
@@ -12,17 +13,15 @@ for that event. Nothing ever synchronises a whole stream or device.
 from __future__ import annotations
 
 import functools
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from tierstore.model.errors import DiskFullError
-from tierstore.model.groups import name_of, packing_of
+from tierstore.model.errors import TierStoreError
+from tierstore.model.groups import name_of
 from tierstore.model.journal import Journal, Span, hop
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier
@@ -32,10 +31,12 @@ from tierstore.transfer.directory import ObjectDirectory
 from tierstore.transfer.disk import FileTable
 from tierstore.transfer.figures import disk_threads
 from tierstore.transfer.reading import Reader, Reading, explained
-from tierstore.transfer.spill import Spill
+from tierstore.transfer.saver import Saver
 from tierstore.transfer.timing import DeviceTimes, Mark
-from tierstore.transfer.views import show_one, view_all
-from tierstore.transfer.workers import EARLY, URGENT, Workers
+from tierstore.transfer.views import view_all
+from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, Workers
+
+T = TypeVar("T")
 
 Report = Callable[[Copy, BaseException | None], None]
 
@@ -68,21 +69,20 @@ class ThreadCarrier:
         ending: Callable[[Copy], None],
     ) -> None:
         self.device = device
+        self.stopped = False
         self.top = min(budgets)
         self.journal = Journal()
         self.times: DeviceTimes | None = None
         self.files = FileTable(directory.path)
-        self._directory = directory
         self._report = report
         self._ending = ending
         self._cargo: dict[str, Cargo] = {}
-        self._spill: Spill | None = None
-        self._committed: dict[str, int] = {}  # key -> newest version that is on disk, or removed
-        self._files: set[str] = set()  # keys that have an object file
-        self._versions: Counter[str] = Counter()  # key -> versions of it that are known
-        self._commit_lock = threading.Lock()
+        self._removing: dict[int, str] = {}
+        self._moving: dict[tuple[str, Tier], Copy] = {}
+        self._clerk = Clerk()
         self.arenas = {Tier.HOST: host_arena(budgets[Tier.HOST], device)}
         self._disk = Workers(disk_threads(), "disk")
+        self.saver = Saver(directory, self.files, self._disk)
         self._reader = Reader(self.arenas[Tier.HOST], self.files, self._disk, verify)
         self._links: dict[Tier, Workers] = {}
         if self.top is Tier.DEVICE:
@@ -91,47 +91,68 @@ class ThreadCarrier:
             self.times = DeviceTimes(device, self._up)
             self._links = {Tier.DEVICE: Workers(1, "onload"), Tier.HOST: Workers(1, "offload")}
 
-    # Books, kept at once -----------------------------------------------------------------------
+    # Books, kept by the clerk ------------------------------------------------------------------
 
     def add(self, cargo: Cargo) -> None:
         """Make a group known, before any instruction names it."""
         self._cargo[cargo.key] = cargo
-        self._versions[name_of(cargo.key)] += 1
-
-    def add_file(self, key: str) -> None:
-        """The directory has an object file of `key`."""
-        self._files.add(key)
+        name = name_of(cargo.key)
+        self._clerk.give(lambda: self.saver.known.update((name,)))
 
     def cargo(self, key: str) -> Cargo:
         """What is known of a group."""
         return self._cargo[key]
 
+    def all_cargo(self) -> list[tuple[str, Cargo]]:
+        """What is known of all groups, the oldest first."""
+        return list(self._cargo.items())
+
     def accept(self, instructions: Iterable[Instruction]) -> None:
+        self._clerk.give(functools.partial(self._execute, instructions))
+
+    def catch_up(self) -> None:
+        """Wait until all instructions are in the books. Waits for no bytes."""
+        self._clerk.ask(lambda: None)
+
+    def moving(self) -> list[Copy]:
+        """The copies that are under way. `report` was not called for them yet, or is at it."""
+        return list(self._moving.values())
+
+    def moved(self, copy: Copy) -> None:
+        """`report` has been told of a copy."""
+        del self._moving[copy.key, copy.dst]
+
+    def idle_for(self) -> float:
+        """For how many seconds the disk has begun and ended nothing."""
+        return time.monotonic() - self._disk.busy_since
+
+    def _execute(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Copy):
                 self._begin(instruction, self._cargo[instruction.key])
             elif isinstance(instruction, Reserve):
-                cargo = self._cargo[instruction.key]
-                cargo.slots[instruction.tier] = self.arenas[instruction.tier].take(
-                    cargo.spec.nbytes
-                )
+                self._reserve(self._cargo[instruction.key], instruction.tier)
             elif isinstance(instruction, Drop):
                 self._drop(instruction.tier, self._cargo[instruction.key])
             else:
                 self._forget(instruction)
 
+    def _reserve(self, cargo: Cargo, tier: Tier) -> None:
+        slot = self.arenas[tier].take(cargo.spec.nbytes)
+        if self.top is Tier.HOST:
+            with suppress(MemoryError, OSError):  # who fills it tries again, and is told
+                self.arenas[tier].fill(slot)
+        cargo.slots[tier] = slot
+
     def _forget(self, instruction: Forget) -> None:
         del self._cargo[instruction.key]
-        key = name_of(instruction.key)
-        self._versions[key] -= 1
-        if not self._versions[key]:
-            del self._versions[key]
-            if key not in self._files:
-                self._committed.pop(key, None)
+        self.saver.forget(name_of(instruction.key))
 
     def _drop(self, tier: Tier, cargo: Cargo) -> None:
         if tier is Tier.DISK:
-            self._drop_from_disk(cargo)
+            room = self.saver.drop(cargo)
+            if room is not None:
+                self._disk.submit(URGENT, room)
             return
         slot = cargo.slots.pop(tier)
         if tier is self.top:
@@ -145,16 +166,10 @@ class ThreadCarrier:
         else:
             self.arenas[tier].give(slot, keep=tier is not Tier.DEVICE or not cargo.settled)
 
-    def _drop_from_disk(self, cargo: Cargo) -> None:
-        """An object file stays until its key is written anew or removed; spilled room is freed."""
-        cargo.source = None
-        if cargo.spilled_at is not None and self._spill is not None:
-            self._spill.give_back(cargo.spilled_at, cargo.spec.nbytes)
-            cargo.spilled_at = None
-
     def _begin(self, copy: Copy, cargo: Cargo) -> None:
         priority = URGENT if copy.urgent else EARLY
         span = Span(hop(copy.src, copy.dst), name_of(copy.key))
+        self._moving[copy.key, copy.dst] = copy
         slot = None
         if copy.dst is not Tier.DISK:
             slot = self.arenas[copy.dst].take(cargo.spec.nbytes)
@@ -185,7 +200,7 @@ class ThreadCarrier:
             try:
                 if dst is None:
                     self.journal.begin(span)
-                    self._save(cargo, src)
+                    self.saver.save(cargo, src)
                 elif copy.dst is Tier.DEVICE:
                     marks = self._onload(cargo, src, dst)
                 else:
@@ -241,8 +256,7 @@ class ThreadCarrier:
     ) -> torch.Event | None:
         cargo = self._cargo[key]
         assert cargo.packing is not None
-        slot = cargo.slots[Tier.HOST]
-        memory = self.arenas[Tier.HOST].fill(slot)
+        slot, memory = self._host_memory(cargo)
         slot.wait()
         places = [
             (memory[at : at + block.nbytes], blocks[block.name])
@@ -253,6 +267,24 @@ class ThreadCarrier:
         for target, source in places:
             target.copy_(source)
         return None
+
+    def _host_memory(self, cargo: Cargo) -> tuple[Slot, torch.Tensor]:
+        """The room of a group in host memory, for a caller: made by a thread of ours."""
+        self.catch_up()  # a slot that is in the books may be about to be dropped
+        slot = cargo.slots[Tier.HOST]
+        if slot.memory is not None:
+            return slot, slot.memory
+        make = functools.partial(self.arenas[Tier.HOST].fill, slot)
+        makers = self._links.get(Tier.HOST, self._disk)  # page-locking takes long
+        return slot, self._ask(makers, make).wait()
+
+    def _ask(self, workers: Workers, question: Callable[[], T]) -> Answer[T]:
+        """What `question` gives on a thread of `workers`."""
+
+        def give(job: Callable[[], None]) -> None:
+            self._clerk.give(functools.partial(workers.submit, URGENT, job))
+
+        return Answer(question, give, workers.alive)
 
     def _fetch(
         self, key: str, slot: Slot, places: list[tuple[torch.Tensor, torch.Tensor]], behind: bool
@@ -265,11 +297,15 @@ class ThreadCarrier:
             self._down.wait_event(self.times.mark(here).event)
             stream = entered = self._down
         began = self.times.mark(stream)
-        with entered:
-            for target, source in places:
-                target.copy_(source, non_blocking=True)
-        ended = self.times.mark(stream)
-        slot.pending.append(ended.event)
+        try:
+            with entered:
+                for target, source in places:
+                    target.copy_(source, non_blocking=True)
+            ended = self.times.mark(stream)
+            slot.pending.append(ended.event)
+        except BaseException:
+            stream.synchronize()  # the room may be another's next
+            raise
         nbytes = sum(source.nbytes for _, source in places)
         span = Span(hop(Tier.DEVICE, Tier.HOST), name_of(key), nbytes)
         self.journal.count(span.kind, nbytes)
@@ -318,66 +354,48 @@ class ThreadCarrier:
         ended.event.synchronize()
         return began, ended
 
-    # Between host and disk ---------------------------------------------------------------------
+    # For callers, on a disk's thread -----------------------------------------------------------
 
-    def _save(self, cargo: Cargo, slot: Slot) -> None:
-        slot.wait()
-        if cargo.durable:
-            self._save_object(cargo, slot)
-        else:
-            self._save_spilled(cargo, slot)
-        cargo.verified = False
+    def remove(self, key: str, order: int, durable: bool) -> Answer[None] | None:
+        """Begin to remove the object file of `key`. No version up to `order` is written any more.
 
-    def _save_spilled(self, cargo: Cargo, slot: Slot) -> None:
-        spill = self._the_spill()
-        if cargo.settled:
-            cargo.place = cargo.place or spill.take_place(cargo.spec.nbytes)
-            cargo.source = spill.save_in(cargo.place, slot.bytes(), self._disk.together)
-            return
-        saved = spill.save(slot.bytes(), self._disk.together)
-        cargo.spilled_at, cargo.source = saved
+        None: there is nothing to remove. Whoever waits for the answer is told of a failure
+        (TransferError), and so is who flushes: it is among the leftovers.
+        """
+        if not durable and not self.saver.has_file(key):
+            return None
+        self._removing[order] = key
 
-    def _the_spill(self) -> Spill:
-        with self._commit_lock:
-            if self._spill is None:
-                self._spill = Spill(self._directory.path)
-            return self._spill
+        def remove() -> None:
+            try:
+                self.saver.remove(key, order, durable)
+            finally:
+                del self._removing[order]
 
-    def _save_object(self, cargo: Cargo, slot: Slot) -> None:
-        key = name_of(cargo.key)
-        packing = cargo.packing or packing_of(cargo.spec)
-        stage = functools.partial(
-            self._directory.stage, key, packing, slot.bytes(), single=cargo.single
-        )
-        try:
-            staged = stage(together=self._disk.together)
-        except DiskFullError:
-            if self._spill is None or not self._spill.trim():
-                raise
-            staged = stage(together=self._disk.together)  # there is more room now
-        with self._commit_lock:
-            if self._committed.get(key, -1) > cargo.order:
-                self._directory.abandon(staged)  # a newer version, or its removal, was faster
-            else:
-                self._directory.commit(staged)
-                self._committed[key] = cargo.order
-                self._files.add(key)
-                self.files.forget(self._directory.path_of(key))
-        cargo.source = staged.stored.source(self._directory.path_of(key))
+        return self._ask(self._disk, remove)
 
-    def remove(self, key: str, order: int, durable: bool) -> None:
-        """Remove the object file of `key`, and see that no version up to `order` is written."""
-        if not durable and key not in self._files:
-            return  # there is nothing, and it need not wait for what others write
-        with self._commit_lock:
-            if self._committed.get(key, -1) > order:
-                return  # a newer one was written meanwhile
-            if durable and key in self._versions:
-                self._committed[key] = order
-            if key in self._files:
-                self._files.discard(key)
-                self._directory.remove(key)
-                self.files.forget(self._directory.path_of(key))
+    def removing(self) -> set[str]:
+        """The keys whose object files are being removed."""
+        return set(list(self._removing.values()))
+
+    def remove_leftovers(self) -> list[BaseException]:
+        """Try again to remove what could not be removed. Returns what went wrong."""
+        errors: list[BaseException] = []
+        for key, order, durable in self.saver.leftovers():
+            try:
+                self._ask(
+                    self._disk, functools.partial(self.saver.remove, key, order, durable)
+                ).wait()
+            except TierStoreError as error:
+                errors.append(error)
+        return errors
+
+    def place(self, cargo: Cargo) -> None:
+        """Let the copy on disk of a settled group be whatever lies in its place.
+
+        Raises DiskFullError or TransferError.
+        """
+        self._ask(self._disk, functools.partial(self.saver.place, cargo)).wait()
 
     # Looking -----------------------------------------------------------------------------------
 
@@ -396,30 +414,9 @@ class ThreadCarrier:
     def host_view(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors of a group's copy in host memory. Waits for the device to be done with it."""
         cargo = self._cargo[key]
-        slot = cargo.slots[Tier.HOST]
-        memory = self.arenas[Tier.HOST].fill(slot)
+        slot, memory = self._host_memory(cargo)
         slot.wait()
         return view_all(cargo.spec, memory, {t.name: t.offset for t in cargo.spec.tensors})
-
-    def place(self, key: str) -> None:
-        """Let the copy on disk of a settled group be whatever lies in its place.
-
-        Raises DiskFullError or TransferError.
-        """
-        cargo, spill = self._cargo[key], self._the_spill()
-        cargo.place = spill.take_place(cargo.spec.nbytes)
-        cargo.source = spill.source_of(cargo.place)
-
-    def show(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors of a settled group's copy on disk, each with memory of its own: shared maps.
-
-        They stay true as long as the group has a copy there; changes of them are changes of it.
-        """
-        cargo = self._cargo[key]
-        if cargo.place is None:
-            raise RuntimeError(f"group {name_of(key)!r} was never saved")
-        shown = memoryview(self._the_spill().show(cargo.place))
-        return {spec.name: show_one(spec, shown) for spec in cargo.spec.tensors}
 
     def used_on(self, key: str, event: Any) -> None:
         """Device work up to `event` uses the group's copy: its memory is not reused before."""
@@ -427,10 +424,19 @@ class ThreadCarrier:
         pending[:] = [old for old in pending if not old.query()]
         pending.append(event)
 
-    def stop(self) -> None:
-        """End the threads and give memory and files back."""
+    def stop(self) -> bool:
+        """End the threads and give memory and files back.
+
+        False if some thread does not end, because a disk does not answer. Then the files stay
+        open, as it may still use them.
+        """
+        self.stopped = True
+        ends = time.monotonic() + PATIENCE
+        ended = self._clerk.stop(ends)
         for workers in (self._disk, *self._links.values()):
-            workers.stop()
+            ended &= workers.stop(ends)
+        if not ended:
+            return False
         for cargo in self._cargo.values():
             cargo.views = None
             for tier, slot in cargo.slots.items():
@@ -439,6 +445,5 @@ class ThreadCarrier:
         for arena in self.arenas.values():
             arena.close()
         self.files.close()
-        if self._spill is not None:
-            self._spill.close()
-            self._spill = None
+        self.saver.close()
+        return True

@@ -15,33 +15,37 @@ else needs to agree with anything, so there is no manifest. Keys are data; names
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import functools
 import json
 import os
 import re
-import socket
 import stat
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.model.errors import StoreLockedError, TransferError
+from tierstore.model.errors import TierStoreError, TransferError
 from tierstore.model.groups import Block, Packing
 from tierstore.model.header import NO_SUM, build_header, digest
 from tierstore.model.objects import SINGLE, StoredObject
 from tierstore.model.sizes import PAGE
 from tierstore.progress import bar
-from tierstore.transfer.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_error, write_all
+from tierstore.transfer.disk import (
+    WRITE_BLOCK,
+    OpenForWriting,
+    close_quietly,
+    parts,
+    transfer_error,
+    write_all,
+)
+from tierstore.transfer.locking import give_back, take_lock
 from tierstore.transfer.objects import (
-    LOCK,
     MARKER,
     OBJECTS,
     READ,
+    SHARD_NAME,
     STORE_FORMAT,
     TEMPORARY,
     find_objects,
@@ -50,7 +54,11 @@ from tierstore.transfer.objects import (
 )
 from tierstore.transfer.workers import Job, Together, one_by_one
 
+# The names that tierstore gives files for a while. What has another name is not ours: it is never
+# opened, and never removed.
 TEMPORARY_NAME = re.compile(r"(object|marker)-[0-9a-f]{16}")
+SPILL_NAME = re.compile(r"\.spill-[0-9]+-[0-9a-f]{16}")
+"""A spill file has a name for a moment, where the file system knows no files without."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +79,19 @@ class ObjectDirectory:
 
     def __init__(self, disk_dir: str | Path) -> None:
         self.path = os.path.abspath(disk_dir)
-        with self._explained("opening", None):
-            os.makedirs(self.path, mode=0o700, exist_ok=True)
+        with self._explained("opening", None), contextlib.ExitStack() as undo:
+            _make_directory(self.path)
+            _refuse_what_others_may_change(self.path)
             read_marker(self.path)
-            self._lock = _lock(self.path)
-            try:
-                self._prepare()
-            except BaseException:
-                os.close(self._lock)
-                raise
+            self._lock, was_closed = take_lock(self.path)
+            undo.callback(give_back, self._lock)
+            self._prepare(undo)
+            if not was_closed:
+                self._sync_everything()
+            self._opened = undo.pop_all()
         self.damaged: dict[str, TransferError] = {}
         self._shards: set[str] = set()  # those that would survive a power cut
+        self._in_doubt = False  # whether there are names that might not survive one
 
     @contextmanager
     def _explained(self, doing: str, key: str | None) -> Iterator[None]:
@@ -90,25 +100,37 @@ class ObjectDirectory:
         except OSError as error:
             raise transfer_error(error, doing, key=key, path=self.path) from error
 
-    def _prepare(self) -> None:
+    def _prepare(self, undo: contextlib.ExitStack) -> None:
         for name in (OBJECTS, TEMPORARY):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(self.path, name), mode=0o700)
-        self._objects = self._open_directory(OBJECTS)
-        try:
-            self._temporary = self._open_directory(TEMPORARY)
-        except BaseException:
-            os.close(self._objects)
-            raise
-        for name in filter(TEMPORARY_NAME.fullmatch, os.listdir(self._temporary)):
-            with contextlib.suppress(OSError):  # not ours after all, such as a directory
-                os.unlink(name, dir_fd=self._temporary)
+        self._objects = self._open_directory(OBJECTS, undo)
+        self._temporary = self._open_directory(TEMPORARY, undo)
+        self._clean_up()
         if read_marker(self.path) is None:
             self._write_marker()
         _sync_directory(self.path)
 
-    def _open_directory(self, name: str) -> int:
-        return os.open(os.path.join(self.path, name), READ | os.O_DIRECTORY)
+    def _sync_everything(self) -> None:
+        """See that every name lasts: somebody may have died between a rename and its sync."""
+        for shard in filter(SHARD_NAME.fullmatch, os.listdir(self._objects)):
+            with contextlib.suppress(NotADirectoryError):
+                _sync_directory(os.path.join(self.path, OBJECTS, shard))
+        sync_names(self._objects)
+
+    def _clean_up(self) -> None:
+        """Remove what a killed process left half-written."""
+        for name in filter(TEMPORARY_NAME.fullmatch, os.listdir(self._temporary)):
+            with contextlib.suppress(OSError):  # not ours after all, such as a directory
+                os.unlink(name, dir_fd=self._temporary)
+        for name in filter(SPILL_NAME.fullmatch, os.listdir(self.path)):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.path, name))
+
+    def _open_directory(self, name: str, undo: contextlib.ExitStack) -> int:
+        descriptor = os.open(os.path.join(self.path, name), READ | os.O_DIRECTORY)
+        undo.callback(close_quietly, descriptor)
+        return descriptor
 
     def _write_marker(self) -> None:
         marker = {"format": STORE_FORMAT, "uuid": str(uuid.uuid4()), "created_by": "tierstore"}
@@ -131,7 +153,8 @@ class ObjectDirectory:
         for found in bar(find_objects(self.path), "Looking at what is stored", "groups"):
             if found.stored is not None:
                 intact.append(found.stored)
-            elif found.error is not None:
+            else:
+                assert found.error is not None  # which says why it could not be read
                 shard = os.path.basename(os.path.dirname(found.path))
                 self.damaged[f"{shard}/{os.path.basename(found.path)}"] = found.error
         return intact
@@ -175,7 +198,7 @@ class ObjectDirectory:
         try:
             with self._explained("writing to", key), self._shard(shard) as descriptor:
                 os.rename(staged.temporary, leaf, src_dir_fd=self._temporary, dst_dir_fd=descriptor)
-                os.fsync(descriptor)
+                self._sync(descriptor)
         except BaseException:
             self.abandon(staged)
             raise
@@ -211,7 +234,7 @@ class ObjectDirectory:
         if shard not in self._shards:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(shard, mode=0o700, dir_fd=self._objects)
-            os.fsync(self._objects)  # who made it may have died before this
+            self._sync(self._objects)  # who made it may have died before this
             self._shards.add(shard)
         descriptor = os.open(shard, READ | os.O_DIRECTORY, dir_fd=self._objects)
         try:
@@ -225,12 +248,21 @@ class ObjectDirectory:
         with self._explained("removing from", key), self._shard(shard) as descriptor:
             with contextlib.suppress(FileNotFoundError):  # somebody else was faster
                 os.unlink(leaf, dir_fd=descriptor)
-            os.fsync(descriptor)
+            self._sync(descriptor)
+
+    def _sync(self, descriptor: int) -> None:
+        try:
+            sync_names(descriptor)
+        except BaseException:
+            self._in_doubt = True
+            raise
 
     def close(self) -> None:
         """Give the lock back."""
-        for descriptor in (self._objects, self._temporary, self._lock):
-            os.close(descriptor)
+        if not self._in_doubt:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._lock, 0)  # the next one need not see to the names
+        self._opened.close()
 
 
 class _Writing:
@@ -297,70 +329,41 @@ class _Writing:
 
 
 def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, READ | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        sync_names(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _lock(disk_dir: str) -> int:
-    flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = os.open(os.path.join(disk_dir, LOCK), flags, 0o600)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "LOCK is no file of its own", os.path.join(disk_dir, LOCK))
-    if not try_lock(descriptor):
-        owner = describe_owner(descriptor)
-        os.close(descriptor)
-        raise StoreLockedError(
-            f"{disk_dir} is in use by another live store ({owner}): close that one, share it "
-            "between pipelines, or choose another disk_dir"
-        ) from None
-    sign_lock(descriptor)
-    return descriptor
+def sync_names(descriptor: int) -> None:
+    """See that the names in an open directory survive a power cut. Raises OSError.
+
+    XFS that has shut down, because its disk failed, syncs a directory without an error and without
+    doing it. But it tells no status any more.
+    """
+    os.fsync(descriptor)
+    os.fstat(descriptor)
 
 
-def sign_lock(descriptor: int) -> None:
-    """Write into the LOCK file who holds it, for the messages of others."""
-    owner = {"pid": os.getpid(), "host": socket.gethostname()}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+def _refuse_what_others_may_change(path: str) -> None:
+    status = os.stat(path)
+    if status.st_uid != os.geteuid() and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise TierStoreError(
+            f"{path} belongs to somebody else, and others may write to it, who could replace what "
+            "lies there: choose a directory in it, or another disk_dir"
+        )
 
 
-def try_lock(descriptor: int) -> bool:
-    """Take the lock, bearing with somebody who only looks whether it is held (`is_locked`)."""
-    for _ in range(5):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.02)
-    return False
-
-
-def describe_owner(descriptor: int) -> str:
-    """Who wrote the LOCK file, for a message."""
-    try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {int(owner['pid'])} on {str(owner['host'])!r}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "an unknown process"
-
-
-def is_locked(disk_dir: str | Path) -> str | None:
-    """Who holds the directory's lock now; None if nobody does. Changes nothing."""
-    try:
-        descriptor = os.open(os.path.join(disk_dir, LOCK), READ)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return describe_owner(descriptor)
-    except OSError:
-        return None  # the file system knows no locks
-    finally:
-        os.close(descriptor)
+def _make_directory(path: str) -> None:
+    """Make a directory, and those above it that are missing, and see that their names last."""
+    made = [path]
+    while not os.path.exists(above := os.path.dirname(made[-1])):
+        made.append(above)
+    found = os.path.exists(path)
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    for each in made:
+        # Who made a directory that was found may have died before this. Of one that is not ours,
+        # it need not be possible.
+        with contextlib.suppress(OSError if found else PermissionError):
+            _sync_directory(os.path.dirname(each))

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tierstore.model.errors import (
@@ -54,9 +54,10 @@ def transfer_error(error: OSError, doing: str, *, key: str | None, path: str) ->
         )
         full.__cause__ = error
         return full
+    whose = f" for group {key!r}" if key is not None else ""
     failed = TransferError(
-        f"{doing} {path} failed ({error.strerror or error}): check the disk and its permissions, "
-        "then try again",
+        f"{doing} {path}{whose} failed ({error.strerror or error}): check the disk and its "
+        "permissions, then try again",
         key=key,
         path=path,
     )
@@ -103,11 +104,14 @@ class DataFile:
         self._alignment = max(PAGE, alignment or PAGE)
         with contextlib.suppress(OSError):  # the file system may know no direct reads
             self._direct = os.open(path, flags | os.O_DIRECT)
+            if not os.path.sameopenfile(self._cached, self._direct):
+                close_quietly(self._direct)  # the name leads to another file by now
+                self._direct = None
 
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_cached", None), getattr(self, "_direct", None)):
             if descriptor is not None:
-                os.close(descriptor)
+                close_quietly(descriptor)
 
     @property
     def direct(self) -> bool:
@@ -120,8 +124,8 @@ class DataFile:
 
     def header_digest(self) -> str:
         """The checksum of the safetensors header that the file has now."""
-        length = int.from_bytes(os.pread(self._cached, LENGTH_BYTES, 0), "little")
-        return digest(os.pread(self._cached, min(length, MAX_HEADER_BYTES), LENGTH_BYTES))
+        length = int.from_bytes(read_fully(self._cached, LENGTH_BYTES, 0), "little")
+        return digest(read_fully(self._cached, min(length, MAX_HEADER_BYTES), LENGTH_BYTES))
 
     def read_at_least(self, room: memoryview, offset: int, needed: int) -> int:
         """Read into `room` from `offset`, at least `needed` bytes. Returns the bytes asked of disk.
@@ -153,7 +157,8 @@ class DataFile:
                 # open: another thread may be about to read, and must not find another file there.
                 self._refused = True
         got = os.preadv(self._cached, [room], offset)
-        os.posix_fadvise(self._cached, offset, got, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):  # it is advice; the bytes are there
+            os.posix_fadvise(self._cached, offset, got, os.POSIX_FADV_DONTNEED)
         return got
 
 
@@ -169,26 +174,44 @@ class FileTable:
         self._own = own
         self._open: OrderedDict[str, DataFile] = OrderedDict()
         self._headers: dict[str, str] = {}  # path -> the checksum that its header must have
+        self._age = 0  # counts the names that were said to lead elsewhere
         self._lock = threading.Lock()
 
     def expect(self, path: str, header_digest: str | None = None) -> None:
         """From now on the safetensors header of `path` must have this checksum, or may have any."""
         with self._lock:
+            self._age += 1
             self._open.pop(path, None)  # the name may lead to another file than it did
             self._headers.pop(path, None)
             if header_digest is not None:
                 self._headers[path] = header_digest
 
     def get(self, path: str) -> DataFile:
-        """The file, opened if it is not open."""
+        """The file, opened if it is not open. Nobody else waits while a disk does not answer."""
         with self._lock:
-            file = self._open.pop(path, None)
-            if file is None:
-                file = DataFile(path, follow_links=not path.startswith(self._own + os.sep))
-                expected = self._headers.get(path)
-                if expected is not None and file.header_digest() != expected:
-                    raise stale(path)
-            self._open[path] = file
+            file = self._open.get(path)
+            if file is not None:
+                self._open.move_to_end(path)
+                return file
+            age, expected = self._age, self._headers.get(path)
+        try:
+            file = self._opened(path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.close():
+                raise
+            file = self._opened(path)
+        if expected is not None and file.header_digest() != expected:
+            raise stale(path)
+        return self._keep_open(path, file, age)
+
+    def _opened(self, path: str) -> DataFile:
+        return DataFile(path, follow_links=not path.startswith(self._own + os.sep))
+
+    def _keep_open(self, path: str, file: DataFile, age: int) -> DataFile:
+        with self._lock:
+            if age != self._age:
+                return file  # it may be what the name led to before: for who asked then, no longer
+            file = self._open.setdefault(path, file)
             while len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)
             return file
@@ -196,12 +219,15 @@ class FileTable:
     def forget(self, path: str) -> None:
         """The name now leads to another file: open it anew next time."""
         with self._lock:
+            self._age += 1
             self._open.pop(path, None)
 
-    def close(self) -> None:
-        """Let go of every file."""
+    def close(self) -> bool:
+        """Let go of every file. Returns whether there were any."""
         with self._lock:
+            let_go = list(self._open.values())
             self._open.clear()
+        return bool(let_go)
 
     def check(self, path: str, expected: FileStamp | None) -> DataFile:
         """The file. Raises StaleCheckpointError if it is registered and not what it was."""
@@ -275,11 +301,43 @@ def parts(nbytes: int, block: int) -> Iterator[tuple[int, int]]:
             yield offset, min(length, nbytes - offset)
 
 
+def read_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """The bytes at `offset`, fewer only where the file ends: one read may give fewer anywhere."""
+    parts = []
+    while nbytes > 0 and (part := os.pread(descriptor, nbytes, offset)):
+        parts.append(part)
+        nbytes -= len(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     """Write every byte of `data` at `offset`."""
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done : done + WRITE_BLOCK], offset + done)
+        written = os.pwrite(descriptor, data[done : done + WRITE_BLOCK], offset + done)
+        if written == 0:  # else this would never end
+            raise OSError(errno.EIO, "the file system writes nothing, and does not say why")
+        done += written
+
+
+def close_quietly(descriptor: int) -> None:
+    """Close what was only read. If that fails it is closed as well, and nothing is lost."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
+
+
+def close_all(descriptors: Iterable[int | None]) -> None:
+    """Close every one of them, though some fail. Raises the first error, after that."""
+    failed: OSError | None = None
+    for descriptor in descriptors:
+        try:
+            if descriptor is not None:
+                os.close(descriptor)
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class OpenForWriting:
@@ -291,6 +349,9 @@ class OpenForWriting:
 
     def __init__(self, cached: int, name: str, dir_fd: int | None = None) -> None:
         self.cached = cached
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
         self._direct: int | None = None
         self._refused = False
         if direct_alignment(cached) != 0:
@@ -300,6 +361,10 @@ class OpenForWriting:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write page-aligned memory at a page multiple. Any number of threads may do so at once."""
+        with self.in_use():
+            self._write(data, offset)
+
+    def _write(self, data: memoryview, offset: int) -> None:
         if self._direct is not None and not self._refused:
             try:
                 write_all(self._direct, data, offset)
@@ -311,10 +376,37 @@ class OpenForWriting:
         write_all(self.cached, data, offset)
 
     def close(self) -> None:
-        """Close both descriptors."""
-        for descriptor in (self.cached, self._direct):
-            if descriptor is not None:
-                os.close(descriptor)
+        """Close both descriptors, or let the last who uses them do so.
+
+        Raises OSError: some file systems tell only then that a write failed.
+        """
+        with self._lock:
+            self._closed, was = True, self._closed
+            if was or self._users:
+                return
+        close_all((self.cached, self._direct))
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, the descriptors stay what they are: a number that was closed is soon another's.
+
+        Raises OSError if the file was closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise OSError(errno.EBADF, "the file was closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._is_left()
+
+    def _is_left(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._closed and not self._users
+        if last:
+            close_all((self.cached, self._direct))
 
 
 # The part of struct statx, and of the request for it, that Python does not offer yet.

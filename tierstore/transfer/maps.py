@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
 import fcntl
 import functools
 import mmap
@@ -20,8 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
+from tierstore.transfer.disk import close_quietly, read_fully, transfer_error
+from tierstore.transfer.mapping import map_open_file
+
+MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
 
 _PAGEMAP_ENTRY = 8
 _NEAR = 1 << 20
@@ -70,15 +76,15 @@ class Mapping:
 
 
 class AddressSpace:
-    """The file mappings of this process at the moment of construction."""
+    """The file mappings of this process at the moment of construction. Raises TransferError."""
 
     def __init__(self) -> None:
         self._mappings: list[Mapping] = []
-        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
-            for line in lines:
-                mapping = _parse(line)
-                if mapping is not None:
-                    self._mappings.append(mapping)
+        try:
+            with open(MAPS, encoding="utf-8", errors="surrogateescape") as lines:
+                self._mappings = [mapping for line in lines if (mapping := _parse(line))]
+        except OSError as error:
+            raise transfer_error(error, "reading", key=None, path=MAPS) from error
         self._starts = [mapping.start for mapping in self._mappings]
 
     def extent_at(self, address: int, nbytes: int) -> Extent | None:
@@ -122,7 +128,7 @@ def _written_to(address: int, nbytes: int) -> bool:
 def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
     """For each page of a private file mapping, whether it was written to; None if unknown."""
     try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        with open(PAGEMAP, "rb", buffering=0) as pagemap:
             return _written_pages_in(pagemap.fileno(), address, nbytes)
     except OSError:
         return None
@@ -131,7 +137,7 @@ def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
 def _written_pages_in(pagemap: int, address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     wanted = (last - first + 1) * _PAGEMAP_ENTRY
-    raw = os.pread(pagemap, wanted, first * _PAGEMAP_ENTRY)
+    raw = read_fully(pagemap, wanted, first * _PAGEMAP_ENTRY)
     if len(raw) != wanted:
         return None
     pages = np.frombuffer(raw, dtype=np.uint64)
@@ -207,12 +213,15 @@ class WriteWatch:
         """The ranges in which a page was written to since it was mapped, by their number.
 
         A page counts for every range that has a part of it. Empty where the system does not tell.
+        Raises TransferError where it would, but cannot now: a write must not go unnoticed.
         """
         try:
-            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            with open(PAGEMAP, "rb", buffering=0) as pagemap:
                 return [i for span in self._spans for i in span.written(pagemap.fileno())]
-        except OSError:
-            return []
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM):
+                return []
+            raise transfer_error(error, "reading", key=None, path=PAGEMAP) from error
 
 
 def _span(ranges: list[tuple[int, int]], numbers: list[int]) -> _Span:
@@ -227,21 +236,24 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
     """A private, writable map of `nbytes` bytes of a file from byte `offset` on.
 
     It costs no memory until it is read, reads as the file's bytes, and a write changes only what
-    this process sees.
+    this process sees. Raises TransferError.
     """
     lead = offset % mmap.ALLOCATIONGRANULARITY
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        mapped = mmap.mmap(
-            descriptor,
-            nbytes + lead,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=offset - lead,
-        )
-    finally:
-        os.close(descriptor)
-    return memoryview(mapped)[lead:]
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_size < offset + nbytes:
+                raise TruncatedFileError(
+                    f"{path} ends before byte {offset + nbytes:,}, up to which it should hold "
+                    "tensors: download or save it again",
+                    path=path,
+                )
+            mapped = map_open_file(descriptor, offset - lead, nbytes + lead, mmap.MAP_PRIVATE)
+        finally:
+            close_quietly(descriptor)
+    except OSError as error:
+        raise transfer_error(error, "mapping", key=None, path=path) from error
+    return mapped[lead:]
 
 
 @functools.cache

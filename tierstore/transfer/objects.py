@@ -6,6 +6,7 @@ is told from its status before it is opened.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -31,12 +32,14 @@ from tierstore.model.header import (
     header_length,
     parse_header,
 )
-from tierstore.model.objects import StoredObject, decode_object
-from tierstore.transfer.disk import transfer_error
+from tierstore.model.objects import MAX_KEY_BYTES, StoredObject, decode_object
+from tierstore.transfer.disk import close_quietly, read_fully, transfer_error
 
 STORE_FORMAT = 1
 MARKER, LOCK, OBJECTS, TEMPORARY = "STORE.json", "LOCK", "objects", "tmp"
-MAX_KEY_BYTES = 1024
+MAX_MARKER_BYTES = 65536
+OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of whoever looks, not of what is looked at."""
 OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 SHARD_NAME = re.compile(r"[0-9a-f]{2}")
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -73,26 +76,32 @@ class FoundObject:
 def read_header(descriptor: int, path: str) -> tuple[Header, bytes]:
     """Read and validate the safetensors header of an open file."""
     size = os.fstat(descriptor).st_size
-    prefix = os.pread(descriptor, LENGTH_BYTES, 0)
+    prefix = read_fully(descriptor, LENGTH_BYTES, 0)
     length = header_length(prefix, size, path)
-    raw = os.pread(descriptor, length, LENGTH_BYTES)
+    raw = read_fully(descriptor, length, LENGTH_BYTES)
     if len(raw) != length:
         raise InvalidHeaderError(f"{path} ends inside its header: save it again", path=path)
     return parse_header(raw, size, path), raw
 
 
+def _descriptor(path: str, dir_fd: int | None, name: str | None) -> int:
+    """The object file, opened if it is a regular one."""
+    status = os.stat(name or path, dir_fd=dir_fd, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptDataError(f"{path} is no regular file: remove it", path=path)
+    return os.open(name or path, READ, dir_fd=dir_fd)
+
+
 def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -> FoundObject:
     """Look into one object file. Errors of the file are told in the result, not raised.
 
-    Raises FileNotFoundError if it has just vanished.
+    Raises FileNotFoundError if it has just vanished, and TransferError if this process cannot look
+    into any file now: that says nothing about this one.
     """
     descriptor = None
     nbytes, modified = 0, 0.0
     try:
-        status = os.stat(name or path, dir_fd=dir_fd, follow_symlinks=False)
-        if not stat.S_ISREG(status.st_mode):
-            raise CorruptDataError(f"{path} is no regular file: remove it", path=path)
-        descriptor = os.open(name or path, READ, dir_fd=dir_fd)
+        descriptor = _descriptor(path, dir_fd, name)
         status = os.fstat(descriptor)
         nbytes, modified = status.st_size, status.st_mtime
         header, raw = read_header(descriptor, path)
@@ -118,12 +127,14 @@ def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -
         raise
     except OSError as error:
         failed = transfer_error(error, "opening", key=None, path=path)
+        if error.errno in OF_THE_PROCESS:
+            raise failed from error
         return FoundObject(path, nbytes, modified, None, failed)
     except TransferError as error:
         return FoundObject(path, nbytes, modified, None, error)
     finally:
         if descriptor is not None:
-            os.close(descriptor)
+            close_quietly(descriptor)
 
 
 def intact_object(path: str) -> StoredObject:
@@ -135,40 +146,46 @@ def intact_object(path: str) -> StoredObject:
 
 
 def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
-    """Every object file of a directory, in the order of names. Links are not followed."""
+    """Every object file of a directory, in the order of names. Links are not followed.
+
+    Raises TransferError if a part of it cannot be listed: what is there must not seem to be gone.
+    """
     root = os.path.join(disk_dir, OBJECTS)
     for shard in _names(root, None, SHARD_NAME):
-        directory = _open_directory(shard, root)
+        directory = _open_directory(os.path.join(root, shard))
         if directory is None:
             continue
         try:
-            for name in _names(shard, directory, OBJECT_NAME):
+            for name in _names(os.path.join(root, shard), directory, OBJECT_NAME):
                 try:
                     yield read_object(os.path.join(root, shard, name), directory, name)
                 except FileNotFoundError:
                     continue  # replaced or removed while we looked
         finally:
-            os.close(directory)
+            close_quietly(directory)
 
 
-def _names(name: str, directory: int | None, pattern: re.Pattern[str]) -> list[str]:
-    opened = _open_directory(name, None) if directory is None else directory
+def _names(path: str, directory: int | None, pattern: re.Pattern[str]) -> list[str]:
+    opened = _open_directory(path) if directory is None else directory
     if opened is None:
         return []
     try:
         return sorted(found for found in os.listdir(opened) if pattern.fullmatch(found))
+    except OSError as error:
+        raise transfer_error(error, "listing", key=None, path=path) from error
     finally:
         if directory is None:
-            os.close(opened)
+            close_quietly(opened)
 
 
-def _open_directory(name: str, parent: str | None) -> int | None:
-    """A directory, not followed through a link; None if it is none or cannot be opened."""
+def _open_directory(path: str) -> int | None:
+    """A directory, not followed through a link; None if it is none. Raises TransferError."""
     try:
-        path = name if parent is None else os.path.join(parent, name)
         return os.open(path, READ | os.O_DIRECTORY)
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise transfer_error(error, "listing", key=None, path=path) from error
 
 
 def read_marker(disk_dir: str | Path) -> dict[str, object] | None:
@@ -181,16 +198,19 @@ def read_marker(disk_dir: str | Path) -> dict[str, object] | None:
         descriptor = os.open(path, READ)
     except FileNotFoundError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        raw = file.read(65536)
+    try:
+        raw = read_fully(descriptor, MAX_MARKER_BYTES, 0)
+    finally:
+        close_quietly(descriptor)
     try:
         marker = json.loads(raw)
-        version = marker["format"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        version, requires = marker["format"], marker.get("requires", [])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise TierStoreError(f"{path} is damaged: use an empty disk_dir") from error
-    if version != STORE_FORMAT:
+    if type(version) is not int or version != STORE_FORMAT or requires != []:
+        needs = f" and needs {requires!r:.100}" if requires != [] else ""
         raise TierStoreError(
-            f"{path} says format {version!r}, this version of tierstore knows {STORE_FORMAT}: "
-            "upgrade tierstore, or use another disk_dir"
+            f"{path} says format {version!r:.100}{needs}, this version of tierstore knows format "
+            f"{STORE_FORMAT}: upgrade tierstore, or use another disk_dir"
         )
     return dict(marker)

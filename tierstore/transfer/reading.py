@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 
 from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.groups import Source, name_of
@@ -12,7 +13,7 @@ from tierstore.model.moves import Copy
 from tierstore.model.tiers import Tier
 from tierstore.transfer.arena import Arena, Slot
 from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.disk import FileTable, ReadPiece, pieces, transfer_error
+from tierstore.transfer.disk import FileStamp, FileTable, ReadPiece, pieces, transfer_error
 from tierstore.transfer.figures import DEFAULT_BLOCK
 from tierstore.transfer.workers import Workers
 
@@ -22,8 +23,9 @@ def explained(error: BaseException, copy: Copy) -> BaseException:
     key = name_of(copy.key)
     if isinstance(error, TransferError):
         error.key = error.key or key
-        return error
+        return without_frames(error)
     if isinstance(error, OSError):
+        without_frames(error)
         doing = "reading" if copy.src is Tier.DISK else "writing"
         return transfer_error(error, doing, key=key, path=str(error.filename or f"group {key!r}"))
     failed = TransferError(
@@ -31,8 +33,18 @@ def explained(error: BaseException, copy: Copy) -> BaseException:
         f"({type(error).__name__}: {error}): free memory on that tier or lower its budget",
         key=key,
     )
-    failed.__cause__ = error
+    failed.add_note("".join(traceback.format_exception(error)))
+    failed.__cause__ = without_frames(error)
     return failed
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error, without the frames that it came through: they hold the memory of the group."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error
 
 
 class Reader:
@@ -44,14 +56,19 @@ class Reader:
         self.workers = workers
         self._verify = verify
 
-    def check(self, cargo: Cargo, slot: Slot, source: Source) -> None:
-        """Put bytes that were read into place, and see that they are the ones written."""
+    def check(
+        self, cargo: Cargo, slot: Slot, source: Source, stamps: Mapping[str, FileStamp]
+    ) -> None:
+        """Put bytes that were read into place, and see that they are the ones written.
+
+        `stamps` are those of the files that others could change.
+        """
         assert slot.memory is not None
         array = slot.memory.numpy()
         for move in source.moves:  # the two ranges may overlap: numpy sees to that
             array[move.dst : move.dst + move.nbytes] = array[move.src : move.src + move.nbytes]
         data = slot.bytes()
-        if self._verify == "never" or (self._verify == "first" and cargo.verified):
+        if self._verify == "never" or (self._verify == "first" and cargo.verified == stamps):
             return
         for check in source.checks:
             found = digest(data[check.offset : check.offset + check.nbytes])
@@ -59,7 +76,7 @@ class Reader:
                 raise self._corrupt(cargo, source, check.name, check.digest, found)
         if self._verify == "always" and not source.checks:
             self._check_against_first_read(cargo, source, data)
-        cargo.verified = True
+        cargo.verified = stamps
 
     def _check_against_first_read(self, cargo: Cargo, source: Source, data: memoryview) -> None:
         """A checkpoint carries no checksums: what it held at the first read must remain so."""
@@ -108,6 +125,7 @@ class Reading:
         self._cargo = cargo
         self._source = cargo.source
         self._slot = slot
+        self._stamps: dict[str, FileStamp] = {}
 
     def begin(self) -> None:
         """Read the group, on this thread and on others that are idle, and tell of its arrival."""
@@ -120,7 +138,7 @@ class Reading:
             parts = (functools.partial(self._read, piece) for piece in todo)
             self._reader.workers.together(parts, self._ending)
             self._check_files()  # what changed while it was read is no good either
-            self._reader.check(self._cargo, self._slot, self._source)
+            self._reader.check(self._cargo, self._slot, self._source, self._stamps)
         except BaseException as failure:  # reported, like every failure of a job
             error = explained(failure, self._copy)
         self._done(self._copy, error)
@@ -130,9 +148,12 @@ class Reading:
         block = DEFAULT_BLOCK
         for path in {segment.extent.path for segment in self._source.segments}:
             try:
-                block = self._reader.files.check(path, self._cargo.stamps.get(path)).block
+                file = self._reader.files.check(path, self._cargo.stamps.get(path))
+                block = file.block
+                if self._cargo.spilled_at is None and self._cargo.place is None:
+                    self._stamps[path] = file.stamp()  # what is spilled, nobody else can open
             except OSError as error:
-                raise transfer_error(error, "reading", key=None, path=path) from error
+                raise self._failed(error, path) from error
         return block
 
     def _read(self, piece: ReadPiece) -> None:
@@ -141,4 +162,7 @@ class Reading:
         try:
             self._reader.files.get(piece.path).read_at_least(room, piece.offset, piece.needed)
         except OSError as error:
-            raise transfer_error(error, "reading", key=None, path=piece.path) from error
+            raise self._failed(error, piece.path) from error
+
+    def _failed(self, error: OSError, path: str) -> TransferError:
+        return transfer_error(error, "reading", key=name_of(self._copy.key), path=path)

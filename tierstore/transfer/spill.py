@@ -19,11 +19,13 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Iterator
 
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.transfer.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_error
+from tierstore.transfer.mapping import map_open_file
 from tierstore.transfer.workers import Together, one_by_one
 
 GROWTH = 64 << 20
@@ -40,15 +42,21 @@ class Place:
 
 
 class Spill:
-    """The file and its free room. Any number of threads may use it at once."""
+    """The file and its free room. Any number of threads may use it at once.
+
+    Raises DiskFullError or TransferError.
+    """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        descriptor = anonymous_file(directory)
+        with self._explained():
+            descriptor = anonymous_file(directory)
         self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset, never neighbours
         self._left: deque[tuple[int, int]] = deque()  # places that nobody has any more
         self._end = 0  # of the last group
-        self._lock = threading.Lock()
+        self._size = 0  # of the file, as far as we made it
+        self._lock = threading.Lock()  # of the books: nobody who has it waits for the disk
+        self._sizing = threading.Lock()
         # Readers open it by this name; it has no other.
         self.path = f"/proc/self/fd/{descriptor}"
         self._file = OpenForWriting(descriptor, self.path)
@@ -66,32 +74,52 @@ class Spill:
                 if room >= nbytes:
                     self._free[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
                     return offset
-            self._grow(self._end + nbytes)
             offset, self._end = self._end, self._end + nbytes
-            return offset
+        try:
+            with self._explained(), self._sizing, self._file.in_use():
+                self._grow(offset + nbytes)
+        except BaseException:
+            self._give_back(offset, nbytes)
+            raise
+        return offset
 
     def _grow(self, size: int) -> None:
         """See that the file has at least `size` bytes: writes inside it need not wait in line."""
-        now = os.fstat(self._file.cached).st_size
-        more = size - now
+        more = size - self._size
         if more <= 0:
             return
         if max(more, GROWTH) <= self._spare() // 2:
             more = max(more, GROWTH)
         try:
-            os.posix_fallocate(self._file.cached, now, more)
+            os.posix_fallocate(self._file.cached, self._size, more)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
                 return  # the file system cannot reserve room: writes make the file longer
+            raise
+        self._size += more
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
             raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
 
     def _spare(self) -> int:
-        """Bytes that the file system has free."""
-        status = os.fstatvfs(self._file.cached)
+        """Bytes that the file system has free, as far as it tells."""
+        try:
+            status = os.fstatvfs(self._file.cached)
+        except OSError:
+            return 0
         return status.f_bavail * status.f_frsize
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """The room is free again."""
+        """The room is free again. Never fails."""
+        if self._give_back(offset, nbytes):
+            self._trim(lambda behind: behind > self._spare())
+
+    def _give_back(self, offset: int, nbytes: int) -> bool:
+        """Keep the books. Returns whether the file is now longer than it need be."""
         stop = offset + round_up(nbytes, PAGE)
         with self._lock:
             i = bisect_left(self._free, (offset, 0))
@@ -102,25 +130,25 @@ class Spill:
                 offset = self._free.pop(i)[0]
             if stop < self._end:
                 self._free.insert(i, (offset, stop - offset))
-                return
+                return False
             self._end = offset
-            if self._behind() > self._spare():
-                self._trim()
+            return self._size > self._end
 
     def trim(self) -> int:
         """Give the room behind the last group back to the file system. Returns how many bytes."""
-        with self._lock:
-            return self._trim()
+        return self._trim(lambda behind: behind > 0)
 
-    def _trim(self) -> int:
-        given = self._behind()
-        if given:
-            os.ftruncate(self._file.cached, self._end)
-        return given
-
-    def _behind(self) -> int:
-        """Bytes of the file behind the last group."""
-        return max(os.fstat(self._file.cached).st_size - self._end, 0)
+    def _trim(self, worth_it: Callable[[int], bool]) -> int:
+        # If it fails, the file stays longer than it need be.
+        with contextlib.suppress(OSError), self._sizing, self._file.in_use():
+            with self._lock:
+                end = self._end
+            behind = self._size - end
+            if worth_it(behind):
+                os.ftruncate(self._file.cached, end)
+                self._size = end
+                return behind
+        return 0
 
     def take_place(self, nbytes: int) -> Place:
         """Room for a group that is shown while it is away. Raises what `take` raises."""
@@ -142,18 +170,20 @@ class Spill:
         """How to read the group whose place it is."""
         return Source((Segment(Extent(self.path, place.offset, place.nbytes), 0),))
 
-    def show(self, place: Place) -> mmap.mmap:
+    def show(self, place: Place) -> memoryview:
         """A map of a place: it reads as the file does, and what is written to it is in the file.
 
         It costs no memory but the system's cache of the file. Raises TransferError where the file
         system knows no such maps.
         """
+        file, stop = self._file.cached, place.offset + place.nbytes
         try:
-            shown = mmap.mmap(self._file.cached, place.nbytes, offset=place.offset)
+            with self._file.in_use():
+                if os.fstat(file).st_size < stop:  # nothing was written there, no room reserved
+                    os.pwrite(file, b"\0", stop - 1)
+                return map_open_file(file, place.offset, place.nbytes, mmap.MAP_SHARED, place)
         except OSError as error:
             raise transfer_error(error, "mapping", key=None, path=self._directory) from error
-        weakref.finalize(shown, _keep, place).atexit = False
-        return shown
 
     def save(self, data: memoryview, together: Together = one_by_one) -> tuple[int, Source]:
         """Write a group's packed bytes. Returns their offset, and how to read them again.
@@ -182,18 +212,16 @@ class Spill:
 
         Raises DiskFullError or TransferError.
         """
-        try:
+        with self._explained():
             self._file.write(data, offset)
-        except OSError as error:
-            raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
+        if offset + len(data) > self._size:
+            with self._sizing:
+                self._size = max(self._size, offset + len(data))
 
     def close(self) -> None:
         """Give everything back."""
-        self._file.close()
-
-
-def _keep(place: Place) -> None:
-    """Called when a map of the place is gone: until then, this holds the place."""
+        with contextlib.suppress(OSError):  # nobody will read what it was to hold
+            self._file.close()
 
 
 def anonymous_file(directory: str) -> int:
@@ -202,5 +230,9 @@ def anonymous_file(directory: str) -> int:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    os.unlink(path)
+    try:
+        os.unlink(path)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor

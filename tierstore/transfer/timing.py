@@ -7,13 +7,15 @@ host had asked for it and found it passed, so that the two clocks cannot drift a
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tierstore.model.locks import RLock, under
 
 _LOOK_AT = 64
 
@@ -34,8 +36,8 @@ class DeviceTimes:
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self._device = device
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[Told, tuple[Mark, ...]]] = []
+        self._lock = RLock()
+        self._waiting: deque[tuple[Told, tuple[Mark, ...]]] = deque()
         self._known = self.mark(stream).event
         self._known.synchronize()
         self._known_at = time.monotonic()
@@ -49,26 +51,26 @@ class DeviceTimes:
 
     def tell(self, told: Told, *marks: Mark) -> None:
         """Call `told` with the times of the marks, later, when the last of them has passed."""
-        with self._lock:
-            self._waiting.append((told, marks))
-            crowded = len(self._waiting) >= _LOOK_AT
-        if crowded:
+        self._waiting.append((told, marks))
+        if len(self._waiting) >= _LOOK_AT:
             self.look()
 
     def look(self) -> None:
         """Tell of what has passed meanwhile. Waits for nothing."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-            for told, marks in waiting:
-                try:
-                    passed = marks[-1].event.query()
-                    times = [self._when(mark) for mark in marks] if passed else []
-                except RuntimeError:
-                    continue  # the device failed, as others will tell: it knows no times any more
-                if passed:
-                    told(times)
-                else:
-                    self._waiting.append((told, marks))
+        under(self._lock, self._look)
+
+    def _look(self) -> None:
+        for _ in range(len(self._waiting)):
+            told, marks = self._waiting.popleft()
+            try:
+                passed = marks[-1].event.query()
+                times = [self._when(mark) for mark in marks] if passed else []
+            except RuntimeError:
+                continue  # the device failed, as others will tell: it knows no times any more
+            if passed:
+                told(times)
+            else:
+                self._waiting.append((told, marks))
 
     def _when(self, mark: Mark) -> float:
         later: float = self._known.elapsed_time(mark.event) / 1000

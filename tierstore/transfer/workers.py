@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
+import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from tierstore.model.locks import Bell
+
+T = TypeVar("T")
 
 URGENT, EARLY = 0, 1
 
 Job = Callable[[], None]
+PATIENCE = 10.0
+"""Seconds in which threads that should end must end; a dead disk may hold them for ever."""
+
 Together = Callable[[Iterable[Job]], None]
 """What does the parts of a job, on one thread or several, and returns when all are done."""
 
@@ -30,6 +40,7 @@ class Workers:
         self._place = threading.local()  # of the job that a thread does: its priority and age
         self._ready = threading.Condition()
         self._stopping = False
+        self.busy_since = time.monotonic()  # when a job, or part of one, last began or was done
         self._threads = [
             threading.Thread(target=self._work, name=f"tierstore-{name}-{i}", daemon=True)
             for i in range(count)
@@ -54,7 +65,7 @@ class Workers:
         what is newer after them. Returns when every part is done. Raises what one of them raised.
         Who begins with the last part does `last` before; it must not raise.
         """
-        shared = _Parts(parts, last)
+        shared = _Parts((functools.partial(self._do, part) for part in parts), last)
         place = getattr(self._place, "now", (URGENT, 0))
         for _ in range(min(shared.left, len(self._threads)) - 1):
             self._push(place, next(self._age), shared.do)
@@ -69,16 +80,98 @@ class Workers:
                 if not self._jobs:
                     return
                 self._place.now, _, job = heapq.heappop(self._jobs)
-            job()
+            self._do(job)
             del job  # it may hold the last reference to a buffer
 
-    def stop(self) -> None:
-        """Finish what is queued, then end."""
+    def _do(self, job: Job) -> None:
+        self.busy_since = time.monotonic()
+        job()
+        self.busy_since = time.monotonic()
+
+    def alive(self) -> bool:
+        """Whether its threads still take jobs."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def stop(self, ends: float | None = None) -> bool:
+        """Finish what is queued, then end. Returns whether all threads have ended by then.
+
+        `ends` is a time of `time.monotonic`; None: in ten seconds.
+        """
+        ends = time.monotonic() + PATIENCE if ends is None else ends
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(timeout=max(ends - time.monotonic(), 0.0))
+        return not self.alive()
+
+
+class Clerk:
+    """A daemon thread that keeps books: small jobs, in the order in which they were given.
+
+    None of them waits, for a disk or for a lock of those who give them. What is done here is done
+    whole: exceptions that come from outside, such as KeyboardInterrupt, only come to callers.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="tierstore-clerk", daemon=True)
+        self._thread.start()
+
+    def give(self, job: Job) -> None:
+        """Have `job` done, after all that were given before. It must not raise. Never blocks."""
+        self._jobs.put(job)
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """What `question` gives, once all jobs that were given before are done."""
+        return Answer(question, self.give, self._thread.is_alive).wait()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it may hold the last reference to a buffer
+
+    def stop(self, ends: float) -> bool:
+        """Finish what is queued, then end. Returns whether the thread has ended by then."""
+        self._jobs.put(None)
+        self._thread.join(timeout=max(ends - time.monotonic(), 0.0))
+        return not self._thread.is_alive()
+
+
+class Answer(Generic[T]):
+    """What a question gives that was given to others as a job.
+
+    `give` gives them the job; `alive` tells whether they still take any.
+    """
+
+    def __init__(
+        self, question: Callable[[], T], give: Callable[[Job], None], alive: Callable[[], bool]
+    ) -> None:
+        self._question = question
+        self._alive = alive
+        self._answers: list[T] = []
+        self._error: BaseException | None = None
+        self._bell = Bell()
+        give(self._job)
+
+    def _job(self) -> None:
+        try:
+            self._answers.append(self._question())
+        except BaseException as error:  # raised where somebody waits for the answer
+            self._error = error
+        self._bell.ring()
+
+    def wait(self) -> T:
+        """Wait for the answer, once.
+
+        Raises what the question raises, or RuntimeError if nobody is alive any more to answer.
+        """
+        while not self._bell.wait(1.0):
+            if not self._alive():
+                raise RuntimeError("the store's threads have ended")
+        if self._error is not None:
+            raise self._error
+        return self._answers[0]
 
 
 def one_by_one(parts: Iterable[Job]) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from tierstore.model.errors import TransferError
-from tierstore.transfer.directory import try_lock
 from tierstore.transfer.disk import transfer_error
+from tierstore.transfer.locking import try_lock
 from tierstore.transfer.objects import READ
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux

@@ -1,0 +1,126 @@
+"""Dies at the n-th system call of a repair, for every n, and looks at what is left.
+
+`python -m tests.cli.repairing DIRECTORY WAY` prints one JSON list for each n: the name of the call
+at which the process died, and where the damaged object is then (`in place`, `in quarantine`, or
+what is wrong). The last line says that the repair came to its end. A process of its own, because it
+forks: nothing here imports torch, and there are no threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.transfer.dying import DEAD, DONE, KEY, NEW, data_of, die_at, packing
+from tierstore.cli import quarantine
+from tierstore.cli.quarantine import Damage
+from tierstore.cli.removal import only_user
+from tierstore.cli.report import survey
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.objects import object_name
+
+DAMAGED, PLACE = b"damaged but precious" * 500, f"objects/{object_name(KEY)}"
+
+
+def repair(directory: str) -> None:
+    """What `verify --repair` does, as far as it changes anything."""
+    with only_user(directory) as root:
+        damages = [
+            Damage(group.item, group.key, (group.problem,))
+            for group in survey(directory).unusable
+            if group.problem is not None
+        ]
+        quarantine.put_away(directory, root, damages)
+
+
+def by_copying(parent: int, leaf: str, room: int, name: str) -> None:
+    """What nobody should do: for a while there are two, or a part of one."""
+    descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=room)
+    os.pwrite(descriptor, DAMAGED, 0)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    os.unlink(leaf, dir_fd=parent)
+
+
+def by_deleting(parent: int, leaf: str, room: int, name: str) -> None:
+    """What nobody should do either."""
+    os.unlink(leaf, dir_fd=parent)
+
+
+WAYS: dict[str, Callable[[int, str, int, str], None]] = {
+    "moving": quarantine._move,
+    "copying": by_copying,
+    "deleting": by_deleting,
+}
+
+
+def prepare(directory: Path) -> None:
+    """A store with one group that is whole and one that is damaged."""
+    store = ObjectDirectory(directory)
+    store.write(KEY, packing(), data_of(NEW), single=False)
+    store.write("whole", packing(), data_of(NEW), single=False)
+    store.close()
+    (directory / PLACE).write_bytes(DAMAGED)
+
+
+def attempt(directory: Path, number: int) -> tuple[int, str]:
+    """Repair in a child that dies at its `number`-th call; how it ended, and where."""
+    listening, report = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            die_at(number, report)
+            repair(str(directory))
+            os._exit(DONE)
+        finally:
+            os._exit(1)
+    os.close(report)
+    with os.fdopen(listening) as pipe:
+        name = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), name
+
+
+def look(directory: Path) -> str:
+    """Where the damaged object is, and whether a store can be opened and serves the other one."""
+    store = ObjectDirectory(directory)
+    intact = [stored.key for stored in store.objects()]
+    store.close()
+    if intact != ["whole"]:
+        return f"intact: {intact}"
+    room = directory / quarantine.QUARANTINE
+    away = sorted(room.glob("*.safetensors")) if room.exists() else []
+    places = [path for path in [directory / PLACE, *away] if path.exists()]
+    if len(places) != 1:
+        return f"{len(places)} places"
+    if places[0].read_bytes() != DAMAGED:
+        return "other bytes"
+    if places == away:
+        note = json.loads(Path(f"{away[0]}{quarantine.NOTE_SUFFIX}").read_text())
+        return "in quarantine" if note["was"] == PLACE else f"the note says {note}"
+    return "in place"
+
+
+def main(directory: Path, way: str) -> None:
+    quarantine._move = WAYS[way]
+    first = directory.with_name("first")
+    prepare(first)
+    for number in range(1, 1000):
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(first, directory)
+        status, name = attempt(directory, number)
+        if status not in (DEAD, DONE):
+            raise SystemExit(f"the repair ended with {status} at call {number}")
+        found = look(directory)
+        repair(str(directory))  # whatever happened: the next one ends what was begun
+        print(json.dumps([name, found, look(directory)]), flush=True)
+        if status == DONE:
+            return
+    raise SystemExit("the repair has no end")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,596 @@
+"""`verify --repair` puts away what is damaged, all of it and nothing else, and deletes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.conftest import ROOT, Inspect, flip, on_terminal, path_of, put, tree
+from tests.cli.repairing import by_deleting
+from tierstore import TierStore, UnknownKeyError
+from tierstore.cli import checking, quarantine
+from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.transfer.directory import ObjectDirectory
+from tierstore.transfer.objects import object_name
+
+Verify = Callable[..., Any]
+
+
+def served(store: Path) -> dict[str, torch.Tensor | type[BaseException]]:
+    """What a store gives out for each key, or the error that it raises."""
+    found: dict[str, torch.Tensor | type[BaseException]] = {}
+    with TierStore(1 << 20, store, device="cpu") as opened:
+        for key in ("a", "b", "layers/0"):
+            try:
+                group = opened.get(key)
+                assert isinstance(group, dict)
+                found[key] = group["weight"].view(torch.int32)  # some are no numbers
+            except (TransferError, UnknownKeyError) as error:
+                found[key] = type(error)
+    return found
+
+
+def lost(before: dict[str, tuple[Any, ...]], after: dict[str, tuple[Any, ...]]) -> list[str]:
+    """The files and links of which the very same are not there any more, under any name."""
+    kept = {(entry[1], entry[3]) for entry in after.values()}
+    return [
+        name
+        for name, entry in before.items()
+        if os.path.basename(name) != "LOCK" and (entry[1], entry[3]) not in kept  # LOCK is signed
+    ]
+
+
+# Damage ------------------------------------------------------------------------------------------
+
+
+def flip_data(path: Path, _: Path) -> None:
+    flip(path, path.stat().st_size - 100)
+
+
+def flip_header(path: Path, _: Path) -> None:
+    flip(path, 50)
+
+
+def truncate(path: Path, _: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def extend(path: Path, _: Path) -> None:
+    os.truncate(path, path.stat().st_size + 1)
+
+
+def empty(path: Path, _: Path) -> None:
+    os.truncate(path, 0)
+
+
+def another_key(path: Path, other: Path) -> None:
+    shutil.copy(other, path)
+
+
+def foreign(path: Path, _: Path) -> None:
+    save_file({"weight": torch.ones(3)}, path)
+
+
+def newer_version(path: Path, _: Path) -> None:
+    raw = path.read_bytes()
+    assert raw.count(b'"tierstore.format":"1"') == 1
+    path.write_bytes(raw.replace(b'"tierstore.format":"1"', b'"tierstore.format":"2"'))
+
+
+def link(path: Path, other: Path) -> None:
+    path.unlink()
+    path.symlink_to(other)
+
+
+def link_to_itself_elsewhere(path: Path, other: Path) -> None:
+    target = other.parents[3] / "elsewhere"
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
+def fifo(path: Path, _: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def directory(path: Path, _: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "something").write_text("of mine")
+
+
+def linked_shard(path: Path, other: Path) -> None:
+    target = other.parents[3] / "elsewhere"
+    shutil.move(path.parent, target)
+    path.parent.symlink_to(target)
+
+
+def file_for_a_shard(path: Path, _: Path) -> None:
+    shutil.rmtree(path.parent)
+    path.parent.write_text("of mine")
+
+
+DAMAGES = [
+    flip_data, flip_header, truncate, extend, empty, another_key, foreign, newer_version, link,
+    link_to_itself_elsewhere, fifo, directory, linked_shard, file_for_a_shard,
+]  # fmt: skip
+SHARDS = linked_shard, file_for_a_shard
+TELLING = flip_data, truncate, extend, newer_version  # the key can still be read
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_put_away_and_all_else_is_served(
+    store: Path, inspect: Inspect, damage: Callable[[Path, Path], None]
+) -> None:
+    whole = served(store)
+    path = path_of(store, "b")
+    damage(path, path_of(store, "a"))
+    before = tree(store)
+    found = inspect.json("verify", store, "--data", code=3)
+    assert not found["repair"]
+    assert found["quarantine"] == []
+    assert tree(store) == before, "nothing is changed without --repair"
+
+    document = inspect.json("verify", store, "--data", "--repair")
+    (problem,) = document["problems"]
+    place = path.parent if damage in SHARDS else path
+    assert problem["path"] == str(place)
+    assert problem["left"] is None
+    moved = Path(problem["put_away"])
+    stem, dot, suffix = place.name.partition(".")
+    assert moved == store / "quarantine" / f"{stem}.1{dot}{suffix}"
+    assert lost(before, tree(store)) == []
+    assert not os.path.lexists(place)
+    (entry,) = document["quarantine"]
+    if damage in TELLING:
+        assert entry["key"] == "b"
+    assert entry["path"] == str(moved)
+    assert entry["key"] == problem["key"]
+    assert entry["reasons"] == [problem["reason"]]
+
+    after = served(store)
+    assert after["b"] is UnknownKeyError
+    assert all(torch.equal(after[key], whole[key]) for key in ("a", "layers/0"))  # type: ignore[arg-type]
+    with TierStore(1 << 20, store, device="cpu") as opened:
+        opened.put("b", {"weight": torch.ones(64, 64)})
+        opened.flush()
+        assert len(opened.keys()) == 3
+    settled = tree(store)
+    assert inspect.json("verify", store, "--data", "--repair")["problems"] == []
+    del settled["LOCK"]
+    again = tree(store)
+    del again["LOCK"]
+    assert again == settled
+
+
+@pytest.mark.parametrize("name", ["objects", "tmp"])
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_keeps_a_store_from_opening_is_damage(
+    store: Path, tmp_path: Path, inspect: Inspect, name: str, kind: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(store / name, elsewhere)
+    if kind == "link":
+        (store / name).symlink_to(elsewhere)
+    else:
+        (store / name).write_text("mine")
+    before = tree(tmp_path)
+    with pytest.raises(TransferError):
+        TierStore(1 << 20, store, device="cpu")
+    (problem,) = inspect.json("verify", store, code=3)["problems"]
+    assert problem["path"] == str(store / name)
+    assert (problem["expected"], problem["found"]) == ("directory", kind)
+    assert inspect("verify", store, "--repair").exit_code == 0
+    assert lost(before, tree(tmp_path)) == []
+    with TierStore(1 << 20, store, device="cpu") as opened:
+        assert len(opened) == (0 if name == "objects" else 3)
+
+
+def test_a_lock_that_is_no_file_is_told_of(store: Path, tmp_path: Path, inspect: Inspect) -> None:
+    (store / "LOCK").unlink()
+    (store / "LOCK").symlink_to(tmp_path / "elsewhere")
+    (problem,) = inspect.json("verify", store, code=3)["problems"]
+    assert problem["path"] == str(store / "LOCK")
+    result = inspect("verify", store, "--repair")
+    assert result.exit_code == 1
+    assert "LOCK" in result.stderr
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_without_its_damaged_marker_a_store_has_all_its_groups(
+    store: Path, inspect: Inspect
+) -> None:
+    (store / "STORE.json").write_bytes(b"")
+    result = inspect("verify", store, "--repair")
+    assert result.exit_code == 2
+    assert "STORE.json is damaged" in result.stderr
+    assert (store / "STORE.json").exists()
+    (store / "STORE.json").unlink()  # by hand, by who is sure of it
+    with TierStore(1 << 20, store, device="cpu") as opened:
+        assert opened.keys() == ["a", "b", "layers/0"]
+    assert inspect("verify", store, "--data").exit_code == 0
+
+
+def test_until_then_the_store_raises(store: Path, inspect: Inspect) -> None:
+    flip_data(path_of(store, "b"), store)
+    assert served(store)["b"] is CorruptDataError
+    assert inspect("verify", store, "--repair").exit_code == 0, "only --data reads the data"
+    assert served(store)["b"] is CorruptDataError
+    assert inspect("verify", store, "--data", "--repair").exit_code == 0
+    assert served(store)["b"] is UnknownKeyError
+
+
+def test_without_comparing_checksums_a_flipped_bit_is_not_noticed(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_data(path_of(store, "b"), store)
+    with monkeypatch.context() as patch:
+        patch.setattr(checking.Checker, "_digests", lambda self, file, stored: stored.digests)
+        assert inspect("verify", store, "--data", "--repair").exit_code == 0
+        assert path_of(store, "b").exists()
+    assert inspect("verify", store, "--data").exit_code == 3
+
+
+def test_a_repair_that_deletes_is_noticed(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_data(path_of(store, "b"), store)
+    before = tree(store)
+    monkeypatch.setattr(quarantine, "_move", by_deleting)
+    assert inspect("verify", store, "--data", "--repair").exit_code == 0
+    assert lost(before, tree(store)) == [f"objects/{object_name('b')}"]
+
+
+# The note and the name ---------------------------------------------------------------------------
+
+
+def test_the_note_says_what_was_wrong(store: Path, inspect: Inspect) -> None:
+    key = "evil \x1b[31m \u202e ключ"
+    directory = ObjectDirectory(store)
+    put(directory, key)
+    directory.close()
+    path = path_of(store, key)
+    flip(path, path.stat().st_size - 1)
+    flip(path, path.stat().st_size - 100)
+    result = inspect("verify", store, "--data", "--repair")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.output
+    assert result.stdout.endswith("4 groups: 1 damaged, 1 put away\n")
+    (note,) = (store / "quarantine").glob("*.note.json")
+    text = note.read_text()
+    assert text.isascii()
+    assert text.isprintable() or text.replace("\n", "").isprintable()
+    said = json.loads(text)
+    assert said["key"] == key
+    assert said["was"] == str(path.relative_to(store))
+    assert [problem["tensor"] for problem in said["problems"]] == ["weight", "bias"]
+    for problem in said["problems"]:
+        assert len(problem["expected"]) == len(problem["found"]) == 16
+        assert problem["expected"] != problem["found"]
+    assert said["since"].startswith("20")
+    assert oct((store / "quarantine").stat().st_mode & 0o777) == "0o700"
+    assert oct(note.stat().st_mode & 0o777) == "0o600"
+
+
+def test_names_never_clash(store: Path, inspect: Inspect) -> None:
+    name = path_of(store, "b").stem
+    contents = []
+    for number in (1, 2, 3):
+        path = path_of(store, "b")
+        path.write_bytes(b"damage %d" % number)
+        contents.append(path.read_bytes())
+        if number == 2:
+            (store / "quarantine" / f"{name}.2.safetensors.note.json").write_text("of mine")
+        assert inspect("verify", store, "--repair").exit_code == 0
+    away = store / "quarantine"
+    assert [(away / f"{name}.{n}.safetensors").read_bytes() for n in (1, 3, 4)] == contents
+    assert (away / f"{name}.2.safetensors.note.json").read_text() == "of mine"
+
+
+def test_a_note_that_cannot_be_believed_hides_nothing(
+    store: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    for key in ("a", "b", "layers/0"):
+        path_of(store, key).write_bytes(b"")
+    assert inspect("verify", store, "--repair").exit_code == 0
+    notes = sorted((store / "quarantine").glob("*.note.json"))
+    notes[0].write_text('{"key": 7, "since": [], "problems": [1, {"reason": {}}]}')
+    notes[1].write_text("[" * 100_000)
+    notes[2].unlink()
+    os.mkfifo(notes[2])
+    secret = tmp_path / "secret"
+    secret.write_text('{"key": "secret"}')
+    (store / "quarantine" / "planted").write_text("")
+    (store / "quarantine" / "planted.note.json").symlink_to(secret)
+    entries = inspect.json("verify", store)["quarantine"]
+    assert [(e["key"], e["since"], e["reasons"]) for e in entries] == [(None, None, [])] * 4
+    assert "secret" not in inspect("verify", store).output
+
+
+# What is in quarantine ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quarantined(store: Path, inspect: Inspect) -> Path:
+    """A store of which b was put away."""
+    truncate(path_of(store, "b"), store)
+    assert inspect("verify", store, "--repair").exit_code == 0
+    return store
+
+
+def test_it_is_listed_and_counted(quarantined: Path, inspect: Inspect) -> None:
+    moved, note = sorted((quarantined / "quarantine").iterdir())
+    nbytes = moved.stat().st_size + note.stat().st_size
+    listing = inspect.json("ls", quarantined)
+    assert listing["quarantine"] == {"count": 1, "nbytes": nbytes}
+    assert listing["stray"] == listing["temporary"] == []
+    assert listing["group_count"] == 2
+    assert f"; 1 in quarantine ({nbytes / 1024:.1f} KiB); " in inspect("ls", quarantined).stdout
+    (row,) = inspect.json("df", quarantined)["directories"]
+    assert row["quarantine"] == {"count": 1, "nbytes": nbytes}
+    assert row["reclaimable"]["nbytes"] == 0
+    title, line = inspect("df", quarantined).stdout.splitlines()
+    assert "QUARANTINE" in title
+    assert f"{nbytes / 1024:.1f} KiB" in line
+    result = inspect("verify", quarantined)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == "in quarantine: b"
+    assert lines[1].split() == ["path", str(moved)]
+    assert lines[-1] == "2 groups: no damage found"
+
+
+def test_neither_prune_nor_the_store_touches_it(quarantined: Path, inspect: Inspect) -> None:
+    before = tree(quarantined / "quarantine")
+    assert inspect("prune", quarantined, "--damaged", "-y").exit_code == 0
+    assert inspect("rm", quarantined, "b", "-y").exit_code == 4
+    with TierStore(1 << 20, quarantined, device="cpu", disk_budget=1 << 20) as store:
+        assert store.keys() == ["a", "layers/0"]
+        store.put("b", torch.ones(5))
+        store.discard("b")
+    assert tree(quarantined / "quarantine") == before
+
+
+def test_it_can_be_put_back_or_removed_by_hand(quarantined: Path, inspect: Inspect) -> None:
+    (moved,) = (quarantined / "quarantine").glob("*.safetensors")
+    shutil.move(moved, path_of(quarantined, "b"))
+    assert inspect("verify", quarantined).exit_code == 3
+    shutil.rmtree(quarantined / "quarantine")
+    assert inspect("verify", quarantined, "--repair").exit_code == 0
+    assert inspect.json("ls", quarantined)["quarantine"]["count"] == 1
+
+
+def test_weights_of_a_model_are_read_too(disk_dir: Path, inspect: Inspect) -> None:
+    weights = {"weight": torch.randn(64, 64)}
+    with TierStore(1 << 20, disk_dir, device="cpu") as store:
+        store.register("model/layer", weights)
+        (key,) = store.keys("weights/")
+    path = path_of(disk_dir, key)
+    assert inspect("verify", disk_dir, "--data").exit_code == 0
+    flip(path, path.stat().st_size - 1)
+    assert inspect.json("verify", disk_dir, "--data", "--repair")["problems"][0]["key"] == key
+    with TierStore(1 << 20, disk_dir, device="cpu") as store:
+        store.register("model/layer", weights)  # written again: it is not there
+        got = store.get("model/layer")
+        assert isinstance(got, dict)
+        assert torch.equal(got["weight"], weights["weight"])
+    assert inspect("verify", disk_dir, "--data").exit_code == 0
+
+
+# What is no damage -------------------------------------------------------------------------------
+
+
+def test_strangers_and_leftovers_are_told_of_and_left_alone(store: Path, inspect: Inspect) -> None:
+    (store / "mine.txt").write_text("mine")
+    (store / "objects" / "notes").write_text("mine")
+    (path_of(store, "a").parent / "backup").symlink_to("/etc/passwd")
+    (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(1000))
+    before = tree(store)
+    result = inspect("verify", store, "--data", "--repair")
+    assert result.exit_code == 0
+    assert "3 stray files" in result.stderr
+    assert "1 temporary file (1000 B)" in result.stderr
+    after = tree(store)
+    del before["LOCK"], after["LOCK"]
+    assert after == before
+    document = inspect.json("verify", store)
+    assert len(document["stray"]) == 3
+    assert len(document["temporary"]) == 1
+
+
+@pytest.mark.parametrize("name", [".", "objects", "STORE.json", "LOCK", "b"])
+def test_what_others_may_read_or_change_is_told_of(
+    store: Path, inspect: Inspect, name: str
+) -> None:
+    assert inspect.json("verify", store)["exposed"] == []
+    assert "chmod" not in inspect("verify", store).stderr
+    path = path_of(store, name) if name == "b" else store / name
+    path.chmod(path.stat().st_mode | 0o020)
+    (exposed,) = inspect.json("verify", store)["exposed"]
+    assert os.path.normpath(exposed["path"]) == str(path)
+    result = inspect("verify", store)
+    assert result.exit_code == 0
+    assert f"chmod -R go= {store}" in result.stderr
+
+
+# Who may repair, and what can go wrong -----------------------------------------------------------
+
+
+def test_a_store_in_use_is_left_alone(locked: Path, inspect: Inspect) -> None:
+    flip(path_of(locked, "b"), 50)
+    before = tree(locked)
+    result = inspect("verify", locked, "--repair")
+    assert result.exit_code == 11
+    assert result.stderr.startswith(f"Error: {locked} is in use by process ")
+    assert tree(locked) == before
+    assert inspect("verify", locked).exit_code == 3, "to look needs no lock"
+
+
+def test_the_lock_is_held_while_moving(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(path_of(store, "b"), 50)
+    move = quarantine._move
+
+    def look_first(*args: Any) -> None:
+        code = "import sys; from tierstore.transfer.directory import ObjectDirectory as Directory\n"
+        opened = subprocess.run(
+            [sys.executable, "-c", code + "Directory(sys.argv[1])", store],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "StoreLockedError" in opened.stderr
+        move(*args)
+
+    monkeypatch.setattr(quarantine, "_move", look_first)
+    assert inspect("verify", store, "--repair").exit_code == 0
+    assert not path_of(store, "b").exists()
+
+
+@pytest.mark.parametrize("plant", ["link", "file"])
+def test_a_quarantine_that_is_no_directory_is_not_used(
+    store: Path, tmp_path: Path, inspect: Inspect, plant: str
+) -> None:
+    flip(path_of(store, "b"), 50)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if plant == "link":
+        (store / "quarantine").symlink_to(elsewhere)
+    else:
+        (store / "quarantine").touch()
+    result = inspect("verify", store, "--repair")
+    assert result.exit_code == 1
+    assert "quarantine is no directory" in result.stderr
+    assert path_of(store, "b").exists()
+    assert list(elsewhere.iterdir()) == []
+    (store / "quarantine").unlink()
+    assert inspect("verify", store, "--repair").exit_code == 0
+    assert not path_of(store, "b").exists()
+
+
+def test_a_quarantine_that_others_may_enter_is_closed_to_them(
+    store: Path, inspect: Inspect
+) -> None:
+    flip(path_of(store, "b"), 50)
+    (store / "quarantine").mkdir()
+    (store / "quarantine").chmod(0o755)
+    assert inspect("verify", store, "--repair").exit_code == 0
+    assert oct((store / "quarantine").stat().st_mode & 0o777) == "0o700"
+
+
+@pytest.mark.parametrize("call", ["rename", "open", "fsync"])
+def test_what_could_not_be_put_away_is_told_of_and_the_rest_goes_on(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    for key in ("a", "b"):
+        truncate(path_of(store, key), store)
+    original, before = getattr(os, call), tree(store)
+    failing: Iterator[bool] = iter([True])
+
+    def fail(*args: Any, **options: Any) -> Any:
+        noted = call != "open" or str(args[0]).endswith(quarantine.NOTE_SUFFIX)
+        started = (store / "quarantine").exists() and (call != "fsync" or notes(store))
+        if noted and started and next(failing, False):
+            raise OSError(28, "No space left on device")
+        return original(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        problems = inspect.json("verify", store, "--repair", code=3)["problems"]
+    assert [problem["left"] for problem in problems] == [
+        "moving it failed: No space left on device",
+        None,
+    ]
+    assert lost(before, tree(store)) == []
+    assert len(notes(store)) == 1, "no note on what stayed"
+    assert inspect("verify", store, "--repair").exit_code == 0
+    assert len(notes(store)) == 2
+    assert lost(before, tree(store)) == []
+
+
+def notes(store: Path) -> list[Path]:
+    return sorted((store / "quarantine").glob(f"*{quarantine.NOTE_SUFFIX}"))
+
+
+def test_what_changes_meanwhile_is_left(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = path_of(store, "b")
+    truncate(path, store)
+    free_name, look_at = quarantine._free_name, quarantine.look_at
+
+    def changed(*args: Any) -> Any:
+        path.write_bytes(b"another")
+        return look_at(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quarantine, "look_at", changed)
+        (problem,) = inspect.json("verify", store, "--repair", code=3)["problems"]
+    assert problem["left"] == "it has just changed: verify again"
+    assert path.read_bytes() == b"another"
+    assert quarantine._free_name is free_name
+    assert inspect("verify", store, "--repair").exit_code == 0
+
+
+def test_a_person_sees_where_it_went(store: Path) -> None:
+    flip_data(path_of(store, "b"), store)
+    shown = on_terminal("verify", store, "--data", "--repair", COLUMNS="200")
+    assert shown.exit_code == 0
+    assert f"put away  {store}/quarantine/" in shown.output
+    assert "[y/N]" not in shown.output
+
+
+# Dying -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a file system in memory, if there is one: syncs cost nothing there."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="tierstore-", dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def dying(way: str, place: Path) -> list[tuple[str, str, str]]:
+    """Where the repair died, what was found then, and after the next repair."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.cli.repairing", str(place / "store"), way],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return [(call, found, after) for call, found, after in map(json.loads, run.stdout.splitlines())]
+
+
+def test_it_dies_at_any_system_call_and_nothing_is_lost(in_memory: Path) -> None:
+    found = dying("moving", in_memory)
+    assert {"mkdir", "open", "fsync", "rename"} <= {call for call, _, _ in found}
+    states = [state for _, state, _ in found]
+    assert set(states) == {"in place", "in quarantine"}
+    assert states == sorted(states, key=["in place", "in quarantine"].index), "one step"
+    assert {after for _, _, after in found} == {"in quarantine"}
+
+
+@pytest.mark.parametrize(("way", "wrong"), [("copying", "2 places"), ("deleting", "0 places")])
+def test_a_repair_of_several_steps_is_caught_in_between(
+    in_memory: Path, way: str, wrong: str
+) -> None:
+    assert wrong in [state for _, state, _ in dying(way, in_memory)]

@@ -1,0 +1,95 @@
+"""A disk that remembers every write, and fails some: a file in user space, for a loop device.
+
+`block_server.py` is the process that it lives in.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.facilities import Unusable, unmount
+
+WRITE, FLUSH, MARK = range(3)
+HEAD = struct.Struct("<BQI")
+"""Of an entry in the log: kind, offset, length of the bytes that follow."""
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What happened to a disk: bytes were written at an offset, it was flushed, or a mark."""
+
+    kind: int
+    offset: int
+    data: bytes
+
+
+def read_log(path: Path) -> list[Entry]:
+    """Everything that happened."""
+    raw, at, found = path.read_bytes(), 0, []
+    while at < len(raw):
+        kind, offset, length = HEAD.unpack_from(raw, at)
+        at += HEAD.size
+        found.append(Entry(kind, offset, raw[at : at + length]))
+        at += length
+    return found
+
+
+@dataclass(frozen=True)
+class Device:
+    """A disk of this kind, from outside."""
+
+    at: Path
+
+    @property
+    def disk(self) -> Path:
+        return self.at / "disk"
+
+    @property
+    def marks(self) -> Path:
+        return self.at / "marks"
+
+    def fail(self, pattern: bytes) -> None:
+        """From now on, writes that contain these bytes fail."""
+        self._order(pattern)
+
+    def heal(self) -> None:
+        self._order(b" ")
+
+    def _order(self, order: bytes) -> None:
+        descriptor = os.open(self.at / "orders", os.O_WRONLY)
+        try:
+            os.write(descriptor, order)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def block_device(image: Path, at: Path, log: Path) -> Iterator[Device]:
+    """Have a process serve it, until the end of the block. Raises Unusable."""
+    at.mkdir()
+    command = [sys.executable, "-m", "tests.faults.block_server", str(image), str(at), str(log)]
+    server = subprocess.Popen(command)
+    device = Device(at)
+    try:
+        end = time.monotonic() + PATIENCE
+        while not device.disk.exists():
+            if server.poll() is not None or time.monotonic() > end:
+                raise Unusable("no file system in user space could be mounted")
+            time.sleep(0.01)
+        yield device
+    finally:
+        unmount(at)
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()

@@ -1,0 +1,75 @@
+"""A file system in user space that shows a directory, and fails or hangs when it is told to."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults.facilities import Unusable, unmount
+
+SERVER = "tests.faults.failing_fs_server"
+PATIENCE = 30.0
+"""Seconds until it must be there."""
+
+
+@dataclass
+class FailingFileSystem:
+    """It is mounted `at` a directory."""
+
+    at: Path
+    _orders: Path
+    _server: subprocess.Popen[bytes]
+
+    @contextmanager
+    def failing(self, **errors: str) -> Iterator[None]:
+        """Inside, these operations fail: `failing(read="EIO")`."""
+        self._order(errors)
+        try:
+            yield
+        finally:
+            self._order({})
+
+    def _order(self, errors: dict[str, str]) -> None:
+        new = self._orders.with_suffix(".new")
+        new.write_text(json.dumps(errors))
+        new.replace(self._orders)
+
+    def hang(self) -> None:
+        """From now on nothing is answered."""
+        self._server.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Answer again, what has waited first."""
+        self._server.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def failing_file_system(place: Path) -> Iterator[FailingFileSystem]:
+    """One below `place`, until the end of the block. Raises Unusable."""
+    shown, at, orders = place / "shown", place / "mounted", place / "orders"
+    for directory in (shown, at):
+        directory.mkdir()
+    (shown / "is mounted").touch()
+    orders.write_text("{}")
+    arguments = [str(shown), str(at), str(orders)]
+    server = subprocess.Popen([sys.executable, "-m", SERVER, *arguments])
+    try:
+        end = time.monotonic() + PATIENCE
+        while not (at / "is mounted").exists():
+            if server.poll() is not None or time.monotonic() > end:
+                raise Unusable("no file system in user space could be mounted")
+            time.sleep(0.01)
+        yield FailingFileSystem(at, orders, server)
+    finally:
+        # Killed first: then whoever still waits for it is told, and nothing can hang here.
+        server.kill()
+        server.wait()
+        with suppress(Unusable):
+            unmount(at)

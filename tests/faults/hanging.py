@@ -1,0 +1,101 @@
+"""A store whose disk stops to answer, in a process of its own: a test must not hang with it.
+
+    python -m tests.faults.hanging DIRECTORY PART
+
+Prints a line of JSON for each thing that was found out. When the disk is to hang, or to go on, it
+asks its parent to see to that, and waits until it has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.faults.scenarios import PAGE, tensors_of, value_of
+from tierstore import TierStore
+
+BUDGET = 24 * PAGE
+SOON = 2.0
+"""Seconds that a call is given while the disk hangs."""
+VALUES = {"far": 1, "near": 2, "unsaved": 3}
+
+
+def tell(**found: Any) -> None:
+    """To the parent."""
+    print(json.dumps(found), flush=True)
+
+
+def wait_for(word: str) -> None:
+    """Until the parent says so."""
+    tell(wants=word)
+    assert sys.stdin.readline().strip() == word
+
+
+def outcome(act: Callable[[], Any]) -> dict[str, Any]:
+    """How something ended, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        ended = act()
+    except BaseException as error:
+        ended = "raised"
+        names = [kind.__name__ for kind in type(error).__mro__]
+        return {"ended": ended, "names": names, "text": str(error), "after": since(began)}
+    return {"ended": ended, "after": since(began)}
+
+
+def since(began: float) -> float:
+    """Seconds."""
+    return round(time.monotonic() - began, 3)
+
+
+def filled(directory: str) -> TierStore:
+    """A store with a group on disk, one in memory, and one that is to be saved."""
+    store = TierStore(BUDGET, directory, device="cpu")
+    store.put("far", tensors_of(VALUES["far"]))
+    store.flush()
+    store.put("filler", torch.zeros(BUDGET // 4), durable=False)
+    store.discard("filler")
+    store.put("near", tensors_of(VALUES["near"]), durable=False)
+    return store
+
+
+def getting(directory: str) -> None:
+    """Calls that need the disk end when they were told to; what is in memory is served."""
+    store = filled(directory)
+    wait_for("hang")
+    tell(acquire=outcome(lambda: store.acquire("far", timeout=SOON).key))
+    tell(near=outcome(lambda: value_of(store.get("near"))))
+    tell(put=outcome(lambda: store.put("unsaved", tensors_of(VALUES["unsaved"]), timeout=SOON)))
+    tell(unsaved=outcome(lambda: value_of(store.get("unsaved"))))
+    tell(flush=outcome(lambda: store.flush(timeout=SOON)))
+    tell(get=outcome(lambda: value_of(store.get("far", timeout=SOON))))
+    tell(again=outcome(lambda: value_of(store.get("near"))))
+    wait_for("go on")
+    tell(far=outcome(lambda: value_of(store.get("far"))))
+    tell(flushed=outcome(store.flush))
+    tell(closed=outcome(store.close))
+    with TierStore(BUDGET, directory, device="cpu") as store:
+        tell(keys={key: value_of(store.get(key)) for key in store})
+
+
+def closing(directory: str) -> None:
+    """`close` ends though the disk does not answer; and nobody is let in meanwhile."""
+    store = filled(directory)
+    store.put("unsaved", tensors_of(VALUES["unsaved"]))
+    wait_for("hang")
+    tell(closed=outcome(store.close))
+    tell(again=outcome(store.close))
+    tell(used=outcome(lambda: store.get("near")))
+    wait_for("go on")
+    names = [t.name for t in threading.enumerate()]
+    tell(threads=names)
+
+
+if __name__ == "__main__":
+    {"getting": getting, "closing": closing}[sys.argv[2]](sys.argv[1])

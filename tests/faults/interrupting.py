@@ -1,0 +1,65 @@
+"""KeyboardInterrupt, raised at any one instruction of the library's own code.
+
+Ctrl-C may come between any two instructions of the interpreter. So what is to be interrupted is run
+again and again, and an exception is raised at its first instruction, at its second, and so on until
+it ends before its turn.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tierstore
+
+PACKAGE = str(Path(tierstore.__file__).parent)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at instruction number `turn` (from 0) of the package on this thread.
+
+    `count` tells how many instructions were run, and `where` it was raised.
+    """
+
+    def __init__(self, turn: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self.turn = turn
+        self.count = 0
+        self.where = ""
+        self._kind = kind
+
+    @property
+    def fired(self) -> bool:
+        return bool(self.where)
+
+    def run(self, action: Callable[[], Any]) -> None:
+        """Run `action`; what it is interrupted with ends here."""
+        threading.current_thread()
+        sys.settrace(self._enter)
+        try:
+            action()
+        except self._kind:
+            if not self.fired:
+                raise
+        finally:
+            sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self.fired or not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_lines = False
+        frame.f_trace_opcodes = True
+        return self._instruction
+
+    def _instruction(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event != "opcode" or self.fired:
+            return self._instruction
+        if self.count == self.turn:
+            code = frame.f_code
+            self.where = f"{code.co_qualname}:{frame.f_lineno} at {frame.f_lasti}"
+            raise self._kind(self.where)
+        self.count += 1
+        return self._instruction

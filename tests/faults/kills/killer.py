@@ -1,0 +1,107 @@
+"""Kills the process it is in, at a chosen call of the system.
+
+Every function of `os` and the like through which the library touches files is wrapped: the n-th
+call from some moment on, of whatever thread, is the last one. The process dies before it, after it,
+or, if something is being written, when half of it is. What would change anything outside of one
+directory is told, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from tierstore.model.sizes import PAGE
+
+Tell = Callable[..., None]
+
+BEFORE, HALF, AFTER = "before", "half of", "after"
+
+CALLS = (
+    "open", "close", "pread", "preadv", "pwrite", "pwritev", "fsync", "fdatasync", "rename",
+    "replace", "link", "unlink", "remove", "mkdir", "rmdir", "ftruncate", "truncate",
+    "posix_fallocate", "fstat", "stat", "listdir", "scandir", "symlink", "posix_fadvise", "chmod",
+    "utime",
+)  # fmt: skip
+
+CHANGES = {
+    "rename": 2, "replace": 2, "link": 2, "unlink": 1, "remove": 1, "mkdir": 1, "rmdir": 1,
+    "truncate": 1, "symlink": 2, "chmod": 1, "utime": 1,
+}  # fmt: skip
+"""Calls that change what a directory holds, and how many paths they name."""
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Killer:
+    """Counts calls once it is armed. `inside` is the only directory that may be changed."""
+
+    def __init__(self, tell: Tell, inside: str) -> None:
+        self._tell = tell
+        self._inside = os.path.realpath(inside)
+        self._calls = itertools.count(1)  # whichever thread asks
+        self._target: int | None = None
+        self._when, self._names = BEFORE, CALLS
+        for name in CALLS:
+            setattr(os, name, self._wrapped(name, getattr(os, name)))
+        fcntl.flock = self._wrapped("flock", fcntl.flock)
+
+    def arm(self, target: int, when: str, only: str = "") -> None:
+        """From now on: die at call number `target` of all, or of `only` those of one name."""
+        self._calls = itertools.count(1)
+        self._target, self._when = target, when
+        self._names = (only,) if only else (*CALLS, "flock")
+
+    def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self._look_where(name, args, options)
+            if not self._is_due(name):
+                return original(*args, **options)
+            if self._when == BEFORE:
+                self._die(BEFORE, name)
+            if self._when == HALF and name == "pwrite":
+                half = len(args[1]) // 2 // PAGE * PAGE or len(args[1]) // 2
+                with contextlib.suppress(OSError):  # direct writes take whole pages only
+                    original(args[0], args[1][:half], args[2])
+                self._die(HALF, name)
+            try:
+                return original(*args, **options)
+            finally:
+                self._die(AFTER, name)
+
+        return call
+
+    def _is_due(self, name: str) -> bool:
+        return (
+            self._target is not None and name in self._names and next(self._calls) == self._target
+        )
+
+    def _die(self, when: str, name: str) -> None:
+        self._tell("dies", f"{when} {name}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _look_where(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if name == "open":
+            flags = args[1] if len(args) > 1 else options["flags"]
+            paths = [args[0]] if flags & WRITING else []
+        else:
+            paths = list(args[: CHANGES.get(name, 0)])
+        for path, directory in zip(paths, ("src_dir_fd", "dst_dir_fd"), strict=False):
+            if isinstance(path, int):
+                continue
+            below = options.get("dir_fd", options.get(directory))
+            where = self._where(os.fsdecode(path), below)
+            if not (where + os.sep).startswith(self._inside + os.sep):
+                self._tell("outside", f"{name} {where}")
+
+    def _where(self, path: str, below: int | None) -> str:
+        if path.startswith("/proc/self/fd/"):
+            return os.readlink(path)
+        if below is not None:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{below}"), path)
+        return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))

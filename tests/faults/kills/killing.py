@@ -1,0 +1,301 @@
+"""Kills processes that use a store, and looks at what they leave.
+
+    python -m tests.faults.kills.killing '[{"places": {"disk": "/tmp/x"}, "kills": 100, ...}]'
+
+All are forked from this process, which computes nothing and starts no thread: so torch is imported
+once. A process that is killed leaves its directory to the next one, which opens it, tells what it
+finds, works on, and is killed in turn: nobody tidies up in between. After some kills, everything is
+looked at with `tierstore-inspect`, and another directory is begun.
+
+Some are killed at a chosen call of the system, some after a random time. Prints a line of JSON for
+each process: the number of the run, and an `Outcome`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from tests.faults.kills.killer import AFTER, BEFORE, HALF
+from tests.faults.kills.oracle import Oracle
+from tests.faults.kills.working import CHECKPOINT_VALUE, Plan, group_of, warm_up, work
+from tierstore.cli.commands import inspector
+
+LIVES = 40  # in one directory
+CALLS = 50
+"""Calls of the system after which a process dies at the latest. Opening an empty directory makes
+about so many, and a put is on disk after half of them."""
+PATIENCE = 60.0
+FAILED = 3
+
+COMMITTING = ("rename", "rename", "unlink", "fsync", "pwrite")
+"""Calls that are few, and that it all depends on: half of the processes die at one of these."""
+
+DOINGS = (
+    "put", "replace", "put for now", "change", "discard", "take", "flush", "offload", "read",
+    "prefetch", "register", "register_checkpoint", "close",
+)  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """What came of one process: how and in the middle of what it died, and what was wrong then."""
+
+    place: str
+    seed: str
+    how: str = ""  # "call" or "time"
+    killed: bool = False
+    at: str = ""  # the call it died at
+    during: list[str] = field(default_factory=list)
+    left: int = 0  # temporary files that were there when it was dead
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+def forked(do: Callable[[Callable[..., None]], None]) -> tuple[int, int]:
+    """Do it in a child, which tells through a pipe. Returns its number, and where to listen."""
+    source, drain = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(drain)
+        return child, source
+
+    def tell(*told: Any) -> None:
+        os.write(drain, json.dumps(told).encode() + b"\n")
+
+    code = FAILED
+    with contextlib.suppress(BaseException):
+        try:
+            os.close(source)
+            do(tell)
+            code = 0
+        except BaseException:
+            tell("wrong", traceback.format_exc()[-3000:])
+    os._exit(code)
+
+
+def heard(child: int, source: int, kill: tuple[str, float] | None = None) -> Iterator[Any]:
+    """What a child tells, until it is dead. `kill` is how long after which message it is killed."""
+    unfinished = b""
+    ends, hangs = time.monotonic() + PATIENCE, True
+    try:
+        while True:
+            if not select.select([source], [], [], max(0.0, ends - time.monotonic()))[0]:
+                if hangs:
+                    yield ["wrong", f"it hung for {PATIENCE} seconds"]
+                os.kill(child, signal.SIGKILL)
+                ends, hangs = time.monotonic() + PATIENCE, True
+                continue
+            if not (read := os.read(source, 1 << 16)):
+                break
+            *lines, unfinished = (unfinished + read).split(b"\n")
+            for told in map(json.loads, lines):
+                if kill is not None and told[0] == kill[0]:
+                    ends, hangs, kill = time.monotonic() + kill[1], False, None
+                yield told
+    finally:
+        os.close(source)
+    _, status = os.waitpid(child, 0)
+    yield ["died", os.waitstatus_to_exitcode(status)]
+
+
+# A directory in which process after process is killed ---------------------------------------------
+
+
+class Scene:
+    """A store's directory, what lies around it, and the oracle of what is in it."""
+
+    def __init__(self, root: Path, place: str, seed: str, run: Run) -> None:
+        self._root = root
+        self._place = place
+        self._seed = seed
+        self._run = run
+        self._random = random.Random(seed)
+        self._oracle = Oracle()
+        self.lives = 0
+        self.disk_dir = root / "made" / "store"
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir(parents=True)
+        self.disk_dir.parent.mkdir()
+        (root / "file of somebody").write_bytes(b"bytes")
+        save_file(group_of(CHECKPOINT_VALUE), root / "model.safetensors")
+        self._around = self._look_around()
+
+    def _look_around(self) -> dict[str, tuple[int, int]]:
+        """All but the store's directory: no name, size or time may change."""
+        found = {}
+        for path in self._root.rglob("*"):
+            if self.disk_dir not in (path, *path.parents) and path != self.disk_dir.parent:
+                status = path.stat()
+                found[str(path)] = (status.st_size, status.st_mtime_ns)
+        return found
+
+    def kill_one(self) -> Outcome:
+        """Have a process work there and be killed."""
+        outcome = Outcome(self._place, f"{self._seed} {self.lives}")
+        plan, kill = self._plan(outcome)
+        begun = time.monotonic()
+        child, source = forked(lambda tell: work(plan, tell))
+        under_way: dict[int, str] = {}
+        for told in heard(child, source, kill):
+            self._hear(told, outcome, under_way)
+        outcome.during = sorted(set(under_way.values()))
+        outcome.seconds = time.monotonic() - begun
+        if self.disk_dir.is_dir():
+            outcome.left = len(list(self.disk_dir.glob("tmp/*")))
+        if (around := self._look_around()) != self._around:
+            outcome.wrong.append(f"outside: {set(around.items()) ^ set(self._around.items())}")
+            self._around = around
+        if outcome.left and self._random.random() < 0.2 and (self.disk_dir / "STORE.json").exists():
+            outcome.wrong += self._prune()
+        return outcome
+
+    def _plan(self, outcome: Outcome) -> tuple[Plan, tuple[str, float] | None]:
+        chance = self._random
+        self.lives += 1
+        plan = {
+            "seed": chance.randrange(1 << 30),
+            "disk_dir": str(self.disk_dir),
+            "checkpoint": str(self._root / "model.safetensors"),
+            "first_value": self.lives * 10000,
+            "steps": chance.choice((3, 10, 30)),
+            "threads": chance.choice((1, 1, 2)),
+            "mutant": self._run.mutant,
+        }
+        if chance.random() < 0.1:
+            return Plan(**plan), None
+        if not self._run.only and chance.random() < 0.3:
+            outcome.how = "time"
+            return Plan(**plan), (chance.choice(("begin", "found")), chance.expovariate(1 / 0.03))
+        outcome.how = "call"
+        opening = self.lives == 1 or chance.random() < 0.15
+        doing = "open" if opening else chance.choice(DOINGS)
+        turn = 1 if doing in ("open", "close") else chance.choice((1, 1, 2, 4))
+        plan |= {"doing": doing, "turn": turn, "when": chance.choice((BEFORE, AFTER))}
+        if not self._run.only and chance.random() < 0.5:
+            return Plan(**plan, target=chance.randint(1, CALLS)), None
+        only = self._run.only or chance.choice(COMMITTING)
+        plan |= {"when": HALF} if only == "pwrite" else {}
+        return Plan(**plan, target=chance.randint(1, 5), only=only), None
+
+    def _hear(self, told: list[Any], outcome: Outcome, under_way: dict[int, str]) -> None:
+        self._oracle.hear(told[:5])
+        if told[0] == "begin":
+            under_way[told[1]] = told[5]
+        elif told[0] == "end":
+            under_way.pop(told[1], None)
+        elif told[0] == "found":
+            found = {key: (number, length) for key, (number, length) in told[1].items()}
+            outcome.wrong += self._oracle.judge(found)
+            outcome.wrong += [f"left behind: {name}" for name in told[2]]
+            outcome.wrong += [f"damaged: {name}" for name in told[3]]
+        elif told[0] == "dies":
+            outcome.at = told[1]
+        elif told[0] == "died":
+            outcome.killed = told[1] == -signal.SIGKILL
+            if told[1] not in (0, -signal.SIGKILL):
+                outcome.wrong.append(f"ended with {told[1]}")
+        elif told[0] in ("wrong", "outside"):
+            outcome.wrong.append(f"{told[0]}: {told[1]}")
+
+    def _prune(self) -> list[str]:
+        """Have `tierstore-inspect` remove what was left, in place of an opening."""
+        wrong, _ = self._inspect("prune", "-y")
+        return wrong + [f"not pruned: {path.name}" for path in self.disk_dir.glob("tmp/*")]
+
+    def _inspect(self, command: str, *options: str) -> tuple[list[str], Any]:
+        """What is wrong with how `tierstore-inspect` ended, and what it said."""
+        said: dict[str, Any] = {}
+        wrong = []
+
+        def inspect(tell: Callable[..., None]) -> None:
+            result = CliRunner().invoke(
+                inspector, (command, str(self.disk_dir), "--json", *options)
+            )
+            tell("said", result.exit_code, result.output[-3000:])
+
+        for told in heard(*forked(inspect)):
+            if told[0] == "said" and told[1] == 0:
+                said = json.loads(told[2])
+            elif told[0] in ("said", "wrong"):
+                wrong.append(f"{command}: {told[1:]}")
+        return wrong, said
+
+    def end(self) -> Outcome:
+        """Open and close it once more, and look at everything that is left then."""
+        outcome = Outcome(self._place, f"{self._seed} at the end")
+        plan = Plan(0, str(self.disk_dir), str(self._root / "model.safetensors"), 1, steps=0)
+        for told in heard(*forked(lambda tell: work(plan, tell))):
+            self._hear(told, outcome, {})
+        outcome.wrong += self._inspect("verify", "--data")[0]
+        wrong, said = self._inspect("prune", "-y")
+        outcome.wrong += wrong
+        outcome.wrong += [f"left for prune: {each}" for each in said.get("removed", ())]
+        shutil.rmtree(self._root)
+        return outcome
+
+
+@dataclass(frozen=True)
+class Run:
+    """So many kills, in each place (a name, and where that is) in turn; or until the first that
+    shows something wrong. `only` kills at calls of that name, or all sorts."""
+
+    places: dict[str, str]
+    kills: int
+    seed: str
+    only: str = ""
+    mutant: str = ""
+    until_wrong: bool = False
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Kill them."""
+        scenes: dict[str, Scene] = {}
+        killed = 0
+        wrong = False
+        for number in itertools.count():
+            place = list(self.places)[number % len(self.places)]
+            if place not in scenes:
+                root = Path(self.places[place]) / f"scene {number}"
+                scenes[place] = Scene(root, place, f"{self.seed} {number}", self)
+            outcome = scenes[place].kill_one()
+            yield outcome
+            killed += outcome.killed
+            wrong = wrong or bool(outcome.wrong)
+            if killed == self.kills or (wrong and self.until_wrong):
+                break
+            if scenes[place].lives >= LIVES:
+                yield scenes.pop(place).end()
+        for scene in scenes.values():
+            yield scene.end()
+
+
+def main(runs: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    warm_up()
+    for number, run in enumerate(runs):
+        for outcome in Run(**run).outcomes():
+            print("OUTCOME " + json.dumps([number, asdict(outcome)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,135 @@
+"""A process ends while its store has much under way: soon, and with nothing torn.
+
+The ways to end are in `endings.py`; `exiting.py` has processes end in them.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.kills.exiting import Ending
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+ROOT = Path(__file__).resolve().parents[3]
+SOON = 30.0
+"""Seconds in which a process must have ended, however busy the machine. Alone, it is about one."""
+
+CODES = {
+    "come to the end": 0,
+    "exit with a code": 5,
+    "raise an error": 1,
+    "be terminated": -signal.SIGTERM,
+    "leave at once": 5,
+    "close": 0,
+    "fail in a with block": 1,
+    "leave a daemon thread": 0,
+    "leave a waiting thread": 0,
+    "leave a working thread": 0,
+    "use it at exit": 0,
+    "close it at exit": 0,
+    "use it too late": 0,
+    "fork a child that ends": 0,
+}
+FLUSHED = {f"flushed {number}": number for number in range(3)}
+FRESH = {f"fresh {number}": 100 + number for number in range(12)}
+CLOSED = {"close", "fail in a with block", "close it at exit", "fork a child that ends"}
+"""Ways in which the store is closed: then everything durable is there."""
+LATE = {"leave a working thread", "use it at exit", "fork a child that ends"}
+"""Ways in which it is used, and something is flushed, after the end of the main program."""
+OTHERS = ["have a dead disk"]  # for ten seconds
+
+
+@pytest.fixture(scope="module")
+def endings(
+    rounds: Callable[[int, int], int], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Ending]:
+    ways = ["use no store", *CODES, *(OTHERS if rounds(0, 1) else [])]
+    root = tmp_path_factory.mktemp("exits")
+    command = [sys.executable, "-m", "tests.faults.kills.exiting", str(root), json.dumps(ways)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("ENDING "):
+            ending = Ending(**json.loads(line.removeprefix("ENDING ")))
+            found[ending.way] = ending
+            print(f"{ending.way}: {ending.seconds:.2f} s")
+    return found
+
+
+@pytest.mark.parametrize("way", CODES)
+def test_a_process_with_much_under_way_ends_soon_and_as_it_wanted_to(
+    way: str, endings: dict[str, Ending]
+) -> None:
+    ending = endings[way]
+
+    assert ending.code == CODES[way], ending
+    assert 0 <= ending.seconds < SOON
+    # Nothing but its own error is said: no thread fails, no lease is lost, nothing is ignored.
+    assert ending.errors.count("Traceback") == (ending.code == 1)
+    assert ("RuntimeError: expected" in ending.errors) == (ending.code == 1)
+    assert "Exception ignored" not in ending.errors
+
+
+@pytest.mark.parametrize("way", CODES)
+def test_what_it_leaves_is_whole(way: str, endings: dict[str, Ending]) -> None:
+    found = endings[way].found
+
+    groups = found["groups"]
+    flushed = FLUSHED | ({"flushed late": 7} if way in LATE else {})
+    assert flushed.items() <= groups.items()
+    assert groups.items() <= (flushed | FRESH).items()
+    if way in CLOSED:
+        assert groups == flushed | FRESH
+    assert found["damaged"] == []
+    assert found["left behind"] == []
+
+
+def test_some_end_in_the_middle_of_writing(endings: dict[str, Ending]) -> None:
+    """The control: files that are half-written, and groups that did not come to the disk."""
+    abrupt = [endings["be terminated"], endings["leave at once"]]
+
+    assert any(ending.found["left"] for ending in abrupt)
+    assert all(len(ending.found["groups"]) < len(FLUSHED | FRESH) for ending in abrupt)
+
+
+@pytest.mark.parametrize("way", sorted(LATE))
+def test_the_store_works_until_the_exit_handlers_are_done(
+    way: str, endings: dict[str, Ending]
+) -> None:
+    assert endings[way].told["worked"] == 100
+
+
+def test_after_the_stores_own_exit_handler_every_call_raises_at_once(
+    endings: dict[str, Ending],
+) -> None:
+    told = dict(endings["use it too late"].told)
+
+    del told["ends"]
+    assert told.pop("close") == "returns"
+    assert set(told.values()) == {"ClosedError"}, told
+    assert len(told) == 5
+
+
+def test_the_exit_of_a_forked_child_leaves_the_parent_its_lock(endings: dict[str, Ending]) -> None:
+    assert endings["fork a child that ends"].told["locked"]
+
+
+def test_a_dead_disk_does_not_keep_the_process_alive(
+    endings: dict[str, Ending], rounds: Callable[[int, int], int]
+) -> None:
+    if not rounds(0, 1):
+        pytest.skip("takes ten seconds: with --long")
+    ending = endings["have a dead disk"]
+
+    assert ending.code == 0
+    assert ending.seconds < SOON
+    assert FLUSHED.items() <= ending.found["groups"].items()

@@ -1,0 +1,122 @@
+"""A flush is a promise also to those whose groups are replaced or discarded at the same moment.
+
+The disk is held up here at a chosen moment, so that what would need luck with a kill is certain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tierstore import Access, TierStore
+from tierstore.transfer.directory import ObjectDirectory
+
+OLD, NEW, NEWER = 1, 2, 3
+PATIENCE = 60.0
+KEY = "group"
+
+
+def numbers(number: int) -> torch.Tensor:
+    return torch.full((1000,), number, dtype=torch.int32)
+
+
+def on_disk(disk_dir: Path) -> int | None:
+    """What a process would find if this one were killed now."""
+    paths = list(disk_dir.glob("objects/*/*.safetensors"))
+    return int(load_file(paths[0])[KEY][0]) if paths else None
+
+
+def take(store: TierStore) -> None:
+    store.acquire(KEY, Access.TAKE).release()
+
+
+WAYS: dict[str, Callable[[TierStore], None]] = {
+    "replaced": lambda store: store.put(KEY, numbers(NEWER)),
+    "replaced for now": lambda store: store.put(KEY, numbers(NEWER), durable=False),
+    "discarded": lambda store: store.discard(KEY),
+    "taken": take,
+}
+
+
+class HeldUp:
+    """A call that waits until the gate is opened. `reached` once somebody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.reached = threading.Event()
+        self.gate = threading.Event()
+        original = getattr(ObjectDirectory, name)
+
+        def call(*args: Any) -> Any:
+            self.reached.set()
+            assert self.gate.wait(PATIENCE)
+            return original(*args)
+
+        monkeypatch.setattr(ObjectDirectory, name, call)
+
+
+def started(do: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first", ["the flush", "the change"])
+def test_after_a_flush_nothing_older_is_on_disk_than_what_was_put_before_it(
+    way: str, first: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TierStore("4MB", disk_dir, device="cpu") as store:
+        store.put(KEY, numbers(OLD))
+        store.flush()
+        store.put(KEY, numbers(NEW))
+        commits, removals = HeldUp(monkeypatch, "commit"), HeldUp(monkeypatch, "remove")
+
+        def change() -> None:
+            WAYS[way](store)
+
+        if first == "the flush":
+            flush = started(store.flush)
+            assert commits.reached.wait(PATIENCE)
+            changing = started(change)
+        else:
+            changing = started(change)
+            if way != "replaced":
+                assert removals.reached.wait(PATIENCE)
+            flush = started(store.flush)
+        flush.join(0.5)
+        returned_early, found = not flush.is_alive(), on_disk(disk_dir)
+        commits.gate.set()
+        removals.gate.set()
+        flush.join(PATIENCE)
+        changing.join(PATIENCE)
+
+        assert not (returned_early and found == OLD)
+        assert not flush.is_alive() and not changing.is_alive()
+        assert on_disk(disk_dir) in ((NEW, NEWER) if way == "replaced" else (None,))
+
+
+@pytest.mark.parametrize("way", ["replaced for now", "discarded", "taken"])
+def test_what_is_being_saved_when_it_goes_for_good_does_not_come_back(
+    way: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TierStore("4MB", disk_dir, device="cpu") as store:
+        staging = HeldUp(monkeypatch, "_write_file")
+        store.put(KEY, numbers(OLD))
+        flush = started(store.flush)
+        assert staging.reached.wait(PATIENCE)
+        changing = started(lambda: WAYS[way](store))
+        changing.join(0.2)  # it may have to wait for the disk
+        staging.gate.set()
+        changing.join(PATIENCE)
+        flush.join(PATIENCE)
+
+        assert not flush.is_alive() and not changing.is_alive()
+    assert on_disk(disk_dir) is None
+    with TierStore("4MB", disk_dir, device="cpu") as store:
+        assert KEY not in store

@@ -1,0 +1,184 @@
+"""Processes that use a store are killed at any moment: nothing acknowledged is lost, none is torn.
+
+What they are doing is in `working.py`, how they are killed in `killer.py` and `killing.py`, what
+may be found afterwards in `oracle.py`, and what would be if it were done worse in `mutants.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.kills.killing import DOINGS, Outcome
+from tests.faults.kills.mutants import MUTANTS
+from tests.faults.kills.oracle import FLUSH, KEEP, LOSE, WRITE, Oracle
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
+
+ROOT = Path(__file__).resolve().parents[3]
+IN_MEMORY = Path("/dev/shm")
+
+# What must be said of each way to do it worse, and the calls where that is looked for.
+SIGNS = {
+    "write in place": ("damaged|a mixture|CorruptDataError|InvalidHeaderError", "pwrite"),
+    "remove before the rename": (": None is found", "rename"),
+    "never clean up": ("left behind", ""),
+    "flush nothing": (" is found, and not one of", ""),
+    "remove nothing": (r"and not one of \[None", ""),
+    "write elsewhere": ("outside", ""),
+}
+ENOUGH = 500
+"""Kills within which one shows what is wrong; the first few do."""
+
+
+def all_outcomes(runs: list[dict[str, Any]]) -> list[list[Outcome]]:
+    command = [sys.executable, "-m", "tests.faults.kills.killing", json.dumps(runs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[list[Outcome]] = [[] for _ in runs]
+    for line in done.stdout.splitlines():
+        if line.startswith("OUTCOME "):
+            number, outcome = json.loads(line.removeprefix("OUTCOME "))
+            found[number].append(Outcome(**outcome))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    rounds: Callable[[int, int], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, list[Outcome]]]:
+    """What came of everybody who was killed, by mutant ("" for the store itself)."""
+    disk = str(tmp_path_factory.mktemp("kills"))
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as memory:
+        runs: list[dict[str, Any]] = [
+            {
+                "places": {"memory": memory, "disk": disk},
+                "kills": rounds(300, 5000),
+                "seed": "kills",
+            }
+        ]
+        for mutant, (_, only) in SIGNS.items():
+            runs.append(
+                {
+                    "places": {"memory": memory},
+                    "kills": ENOUGH,
+                    "seed": mutant,
+                    "mutant": mutant,
+                    "only": only,
+                    "until_wrong": True,
+                }
+            )
+        yield dict(zip(["", *SIGNS], all_outcomes(runs), strict=True))
+
+
+def test_whoever_is_killed_has_lost_torn_and_left_nothing(
+    outcomes: dict[str, list[Outcome]], rounds: Callable[[int, int], int]
+) -> None:
+    found = outcomes[""]
+
+    assert [outcome for outcome in found if outcome.wrong] == []
+    killed = [outcome for outcome in found if outcome.killed]
+    assert len(killed) == rounds(300, 5000)
+
+
+def test_the_kills_come_in_the_middle_of_everything(
+    outcomes: dict[str, list[Outcome]], rounds: Callable[[int, int], int]
+) -> None:
+    killed = [outcome for outcome in outcomes[""] if outcome.killed]
+
+    assert {outcome.place for outcome in killed} == {"memory", "disk"}
+    assert {outcome.how for outcome in killed} == {"call", "time"}
+    assert sum(outcome.left > 0 for outcome in killed) > len(killed) / 10  # half-written files
+    died_at = {outcome.at for outcome in killed}
+    assert {"half of pwrite", "after fsync"} <= died_at
+    assert died_at & {"before rename", "after rename"}
+    assert died_at & {"before unlink", "after unlink"}
+    during = {doing for outcome in killed for doing in outcome.during}
+    assert {"open", "flush", "register", "close"} <= during
+    if rounds(0, 1):
+        assert {"open", *DOINGS} <= during
+        calls = ("open", "rename", "unlink", "fsync", "pwrite", "mkdir", "ftruncate", "flock")
+        assert {f"{when} {call}" for when in ("before", "after") for call in calls} <= died_at
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_same_kills_find_what_is_done_worse(
+    mutant: str, outcomes: dict[str, list[Outcome]]
+) -> None:
+    sign, _ = SIGNS[mutant]
+
+    wrong = [text for outcome in outcomes[mutant] for text in outcome.wrong]
+
+    assert [text for text in wrong if re.search(sign, text)], wrong
+
+
+# The oracle ---------------------------------------------------------------------------------------
+
+
+def told(*messages: tuple[Any, ...]) -> Oracle:
+    oracle = Oracle()
+    for message in messages:
+        oracle.hear(list(message))
+    return oracle
+
+
+PUT_ONE = ("begin", 1, KEEP, "key", (1, 5)), ("end", 1)
+FLUSHED = ("begin", 2, FLUSH, "", None), ("end", 2)
+PUT_TWO = ("begin", 3, KEEP, "key", (2, 5)), ("end", 3)
+
+
+@pytest.mark.parametrize(
+    ("messages", "may_be_found", "may_not"),
+    [
+        pytest.param(PUT_ONE, [None, 1], [2], id="before a flush, the old or the new one"),
+        pytest.param((*PUT_ONE, *FLUSHED), [1], [None, 2], id="after a flush, the new one"),
+        pytest.param((*PUT_ONE, *FLUSHED, *PUT_TWO), [1, 2], [None], id="and then a newer one"),
+        pytest.param(
+            (*PUT_ONE, *FLUSHED, PUT_TWO[0]), [1, 2], [None], id="even if that never ended"
+        ),
+        pytest.param(
+            (*PUT_ONE, FLUSHED[0], *PUT_TWO, FLUSHED[1]), [1, 2], [None], id="put during a flush"
+        ),
+        pytest.param((*PUT_ONE, *PUT_TWO, *FLUSHED), [2], [None, 1], id="only the newest"),
+        pytest.param(
+            (*PUT_ONE, *FLUSHED, ("begin", 4, LOSE, "key", None)), [1, None], [2], id="maybe lost"
+        ),
+        pytest.param(
+            (*PUT_ONE, *FLUSHED, ("begin", 4, LOSE, "key", None), ("end", 4)),
+            [None],
+            [1],
+            id="lost for good",
+        ),
+        pytest.param(
+            (*PUT_ONE, ("begin", 4, WRITE, "key", (2, 5)), ("end", 4)),
+            [2],
+            [None, 1],
+            id="written at once",
+        ),
+    ],
+)
+def test_the_oracle_knows_what_may_be_found(
+    messages: list[tuple[Any, ...]], may_be_found: list[int | None], may_not: list[int | None]
+) -> None:
+    def judged(number: int | None) -> list[str]:
+        return told(*messages).judge({} if number is None else {"key": (number, 5)})
+
+    assert [number for number in may_be_found if judged(number)] == []
+    assert [number for number in may_not if not judged(number)] == []
+
+
+def test_the_oracle_knows_what_nobody_put_and_what_was_found_before() -> None:
+    oracle = told(*PUT_ONE)
+
+    assert oracle.judge({"key": (1, 5), "other": (3, 5)})
+    assert not oracle.judge({"key": (1, 5), "other": (3, 5)})
+    assert oracle.judge({"key": (1, 5)})
+    assert oracle.judge({})

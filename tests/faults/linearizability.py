@@ -1,0 +1,233 @@
+"""Whether what several threads saw of one key can have happened one operation after the other.
+
+Each operation takes effect at one moment between its begin and its end. A history is sound if such
+moments can be chosen so that every operation finds what it says it found. The search is Wing and
+Gong's, with Lowe's memory of what was tried before: the operations that are over, and the value
+that they leave.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from math import inf
+
+LIMIT = 200_000
+"""Positions that a search may visit. Histories of a few hundred operations visit hundreds."""
+
+
+class Some(Enum):
+    """What is said of a value without naming it."""
+
+    ANY = "whatever is there, if anything"
+    GROUP = "some group"
+    SAME = "what was there before"
+
+
+Value = int | None | Some
+"""A value that was written; None where the key is unknown."""
+
+
+class Undecided(Exception):
+    """The history is too long, or too wild, to be judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call: what it found, and what it left.
+
+    It leaves `left` wherever it comes, or only where it meets `only`. `maybe` marks a call that was
+    cut short: it took effect once, or not at all, and perhaps later than its caller was told.
+    """
+
+    begin: float
+    end: float
+    found: Value
+    left: Value
+    who: str = ""
+    maybe: bool = False
+    only: Value = Some.ANY
+
+    def fits(self, value: int | None) -> bool:
+        """Whether it can come where `value` is."""
+        if self.found is Some.ANY:
+            return True
+        return value is not None if self.found is Some.GROUP else self.found == value
+
+    def after(self, value: int | None) -> int | None:
+        """The value that is there when it has come."""
+        passes = self.only is not Some.ANY and self.only != value
+        return value if passes or isinstance(self.left, Some) else self.left
+
+    def __str__(self) -> str:
+        found, left = (v.name if isinstance(v, Some) else v for v in (self.found, self.left))
+        notes = " (maybe)" * self.maybe + f" (only of {self.only})" * (self.only is not Some.ANY)
+        return f"{self.begin:>9} {self.end:>9}  {found} -> {left}{notes}  {self.who}"
+
+
+@dataclass
+class _Search:
+    """One history, in the order of its begins."""
+
+    operations: list[Operation]
+    visited: set[tuple[int, int | None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.needed = sum(1 << i for i, op in enumerate(self.operations) if not op.maybe)
+        # Which operations find a value, and which leave it: as bits.
+        self.finders: dict[Value, int] = defaultdict(int)
+        self.makers: dict[Value, int] = defaultdict(int)
+        for i, op in enumerate(self.operations):
+            self.finders[op.found] |= (not op.maybe) << i
+            self.makers[op.left] |= 1 << i
+
+    def order(self, value: int | None) -> list[Operation] | None:
+        """An order in which everything fits, from `value` on; None if there is none."""
+        path: list[tuple[int, int, int | None]] = []  # operation, and where we were before it
+        places = [iter([*self._next(0, value)])]
+        done = 0
+        while self.needed & ~done:
+            found = next(places[-1], None)
+            if found is None:
+                places.pop()
+                if not path:
+                    return None
+                _, done, value = path.pop()
+                continue
+            before, there = done | 1 << found, self.operations[found].after(value)
+            if (before, there) in self.visited:
+                continue
+            self._note(before, there)
+            path.append((found, done, value))
+            done, value = before, there
+            places.append(iter([*self._next(done, value)]))
+        return [self.operations[i] for i, _, _ in path]
+
+    def _note(self, done: int, value: int | None) -> None:
+        self.visited.add((done, value))
+        if len(self.visited) > LIMIT:
+            raise Undecided(f"{len(self.operations)} operations, {LIMIT} positions visited")
+
+    def _next(self, done: int, value: int | None) -> list[int]:
+        """What can come now. Whatever changes nothing comes at once: that is never a mistake."""
+        found = []
+        for i in self._open(done):
+            op = self.operations[i]
+            if not op.fits(value):
+                continue
+            if op.left is Some.SAME and not op.maybe:
+                return [i]
+            if not self._is_missed(done | 1 << i, value, op.after(value)):
+                found.append(i)
+        return found
+
+    def _open(self, done: int) -> list[int]:
+        """The operations before which no other must come."""
+        found, deadline = [], inf
+        first = (~done & (done + 1)).bit_length() - 1
+        for i in range(first, len(self.operations)):
+            op = self.operations[i]
+            if op.begin > deadline:
+                break
+            if not done >> i & 1:
+                found.append(i)
+                if not op.maybe:
+                    deadline = min(deadline, op.end)
+        return sorted(found, key=lambda i: self.operations[i].end)
+
+    def _is_missed(self, done: int, value: int | None, then: int | None) -> bool:
+        """Whether somebody must still find `value`, and it never comes again."""
+        if value is None or value == then:
+            return False
+        return bool(self.finders[value] & ~done) and not self.makers[value] & ~done
+
+
+def order(start: int | None, operations: Iterable[Operation]) -> list[Operation] | None:
+    """An order that explains the history of one key that held `start`; None if there is none.
+
+    Raises Undecided.
+    """
+    return _Search(sorted(operations, key=lambda op: op.begin)).order(start)
+
+
+def assert_linearizable(key: str, start: int | None, operations: Sequence[Operation]) -> None:
+    """Assert that there is such an order. The message shows the shortest part that has none."""
+    if order(start, operations) is not None:
+        return
+    by_end = sorted(operations, key=lambda op: op.end)
+    for count in range(1, len(by_end) + 1):
+        # What has not ended yet may have taken effect, or not.
+        part = [*by_end[:count], *(_unfinished(op) for op in by_end[count:])]
+        if _has_none(start, part):
+            last = by_end[count - 1]
+            near = [op for op in operations if op.end >= last.begin - 200 and op.begin <= last.end]
+            near.sort(key=lambda op: op.begin)
+            listed = "\n".join(map(str, near))
+            raise AssertionError(
+                f"{key}: no order explains\n{last}\nwhich began with {start}, among\n{listed}"
+            )
+    raise AssertionError(f"{key}: no order explains its history")
+
+
+def _has_none(start: int | None, operations: list[Operation]) -> bool:
+    try:
+        return order(start, operations) is None
+    except Undecided:
+        return False
+
+
+def _unfinished(operation: Operation) -> Operation:
+    return replace(operation, end=inf, found=Some.ANY, maybe=True)
+
+
+def lent(value: int) -> int:
+    """The value while somebody has it alone: it is a group, but nobody else can find it."""
+    return -value
+
+
+class History:
+    """What threads did to several keys, each operation with the moments of its begin and end.
+
+    Values are positive.
+    """
+
+    def __init__(self) -> None:
+        self._clock = itertools.count()  # `next` of it is one step, whoever asks
+        self._operations: dict[str, list[Operation]] = defaultdict(list)
+
+    def now(self) -> int:
+        """A moment that is later than all before."""
+        return next(self._clock)
+
+    def add(  # what was found and what was left, when and by whom: all of it is needed
+        self, key: str, begin: int, found: Value, left: Value, who: str
+    ) -> None:
+        """An operation that began at `begin` is over now."""
+        self._operations[key].append(Operation(begin, self.now(), found, left, who))
+
+    def add_cut(self, key: str, begin: int, left: Value, who: str) -> None:
+        """An operation was cut short: it takes effect at some time before all is settled."""
+        self._operations[key].append(Operation(begin, inf, Some.ANY, left, who, maybe=True))
+
+    def add_return(self, key: str, begin: int, value: int, left: Value, who: str) -> None:
+        """Who had `value` alone has given it back, as `left`: if it was not replaced meanwhile."""
+        self._operations[key].append(
+            Operation(begin, self.now(), Some.ANY, left, who, only=lent(value))
+        )
+
+    def __len__(self) -> int:
+        return sum(map(len, self._operations.values()))
+
+    def settle(self, values: dict[str, int | None]) -> dict[str, list[Operation]]:
+        """Nobody does anything now, and these are the values. Returns all since the last time.
+
+        Nothing takes effect later than this.
+        """
+        histories, self._operations = self._operations, defaultdict(list)
+        for key, value in values.items():
+            now = self.now()
+            histories[key].append(Operation(now, now, value, Some.SAME, "at the end"))
+        return histories

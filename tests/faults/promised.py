@@ -1,0 +1,251 @@
+"""Values that prove themselves, work that makes them in a store, and what is promised of them.
+
+Whoever works in a store tells of each change before it begins, and when it is acknowledged. From
+that alone, outside, `Promised` knows what may be found after the power was cut: what was
+acknowledged last, or anything that was begun since.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstore import TierStore
+from tierstore.adoption import WEIGHTS, content_hash
+from tierstore.model.errors import TierStoreError
+from tierstore.model.tiers import Access
+from tierstore.transfer.objects import LOCK, MARKER, OBJECTS, TEMPORARY
+
+PAGE = 4096
+BUDGET = 48 * PAGE
+HEAD = 64
+SIZES = (HEAD, 700, PAGE, 3 * PAGE + 123, 10 * PAGE)
+"""Some are written through the system's cache alone, others past it but for their end."""
+KEYS = 6
+"""Of each worker."""
+
+Name = tuple[str, int]
+"""The key that a value was made for, and its number."""
+Tell = Callable[..., None]
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def value(key: str, number: int) -> dict[str, torch.Tensor]:
+    """The value of that name. All bytes follow from it. Its size follows from the number alone."""
+    kind = number % len(SIZES)
+    seed = zlib.crc32(f"{key} {number}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (SIZES[kind],), generator=generator, dtype=torch.uint8)
+    head = f"{key} {number}".encode().ljust(HEAD)
+    data[:HEAD] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    return {"data": data} if kind % 2 else {"data": data, "tail": data[:13].clone()}
+
+
+def name_of(found: dict[str, torch.Tensor]) -> Name:
+    """The name of a value. Raises ValueError unless it is that value, bit for bit."""
+    key, _, number = bytes(found["data"][:HEAD].tolist()).decode().rstrip().rpartition(" ")
+    expected = value(key, int(number))
+    if found.keys() != expected.keys() or not all(
+        torch.equal(found[name], expected[name]) for name in expected
+    ):
+        raise ValueError(f"half of {key} {number}, and half of something else")
+    return key, int(number)
+
+
+class Promised:
+    """What may be under each key now, if the power is cut now. None: nothing is there."""
+
+    def __init__(self) -> None:
+        self._may: dict[str, list[Name | None]] = {}
+        self.acknowledged = 0
+
+    def told(self, what: str, *about: Any) -> None:
+        """Hear what a worker tells."""
+        if what == "begin":
+            key, origin, number = about
+            found = None if number is None else (origin, number)
+            self._may.setdefault(key, [None]).append(found)
+        elif what == "sure":
+            self._be_sure(key for key in self._may if key == about[0])
+        elif what == "all sure":
+            self._be_sure(key for key in self._may if key.startswith(about[0]))
+
+    def _be_sure(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.acknowledged += len(self._may[key]) > 1
+            self._may[key] = self._may[key][-1:]
+
+    def broken_by(self, found: dict[str, Name | str]) -> list[str]:
+        """What is wrong with what was found: names of values by key, or an error instead."""
+        wrong = []
+        for key in sorted(self._may.keys() | found.keys()):
+            there = found.get(key)
+            if isinstance(there, str):
+                wrong.append(f"damaged: {key}: {there}")
+            elif there not in (may := self._may.get(key, [None])):
+                wrong.append(f"lost: {key} is {there}, not any of {may}")
+        return wrong
+
+    def begin_with(self, found: dict[str, Name | str]) -> None:
+        """What was found after a power cut will be there after the next one."""
+        self._may = {key: [name] for key, name in found.items() if not isinstance(name, str)}
+
+
+# Work ---------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """Does what users do in a store, on keys of its own, and tells of it."""
+
+    def __init__(self, store: TierStore, name: str, seed: int, tell: Tell) -> None:
+        self._store = store
+        self._name = name
+        self._random = random.Random(f"{seed} {name}")
+        self._number = seed * 1000
+        self._tell = tell
+        self._durable = {
+            key: name_of(store.get(key))[1] for key in store.keys(f"{name}/")
+        }  # what is to survive, with its number
+        self._registered = f"{name}/registered"
+        self._ways = (
+            [self._put] * 8
+            + [self._edit] * 4
+            + [self._put_for_now, self._discard, self._get]
+            + [self._flush] * 4
+        )
+
+    def go_on(self, times: int) -> None:
+        """Do something, so many times."""
+        if self._registered not in self._store:
+            self._register()
+        for _ in range(times):
+            self._random.choice(self._ways)()
+
+    def _some_key(self) -> str:
+        return f"{self._name}/{self._random.randrange(KEYS)}"
+
+    def _next(self, like: int | None = None) -> int:
+        """A number that was not used yet, for a value as large as that of another number."""
+        self._number += 1
+        while like is not None and (self._number - like) % len(SIZES):
+            self._number += 1
+        return self._number
+
+    def _put(self) -> None:
+        key, number = self._some_key(), self._next()
+        self._tell("begin", key, key, number)
+        self._store.put(key, value(key, number))
+        self._durable[key] = number
+
+    def _put_for_now(self) -> None:
+        key = self._some_key()
+        self._tell("begin", key, key, None)
+        self._durable.pop(key, None)
+        # The next flush sees to it that what was there is gone.
+        self._store.put(key, value(key, self._next()), durable=False)
+
+    def _discard(self) -> None:
+        key = self._some_key()
+        if key in self._store:
+            self._tell("begin", key, key, None)
+            self._durable.pop(key, None)
+            self._store.discard(key)
+            self._tell("sure", key)
+
+    def _register(self) -> None:
+        number = self._next()
+        tensors = value(self._registered, number)
+        weights = WEIGHTS + content_hash(tensors)
+        self._tell("begin", weights, self._registered, number)
+        self._store.register(self._registered, tensors)
+        self._tell("sure", weights)
+        self._durable[self._registered] = number
+
+    def _edit(self) -> None:
+        if not self._durable:
+            return
+        key = self._random.choice(sorted(self._durable))
+        number = self._next(like=self._durable[key])
+        new = value(key, number)
+        with self._store.acquire(key, Access.UPDATE) as lease:
+            self._tell("begin", key, key, number)
+            for name, tensor in lease.tensors.items():
+                tensor.copy_(new[name])
+            self._durable[key] = number
+
+    def _get(self) -> None:
+        key = self._some_key()
+        if key in self._store:
+            name_of(self._store.get(key))
+
+    def _flush(self) -> None:
+        self._store.flush()
+        self._tell("all sure", f"{self._name}/")
+
+
+def contents(disk_dir: Path) -> tuple[dict[str, Name | str], list[str]]:
+    """Open the store, read everything and close it. Returns what is under each key, and what lies
+    in the directory that has no business there."""
+    with TierStore(BUDGET, disk_dir, device="cpu") as store:
+        found: dict[str, Name | str] = {
+            name: str(error) for name, error in store._directory.damaged.items()
+        }
+        for key in store:
+            try:
+                found[key] = name_of(store.get(key))
+            except (TierStoreError, ValueError, KeyError) as error:
+                found[key] = f"{type(error).__name__}: {error}"
+        count = len(found)
+        left = [str(path.relative_to(disk_dir)) for path in disk_dir.rglob("*") if path.is_file()]
+    objects = [name for name in left if name.startswith(f"{OBJECTS}/")]
+    others = sorted(set(left) - set(objects) - {MARKER, LOCK})
+    assert (disk_dir / TEMPORARY).is_dir()
+    return found, others + ([f"{len(objects)} objects"] if len(objects) != count else [])
+
+
+# What must go wrong -------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_syncs(of: str | None) -> Iterator[None]:
+    """Nobody syncs `"files"`, or `"directories"`: negative controls. None: as always."""
+    true_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        if of != ("directories" if is_directory else "files"):
+            true_fsync(descriptor)
+
+    os.fsync = fsync
+    try:
+        yield
+    finally:
+        os.fsync = true_fsync
+
+
+@contextmanager
+def syncing_again() -> Iterator[None]:
+    """What nobody should do: a sync that fails is tried once more."""
+    fsync = os.fsync
+
+    def twice(descriptor: int) -> None:
+        try:
+            fsync(descriptor)
+        except OSError:
+            fsync(descriptor)
+
+    os.fsync = twice
+    try:
+        yield
+    finally:
+        os.fsync = fsync

@@ -1,0 +1,189 @@
+"""A disk replayed up to some moment, without some of the writes that it had not flushed yet.
+
+    python -m tests.faults.replaying '[{"kind": "ext4", "place": ..., "states": 100}]'
+
+A store works on a file system on a disk that remembers every write (`block_device.py`). What a
+disk has flushed, it has; of what it was given since, a power cut leaves anything. So there is a
+state behind each write, and more of them: the file system is mounted in that state, by its own
+kernel, and a store is opened there.
+
+Prints a line of JSON for each: the number of the plan, and a `Cut`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.faults.block_device import FLUSH, MARK, WRITE, Device, Entry, block_device, read_log
+from tests.faults.facilities import Unusable, loop_mounted, make_image, program, run
+from tests.faults.power import PATIENCE, Cut, Listening, forked, found_by_another
+from tests.faults.promised import (
+    BUDGET,
+    Promised,
+    Tell,
+    Worker,
+    without_syncs,
+)
+from tierstore import TierStore
+
+SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # xfs does without no less
+STEPS = 15
+SECTOR = 512
+
+
+@dataclass
+class Plan:
+    """So many `states` of one disk, `without` syncs of `"files"` or `"directories"` or with all."""
+
+    kind: str
+    place: str
+    states: int
+    seed: int = 0
+    without: str | None = None
+
+
+# Recording ----------------------------------------------------------------------------------------
+
+
+def work(device: Device, disk_dir: Path, plan: Plan) -> None:
+    """Two sessions. What they tell is remembered by the disk, between its writes."""
+    marks = os.open(device.marks, os.O_WRONLY)
+
+    def tell(*told: Any) -> None:
+        os.write(marks, json.dumps(told).encode())
+
+    for session in (2 * plan.seed, 2 * plan.seed + 1):
+        with TierStore(BUDGET, disk_dir, device="cpu") as store, without_syncs(plan.without):
+            Worker(store, "0", session, tell).go_on(STEPS)
+            store.flush()
+            tell("all sure", "")
+
+
+def record(plan: Plan, image: Path) -> list[Entry]:
+    """Work on a disk that begins as `image`. Returns what happened to it."""
+    place = Path(plan.place)
+    disk, log = place / "disk.image", place / "log"
+    copy(image, disk)
+    log.unlink(missing_ok=True)
+    with (
+        block_device(disk, place / f"{plan.kind}.device", log) as device,
+        loop_mounted(device.disk, place / "worked-on") as directory,
+    ):
+
+        def at_work(tell: Tell) -> None:
+            work(device, directory / "store", plan)
+
+        child = Listening(*forked(at_work))
+        told = list(child.until(PATIENCE))
+        child.bury()
+    (place / f"{plan.kind}.device").rmdir()
+    assert not told, told
+    return read_log(log)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file with holes."""
+    run(program("cp"), "--sparse=always", source, target)
+
+
+# States -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Moment:
+    """Behind an entry: what the disk was given and has not flushed, and what was promised."""
+
+    behind: int
+    given: Sequence[Entry]
+    promised: Promised
+
+
+def moments(entries: Sequence[Entry], image: Path, wanted: Sequence[int]) -> Iterator[Moment]:
+    """The wanted ones, in order. `image` holds what the disk has flushed until then."""
+    given: list[Entry] = []
+    promised = Promised()
+    left = list(wanted)
+    with open(image, "r+b", buffering=0) as file:
+        for behind, entry in enumerate(entries):
+            if entry.kind == WRITE:
+                given.append(entry)
+            elif entry.kind == FLUSH:
+                for each in given:
+                    os.pwrite(file.fileno(), each.data, each.offset)
+                given.clear()
+            else:
+                what, *about = json.loads(entry.data)
+                promised.told(what, *about)
+            while left and left[0] == behind:
+                yield Moment(left.pop(0), given, promised)
+
+
+def choose(entries: Sequence[Entry], count: int, chosen: random.Random) -> list[int]:
+    """Moments right behind an acknowledgement, a third, and behind writes of a store at work."""
+    marks = [at for at, entry in enumerate(entries) if entry.kind == MARK]
+    sure = [at for at in marks if "sure" in json.loads(entries[at].data)[0]]
+    writes = [at for at in range(marks[0], marks[-1]) if entries[at].kind == WRITE]
+    moments = chosen.sample(sure, min(len(sure), -(-count // 3)))
+    return sorted(moments + chosen.choices(writes, k=count - len(moments)))
+
+
+def keep_some(image: Path, given: Sequence[Entry], chosen: random.Random) -> int:
+    """Write some of what the disk was given. Returns how many it has lost."""
+    share = chosen.choice((0, 0.5, 0.5, 1))
+    lost = 0
+    with open(image, "r+b", buffering=0) as file:
+        for entry in given:
+            if chosen.random() >= share:
+                lost += 1
+                continue
+            torn = chosen.random() < 0.1
+            end = chosen.randrange(0, len(entry.data), SECTOR) if torn else len(entry.data)
+            os.pwrite(file.fileno(), entry.data[:end], entry.offset)
+    return lost
+
+
+def replay(plan: Plan) -> Iterator[Cut]:
+    """What came of each state."""
+    place = Path(plan.place)
+    image, state = place / "replayed.image", place / "state.image"
+    make_image(image, plan.kind, SIZES[plan.kind])
+    entries = record(plan, image)
+    chosen = random.Random(f"{plan.kind} {plan.seed}")
+    for moment in moments(entries, image, choose(entries, plan.states, chosen)):
+        copy(image, state)
+        lost = keep_some(state, moment.given, chosen)
+        result = Cut(moment.behind, f"{lost} of {len(moment.given)} writes lost")
+        result.acknowledged = moment.promised.acknowledged
+        try:
+            with loop_mounted(state, place / "looked-at") as directory:
+                found = found_by_another(directory / "store", result)
+            if found is not None:
+                result.broken += moment.promised.broken_by(found)
+        except Unusable as error:
+            result.broken.append(f"it could not be mounted: {error}")
+        yield result
+
+
+def main(plans: list[Plan]) -> None:
+    torch.set_num_threads(1)
+    for number, plan in enumerate(plans):
+        place = Path(plan.place) / f"plan-{number}"
+        place.mkdir()
+        plan.place = str(place)
+        for result in replay(plan):
+            print("RESULT " + json.dumps([number, asdict(result)]), flush=True)
+        shutil.rmtree(place)
+
+
+if __name__ == "__main__":
+    main([Plan(**plan) for plan in json.loads(sys.argv[1])])

@@ -1,0 +1,115 @@
+"""Scenarios that meet a fault, one by one: what is promised must hold during it and afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from tests.faults.injecting import FAULTS, Fault, Injector, injected
+from tests.faults.scenarios import (
+    SCENARIOS,
+    Scenario,
+    Value,
+    World,
+    check_afterwards,
+    check_directory,
+    copy_tree,
+    nothing_left_behind,
+)
+from tests.store.helpers import join
+
+T = TypeVar("T")
+Meet = Callable[[World], AbstractContextManager[T]]
+"""What makes the fault, and ends it."""
+
+TOLERATED = {"short"}
+"""Of these nobody is told: they are completed."""
+MOST = 1000
+"""No scenario has as many calls."""
+
+
+class Sweep:
+    """One scenario, whose files are made once, in `scratch`. Any number of faults may meet it."""
+
+    def __init__(self, name: str, scratch: Path) -> None:
+        self.scenario: Scenario = SCENARIOS[name]
+        self._scratch = Path(tempfile.mkdtemp(dir=scratch))
+        self._runs = 0
+        world = World(self._scratch / "prepared")
+        world.place.mkdir()
+        self.scenario.prepare(world)
+        self._durable: dict[str, set[Value]] = world.durable
+
+    def meets(self, fault: Meet[T], *, untold: bool = False) -> T:
+        """The scenario, with a fault while it acts. Raises if a promise is broken.
+
+        Of what is `untold` nobody may be told.
+        """
+        self._runs += 1
+        world = World(self._scratch / str(self._runs), self.scenario.budget)
+        copy_tree(self._scratch / "prepared", world.place)
+        world.durable = {key: set(values) for key, values in self._durable.items()}
+        with nothing_left_behind():
+            self.scenario.begin(world)
+            with fault(world) as met:
+                self.scenario.act(world)
+            assert not untold or world.errors == [], f"it was not made good: {world.errors}"
+            if world.disk_dir.exists():
+                check_directory(world.disk_dir, world.durable, self._scratch)
+            if world.store is None:
+                assert world.open(), f"it does not open without the fault: {world.errors}"
+            check_afterwards(world)
+            world.store = None
+        check_directory(world.disk_dir, world.durable, self._scratch)
+        shutil.rmtree(world.place, ignore_errors=True)  # what is mapped may still have a name
+        return met
+
+    def surely_meets(self, what: str, fault: Meet[T], *, untold: bool = False) -> T:
+        """The same, on a thread of its own, which must end. Failures say `what` it met."""
+        ended: list[T] = []
+        failures: list[str] = []
+
+        def body() -> None:
+            try:
+                ended.append(self.meets(fault, untold=untold))
+            except BaseException:
+                failures.append(traceback.format_exc())
+
+        thread = threading.Thread(target=body, daemon=True)
+        thread.start()
+        join(thread)
+        if failures:
+            raise AssertionError(f"{self.scenario.name}, {what}:\n{failures[0]}")
+        return ended[0]
+
+    def every_call(self, name: str, *, once: bool) -> int:
+        """Let each call fail that may fail so, in turn. Returns how many there are."""
+        fault, first = FAULTS[name], 1
+        while self.call(fault, first, once=once).failed:
+            first += 1
+            assert first < MOST
+        return first - 1
+
+    def call(self, fault: Fault, first: int, *, once: bool) -> Injector:
+        """Let one call fail, or all from this one on."""
+        how = f"{fault.name} at call {first} {'once' if once else 'and from then on'}"
+        meet = partial(_injected, fault=fault, first=first, once=once)
+        return self.surely_meets(how, meet, untold=fault.name in TOLERATED)
+
+
+def _injected(
+    world: World, fault: Fault, first: int, once: bool
+) -> AbstractContextManager[Injector]:
+    return injected(world.place, fault, first, once=once)
+
+
+def no_fault(world: World) -> AbstractContextManager[None]:
+    """Nothing happens."""
+    return nullcontext()

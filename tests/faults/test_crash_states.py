@@ -1,0 +1,218 @@
+"""Every state that a power cut may leave, worked out: none breaks a promise.
+
+The model (`crash_states.py`) knows only what POSIX promises of syncs, which is less than any file
+system keeps, so that nothing rests on the good nature of the ones that are here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.crash_states import (
+    Event,
+    Failed,
+    Made,
+    Named,
+    State,
+    Synced,
+    Told,
+    states,
+)
+from tests.faults.promised import (
+    BUDGET,
+    Worker,
+    contents,
+    syncing_again,
+    value,
+    without_syncs,
+)
+from tests.faults.recording import Recorder
+from tierstore import TierStore
+from tierstore.model.errors import TierStoreError, TransferError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+Rounds = Callable[[int, int], int]
+
+
+# States -------------------------------------------------------------------------------------------
+
+
+def record(root: Path, seed: int, without: str | None = None) -> list[Event]:
+    """Two sessions on a directory that was not there before."""
+    root.mkdir()
+    with Recorder(root) as recorder, without_syncs(without):
+        for session in (2 * seed, 2 * seed + 1):
+            with TierStore(BUDGET, root / "store", device="cpu") as store:
+                Worker(store, "0", session, recorder.tell).go_on(12)
+            recorder.tell("all sure", "")
+    return recorder.events
+
+
+def wrong_with(state: State, place: Path) -> list[str]:
+    """Make a state, open a store on it, and say what is wrong."""
+    state.make(place)
+    try:
+        found, left = contents(place / "store")
+    except (TierStoreError, OSError) as error:
+        return [f"it could not be opened: {type(error).__name__}: {error}"]
+    return state.promised.broken_by(found) + [f"left: {name}" for name in left]
+
+
+def test_no_state_that_posix_allows_after_a_power_cut_breaks_a_promise(
+    quick_dir: Path, rounds: Rounds, first_seed: int
+) -> None:
+    wanted, seen, told = rounds(500, 20_000), 0, Counter[str]()
+    for number in itertools.count(first_seed):
+        events = record(quick_dir / f"recorded-{number}", number)
+        told.update(event.words[0] for event in events if isinstance(event, Told))
+        for state in states(events, number, by_chance=3):
+            wrong = wrong_with(state, quick_dir / "state")
+            assert not wrong, (number, state.behind, events[state.behind], wrong)
+            seen += 1
+        shutil.rmtree(quick_dir / f"recorded-{number}")
+        if seen >= wanted:
+            break
+    assert told["all sure"] >= 2
+    assert told["begin"] >= 10
+    print(f"{seen} states of {number - first_seed + 1} records")
+
+
+@pytest.mark.parametrize("without", ["files", "directories"])
+def test_without_a_sync_some_states_have_lost_what_was_acknowledged(
+    without: str, quick_dir: Path
+) -> None:
+    events = record(quick_dir / f"without-{without}", 0, without)
+    wrong = (
+        each
+        for state in states(events, 0, by_chance=1)
+        for each in wrong_with(state, quick_dir / "state")
+    )
+    assert any("lost: 0/" in each for each in wrong)
+
+
+# Syncs that fail ----------------------------------------------------------------------------------
+
+
+class Trying:
+    """Goes on working when the store says that something failed, and tells what it may rely on."""
+
+    def __init__(self, disk_dir: Path, tell: Callable[..., None]) -> None:
+        self._disk_dir = disk_dir
+        self._tell = tell
+        self.failed = 0
+
+    def again(self, do: Callable[[], Any]) -> Any:
+        """Do it; if it fails, do it once more, when the fault is gone."""
+        try:
+            return do()
+        except TransferError:
+            self.failed += 1
+            return do()
+
+    def work(self) -> None:
+        store = self.again(lambda: TierStore(BUDGET, self._disk_dir, device="cpu"))
+        for number in (1, 2, 3):
+            for key in ("one", "two"):
+                self._tell("begin", key, key, number)
+                store.put(key, value(key, number))
+            self.again(store.flush)
+            self._tell("all sure", "")
+        self._tell("begin", "one", "one", None)
+        try:
+            store.discard("one")
+            self._tell("sure", "one")
+        except TransferError:
+            self.failed += 1  # it may be there or not
+        self._tell("begin", "two", "two", 4)
+        store.put("two", value("two", 4))
+        try:
+            store.close()
+        except TransferError:  # everything was given back: "two" may be as it was
+            self.failed += 1
+            return
+        self._tell("sure", "two")
+
+
+def attempts(
+    root: Path, around: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[tuple[list[Event], int]]:
+    """Records of the same work: in each, another sync fails, until there are no more.
+
+    And how often the store has said so.
+    """
+    for failing in itertools.count(1):
+        place = root / f"attempt-{failing}"
+        place.mkdir()
+        with Recorder(place, failing) as recorder, around():
+            trying = Trying(place / "store", recorder.tell)
+            trying.work()
+        shutil.rmtree(place)
+        if not any(isinstance(event, Failed) for event in recorder.events):
+            return
+        yield recorder.events, trying.failed
+
+
+def broken_behind_told(events: list[Event], place: Path) -> list[str]:
+    """What is wrong in the states behind something that was told."""
+    return [
+        each
+        for state in states(events, 0, by_chance=1)
+        if isinstance(events[state.behind], Told)
+        for each in wrong_with(state, place)
+    ]
+
+
+def test_a_sync_that_fails_is_told_and_its_file_is_written_anew(quick_dir: Path) -> None:
+    files = 0
+    for count, (events, told) in enumerate(attempts(quick_dir), start=1):
+        [at] = [at for at, event in enumerate(events) if isinstance(event, Failed)]
+        it = events[at].it
+        is_file = Made(it, False) in events
+        if is_file:
+            files += 1
+            for event in events[at:]:
+                assert event != Synced(it), "it was synced again"
+                assert not (isinstance(event, Named) and event.it == it), "it was used"
+        assert told == 1, "nobody was told" if not told else "it failed again"
+        assert not broken_behind_told(events, quick_dir / "state"), f"sync {count} failed"
+    assert files >= 7
+    assert count - files >= 9  # of directories
+
+
+def test_who_syncs_a_file_again_loses_what_it_acknowledges(quick_dir: Path) -> None:
+    told_of = attempts(quick_dir, syncing_again)
+    assert any(
+        "lost: " in str(broken_behind_told(events, quick_dir / "state")) for events, _ in told_of
+    )
+
+
+def test_what_is_given_up_because_a_sync_failed_does_not_come_back(quick_dir: Path) -> None:
+    for failing in itertools.count(1):
+        place = quick_dir / f"given-up-{failing}"
+        place.mkdir()
+        with Recorder(place, failing) as recorder, suppress(TransferError):
+            store = TierStore(BUDGET, place / "store", device="cpu")
+            store.put("key", value("key", 1))
+            try:
+                store.flush()
+            except TransferError:
+                store.discard("key")
+            store.close()
+        failed = [event for event in recorder.events if isinstance(event, Failed)]
+        found, left = contents(place / "store")
+        shutil.rmtree(place)
+        assert not left
+        if not failed:
+            assert found == {"key": ("key", 1)}
+            break
+        assert not found, f"sync {failing} failed"
+    assert failing > 5

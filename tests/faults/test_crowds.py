@@ -1,0 +1,161 @@
+"""Dozens of threads do anything to one store: it is as if each operation had been alone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.crowds import Throng, Watch, seed_of_this_run
+from tests.faults.values import Torn, fill, group, tag_for, tag_of
+from tests.store.helpers import PAGE, assert_group, on_both, open_store, pages, push_out
+from tierstore import Access, CorruptDataError, TransferError
+from tierstore.model.tiers import Tier
+from tierstore.transfer import reading
+
+pytestmark = pytest.mark.slow
+
+STEPS = 25  # of each thread in a round
+
+
+@on_both
+@pytest.mark.parametrize("threads", [8, 64])
+@pytest.mark.timeout(14400)
+def test_what_many_threads_see_has_an_order(
+    threads: int, device: str, tmp_path: Path, rounds: Callable[[int, int], int]
+) -> None:
+    seed = seed_of_this_run()
+    stores = rounds(1, 8)
+    for number in range(stores):
+        print(f"Throng({seed + number}, {device!r}, directory, {threads})")
+        throng = Throng(seed + number, device, tmp_path / str(number), threads)
+        throng.play(rounds(12 if threads == 8 else 3, 800) // stores, STEPS)
+        assert throng.watch.samples > 10
+        for step in throng.players[0].STEPS:
+            assert throng.done[step] > 0, f"nobody did {step}"
+        stats = throng.store.stats()
+        assert stats.bytes_read > 0
+        assert stats.bytes_written > 0
+        throng.store.close()
+
+
+def held_after_failed_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of memory of a store with a budget of 8 pages, while the errors of reads are kept."""
+    store, errors = open_store(directory, 8 * PAGE), []
+    # Of different sizes: none can have the memory of another.
+    keys = {f"key{count}": pages(1, count) for count in (3, 4, 5, 6)}
+    for key, tensor in keys.items():
+        store.put(key, tensor)
+    push_out(store, *keys)
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        for key in keys:
+            with pytest.raises(TransferError) as caught:
+                store.get(key)
+            errors.append(caught.value)
+    held = 0
+    for key, tensor in keys.items():
+        assert_group(store.get(key), tensor)
+        held = max(held, store._carrier.arenas[Tier.HOST]._make.__self__._held)
+    store.close()
+    return held
+
+
+def test_a_read_that_failed_keeps_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert held_after_failed_reads(tmp_path / "store", monkeypatch) <= 8 * PAGE
+
+
+def test_an_error_with_all_that_was_going_on_would_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control."""
+    monkeypatch.setattr(reading, "without_frames", lambda error: error)
+    assert held_after_failed_reads(tmp_path / "store", monkeypatch) > 8 * PAGE
+
+
+# The controls: the same with one protection removed -----------------------------------------------
+
+
+def test_a_value_that_is_seen_late_is_noticed(tmp_path: Path) -> None:
+    """Now and then a put returns before readers can see what was put."""
+    throng = Throng(1, "cpu", tmp_path / "store", threads=8)
+    rng, show, late = random.Random(1), throng.store._filled, []
+
+    def later(*arguments: object) -> None:
+        time.sleep(0.005)
+        show(*arguments)
+
+    def filled(*arguments: object) -> None:
+        if rng.random() < 0.8:
+            show(*arguments)
+            return
+        thread = threading.Thread(target=later, args=arguments)
+        late.append(thread)
+        thread.start()
+
+    throng.store._filled = filled
+    with pytest.raises(AssertionError, match="no order explains"):
+        throng.play(20, STEPS)
+    for thread in late:
+        thread.join()
+    throng.store.close()
+
+
+def test_changers_who_are_not_alone_are_noticed(tmp_path: Path) -> None:
+    throng = Throng(1, "cpu", tmp_path / "store", threads=8)
+    throng.access_to_change = Access.READ
+    # What is changed while it is read, saved or copied is torn, too.
+    seen = (AssertionError, CorruptDataError)
+    with pytest.raises(seen, match=r"no order explains|a mix of|changed under|is not what was"):
+        throng.play(20, STEPS)
+    throng.store.close()
+
+
+def test_an_update_that_is_dropped_is_noticed(tmp_path: Path) -> None:
+    """A changed group whose old copy on disk still counts."""
+    throng = Throng(1, "cpu", tmp_path / "store", threads=8)
+    throng.store._planner._keep_only = lambda group, tier: None
+    with pytest.raises(AssertionError):
+        throng.play(20, STEPS)
+    throng.store.close()
+
+
+def test_a_store_that_takes_more_than_it_may_is_noticed(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store", 4 * PAGE)
+    watch = Watch(store, lambda: 0)
+    store.put("fits", pages(1, 3))
+    watch.look()
+    store._planner.budgets[Tier.HOST] = 8 * PAGE
+    store.put("more", pages(1, 4))
+    with pytest.raises(AssertionError, match="used 28672 of 16384 on HOST"):
+        watch.look()
+    store.close()
+
+
+def test_bytes_of_another_group_or_version_are_noticed() -> None:
+    mine, other = tag_for("key/001", 1, 1), tag_for("key/002", 1, 1)
+    newer = tag_for("key/001", 2, 1)
+    tensors = group(mine, 2)
+    assert tag_of("key/001", tensors) == mine
+    with pytest.raises(Torn, match="holds numbers of key/002"):
+        tag_of("key/001", group(other, 2))
+    with pytest.raises(Torn, match="a mix of"):
+        tag_of("key/001", {**tensors, "right": group(newer, 2)["right"]})
+    swapped = group(mine, 2)
+    swapped["left"][:256], swapped["left"][256:] = tensors["left"][256:], tensors["left"][:256]
+    with pytest.raises(Torn):
+        tag_of("key/001", swapped)
+    fill(tensors, newer)
+    assert tag_of("key/001", tensors) == newer

@@ -1,0 +1,107 @@
+"""A file system in user space whose operations fail: a network's, or one on a dying disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.failing_fs import FailingFileSystem, failing_file_system
+from tests.faults.scenarios import SCENARIOS, World
+from tests.faults.sweeping import Sweep, no_fault
+
+pytestmark = pytest.mark.needs("root", "fuse")
+
+ERRORS = [
+    ("read", "EIO", "getting what is on disk"),
+    ("read", "ESTALE", "opening one with groups"),
+    ("read", "short", "getting what is on disk"),
+    ("read", "EIO", "spilling"),
+    ("write", "EIO", "spilling"),
+    ("write", "EIO", "replacing"),
+    ("write", "ENOSPC", "replacing"),
+    ("write", "EDQUOT", "training"),
+    ("write", "short", "putting"),
+    ("fsync", "EIO", "replacing"),
+    ("fsync", "EDQUOT", "closing with unsaved groups"),
+    ("fsyncdir", "EIO", "putting"),
+    ("flush", "EDQUOT", "replacing"),
+    ("flush", "EIO", "closing with unsaved groups"),
+    ("open", "EMFILE", "opening one with groups"),
+    ("open", "EACCES", "getting what is on disk"),
+    ("open directly", "EINVAL", "replacing"),
+    ("create", "EROFS", "replacing"),
+    ("create", "ENOSPC", "opening a new directory"),
+    ("rename", "EIO", "replacing"),
+    ("unlink", "EROFS", "discarding"),
+    ("mkdir", "ENOSPC", "putting"),
+    ("truncate", "EIO", "spilling"),
+    ("getattr", "EIO", "opening one with groups"),
+    ("getattr", "ESTALE", "reading a checkpoint"),
+    ("readdir", "EIO", "opening one with groups"),
+    ("statfs", "EIO", "spilling"),
+]
+
+LOOKS_AT_MAPS = ("registering tensors", "training")
+"""While a disk fails, the system kills who looks at a map of its files. And what was written to a
+map, and is then written to disk in part, the system takes for written. Nobody can be told."""
+
+
+@pytest.fixture(scope="module")
+def file_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FailingFileSystem]:
+    with failing_file_system(tmp_path_factory.mktemp("failing")) as file_system:
+        yield file_system
+
+
+def failing(
+    file_system: FailingFileSystem, operation: str, error: str
+) -> Callable[[World], AbstractContextManager[None]]:
+    return lambda world: file_system.failing(**{operation: error})
+
+
+@pytest.mark.parametrize(("operation", "error", "name"), ERRORS)
+def test_an_operation_that_fails_is_told_or_made_good(
+    operation: str, error: str, name: str, file_system: FailingFileSystem
+) -> None:
+    sweep = Sweep(name, file_system.at)
+    sweep.surely_meets(f"{operation}: {error}", failing(file_system, operation, error))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_files_without_a_name_and_reserved_room_are_not_needed(
+    name: str, file_system: FailingFileSystem
+) -> None:
+    """Nor are direct reads and writes: see the errors above."""
+    Sweep(name, file_system.at).surely_meets("nothing", no_fault, untold=True)
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(SCENARIOS)))
+def test_every_operation_in_every_scenario(
+    number: int, name: str, file_system: FailingFileSystem, rounds: Callable[[int, int], int]
+) -> None:
+    """Usually one of them in each, besides those above."""
+    kinds = sorted({(operation, error) for operation, error, _ in ERRORS})
+    if name in LOOKS_AT_MAPS:
+        kinds = [kind for kind in kinds if kind[0] != "read" and kind != ("write", "short")]
+    sweep = Sweep(name, file_system.at)
+    for operation, error in kinds[rounds(number, 0) :: rounds(len(kinds), 1)]:
+        sweep.surely_meets(f"{operation}: {error}", failing(file_system, operation, error))
+
+
+def test_the_file_system_fails_as_it_is_told(
+    file_system: FailingFileSystem, tmp_path: Path
+) -> None:
+    """The control: an order is obeyed, and no longer than it holds."""
+    file = file_system.at / "file"
+    file.write_bytes(b"bytes")
+    for operation, act in (
+        ("open", file.read_bytes),
+        ("rename", lambda: file.rename(file_system.at / "other")),
+        ("unlink", file.unlink),
+    ):
+        with file_system.failing(**{operation: "EIO"}), pytest.raises(OSError, match="Errno 5"):
+            act()
+    assert file.read_bytes() == b"bytes"
+    file.unlink()

@@ -1,0 +1,304 @@
+"""The other files that are read: indexes, markers, locks, figures of disks, traces.
+
+Each is changed in every way that `mutating` knows, and read by what reads it. It is understood, or
+refused by an error that is documented; nothing else happens.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from tests.faults.mutating import KEY, edit, mutants, object_file, parsed, tensors, written
+from tests.faults.watching import watched
+from tests.store.helpers import object_file as object_path
+from tests.store.helpers import open_store, pages
+from tierstore import TierStoreError
+from tierstore.checkpoints import read_checkpoint
+from tierstore.cli.commands import inspector
+from tierstore.model.errors import InvalidTraceError
+from tierstore.trace import read_trace
+from tierstore.transfer.figures import (
+    DiskFigures,
+    cache_file,
+    disk_threads,
+    known_figures,
+    remember,
+)
+from tierstore.transfer.locking import describe_owner
+from tierstore.transfer.objects import STORE_FORMAT, read_marker
+
+SEED = 30
+EXITS = {0, 1, 2, 3, 4}
+"""How the command may end: as `failures.Code` says."""
+
+
+def variants(whole: bytes, count: int, rnd: random.Random) -> list[bytes]:
+    """A document, changed in its structure or in its bytes."""
+    return [_structure(whole, rnd) if i % 4 else _bytes(whole, rnd) for i in range(count)]
+
+
+def _structure(whole: bytes, rnd: random.Random) -> bytes:
+    document = parsed(whole)
+    for _ in range(rnd.choice([1, 1, 2, 3])):
+        if isinstance(document, list):
+            edit(document, rnd)
+    text = written(document, ascii_only=rnd.random() < 0.8)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _bytes(whole: bytes, rnd: random.Random) -> bytes:
+    changed = bytearray(whole)
+    for _ in range(rnd.randint(1, 3)):
+        at = rnd.randrange(len(changed) + 1)
+        changed[at : at + rnd.choice([0, 1, 4])] = rnd.choice(
+            [b"", b"{", b"[", b'"', b"\xff", b"9"]
+        )
+    return bytes(changed[: rnd.choice([len(changed), len(changed), rnd.randrange(len(changed))])])
+
+
+def tried(contents: list[bytes], use: Callable[[bytes], str], *places: Path) -> Counter[str]:
+    """Use each content. Nothing may happen outside these places, and none may take long."""
+    outcomes: Counter[str] = Counter()
+    for number, content in enumerate(contents):
+        started = time.perf_counter()
+        with watched() as seen:
+            try:
+                outcomes[use(content)] += 1
+            except BaseException as error:
+                error.add_note(f"content {number} of seed {SEED}: {content[:2000]!r}")
+                raise
+        assert not seen.outside(*places), (content, seen.outside(*places))
+        assert not seen.code(), (content, seen.code())
+        assert time.perf_counter() - started < 20, content
+    return outcomes
+
+
+# Indexes of checkpoints --------------------------------------------------------------------------
+
+
+def test_an_index_leads_to_nothing_outside_its_directory(
+    tmp_path: Path, rounds: Callable[[int, int], int]
+) -> None:
+    place = tmp_path / "checkpoint"
+    place.mkdir()
+    shards = {name: f"{name}-of-the-model.safetensors" for name in tensors()}
+    for name, shard in shards.items():
+        save_file({name: tensors()[name]}, place / shard)
+    save_file({"secret": pages(1)}, tmp_path / "a")
+    index = place / "model.safetensors.index.json"
+    whole = json.dumps({"metadata": {"total_size": 64}, "weight_map": shards}).encode()
+
+    def use(content: bytes) -> str:
+        index.write_bytes(content)
+        try:
+            files = read_checkpoint(place)
+        except TierStoreError as error:
+            assert str(place) in str(error)
+            return type(error).__name__
+        except ValueError as error:
+            assert "both hold a tensor" in str(error)
+            return "ValueError"
+        assert {Path(file.path).parent for file in files} <= {place}
+        return "accepted"
+
+    assert use(whole) == "accepted"
+    contents = variants(whole, rounds(400, 20_000), random.Random(SEED))
+    outcomes = tried(contents, use, place)
+    assert min(outcomes["accepted"], outcomes["InvalidHeaderError"]) > 20, outcomes
+    for odd in ("../a", "/etc/passwd", "..", ".", "", "a/../../a", "\udcff", "\ud800", "x" * 5000):
+        assert use(json.dumps({"weight_map": {"a": odd}}).encode()) != "accepted", odd
+
+
+# A store's own small files ------------------------------------------------------------------------
+
+
+def test_a_marker_is_of_this_format_or_refused(
+    disk_dir: Path, rounds: Callable[[int, int], int]
+) -> None:
+    open_store(disk_dir).close()
+    marker = disk_dir / "STORE.json"
+    whole = marker.read_bytes()
+
+    def use(content: bytes) -> str:
+        marker.write_bytes(content)
+        try:
+            found = read_marker(disk_dir)
+        except TierStoreError as error:
+            assert str(marker) in str(error)
+            assert len(str(error)) < 2000, "it floods the message"
+            return "TierStoreError"
+        assert found is not None and found["format"] == STORE_FORMAT
+        assert type(found["format"]) is int, f"{found['format']!r} is no format"
+        return "accepted"
+
+    assert use(whole) == "accepted"
+    outcomes = tried(variants(whole, rounds(400, 20_000), random.Random(SEED)), use, disk_dir)
+    assert min(outcomes.values()) > 20 and len(outcomes) == 2, outcomes
+
+
+def test_whoever_holds_the_lock_can_be_told_whatever_is_in_it(
+    tmp_path: Path, rounds: Callable[[int, int], int]
+) -> None:
+    whole = b'{"pid": 1234567, "host": "a machine"}'
+    path = tmp_path / "LOCK"
+
+    def use(content: bytes) -> str:
+        path.write_bytes(content)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            told = describe_owner(descriptor)
+        finally:
+            os.close(descriptor)
+        assert told.isprintable()
+        return "unknown" if told == "an unknown process" else "known"
+
+    assert use(whole) == "known"
+    outcomes = tried(variants(whole, rounds(400, 20_000), random.Random(SEED)), use, tmp_path)
+    assert set(outcomes) == {"known", "unknown"}
+
+
+def test_figures_of_disks_are_usable_or_nothing(
+    tmp_path: Path, rounds: Callable[[int, int], int]
+) -> None:
+    path = remember(tmp_path, DiskFigures(1 << 20, 8, 1e9, 1e9, 1e9))
+    assert path == cache_file()
+    whole = path.read_bytes()
+
+    def use(content: bytes) -> str:
+        path.write_bytes(content)
+        figures = known_figures(tmp_path)
+        assert 1 <= disk_threads() <= 64
+        if figures is None:
+            return "nothing"
+        assert type(figures.block) is int and 4096 <= figures.block <= 1 << 30
+        assert type(figures.threads) is int and 1 <= figures.threads <= 64
+        return "figures"
+
+    try:
+        assert use(whole) == "figures"
+        contents = variants(whole, rounds(400, 20_000), random.Random(SEED))
+        outcomes = tried(contents, use, tmp_path, path.parent)
+    finally:
+        path.unlink()
+    assert set(outcomes) == {"figures", "nothing"}
+
+
+# What the command reads ---------------------------------------------------------------------------
+
+
+def command(*words: Any) -> str:
+    """Run the command. It ends as it says that it does, and steers no terminal."""
+    done = CliRunner().invoke(inspector, [str(word) for word in words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise AssertionError(words) from done.exception
+    assert done.exit_code in EXITS, done.output
+    assert all(line.isprintable() for line in done.output.splitlines()), done.output
+    return str(done.exit_code)
+
+
+def trace_of(tmp_path: Path) -> bytes:
+    with open_store(tmp_path / "store", 1 << 16) as store:
+        for i in range(4):
+            store.put(f"layer/{i}", pages(i, 2))
+        store.flush()
+        for i in range(8):
+            store.get(f"layer/{i % 4}")
+        store.trace(tmp_path / "whole.json")
+    return (tmp_path / "whole.json").read_bytes()
+
+
+@pytest.mark.timeout(1800)
+def test_a_trace_is_whole_or_refused(
+    tmp_path: Path, rounds: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = trace_of(tmp_path)
+    path = tmp_path / "changed.json"
+    rnd = random.Random(SEED)
+
+    def use(content: bytes) -> str:
+        path.write_bytes(gzip.compress(content) if rnd.random() < 0.2 else content)
+        try:
+            read_trace(path)
+        except InvalidTraceError as error:
+            assert str(path) in str(error) and len(str(error)) < 20_000
+            return "refused"
+        return "accepted"
+
+    def run(content: bytes) -> str:
+        path.write_bytes(content)
+        return command("trace", path) + command("replay", path)
+
+    assert use(whole) == "accepted" and run(whole) == "00"
+    monkeypatch.setattr("tierstore.trace._LARGEST", len(whole) * 100)
+    path.write_bytes(gzip.compress(b" " * (len(whole) * 100 + 1)))
+    with pytest.raises(InvalidTraceError, match="unpacks to more"):
+        read_trace(path)
+    outcomes = tried(variants(whole, rounds(200, 10_000), rnd), use, tmp_path)
+    assert min(outcomes["accepted"], outcomes["refused"]) > 10, outcomes
+    tried(variants(whole, rounds(30, 1000), rnd), run, tmp_path, cache_file())
+
+
+@pytest.mark.timeout(1800)
+def test_the_index_of_a_pipeline_is_planned_with_or_refused(
+    tmp_path: Path, rounds: Callable[[int, int], int]
+) -> None:
+    place = tmp_path / "pipeline"
+    for name in ("transformer", "vae"):
+        (place / name).mkdir(parents=True)
+        save_file(
+            {"blocks.0.weight": pages(1), "blocks.1.weight": pages(2)},
+            place / name / "m.safetensors",
+        )
+    index = place / "model_index.json"
+    whole = json.dumps(
+        {
+            "_class_name": "FluxPipeline",
+            "transformer": ["diffusers", "FluxTransformer2DModel"],
+            "vae": ["diffusers", "AutoencoderKL"],
+            "scheduler": ["diffusers", "Euler"],
+        }
+    ).encode()
+
+    def use(content: bytes) -> str:
+        index.write_bytes(content)
+        return command("plan", place, "--ram", "1MB")
+
+    assert use(whole) == "0"
+    outcomes = tried(
+        variants(whole, rounds(80, 1500), random.Random(SEED)), use, place, cache_file()
+    )
+    assert {"0", "2"} <= set(outcomes), outcomes
+
+
+@pytest.mark.timeout(1800)
+def test_the_command_looks_at_any_object(tmp_path: Path, rounds: Callable[[int, int], int]) -> None:
+    disk_dir = tmp_path / "store"
+    with open_store(disk_dir) as store:
+        store.put("other", pages(1))
+    path = object_path(disk_dir, KEY)
+    path.parent.mkdir(exist_ok=True)
+    checkpoint = tmp_path / "model.safetensors"
+    known = [m for m in mutants(random.Random(SEED), rounds(80, 4000)) if m.seed.ours]
+    path.write_bytes(object_file(KEY, tensors()))
+
+    def use(content: bytes) -> str:
+        path.write_bytes(content)
+        checkpoint.write_bytes(content)
+        words = [("ls", disk_dir), ("show", disk_dir, KEY), ("verify", disk_dir, "--data")]
+        return "".join(command(*w) for w in [*words, ("plan", checkpoint, "--ram", "1MB")])
+
+    assert use(path.read_bytes()) == "0000"
+    outcomes = tried([m.raw for m in known], use, disk_dir, checkpoint, cache_file())
+    assert any(outcome[2] == "3" for outcome in outcomes), "no damage was found"

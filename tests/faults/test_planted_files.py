@@ -1,0 +1,640 @@
+"""Things that somebody put in a store's directory, or in the place of a checkpoint.
+
+Under every name that the store uses lies something that it did not put there. It is refused with an
+error, or left alone; what a link leads to is neither opened nor changed, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from tests.cli.conftest import tree
+from tests.faults.watching import watched
+from tests.store.helpers import (
+    PAGE,
+    PATIENCE,
+    assert_group,
+    assert_same,
+    join,
+    object_file,
+    open_store,
+    pages,
+    push_out,
+    run_threads,
+)
+from tierstore import (
+    StaleCheckpointError,
+    TierStore,
+    TierStoreError,
+    TransferError,
+)
+from tierstore.checkpoints import read_checkpoint
+from tierstore.cli.commands import inspector
+from tierstore.transfer.figures import (
+    DiskFigures,
+    cache_file,
+    disk_threads,
+    known_figures,
+    remember,
+)
+from tierstore.transfer.objects import MARKER
+from tierstore.transfer.spill import anonymous_file
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY, OTHER = "key", "other"
+GUESSED = "00" * 8
+
+
+# What lies there ---------------------------------------------------------------------------------
+
+
+class Victims:
+    """Files and a directory of somebody else: they must not change."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.file = place / "file"
+        self.folder = place / "folder"
+        self.folder.mkdir(parents=True)
+        self.file.write_text("secret")
+        (self.folder / "file").write_text("secret")
+        self._before = self._look()
+
+    def _look(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for path in sorted(self.place.rglob("*")):
+            status = path.lstat()
+            content = path.read_bytes() if path.is_file() else b""
+            name = str(path.relative_to(self.place))
+            found[name] = (status.st_mode, status.st_uid, status.st_mtime_ns, content)
+        return found
+
+    def check(self) -> None:
+        assert self._look() == self._before, "what is not the store's was changed"
+
+
+def link_to_file(path: Path, victims: Victims) -> None:
+    path.symlink_to(victims.file)
+
+
+def link_to_folder(path: Path, victims: Victims) -> None:
+    path.symlink_to(victims.folder)
+
+
+def dangling(path: Path, victims: Victims) -> None:
+    path.symlink_to(victims.place / "nothing")
+
+
+def loop(path: Path, victims: Victims) -> None:
+    path.symlink_to(path)
+
+
+def pipe(path: Path, victims: Victims) -> None:
+    os.mkfifo(path)
+
+
+def unix_socket(path: Path, victims: Victims) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)  # a whole path may be too long for one
+
+
+def device(path: Path, victims: Victims) -> None:
+    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+
+
+def hard_link(path: Path, victims: Victims) -> None:
+    os.link(victims.file, path)
+
+
+def folder(path: Path, victims: Victims) -> None:
+    (path / "inside").mkdir(parents=True)
+
+
+def plain_file(path: Path, victims: Victims) -> None:
+    path.write_text("plain")
+
+
+def huge(path: Path, victims: Victims) -> None:
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+KINDS: dict[str, Callable[[Path, Victims], None]] = {
+    "a link to a file": link_to_file,
+    "a link to a directory": link_to_folder,
+    "a link to nothing": dangling,
+    "a link to itself": loop,
+    "a pipe": pipe,
+    "a socket": unix_socket,
+    "a device": device,
+    "another name of a file": hard_link,
+    "a directory": folder,
+    "a plain file": plain_file,
+    "a huge file": huge,
+}
+
+PLACES: dict[str, Callable[[Path], Path]] = {
+    "the lock": lambda disk_dir: disk_dir / "LOCK",
+    "the marker": lambda disk_dir: disk_dir / MARKER,
+    "all objects": lambda disk_dir: disk_dir / "objects",
+    "drafts": lambda disk_dir: disk_dir / "tmp",
+    "a shard": lambda disk_dir: object_file(disk_dir, KEY).parent,
+    "an object": lambda disk_dir: object_file(disk_dir, KEY),
+    "a draft": lambda disk_dir: disk_dir / "tmp" / f"object-{GUESSED}",
+    "a draft of the marker": lambda disk_dir: disk_dir / "tmp" / f"marker-{GUESSED}",
+    "a spill file": lambda disk_dir: disk_dir / f".spill-{os.getpid()}-{GUESSED}",
+}
+
+USUAL = (
+    "a link to a file",
+    "a link to a directory",
+    "a pipe",
+    "another name of a file",
+    "a directory",
+)
+"""The kinds that are always tried; the others with `--long`."""
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, rounds: Callable[[int, int], int]) -> str:
+    found = str(request.param)
+    if rounds(0, 1) < 1 and found not in USUAL:
+        pytest.skip("with --long")
+    return found
+
+
+@pytest.fixture
+def victims(tmp_path: Path) -> Iterator[Victims]:
+    found = Victims(tmp_path / "outside")
+    yield found
+    found.check()
+
+
+def in_time(act: Callable[[], None]) -> None:
+    """Do something on a thread of its own, and fail if it does not end."""
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    join(thread, PATIENCE)
+    if errors:
+        raise errors[0]
+
+
+def use(disk_dir: Path) -> list[TierStoreError]:
+    """Everything that one does with a store. Returns what was refused."""
+    refused: list[TierStoreError] = []
+    try:
+        store = open_store(disk_dir, 8 * PAGE)
+    except TierStoreError as error:
+        return [error]
+    acts: list[Callable[[], object]] = [
+        lambda: assert_group(store.get(OTHER), pages(2, 2)),
+        lambda: assert_group(store.get(KEY), pages(1, 2)),
+        lambda: store.put("volatile", pages(4, 8), durable=False),
+        lambda: store.put("pushes it out", pages(5, 8), durable=False),
+        lambda: assert_group(store.get("volatile"), pages(4, 8)),
+        lambda: store.put(KEY, pages(3, 2)),
+        store.flush,
+        lambda: store.discard(KEY),
+    ]
+    for act in [*acts, store.close]:
+        try:
+            act()
+        except TierStoreError as error:
+            refused.append(error)
+    return refused
+
+
+def made(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        store.put(KEY, pages(1, 2))
+        store.put(OTHER, pages(2, 2))
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_planted_is_refused_or_left_alone(
+    place: str, kind: str, disk_dir: Path, victims: Victims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(disk_dir)
+    planted = PLACES[place](disk_dir)
+    aside = disk_dir.parent / "aside"
+    if planted.exists():
+        shutil.move(planted, aside)
+    KINDS[kind](planted, victims)
+    monkeypatch.setattr(os, "urandom", bytes)  # what was planted has the very name of a draft
+    refused: list[TierStoreError] = []
+    with watched() as seen:
+        in_time(lambda: refused.extend(use(disk_dir)))
+    monkeypatch.undo()
+    told = (str(disk_dir), "the store holds no group")
+    assert all(any(part in str(error) for part in told) for error in refused), refused
+    assert not seen.code()
+    allowed = [disk_dir, disk_dir.parent, cache_file()]  # it looks whether its parent is there
+    assert not [e for e in seen.outside(*allowed) if e[0] != "os.listdir"], seen.outside(*allowed)
+    assert not [path for path in seen.opened() if path.startswith(str(victims.place))]
+    victims.check()
+    if place in ("the lock", "all objects", "drafts") and kind not in (
+        "a plain file",
+        "a huge file",
+        "a directory",
+    ):
+        assert refused, "it was used as if it were the store's"
+    remove(planted)
+    if aside.exists():
+        shutil.move(aside, planted)
+    with open_store(disk_dir) as store:
+        assert_group(store.get(OTHER), pages(2, 2))
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("place", PLACES)
+def test_the_command_leaves_alone_what_was_planted(
+    place: str, kind: str, disk_dir: Path, victims: Victims
+) -> None:
+    made(disk_dir)
+    planted = PLACES[place](disk_dir)
+    remove(planted)
+    KINDS[kind](planted, victims)
+
+    def run() -> None:
+        for words in (["ls"], ["verify", "--data"], ["prune", "--damaged", "-y"]):
+            done = CliRunner().invoke(inspector, [words[0], str(disk_dir), *words[1:]])
+            if done.exception is not None and not isinstance(done.exception, SystemExit):
+                raise done.exception
+
+    with watched() as seen:
+        in_time(run)
+    assert not seen.code()
+    assert not [path for path in seen.opened() if path.startswith(str(victims.place))]
+
+
+def test_a_spill_file_that_needs_a_name_takes_no_other(
+    tmp_path: Path, victims: Victims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no files without a name."""
+    monkeypatch.setattr(os, "urandom", bytes)
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR, raising=False)
+    (tmp_path / f".spill-{os.getpid()}-{GUESSED}").symlink_to(victims.file)
+    with pytest.raises((OSError, TransferError)):
+        anonymous_file(str(tmp_path))
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_of_disks_that_were_planted(kind: str, tmp_path: Path, victims: Victims) -> None:
+    path = cache_file()
+    remove(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    KINDS[kind](path, victims)
+    try:
+        found: list[object] = []
+        in_time(lambda: found.extend([known_figures(tmp_path), disk_threads()]))
+        assert found == [None, 4]
+        with contextlib.suppress(OSError):  # a directory stays where it is
+            remember(tmp_path, DiskFigures(1 << 20, 8, 1e9, 1e9, 1e9))
+        victims.check()
+        if kind != "a directory":
+            assert disk_threads() == 8
+            assert stat.S_ISREG(path.lstat().st_mode)
+    finally:
+        remove(path)
+
+
+# Somebody else's, or of another time --------------------------------------------------------------
+
+
+AS_SOMEBODY = r"""
+import os, sys, torch
+from tierstore import TierStore, TierStoreError
+from safetensors.torch import save_file
+with TierStore("1MB", sys.argv[1] + "-warm", device="cpu") as store:
+    store.put("key", torch.ones(4))
+os.setgroups([]); os.setgid(65534); os.setuid(65534); os.umask(0)
+try:
+    with TierStore("1MB", sys.argv[1], device="cpu") as store:
+        store.put("key", torch.ones(4))
+        store.flush()
+    print("used")
+except TierStoreError as error:
+    print("refused", error)
+"""
+
+
+def as_somebody(disk_dir: Path) -> str:
+    """Use the directory as a user who is not root. Returns what came of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", AS_SOMEBODY, disk_dir],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory that everybody can reach."""
+    place = Path("/var/tmp") / f"tierstore-{os.getpid()}-{os.urandom(4).hex()}"
+    place.mkdir()
+    place.chmod(0o755)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("other-users")
+def test_a_directory_of_its_own_is_used_and_closed_to_others(open_place: Path) -> None:
+    open_place.chmod(0o777)
+    disk_dir = open_place / "store"
+    assert as_somebody(disk_dir) == "used\n"
+    for path in [disk_dir, *disk_dir.rglob("*")]:
+        status = path.lstat()
+        assert status.st_uid == 65534
+        assert stat.S_IMODE(status.st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+@pytest.mark.slow
+@pytest.mark.needs("other-users")
+def test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all(open_place: Path) -> None:
+    disk_dir = open_place / "store"
+    disk_dir.mkdir()
+    disk_dir.chmod(0o777)
+    told = as_somebody(disk_dir)
+    assert told.startswith("refused") and str(disk_dir) in told
+    assert list(disk_dir.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.needs("other-users")
+@pytest.mark.parametrize("name", ["LOCK", MARKER, "objects", "tmp"])
+def test_a_part_that_belongs_to_somebody_else(
+    name: str, open_place: Path, rounds: Callable[[int, int], int]
+) -> None:
+    if rounds(0, 1) < 1:
+        pytest.skip("with --long")
+    disk_dir = open_place / "store"
+    made(disk_dir)
+    for path in [disk_dir, *disk_dir.rglob("*")]:
+        os.chown(path, 65534, 65534)
+    part = disk_dir / name
+    os.chown(part, 0, 0)
+    before = tree(disk_dir)
+    assert as_somebody(disk_dir).startswith("refused")
+    after = tree(disk_dir)
+    assert before.keys() == after.keys()
+    assert all(before[n][3] == after[n][3] for n in before if n != "LOCK")
+
+
+NEWER: dict[str, dict[str, object]] = {
+    "the next format": {"format": 2},
+    "a far one": {"format": 10**30},
+    "a format of text": {"format": "1"},
+    "something that counts as one": {"format": True},
+    "a number with a point": {"format": 1.0},
+}
+
+
+@pytest.mark.parametrize("kind", NEWER)
+def test_a_directory_of_another_format_is_not_touched(kind: str, disk_dir: Path) -> None:
+    made(disk_dir)
+    _with_marker(disk_dir, NEWER[kind])
+    _refused_untouched(disk_dir)
+
+
+def test_a_directory_that_needs_something_unknown_is_not_touched(disk_dir: Path) -> None:
+    made(disk_dir)
+    _with_marker(disk_dir, {"format": 1, "requires": ["something of a later version"]})
+    _refused_untouched(disk_dir)
+
+
+def _with_marker(disk_dir: Path, marker: dict[str, object]) -> None:
+    (disk_dir / MARKER).write_text(json.dumps(marker))
+    (disk_dir / "tmp" / f"object-{GUESSED}").write_text("a later version may need this")
+
+
+def _refused_untouched(disk_dir: Path) -> None:
+    before = tree(disk_dir)
+    with pytest.raises(
+        TierStoreError, match=r"use another disk_dir|use an empty disk_dir"
+    ) as error:
+        open_store(disk_dir)
+    assert str(disk_dir / MARKER) in str(error.value)
+    assert tree(disk_dir) == before
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o027, 0o077])
+def test_a_whole_store_is_its_owners_alone(mask: int, disk_dir: Path) -> None:
+    before = os.umask(mask)
+    try:
+        with open_store(disk_dir, 4 * PAGE) as store:
+            store.put(KEY, pages(1, 2))
+            store.put("volatile", pages(2, 4), durable=False)
+            store.put("pushes it out", pages(3, 4), durable=False)
+            store.flush()
+            spill = store._carrier.saver._the_spill().path
+            assert stat.S_IMODE(os.stat(spill).st_mode) == 0o600
+        modes = {
+            path: stat.S_IMODE(path.stat().st_mode) for path in [disk_dir, *disk_dir.rglob("*")]
+        }
+    finally:
+        os.umask(before)
+    assert len(modes) >= 7
+    for path, mode in modes.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), f"{path}: {mode:o}"
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a pipe",
+        "a socket",
+        "a device",
+        "a link to nothing",
+        "a link to itself",
+        "a directory",
+        "a huge file",
+    ],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.needs("root")
+def test_a_checkpoint_that_is_none_keeps_nobody_waiting(
+    kind: str, name: str, tmp_path: Path, victims: Victims
+) -> None:
+    place = tmp_path / "checkpoint"
+    place.mkdir()
+    KINDS[kind](place / name, victims)
+    for path in (place, place / name):
+
+        def read(path: Path = path) -> None:
+            with pytest.raises(TransferError) as error:
+                read_checkpoint(path)
+            assert str(tmp_path) in str(error.value)
+
+        in_time(read)
+
+
+def replace_by_link(path: Path, victims: Victims) -> None:
+    path.unlink()
+    path.symlink_to(victims.file)
+
+
+def replace_by_link_to_a_copy(path: Path, victims: Victims) -> None:
+    copy = path.with_suffix(".copy")
+    save_file({f"layer{i}": pages(50 + i, 4) for i in range(8)}, copy)
+    path.unlink()
+    path.symlink_to(copy)
+
+
+def replace_by_pipe(path: Path, victims: Victims) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def cut_off(path: Path, victims: Victims) -> None:
+    os.truncate(path, path.stat().st_size - 3 * PAGE)
+
+
+def edit_in_place(path: Path, victims: Victims) -> None:
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(before.st_size - PAGE)
+        file.write(b"\x55" * PAGE)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+CHANGES = [replace_by_link, replace_by_link_to_a_copy, replace_by_pipe, cut_off, edit_in_place]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_checkpoint_that_is_replaced_while_it_is_read(
+    change: Callable[[Path, Victims], None], tmp_path: Path, disk_dir: Path, victims: Victims
+) -> None:
+    """Readers get the old bytes or an error that says so; and afterwards only the error."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"layer{i}": pages(i, 4) for i in range(8)}, path)
+    with open_store(disk_dir, 8 * PAGE) as store:
+        keys = store.register_checkpoint(path, "m/")
+        begun, changed = threading.Barrier(4), threading.Event()
+
+        def read() -> None:
+            begun.wait(PATIENCE)
+            for number in range(40):
+                i = number % 8
+                late = changed.is_set()
+                try:
+                    found = store.get(f"m/layer{i}")
+                except TransferError as error:
+                    assert error.path == str(path) and error.key == f"m/layer{i}"
+                    continue
+                assert isinstance(found, torch.Tensor)
+                assert_same(found, pages(i, 4))
+                assert not late or number < 40
+
+        def act() -> None:
+            begun.wait(PATIENCE)
+            change(path, victims)
+            changed.set()
+
+        assert run_threads([read, read, read, act]) == []
+        push_out(store, *keys[:0])
+        store.put("filler", pages(0, 8), durable=False)
+        store.discard("filler")
+        for i in range(8):
+            with contextlib.suppress(TransferError):
+                found = store.get(f"m/layer{i}")
+                assert isinstance(found, torch.Tensor)
+                assert_same(found, pages(i, 4))
+        with pytest.raises((StaleCheckpointError, TransferError)):
+            for i in range(8):
+                store.get(f"m/layer{i}")
+
+
+@pytest.mark.parametrize("change", [edit_in_place, cut_off, replace_by_pipe, replace_by_link])
+def test_an_object_that_is_changed_after_it_was_read_once(
+    change: Callable[[Path, Victims], None], disk_dir: Path, victims: Victims
+) -> None:
+    """Its checksum was right at the first read: that is no reason to believe it for ever."""
+    with open_store(disk_dir, 8 * PAGE) as store:
+        store.put(KEY, pages(1, 4))
+        store.flush()
+        push_out(store, KEY)
+        assert_group(store.get(KEY), pages(1, 4))
+        push_out(store, KEY)
+        change(object_file(disk_dir, KEY), victims)
+        try:
+            assert_group(store.get(KEY), pages(1, 4))  # by a file that is still open
+        except TransferError as error:
+            assert error.key == KEY
+
+
+def test_without_the_stamp_the_change_is_served(
+    tmp_path: Path, disk_dir: Path, victims: Victims
+) -> None:
+    """The control: it is the check that notices."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"layer{i}": pages(i, 4) for i in range(8)}, path)
+    with open_store(disk_dir, 8 * PAGE) as store:
+        store.register_checkpoint(path, "m/")
+        files = store._carrier.files
+        files.check = lambda name, expected: files.get(name)  # type: ignore[method-assign]
+        edit_in_place(path, victims)
+        found = store.get("m/layer7")
+        assert isinstance(found, torch.Tensor)
+        with pytest.raises(AssertionError):
+            assert_same(found, pages(7, 4))
+
+
+def test_without_the_flag_a_link_is_followed(
+    disk_dir: Path, victims: Victims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: who watches sees it."""
+    made(disk_dir)
+    path = object_file(disk_dir, KEY)
+    path.unlink()
+    path.symlink_to(victims.file)
+    monkeypatch.setattr("tierstore.transfer.objects.READ", os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr("tierstore.transfer.objects.stat.S_ISREG", lambda mode: True)
+    with watched() as seen, TierStore("1MB", disk_dir, device="cpu") as store:
+        assert store.keys() == [OTHER]
+    assert [
+        event
+        for event in seen.outside(disk_dir, disk_dir.parent, cache_file())
+        if event[0] == "open"
+    ]

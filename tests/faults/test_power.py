@@ -1,0 +1,277 @@
+"""The power is cut: what was acknowledged is there afterwards, and nothing else but the old.
+
+Really cut, on file systems of our own, again and again (`power.py`); or every write of the disk is
+kept, and it is replayed up to some moment, without some writes (`replaying.py`). What is worked out
+without a file system is in `test_crash_states.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import power, replaying
+from tests.faults.block_device import Device, block_device
+from tests.faults.facilities import cut_power, loop_mounted, make_image
+from tests.faults.power import HOW, Cut
+from tests.faults.promised import BUDGET, contents, syncing_again, value
+from tierstore import TierStore
+from tierstore.model.errors import TransferError
+from tierstore.transfer import directory as directory_module
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+Rounds = Callable[[int, int], int]
+PATIENCE = 3000
+ON_EACH = ("ext4", "xfs")
+CONTROLS = ("files", "directories")
+
+
+def results(program: str, plans: Sequence[Any]) -> list[list[Cut]]:
+    """What came of each plan: one process has seen them all."""
+    told = json.dumps([asdict(plan) for plan in plans])
+    done = subprocess.run(
+        [sys.executable, "-m", program, told],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[list[Cut]] = [[] for _ in plans]
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            number, cut = json.loads(line.removeprefix("RESULT "))
+            found[number].append(Cut(**cut))
+    return found
+
+
+def assert_promises_hold(cuts: Sequence[Cut]) -> None:
+    for cut in cuts:
+        assert not cut.broken, cut
+        assert not cut.left, cut
+
+
+def assert_much_was_lost(cuts: Sequence[Cut]) -> None:
+    losing = [cut for cut in cuts if any(each.startswith("lost: ") for each in cut.broken)]
+    assert len(losing) >= len(cuts) / 3
+
+
+# Cuts ---------------------------------------------------------------------------------------------
+
+Found = dict[str | None, list[Cut]]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ON_EACH]
+)
+def cuts(request: pytest.FixtureRequest, quick_dir: Path, rounds: Rounds, first_seed: int) -> Found:
+    """What came of power cuts on one kind of file system: with all syncs, and without some."""
+    kind, place, seed = request.param, str(quick_dir), first_seed * 1000
+    plans = {None: power.Plan(kind, place, rounds(24, 200), seed)}
+    for without in CONTROLS:
+        plans[without] = power.Plan(kind, place, rounds(3, 20), seed, 1, "stopped", without)
+    if kind == "xfs":  # on ext4, any sync syncs every name
+        plans["doubts"] = power.Plan(kind, place, rounds(6, 20), seed, 1, "killed", "doubts")
+    found = dict(zip(plans, results("tests.faults.power", list(plans.values())), strict=True))
+    assert {key: len(of_it) for key, of_it in found.items()} == {
+        key: plan.cuts for key, plan in plans.items()
+    }
+    return found
+
+
+def test_a_power_cut_takes_nothing_that_was_acknowledged_and_leaves_nothing_torn(
+    cuts: Found,
+) -> None:
+    found = cuts[None]
+
+    assert_promises_hold(found)
+    # There was something to lose, at all sorts of moments.
+    assert sum(cut.acknowledged for cut in found) > 2 * len(found)
+    assert sum(cut.found for cut in found) > 2 * len(found)
+    assert {cut.how for cut in found} == set(HOW)
+    assert any(cut.ended for cut in found), "the power was never cut in the middle of a call"
+
+
+@pytest.mark.parametrize("without", CONTROLS)
+def test_without_a_sync_the_same_cuts_lose_what_was_acknowledged(without: str, cuts: Found) -> None:
+    assert_much_was_lost(cuts[without])
+
+
+@pytest.mark.parametrize("cuts", ["xfs"], indirect=True)
+@pytest.mark.needs("xfs")
+def test_who_does_not_doubt_what_a_killed_process_left_loses_what_he_saw(cuts: Found) -> None:
+    assert any(each.startswith("lost: ") for cut in cuts["doubts"] for each in cut.broken)
+
+
+def cut_within_a_commit(directory: Path, patch: pytest.MonkeyPatch) -> TierStore:
+    """A store whose power goes when the last group that was put is renamed."""
+    store = TierStore(BUDGET, directory / "store", device="cpu")
+    store.put("key", value("key", 1))
+    store.flush()
+    store.put("key", value("key", 2))
+    rename = os.rename
+
+    def last(*arguments: Any, **options: Any) -> None:
+        rename(*arguments, **options)
+        cut_power(directory)
+
+    patch.setattr(os, "rename", last)
+    return store
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ON_EACH]
+)
+def test_a_directory_that_could_not_be_synced_is_told_of(
+    kind: str, quick_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, at = quick_dir / f"told-{kind}", quick_dir / "at"
+    make_image(image, kind)
+    with loop_mounted(image, at) as directory:
+        store = cut_within_a_commit(directory, monkeypatch)
+        for end in (store.flush, store.close):
+            with pytest.raises(TransferError, match="Input/output error"):
+                end()
+    with loop_mounted(image, at) as directory:
+        assert contents(directory / "store") == ({"key": ("key", 1)}, [])
+
+
+@pytest.mark.needs("xfs")
+def test_who_believes_a_sync_of_xfs_that_has_shut_down_loses_what_it_acknowledges(
+    quick_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, at = quick_dir / "believed", quick_dir / "at"
+    make_image(image, "xfs")
+    monkeypatch.setattr(directory_module, "sync_names", os.fsync)
+    with loop_mounted(image, at) as directory:
+        store = cut_within_a_commit(directory, monkeypatch)
+        store.flush()
+        store.close()
+    with loop_mounted(image, at) as directory:
+        assert contents(directory / "store") == ({"key": ("key", 1)}, [])
+
+
+# Replays ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.needs("fuse", kind)) for kind in ON_EACH],
+)
+def replays(
+    request: pytest.FixtureRequest, quick_dir: Path, rounds: Rounds, first_seed: int
+) -> Found:
+    """What came of replayed states of one kind of file system: with all syncs, without some."""
+    kind, place, count = request.param, str(quick_dir), rounds(8, 30)
+    seeds = range(first_seed, first_seed + rounds(1, 10))
+    plans = [replaying.Plan(kind, place, count, seed) for seed in seeds]
+    controls = [replaying.Plan(kind, place, 5, first_seed, without) for without in CONTROLS]
+    found = results("tests.faults.replaying", plans + controls)
+    assert [len(of_it) for of_it in found] == [plan.states for plan in plans + controls]
+    every = [cut for of_it in found[: len(plans)] for cut in of_it]
+    return {None: every, **dict(zip(CONTROLS, found[len(plans) :], strict=True))}
+
+
+def test_no_disk_without_some_of_its_last_writes_breaks_a_promise(replays: Found) -> None:
+    found = replays[None]
+
+    assert_promises_hold(found)
+    assert sum(cut.acknowledged for cut in found) > 2 * len(found)
+    assert any(not cut.how.startswith("0 of ") for cut in found), "no write was ever lost"
+
+
+@pytest.mark.parametrize("without", CONTROLS)
+def test_without_a_sync_the_same_disks_have_lost_what_was_acknowledged(
+    without: str, replays: Found
+) -> None:
+    assert_much_was_lost(replays[without])
+
+
+# Disks that fail ----------------------------------------------------------------------------------
+
+
+class Failing:
+    """A file system on a disk that fails when it is told to."""
+
+    def __init__(self, device: Device, at: Path) -> None:
+        self.device = device
+        self._at = at
+
+    @contextmanager
+    def mounted(self) -> Iterator[Path]:
+        with loop_mounted(self.device.disk, self._at) as directory:
+            yield directory / "store"
+
+
+@pytest.fixture(
+    params=[pytest.param(kind, marks=pytest.mark.needs("fuse", kind)) for kind in ON_EACH]
+)
+def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Failing]:
+    image = tmp_path / "image"
+    make_image(image, request.param, replaying.SIZES[request.param])
+    with block_device(image, tmp_path / "device", tmp_path / "log") as device:
+        yield Failing(device, tmp_path / "mounted")
+
+
+CACHED, DIRECT = 6, 9
+"""Numbers of values: the first one is written through the system's cache, so that the sync fails;
+the second one past it, so that the write does."""
+KEY = "refused"
+"""Stands at the start of its file: a loop device does not tell of a write that fails further on."""
+
+
+@pytest.mark.parametrize("number", [CACHED, DIRECT], ids=["sync", "write"])
+def test_what_a_disk_refused_is_told_and_written_anew_when_it_is_well(
+    number: int, failing: Failing
+) -> None:
+    with failing.mounted() as disk_dir:
+        store = TierStore(BUDGET, disk_dir, device="cpu")
+        store.put(KEY, value(KEY, 1))
+        store.flush()
+        store.put(KEY, value(KEY, number))
+        failing.device.fail(KEY.encode())
+        for _ in range(2):
+            with pytest.raises(TransferError, match="Input/output error"):
+                store.flush()
+        failing.device.heal()
+        store.flush()
+        store.close()
+    with failing.mounted() as disk_dir:
+        assert contents(disk_dir) == ({KEY: (KEY, number)}, [])
+
+
+def test_what_a_disk_refused_is_as_it_was_when_nobody_writes_it_anew(failing: Failing) -> None:
+    with failing.mounted() as disk_dir:
+        store = TierStore(BUDGET, disk_dir, device="cpu")
+        store.put(KEY, value(KEY, 1))
+        store.flush()
+        store.put(KEY, value(KEY, CACHED))
+        failing.device.fail(KEY.encode())
+        with pytest.raises(TransferError, match="Input/output error"):
+            store.close()
+    with failing.mounted() as disk_dir:
+        assert contents(disk_dir) == ({KEY: (KEY, 1)}, [])
+
+
+def test_who_syncs_again_is_told_that_all_is_well_and_has_lost_it(failing: Failing) -> None:
+    with failing.mounted() as disk_dir:
+        store = TierStore(BUDGET, disk_dir, device="cpu")
+        store.put(KEY, value(KEY, CACHED))
+        failing.device.fail(KEY.encode())
+        with syncing_again():
+            store.flush()
+        failing.device.heal()
+        store.close()
+    with failing.mounted() as disk_dir:
+        found, _ = contents(disk_dir)
+        assert (KEY, CACHED) not in found.values()

@@ -1,0 +1,173 @@
+"""Repairs on disks that fail, as a user who may not read everything, and when the power is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import ROOT, environment, flip, path_of, put
+from tests.faults.facilities import cut_power, loop_mounted, make_image, mounted, program, run
+from tierstore.transfer.directory import ObjectDirectory
+
+NOBODY = 65534
+COMMAND = "from tierstore.cli import main; main()"
+WITHOUT_SYNCS = "import os; os.fsync = lambda descriptor: None\n"
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory on a disk, with a way to it that is open to everybody."""
+    with tempfile.TemporaryDirectory(prefix="tierstore-", dir="/var/tmp") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+def make_store(directory: Path) -> Path:
+    """A store of the groups a, b and layers/0."""
+    store = ObjectDirectory(directory)
+    for key in ("a", "b", "layers/0"):
+        put(store, key)
+    store.close()
+    return directory
+
+
+def verify(*args: object, under: tuple[object, ...] = (), code: str = COMMAND) -> tuple[int, Any]:
+    """Run the command, perhaps under another program: its exit code and its document."""
+    command = [*under, sys.executable, "-c", code, "verify", *args, "--json"]
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=environment(PYTHONDONTWRITEBYTECODE="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def injecting(path: Path, calls: str, error: str) -> tuple[object, ...]:
+    """Every one of these system calls that concerns a file fails."""
+    inject = f"inject={calls}:error={error}"
+    # A file that is opened below an open directory has only its own name in the call.
+    names = ("-P", path, "-P", path.name)
+    return (program("strace"), "-f", "-qq", "-o", os.devnull, *names, "-e", inject)
+
+
+# Disks that fail ----------------------------------------------------------------------------------
+
+
+@pytest.mark.needs("strace")
+@pytest.mark.parametrize("calls", ["pread64,preadv,preadv2", "preadv,preadv2", "openat"])
+def test_what_the_disk_cannot_read_is_put_away(scratch: Path, calls: str) -> None:
+    store = make_store(scratch / "store")
+    path = path_of(store, "b")
+    content = path.read_bytes()
+    under = injecting(path, calls, "EIO")
+    exit_code, document = verify(store, "--data", under=under)
+    assert exit_code == 3
+    (problem,) = document["problems"]
+    assert problem["state"] == "unreadable"
+    assert "Input/output error" in problem["reason"]
+    assert path.read_bytes() == content
+    exit_code, document = verify(store, "--data", "--repair", under=under)
+    assert exit_code == 0
+    (problem,) = document["problems"]
+    assert Path(problem["put_away"]).read_bytes() == content
+    assert not path.exists()
+    assert verify(store, "--data")[0] == 0
+
+
+@pytest.mark.needs("strace")
+def test_what_the_machine_was_short_of_puts_nothing_away(scratch: Path) -> None:
+    store = make_store(scratch / "store")
+    path = path_of(store, "b")
+    exit_code, document = verify(
+        store, "--data", "--repair", under=injecting(path, "preadv,preadv2", "ENOMEM")
+    )
+    assert exit_code == 3
+    (problem,) = document["problems"]
+    assert problem["state"] == "unreadable"
+    assert problem["put_away"] is None
+    assert problem["left"] == "this may pass: verify again"
+    assert path.exists()
+    assert verify(store, "--data")[0] == 0
+
+
+@pytest.mark.needs("other-users")
+def test_what_this_user_may_not_read_is_put_away(scratch: Path) -> None:
+    store = make_store(scratch / "store")
+    for path in [store, *store.rglob("*")]:
+        os.chown(path, NOBODY, NOBODY)
+    secret = path_of(store, "b")
+    os.chown(secret, 0, 0)
+    content = secret.read_bytes()
+    ids = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+    exit_code, document = verify(store, "--repair", under=(program("setpriv"), *ids))
+    assert exit_code == 0
+    (problem,) = document["problems"]
+    assert problem["state"] == "unreadable"
+    moved = Path(problem["put_away"])
+    assert moved.read_bytes() == content
+    assert moved.stat().st_uid == 0
+    assert verify(store, under=(program("setpriv"), *ids))[0] == 0
+
+
+@pytest.mark.needs("read-only-mounts")
+def test_on_a_disk_that_cannot_be_written_it_only_looks(scratch: Path) -> None:
+    store = make_store(scratch / "store")
+    flip(path_of(store, "b"), 50)
+    with mounted("--bind", store, at=scratch / "mounted") as directory:
+        run(program("mount"), "-o", "remount,ro,bind", directory)
+        assert verify(directory)[0] == 3
+        with pytest.raises(AssertionError, match="Read-only file system"):
+            verify(directory, "--repair")
+    assert path_of(store, "b").exists()
+    assert verify(store, "--repair")[0] == 0
+
+
+# Power cuts ---------------------------------------------------------------------------------------
+
+
+def repaired(scratch: Path, kind: str, code: str) -> tuple[bool, list[str]]:
+    """Repair, and cut the power: whether the object is still in place, and what is put away."""
+    image = scratch / f"{kind}.image"
+    make_image(image, kind)
+    with loop_mounted(image, scratch / "mounted") as disk:
+        store = make_store(disk / "store")
+        flip(path_of(store, "b"), 50)
+        os.sync()
+        assert verify(store, "--repair", code=code)[0] == 0
+        cut_power(disk)
+    with loop_mounted(image, scratch / "mounted") as disk:
+        store = disk / "store"
+        away = store / "quarantine"
+        names = sorted(path.name for path in away.iterdir()) if away.exists() else []
+        for name in names:
+            if name.endswith(".note.json"):
+                assert json.loads((away / name).read_text())["was"]
+        return path_of(store, "b").exists(), names
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ("ext4", "xfs")]
+)
+def test_a_repair_survives_a_power_cut(
+    scratch: Path, kind: str, rounds: Callable[[int, int], int]
+) -> None:
+    for _ in range(rounds(1, 20)):
+        in_place, away = repaired(scratch, kind, COMMAND)
+        assert not in_place
+        assert len(away) == 2
+    in_place, away = repaired(scratch, kind, WITHOUT_SYNCS + COMMAND)
+    assert in_place, "nothing was lost, but the repair was"
+    assert away == []

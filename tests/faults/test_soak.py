@@ -1,0 +1,91 @@
+"""A store that is used for a long time takes no more of anything than at the beginning."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.soak import FAULT_EVERY, PARTS, Note, Told, slope
+from tests.store.helpers import assert_group, open_store, pages
+from tierstore import TransferError
+
+pytestmark = pytest.mark.slow
+
+Rounds = Callable[[int, int], int]
+
+STEADY = 1.0
+"""Bytes that an operation may add to the memory of the process: 1 MB for a million."""
+ROUGH = 50.0
+"""The same for a run of a minute, in which what is taken once, at the beginning, counts."""
+
+
+def soaked(place: Path, gets: int, *, faults: bool = True, leak: int = 0, seed: int = 0) -> Told:
+    """What a process that soaks a store tells."""
+    given = {"place": str(place), "gets": gets, "faults": faults, "leak": leak, "seed": seed}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.faults.soak", json.dumps(given)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    told["notes"] = [Note(**note) for note in told["notes"]]
+    return Told(**told)
+
+
+@pytest.mark.timeout(4 * 3600)
+def test_memory_files_and_threads_stay_the_same_with_faults_and_without(
+    tmp_path: Path, rounds: Rounds
+) -> None:
+    gets = rounds(60_000, 10_000_000)
+    told = soaked(tmp_path / "store", gets)
+
+    later = told.notes[PARTS // 2 :]
+    growth = slope(later)
+    print(f"{growth:.2f} bytes per operation, {told.misses} misses, {told.notes[-1]}")
+    assert growth < (STEADY if gets > 1_000_000 else ROUGH)
+    assert len({note.files for note in later}) == 1, [note.files for note in later]
+    assert len({note.threads for note in told.notes}) == 1
+    # It was a soak: much had to make room, and calls failed in every second part.
+    assert told.done["get"] > 0.9 * gets
+    assert told.misses > gets / 10
+    assert told.samples > PARTS
+    operations = told.notes[-1].operations
+    assert operations / 2 / FAULT_EVERY / 2 < sum(told.injected.values())
+    assert len(told.injected) >= 2, told.injected
+    assert told.failed
+
+
+@pytest.mark.timeout(1800)
+def test_a_leak_of_a_hundred_bytes_is_noticed(tmp_path: Path) -> None:
+    """The control."""
+    told = soaked(tmp_path / "store", 20_000, faults=False, leak=100)
+    assert slope(told.notes[PARTS // 2 :]) > ROUGH
+
+
+def test_a_put_that_fails_has_put_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if only the file of the group that it replaces cannot be removed."""
+    store = open_store(tmp_path / "store")
+    store.put("key", pages(1))
+    store.flush()
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    raised = False
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", broken)
+        try:
+            store.put("key", pages(2), durable=False)
+        except TransferError:
+            raised = True
+        assert_group(store.get("key"), pages(1 if raised else 2))
+    store.close()

@@ -1,0 +1,162 @@
+"""Who opens what: everything that this process does with files, as Python itself tells.
+
+An audit hook cannot be taken away again, so there is one for the whole process, which notes what
+happens only while somebody watches. Python tells of every file that is opened, listed, made,
+renamed or removed, and of whatever brings code into the process.
+"""
+
+from __future__ import annotations
+
+import encodings.utf_16_be
+import encodings.utf_16_le
+import encodings.utf_32_be
+import encodings.utf_32_le  # `json` guesses the encoding of bytes: these belong to Python itself
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy.ma  # by libraries, the first time that they need it
+import torch
+import tqdm.auto  # by bars of progress, the first time that something takes long
+from click.testing import CliRunner
+from rich.cells import cell_len
+
+from tierstore import TierStore
+from tierstore.cli.commands import inspector
+from tierstore.transfer.directory import TEMPORARY_NAME
+
+assert encodings.utf_16_be and encodings.utf_32_le and numpy.ma and tqdm.auto
+
+PATHS = {
+    "open": (0,),
+    "os.chmod": (0,),
+    "os.chown": (0,),
+    "os.link": (0, 1),
+    "os.listdir": (0,),
+    "os.listxattr": (0,),
+    "os.mkdir": (0,),
+    "os.remove": (0,),
+    "os.rename": (0, 1),
+    "os.rmdir": (0,),
+    "os.scandir": (0,),
+    "os.symlink": (0, 1),
+    "os.truncate": (0,),
+    "os.utime": (0,),
+    "shutil.rmtree": (0,),
+}
+"""Which arguments of an event are paths."""
+
+CODE = (
+    "pickle.find_class",
+    "exec",
+    "compile",
+    "import",
+    "ctypes.dlopen",
+    "marshal.loads",
+    "os.exec",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.system",
+    "subprocess.Popen",
+    "socket.__new__",
+    "socket.connect",
+    "socket.bind",
+    "urllib.Request",
+)
+"""Events that bring code into the process, start another one, or reach for the network."""
+
+SYSTEM = ("/proc", "/sys")
+
+Event = tuple[str, tuple[Any, ...]]
+
+_noted: list[Event] | None = None
+_hooked = False
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if _noted is not None and (event in PATHS or event in CODE):
+        _noted.append((event, arguments))
+
+
+class Watch:
+    """What happened while somebody watched."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
+
+    def code(self) -> list[Event]:
+        """What brought code into the process, started another, or reached for the network."""
+        return [event for event in self.events if event[0] in CODE]
+
+    def outside(self, *places: Path) -> list[Event]:
+        """What was done to files that are neither in these places nor one of them."""
+        allowed = [str(place) for place in places] + [*map(os.path.realpath, places), *SYSTEM]
+        return [e for e in self.events if not all(_is_in(p, e, allowed) for p in _paths(e))]
+
+    def opened(self) -> list[str]:
+        """The paths that were opened by a whole name."""
+        return [path for event in self.events if event[0] == "open" for path in _paths(event)]
+
+
+def _paths(event: Event) -> list[str]:
+    name, arguments = event
+    found = [arguments[place] for place in PATHS.get(name, ())]
+    return [os.fsdecode(path) for path in found if not isinstance(path, (int, type(None)))]
+
+
+def _is_in(path: str, event: Event, allowed: list[str]) -> bool:
+    if not os.path.isabs(path):
+        return _is_below_what_is_open(path, event)
+    return any(path == place or path.startswith(place + os.sep) for place in allowed)
+
+
+def _is_below_what_is_open(name: str, event: Event) -> bool:
+    """Whether a name below an open directory can lead nowhere else.
+
+    Only opening follows a link, unless it is told not to. A draft is opened a second time under the
+    name, which nobody can guess, that it was just made with.
+    """
+    if name in ("", ".", "..") or os.sep in name:
+        return False
+    if event[0] != "open" or TEMPORARY_NAME.fullmatch(name):
+        return True
+    return bool(event[1][2] & (os.O_NOFOLLOW | os.O_EXCL))
+
+
+@functools.cache
+def warm_up() -> None:
+    """Import everything, and make what is made once: that is not what is looked for."""
+    with tempfile.TemporaryDirectory() as place:
+        for _ in range(2):
+            with TierStore("1MB", place, device="cpu") as store:
+                store.put("key", {"a": torch.ones(4), "b": torch.ones(4)[1:3]})
+                store.flush()
+                store.get("key")
+        for words in (["ls", "--json"], ["ls"], ["verify", "--data"], ["prune", "-y"]):
+            CliRunner().invoke(inspector, [words[0], place, *words[1:]])
+        CliRunner().invoke(inspector, ["show", place, "key"])
+    cell_len("\u6f22")  # what it needs for this lies in a file of its own
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Note what happens in the block."""
+    global _noted, _hooked
+    warm_up()
+    if not _hooked:
+        sys.addaudithook(_hook)
+        _hooked = True
+    assert _noted is None, "somebody watches already"
+    events: list[Event] = []
+    _noted = events
+    try:
+        yield Watch(events)
+    finally:
+        _noted = None

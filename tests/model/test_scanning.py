@@ -1,0 +1,201 @@
+"""Reading JSON without building it: what a text, a list and an object are, and what is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.model import scanning
+from tierstore.model.scanning import Scanner
+
+
+class RefusedError(Exception):
+    """The scanner found something wrong."""
+
+
+def refuse(why: str) -> NoReturn:
+    raise RefusedError(why)
+
+
+def scanner(text: str | bytes) -> Scanner:
+    return Scanner(text.encode() if isinstance(text, str) else text, refuse)
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(st.text(), st.booleans())
+def test_any_text_is_read_however_it_is_written(text: str, ascii_only: bool) -> None:
+    try:
+        raw = json.dumps(text, ensure_ascii=ascii_only).encode()
+        text.encode()
+    except UnicodeEncodeError:
+        return  # half of a pair of surrogates is none
+    found = scanner(b" \n" + raw)
+    assert found.text() == text
+    found.end()
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "no whole text at byte 0"),
+        (b"  1", "no whole text at byte 0"),
+        (b'"open', "no whole text"),
+        (b'"a\nb"', "no whole text"),
+        (b'"ends with\\"', "no whole text"),
+        (b'"\xff"', "no UTF-8"),
+        (b'"\xed\xa0\x80"', "no UTF-8"),
+        (b'"\\ud800"', "no UTF-8"),
+        (b'"\\x41"', "unknown escape"),
+        (b'"\\u12"', "unknown escape"),
+    ],
+)
+def test_what_is_no_text_is_refused(raw: bytes, why: str) -> None:
+    with pytest.raises(RefusedError, match=why):
+        scanner(raw).text()
+
+
+def test_a_sign_is_taken_only_where_it_is_next() -> None:
+    found = scanner(" \t\r\n [ {")
+    assert found.sees(b"[") and not found.sees(b"{")
+    assert not found.finds(b"{")
+    assert found.finds(b"[")
+    found.take(b"{")
+    found.end()
+    with pytest.raises(RefusedError, match="} is missing at byte 8"):
+        found.take(b"}")
+
+
+def test_nothing_may_follow_the_end() -> None:
+    scanner(" \n ").end()
+    with pytest.raises(RefusedError, match="follows its end, at byte 2"):
+        scanner("  x").end()
+
+
+# Objects -----------------------------------------------------------------------------------------
+
+
+def members(raw: str | bytes, most: int = 9) -> dict[str, tuple[int, ...] | None]:
+    found = scanner(raw)
+    read = {name: found.numbers(9) for name in found.members(most)}
+    found.end()
+    return read
+
+
+def test_the_members_of_an_object_come_in_their_order() -> None:
+    assert members("{}") == members(" { } ") == {}
+    assert list(members('{"b": [1], "a" : [] , "c":[2,3]}').items()) == [
+        ("b", (1,)),
+        ("a", ()),
+        ("c", (2, 3)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        ("[]", "{ is missing at byte 0"),
+        ("{", "no whole text"),
+        ("{1:[]}", "no whole text"),
+        ('{"a"[]}', ": is missing"),
+        ('{"a":[]', "',' or '}' is missing"),
+        ('{"a":[] "b":[]}', "',' or '}' is missing"),
+        ('{"a":[],}', "no whole text"),
+        ('{"a":[],"a":[]}', "a name occurs twice"),
+        ('{"a":[],"\\u0061":[]}', "a name occurs twice"),
+    ],
+)
+def test_what_is_no_object_is_refused(raw: str, why: str) -> None:
+    with pytest.raises(RefusedError, match=why):
+        members(raw)
+
+
+def test_an_object_has_as_many_members_as_it_may() -> None:
+    assert len(members('{"a":[],"b":[]}', most=2)) == 2
+    with pytest.raises(RefusedError, match="more than 1 members"):
+        members('{"a":[],"b":[]}', most=1)
+
+
+# Numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("[]", ()),
+        (" [ \n ] ", ()),
+        ("[0]", (0,)),
+        ("[ 1 ,\t20,3 ]", (1, 20, 3)),
+        (f"[{2**63 - 1}]", (2**63 - 1,)),
+        (f"[{2**63}]", None),
+        ("[01]", None),
+        ("[-1]", None),
+        ("[1.0]", None),
+        ("[1e3]", None),
+        ("[1,]", None),
+        ("[,1]", None),
+        ("[1 2]", None),
+        ("[[1]]", None),
+        ("[true]", None),
+        ("[9999999999999999999]", None),
+        ("[99999999999999999999]", None),
+        ('"[1]"', None),
+        ("{}", None),
+        ("[1", None),
+        ("", None),
+    ],
+)
+def test_a_list_of_sizes_and_nothing_else(raw: str, expected: tuple[int, ...] | None) -> None:
+    assert scanner(raw).numbers(9) == expected
+
+
+def test_a_list_has_as_many_numbers_as_it_may() -> None:
+    assert scanner("[1,2,3]").numbers(3) == (1, 2, 3)
+    assert scanner("[1,2,3]").numbers(2) is None
+
+
+# Passing over ------------------------------------------------------------------------------------
+
+
+@given(ANY_JSON)
+def test_any_value_is_passed_over_to_its_end(value: Any) -> None:
+    raw = json.dumps(value)
+    try:
+        raw = json.dumps(value, ensure_ascii=False)
+        raw.encode()
+    except UnicodeEncodeError:
+        return
+    found = scanner(f" {raw} ,")
+    found.skip()
+    assert found.finds(b",")
+    found.end()
+
+
+@pytest.mark.parametrize("raw", ["", "]", "}", "[", "[1", '["open]', "{]x", ",", ":"])
+def test_what_has_no_end_is_not_passed_over(raw: str) -> None:
+    found = scanner(raw)
+    with pytest.raises(RefusedError):
+        found.skip()
+        found.end()
+
+
+def test_no_nesting_is_too_deep_and_none_is_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    deep: Callable[[int], str] = lambda depth: "[" * depth + "]" * depth  # noqa: E731
+    found = scanner(deep(40_000))
+    found.skip()
+    found.end()
+    monkeypatch.setattr(scanning, "MOST_SKIPPED", 10)
+    found = scanner(deep(5))
+    found.skip()
+    found.end()
+    with pytest.raises(RefusedError, match="too much to read"):
+        scanner(deep(6)).skip()

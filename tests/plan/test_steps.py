@@ -1,0 +1,535 @@
+"""Single steps of the planner that random histories seldom or never take."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.histories.machine import World
+from tests.plan.scans import Scan
+from tierstore.model.moves import Copy
+from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.plan.foresight import Foresight
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import FarthestNextUse, policy_named
+from tierstore.plan.records import CopyRecord, Found, GroupRecord, State
+from tierstore.plan.residents import Residents
+from tierstore.plan.schedule import LearnedOrder
+
+TWO = {Tier.HOST: 20, Tier.DISK: None}
+THREE = {Tier.DEVICE: 20, Tier.HOST: 20, Tier.DISK: None}
+
+
+def land_all(world: World) -> None:
+    while world.books.moving:
+        world.deliver(world.books.moving[0])
+
+
+def put(world: World, nbytes: int) -> str:
+    key = world.claim(nbytes)
+    assert key is not None and world.fill(key)
+    return key
+
+
+def use(world: World, key: str) -> None:
+    waiter = world.demand(key)
+    assert waiter is not None
+    land_all(world)
+    assert world.wake(waiter)
+    world.release(waiter)
+    land_all(world)
+
+
+# What is just being put --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budgets", [TWO, THREE])
+def test_a_demand_for_what_is_just_being_put_waits_for_it(budgets: dict[Tier, int | None]) -> None:
+    world = World(budgets)
+    key = world.claim(5)
+    assert key is not None
+    waiter = world.demand(key)
+    assert waiter is not None
+    assert not world.books.moving, "there is nothing yet to move"
+    assert not world.wake(waiter)
+    assert world.fill(key)
+    land_all(world)
+    assert world.wake(waiter)
+    world.finish()
+
+
+def test_who_wants_to_hold_what_is_to_be_put_waits_until_it_has_room_and_is_there() -> None:
+    world = World({Tier.HOST: 10, Tier.DISK: None})
+    other = world.demand(world.register(8))
+    assert other is not None
+    land_all(world)
+    assert world.wake(other)
+    key = world.claim(5)
+    assert key is not None
+    holder = world.fetch(key)
+    assert holder is not None
+    assert not world.hold(holder)
+    world.release(other)
+    assert world.fill(key)
+    assert world.hold(holder)
+    world.finish()
+
+
+def test_a_save_of_what_is_just_being_put_is_done_when_it_is_there() -> None:
+    world = World(TWO)
+    key = world.claim(5)
+    assert key is not None
+    saver = world.save(key)
+    assert not world.books.moving, "there is nothing yet to save"
+    assert world.fill(key)
+    land_all(world)
+    assert world.look_saved(saver)
+    assert world.planner.residence(key) == (Tier.HOST, Tier.DISK)
+    world.finish()
+
+
+# Holding -----------------------------------------------------------------------------------------
+
+
+def test_who_waits_to_hold_what_is_discarded_meanwhile_may_still_withdraw() -> None:
+    world = World(TWO)
+    key = world.register(5)
+    holder = world.fetch(key)
+    assert holder is not None
+    world.discard(key)
+    world.planner.withdraw_fetch(key, holder.purpose)
+    world.planner.check()
+    assert world.planner.instructions() == [], "nobody is left to do anything for"
+    land_all(world)
+    assert world.hold(holder), "the answer is that the group is gone"
+    assert isinstance(world.errors[-1][1], KeyError)
+    world.finish()
+
+
+@pytest.mark.parametrize("budgets", [TWO, THREE])
+def test_a_copy_is_arriving_until_it_is_there(budgets: dict[Tier, int | None]) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    assert not world.planner.arriving(key)
+    waiter = world.demand(key)
+    assert waiter is not None
+    while world.books.moving:
+        assert world.planner.arriving(key)
+        world.deliver(world.books.moving[0])
+    assert not world.planner.arriving(key)
+    assert world.wake(waiter)
+    world.finish()
+
+
+def test_a_copy_on_its_way_to_the_disk_is_not_arriving() -> None:
+    world = World(TWO)
+    key = put(world, 5)
+    world.save(key)
+    assert [move.dst for move in world.books.moving] == [Tier.DISK]
+    assert not world.planner.arriving(key)
+    world.finish()
+
+
+@pytest.mark.parametrize("budgets", [TWO, THREE])
+def test_what_is_nowhere_else_stays_when_it_is_put_away(budgets: dict[Tier, int | None]) -> None:
+    world = World(budgets)
+    key = put(world, 5)
+    world._step(world.planner.put_away, key)
+    land_all(world)
+    assert world.planner.residence(key), "its only copy is gone"
+    use(world, key)
+    world.finish()
+
+
+# Saving ahead ------------------------------------------------------------------------------------
+
+
+def spill(world: World, key: str) -> int:
+    nbytes: int = world._step(world.planner.spill_early, key)
+    return nbytes
+
+
+def test_what_is_saved_ahead_is_written_once_and_stays() -> None:
+    world = World(TWO)
+    key = put(world, 5)
+    assert spill(world, key) == 5
+    assert [(m.src, m.dst, m.urgent) for m in world.books.moving] == [(Tier.HOST, Tier.DISK, False)]
+    assert spill(world, key) == 0, "it is being written already"
+    land_all(world)
+    assert world.planner.residence(key) == (Tier.HOST, Tier.DISK)
+    assert spill(world, key) == 0, "it is written already"
+    world.finish()
+
+
+def test_nothing_is_saved_ahead_without_room_on_disk() -> None:
+    world = World({Tier.HOST: 20, Tier.DISK: 4})
+    key = put(world, 5)
+    assert spill(world, key) == 0
+    assert not world.books.moving
+    world.finish()
+
+
+def test_what_is_not_there_is_not_saved_ahead() -> None:
+    world = World(TWO)
+    claimed = world.claim(5)
+    assert claimed is not None
+    assert spill(world, claimed) == 0, "its caller is still filling it"
+    assert world.fill(claimed)
+    waiter = world.demand(claimed)
+    assert waiter is not None and world.wake(waiter)
+    world.discard(claimed)
+    assert spill(world, claimed) == 0, "nobody wants it any more"
+    world.finish()
+
+
+def test_a_save_ahead_that_fails_is_told_to_nobody() -> None:
+    world = World(TWO)
+    key = put(world, 5)
+    spill(world, key)
+    world.fail(world.books.moving[0])
+    assert world.planner.error_of(key) is None
+    use(world, key)
+    world.finish()
+
+
+# What should be kept -----------------------------------------------------------------------------
+
+
+def kept_after(policy: str, kept: Sequence[str], uses: Sequence[str]) -> Scan:
+    scan = Scan([10] * 6, {Tier.HOST: 30, Tier.DISK: None}, policy)
+    for key in kept:
+        scan.planner.keep(key)
+    for key in uses:
+        scan.use(key)
+    return scan
+
+
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+def test_what_is_kept_goes_last(policy: str) -> None:
+    scan = kept_after(policy, ["g0"], ["g0", "g1", "g2", "g3", "g4", "g5", "g1"])
+    assert Tier.HOST in scan.planner.residence("g0")
+    without = kept_after(policy, [], ["g0", "g1", "g2", "g3", "g4", "g5", "g1"])
+    assert Tier.HOST not in without.planner.residence("g0"), "the control"
+
+
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+def test_what_is_kept_goes_when_nothing_else_may(policy: str) -> None:
+    scan = kept_after(policy, ["g0", "g1", "g2"], ["g0", "g1", "g2"])
+    assert scan.read_by(["g3"]) >= 10, "it was used without being there"
+
+
+def test_a_hope_takes_the_room_of_what_is_kept_only_if_it_is_kept_itself() -> None:
+    for same in (True, False):
+        scan = kept_after("lru", ["g0", "g1", "g2"], ["g0", "g1", "g2"])
+        if same:
+            scan.planner.keep("g3")
+        scan.planner.prefetch(["g3"])
+        copies = [i.key for i in scan.planner.instructions() if isinstance(i, Copy)]
+        assert copies == (["g3"] if same else [])
+
+
+# Telling and asking ------------------------------------------------------------------------------
+
+
+def test_a_copy_that_is_said_to_be_ending_twice_ends_once() -> None:
+    world = World(TWO)
+    key = world.register(5)
+    world.demand(key)
+    hop = world.planner._foresight.hops[Tier.DISK, Tier.HOST]
+    for _ in range(2):
+        world._step(world.planner.ending, key, Tier.HOST, Tier.DISK)
+        assert (hop.copies, hop.ending) == (1, 1)
+    land_all(world)
+    assert (hop.copies, hop.ending) == (0, 0)
+    world.finish()
+
+
+def test_all_is_there_once_every_group_has_its_place_on_the_fastest_tier() -> None:
+    world = World(TWO)
+    first, second = world.register(5), world.register(6)
+    assert not world.planner.all_there()
+    use(world, first)
+    use(world, second)
+    assert world.planner.all_there()
+    world.register(1)
+    assert not world.planner.all_there()
+    world.finish()
+
+
+def test_two_demands_for_one_group_are_met_one_by_one() -> None:
+    world = World(TWO)
+    key = world.register(5)
+    waiters = [world.demand(key), world.demand(key)]
+    land_all(world)
+    first, second = waiters
+    assert first is not None and second is not None
+    world.give_up(first)
+    blocker = world.demand(world.register(20))
+    assert blocker is not None
+    assert Tier.HOST in world.planner.residence(key), "the second still waits for it"
+    assert world.wake(second)
+    world.release(second)
+    land_all(world)
+    assert world.wake(blocker)
+    world.finish()
+
+
+def test_what_the_policy_was_never_told_of_changes_nothing() -> None:
+    schedule = LearnedOrder()
+    for name in ("next-use", "lru"):
+        policy = policy_named(name, schedule)
+        policy.admitted("a", Tier.HOST)
+        policy.used("never seen")
+        policy.dropped("never seen", Tier.HOST)
+        policy.keep([], 1.0)
+        assert list(policy.victims(Tier.HOST, None)) == ["a"]
+
+
+@pytest.mark.parametrize("leases", [0, 1])
+def test_who_is_stuck_is_told_only_once_nobody_can_give_anything_back(leases: int) -> None:
+    world = World({Tier.HOST: 10, Tier.DISK: None})
+    kept = world.fetch(world.register(6), Hold.KEEP)
+    assert kept is not None
+    land_all(world)
+    assert world.hold(kept)
+    lent = world.demand(world.register(2)) if leases else None
+    land_all(world)
+    if lent is not None:
+        assert world.wake(lent)
+    waiter = world.demand(world.register(5))
+    assert waiter is not None
+    assert world.wake(waiter) == (not leases)
+    if lent is not None:
+        world.release(lent)
+        assert world.wake(waiter)
+    assert "6 bytes are in use there for good" in str(world.errors[-1][1])
+    world.finish()
+
+
+def test_a_group_says_where_it_is_how_far_and_whether_a_file_holds_it() -> None:
+    schedule = LearnedOrder()
+    planner = Planner(TWO, FarthestNextUse(schedule), schedule)
+    planner.register("a", 5, backed=True)
+    planner.register("b", 5, backed=False)
+    assert [planner.backed(key) for key in "ab"] == [True, False]
+    assert planner.used == {Tier.HOST: 0, Tier.DISK: 5}, "a checkpoint takes none of our room"
+    assert planner.state_of("a") is None
+    planner.demand("a")
+    assert planner.state_of("a") is State.ARRIVING
+    assert not planner.idle()
+    planner.arrived("a", Tier.HOST, Tier.DISK)
+    assert planner.state_of("a") is State.PRESENT
+    assert planner.idle()
+    assert planner.lease("a", Access.UPDATE)
+    assert not planner.backed("a"), "its file does not hold what it will be"
+    assert "a" in planner and "c" not in planner
+    planner.discard("b")
+    assert "b" not in planner
+
+
+def test_a_record_counts_what_is_valid_and_what_moves() -> None:
+    group = GroupRecord("a", 7, backed=True)
+    group.copies[Tier.DISK] = CopyRecord(State.PRESENT)
+    assert not group.valid_elsewhere(Tier.DISK)
+    assert not group.moving()
+    group.copies[Tier.HOST] = CopyRecord(State.RESERVED)
+    assert not group.moving(), "nothing is on its way to where room is only set aside"
+    assert not group.present(Tier.HOST)
+    group.copies[Tier.HOST].state = State.ARRIVING
+    assert group.moving()
+    assert group.valid_elsewhere(Tier.HOST) and not group.valid_elsewhere(Tier.DISK)
+    group.copies[Tier.HOST].state = State.PRESENT
+    assert group.valid_elsewhere(Tier.DISK)
+    group.copies[Tier.DISK].readers = 1
+    assert group.moving()
+    assert (group.cost(Tier.DISK), group.cost(Tier.HOST)) == (0, 7)
+
+
+# Room for new values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budgets", [TWO, THREE])
+def test_room_for_new_values_is_nothing_that_others_could_hold(
+    budgets: dict[Tier, int | None],
+) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    renewing = world.fetch(key, Hold.RENEW)
+    assert renewing is not None
+    assert not world.books.moving, "nobody wants the old values"
+    assert world.planner.used[Tier.HOST] == 5
+    assert not world.planner.hold(key, Hold.READ)
+    world.withdraw_fetch(renewing)
+    assert world.planner.used[Tier.HOST] == 0, "the room is nobody's any more"
+    world.finish()
+
+
+def test_new_values_are_held_where_the_old_ones_never_were() -> None:
+    world = World(TWO)
+    key = world.register(5)
+    renewing = world.fetch(key, Hold.RENEW)
+    assert renewing is not None
+    assert world.hold(renewing)
+    assert world.planner.residence(key) == (Tier.HOST,), "the disk has the old ones"
+    assert not world.planner.backed(key)
+    world.let_go(renewing)
+    use(world, key)
+    assert not [i for i in world.books.followed if isinstance(i, Copy)]
+    world.finish()
+
+
+def test_what_is_held_for_good_is_said_to_be() -> None:
+    world = World(TWO)
+    key = world.register(5)
+    for purpose in (Hold.READ, Hold.UPDATE, Hold.KEEP):
+        holder = world.fetch(key, purpose)
+        assert holder is not None
+        land_all(world)
+        assert not world.planner.kept(key)
+        assert world.hold(holder)
+        assert world.planner.kept(key) == (purpose is Hold.KEEP)
+        world.let_go(holder)
+    assert not world.planner.kept(key)
+    world.finish()
+
+
+def test_a_save_waits_for_who_changes_the_group() -> None:
+    world = World(TWO)
+    key = put(world, 5)
+    waiter = world.demand(key, Access.UPDATE)
+    assert waiter is not None and world.wake(waiter)
+    saver = world.save(key)
+    assert world.planner.saving(key)
+    assert not world.books.moving, "it would save half of the change"
+    world.release(waiter)
+    land_all(world)
+    assert not world.planner.saving(key)
+    assert world.look_saved(saver)
+    world.finish()
+
+
+# Rounds ------------------------------------------------------------------------------------------
+
+
+def test_a_round_repeats_only_if_it_was_seen_as_it_is_expected() -> None:
+    order = LearnedOrder()
+    for key in "abc":
+        order.advance_past(key)
+    assert not order.repeats(3), "no order is known yet"
+    for key in "abcabc":
+        order.advance_past(key)
+    assert order.repeats(3)
+    assert not order.repeats(1000), "so much was never seen"
+    for key in "abca":
+        order.advance_past(key)
+    assert order.repeats(3), "a round begins anywhere"
+
+
+def test_who_stays_may_go_once_the_loop_is_over() -> None:
+    order = LearnedOrder()
+    residents = Residents(order, 190)
+
+    def use_all(keys: Sequence[str]) -> None:
+        for key in keys:
+            order.advance_past(key)
+            residents.passed(computed=1.0, waited=1.0)
+            if length := residents.round_of(order.number(key)):
+                ahead = order.ahead(length)
+                sizes = np.full(len(ahead), 10)
+                residents.begin_round(ahead, sizes, np.ones(len(ahead)), 10.0)
+
+    loop = [f"g{number}" for number in range(30)]
+    use_all(loop * 6)
+    assert residents.staying
+    use_all([f"once{number}" for number in range(len(loop) - 5)])
+    assert residents.staying, "it may go on"
+    use_all([f"later{number}" for number in range(2 * len(loop))])
+    assert not residents.staying
+
+
+def test_keys_that_come_and_go_leave_no_trace_in_the_order_of_victims() -> None:
+    schedule = LearnedOrder()
+    for name in ("next-use", "lru"):
+        policy = policy_named(name, schedule)
+        for key in "abcdef":
+            policy.admitted(key, Tier.HOST)
+        for number in range(1000):
+            policy.admitted(f"passing {number}", Tier.HOST)
+            policy.dropped(f"passing {number}", Tier.HOST)
+        assert list(policy.victims(Tier.HOST, None)) == list("abcdef")
+        policy.used("b")
+        assert list(policy.victims(Tier.HOST, None)) == list("acdefb")
+
+
+def test_what_is_expected_or_forgotten_is_news_to_whoever_ranks_by_it() -> None:
+    order = LearnedOrder()
+    for key in "abab":
+        order.advance_past(key)
+    seen = {order.epoch}
+    for change in (
+        lambda: order.expect(["a"]),
+        lambda: order.expect(["b", "a"]),
+        lambda: order.expect_not("b"),
+        lambda: order.forget("a"),
+    ):
+        change()
+        assert order.epoch not in seen
+        seen.add(order.epoch)
+
+
+def test_what_is_expected_is_ranked_by_its_place() -> None:
+    order = LearnedOrder()
+    numbers = np.array([order.number(key) for key in "abc"], dtype=np.int64)
+    order.expect(["c", "a"])
+    ranks = order.ranks(numbers)
+    assert ranks[2] < ranks[0] < ranks[1]
+    assert ranks[0] - ranks[2] == 1
+
+
+def test_a_rate_that_counts_for_more_is_a_higher_rank() -> None:
+    """Whatever the ranks mean, what is missed so many times later goes sooner."""
+    random_uses = random.Random(1).choices([f"g{number}" for number in range(50)], k=2000)
+    unknown, learning, cycle = LearnedOrder(4096), LearnedOrder(), LearnedOrder()
+    for key in random_uses:
+        unknown.advance_past(key)
+    for key in "abcabcabc":
+        cycle.advance_past(key)
+    for order, key in ((unknown, "g1"), (cycle, "b")):
+        ranks = order.ranks(np.array([order.number(key)], dtype=np.int64))
+        assert order.farther(ranks, 2.0)[0] > ranks[0] > order.farther(ranks, 0.5)[0]
+    assert learning.learning
+
+
+def test_how_much_computing_is_left_of_a_use() -> None:
+    now = 0.0
+    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, lambda: now)
+    seen.know(0, 1)
+    assert seen._remaining() == 0.0, "nothing was used yet"
+    for _ in range(3):
+        seen.asked(0)
+        seen.used(0)
+        now += 4.0
+        seen.asked(1)
+    seen.asked(0)
+    seen.used(0)
+    assert seen._remaining() == pytest.approx(4.0)
+    now += 3.0
+    assert seen._remaining() == pytest.approx(1.0)
+    now += 3.0
+    assert seen._remaining() == 0.0, "it takes longer than ever"
+
+
+def test_what_was_just_being_put_still_is_after_taking_stock() -> None:
+    schedule = LearnedOrder()
+    planner = Planner(TWO, FarthestNextUse(schedule), schedule)
+    putting = Found("a", 5, (Tier.HOST,), (), (), None, False, False, False, False, claimed=True)
+    planner.take_stock([putting])
+    assert planner.granted("a")
+    assert planner.used[Tier.HOST] == 5
+    assert planner.residence("a") == () and not planner.idle()
+    planner.arrived("a", Tier.HOST)
+    assert planner.residence("a") == (Tier.HOST,) and planner.idle()
+    planner.check()

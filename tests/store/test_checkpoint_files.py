@@ -1,0 +1,256 @@
+"""Which files a checkpoint consists of, and what is told of each, with and without `await`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tierstore import checkpoints
+from tierstore.checkpoints import (
+    CheckpointFile,
+    aread_checkpoint,
+    checkpoint_files,
+    read_checkpoint,
+)
+from tierstore.model.errors import InvalidHeaderError, TransferError
+from tierstore.model.groups import Extent
+
+Read = Callable[[Path], list[CheckpointFile]]
+
+
+def read_at_once(path: Path) -> list[CheckpointFile]:
+    return read_checkpoint(path)
+
+
+def read_by_awaiting(path: Path) -> list[CheckpointFile]:
+    return asyncio.run(aread_checkpoint(path))
+
+
+both = pytest.mark.parametrize("read", [read_at_once, read_by_awaiting])
+
+
+def saved(path: Path, *names: str, metadata: Mapping[str, str] | None = None) -> Path:
+    """A file that holds a tensor of its own numbers under each name."""
+    tensors = {name: np.full((2, 3), place, np.float32) for place, name in enumerate(names)}
+    save_file(tensors, path, metadata=dict(metadata) if metadata else None)
+    return path
+
+
+def index(directory: Path, weight_map: object, name: str = "model.safetensors") -> Path:
+    path = directory / f"{name}.index.json"
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return path
+
+
+def bytes_at(extent: Extent) -> bytes:
+    return Path(extent.path).read_bytes()[extent.offset : extent.offset + extent.nbytes]
+
+
+@both
+def test_a_file_tells_where_each_of_its_tensors_lies(read: Read, tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.safetensors", "a", "b", metadata={"by": "somebody"})
+    [file] = read(path)
+    assert file.path == str(path)
+    assert dict(file.metadata) == {"by": "somebody"}
+    assert {t.name: (t.dtype, t.shape) for t in file.tensors} == {
+        "a": ("F32", (2, 3)),
+        "b": ("F32", (2, 3)),
+    }
+    for number, tensor in enumerate(sorted(file.tensors, key=lambda t: t.name)):
+        assert bytes_at(tensor.extent) == np.full(6, number, np.float32).tobytes()
+    status = path.stat()
+    assert (file.stamp.size, file.stamp.inode) == (status.st_size, status.st_ino)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    again = saved(tmp_path / "copy.safetensors", "a", "b", metadata={"by": "somebody"})
+    other = saved(tmp_path / "other.safetensors", "a", "c", metadata={"by": "somebody"})
+    assert length == int.from_bytes(other.read_bytes()[:8], "little")
+    assert read(again)[0].header_digest == file.header_digest
+    assert read(other)[0].header_digest != file.header_digest
+
+
+def test_a_directory_without_an_index_is_all_of_its_files(tmp_path: Path) -> None:
+    paths = [saved(tmp_path / f"{name}.safetensors", name) for name in "ba"]
+    (tmp_path / "notes.txt").write_text("nothing")
+    assert checkpoint_files(tmp_path) == sorted(map(str, paths))
+
+
+def test_an_index_says_which_files_are_meant(tmp_path: Path) -> None:
+    for name in "abc":
+        saved(tmp_path / f"{name}.safetensors", name)
+    path = index(tmp_path, {"a": "a.safetensors", "b": "b.safetensors", "a2": "a.safetensors"})
+    expected = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
+    assert checkpoint_files(tmp_path) == expected
+    assert checkpoint_files(path) == expected
+
+
+def test_an_index_of_pickles_is_passed_over(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.safetensors", "a")
+    index(tmp_path, {"a": "pytorch_model.bin"}, "pytorch_model.bin")
+    assert checkpoint_files(tmp_path) == [str(path)]
+
+
+def test_of_two_indexes_one_must_be_chosen(tmp_path: Path) -> None:
+    saved(tmp_path / "a.safetensors", "a")
+    first = index(tmp_path, {"a": "a.safetensors"}, "model.safetensors")
+    index(tmp_path, {"a": "a.safetensors"}, "model.fp16.safetensors")
+    with pytest.raises(ValueError, match="has 2 index files: pass the one"):
+        checkpoint_files(tmp_path)
+    assert checkpoint_files(first) == [str(tmp_path / "a.safetensors")]
+
+
+def test_links_are_resolved_so_that_a_cache_of_links_is_one_of_files(tmp_path: Path) -> None:
+    path = saved(tmp_path / "blob", "a")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(path)
+    assert checkpoint_files(link) == [str(path)]
+    assert checkpoint_files(tmp_path) == [str(path)]
+
+
+@pytest.mark.parametrize("kind", ["empty", "pickles", "missing"])
+def test_where_there_is_no_checkpoint_it_says_what_to_pass(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    if kind != "missing":
+        place.mkdir()
+    if kind == "pickles":
+        (place / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(TransferError, match="holds no safetensors checkpoint") as error:
+        checkpoint_files(place)
+    assert error.value.path == str(place)
+
+
+@both
+def test_two_files_with_a_tensor_of_one_name_are_refused(read: Read, tmp_path: Path) -> None:
+    saved(tmp_path / "a.safetensors", "x", "y")
+    saved(tmp_path / "b.safetensors", "z", "y")
+    with pytest.raises(ValueError, match="both hold a tensor 'y'") as error:
+        read(tmp_path)
+    for name in ("a.safetensors", "b.safetensors"):
+        assert str(tmp_path / name) in str(error.value)
+
+
+# Indexes that lie --------------------------------------------------------------------------------
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(InvalidHeaderError) as error:
+        checkpoint_files(path)
+    assert error.value.path == str(path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../a.safetensors", "/etc/passwd", "", ".", "..", "sub/a.safetensors", "a\0b"]
+)
+def test_an_index_names_files_beside_it_only(name: str, tmp_path: Path) -> None:
+    saved(tmp_path / "a.safetensors", "a")
+    path = index(tmp_path, {"a": name, "b": "a.safetensors"})
+    assert "names files outside its directory" in refused(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {}} x'],
+)
+def test_an_index_that_is_no_json_of_its_shape_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(text)
+    assert "the index is malformed" in refused(path)
+
+
+def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text('{"metadata": {"total_size": [1, {"a": "b"}]}}')
+    assert "it has no weight_map" in refused(path)
+
+
+def test_an_index_that_is_too_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = index(tmp_path, {"a": "a.safetensors"})
+    saved(tmp_path / "a.safetensors", "a")
+    size = path.stat().st_size
+    monkeypatch.setattr(checkpoints, "MAX_INDEX_BYTES", size)
+    assert checkpoint_files(path) == [str(tmp_path / "a.safetensors")]
+    monkeypatch.setattr(checkpoints, "MAX_INDEX_BYTES", size - 1)
+    assert "too large to be one" in refused(path)
+
+
+def test_an_index_of_too_many_files_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "MAX_SHARDS", 2)
+    names = [f"{number}.safetensors" for number in range(3)]
+    path = index(tmp_path, {name: name for name in names[:2]} | {"again": names[0]})
+    assert len(checkpoint_files(path)) == 2
+    path = index(tmp_path, {name: name for name in names})
+    assert "names more than 2 files" in refused(path)
+
+
+# Files that cannot be read -----------------------------------------------------------------------
+
+
+@both
+def test_a_shard_that_is_missing_is_told_by_its_path(read: Read, tmp_path: Path) -> None:
+    index(tmp_path, {"a": "a.safetensors"})
+    with pytest.raises(TransferError, match="No such file") as error:
+        read(tmp_path)
+    assert error.value.path == str(tmp_path / "a.safetensors")
+
+
+@both
+@pytest.mark.parametrize("kind", ["a pipe", "a directory"])
+def test_what_is_no_file_keeps_nobody_waiting(kind: str, read: Read, tmp_path: Path) -> None:
+    place = tmp_path / "model.safetensors"
+    if kind == "a pipe":
+        os.mkfifo(place)
+    else:
+        place.mkdir()
+    with pytest.raises(TransferError) as error:
+        read(tmp_path)
+    assert error.value.path == str(place)
+
+
+def test_an_index_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+    place = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(place)
+    with pytest.raises(TransferError, match="is no regular file"):
+        checkpoint_files(tmp_path)
+
+
+def test_an_index_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = index(tmp_path, {"a": "a.safetensors"})
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "_open_at_once", fail)
+    with pytest.raises(TransferError, match="Input/output") as error:
+        checkpoint_files(path)
+    assert error.value.path == str(path)
+
+
+@both
+@pytest.mark.parametrize("left", [0, 7, 20])
+def test_a_file_that_ends_too_early_is_refused(left: int, read: Read, tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.safetensors", "a")
+    os.truncate(path, left)
+    with pytest.raises(InvalidHeaderError) as error:
+        read(path)
+    assert error.value.path == str(path)
+
+
+def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
+    place = tmp_path / ("x" * 5000)
+    with pytest.raises(TransferError, match="File name too long") as error:
+        checkpoint_files(place)
+    assert error.value.path == str(place)

@@ -1,0 +1,234 @@
+"""Every small fault that `tools/mutate.py` seeds into a module: one change of its syntax tree each.
+
+Left alone are: documentation, annotations, texts of errors, and imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+SILENT = ("annotation", "returns", "type_params", "bases")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: in which `place` of the tree (see `sites`) which of the other nodes stands."""
+
+    path: str
+    place: int
+    choice: int
+    line: int
+    last_line: int
+    function: str  # the outermost one with its class, "" where there is none
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.before}  ->  {self.after}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a node is, so that it can be replaced."""
+
+    parent: ast.AST
+    field: str
+    index: int | None
+    statement: ast.stmt | None
+    function: str
+
+    @property
+    def node(self) -> ast.AST:
+        value = getattr(self.parent, self.field)
+        found: ast.AST = value if self.index is None else value[self.index]
+        return found
+
+    def put(self, node: ast.AST) -> None:
+        if self.index is None:
+            setattr(self.parent, self.field, node)
+        else:
+            getattr(self.parent, self.field)[self.index] = node
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """All of a module's mutants, in the order of its text."""
+    found = []
+    for place, site in enumerate(sites(ast.parse(source))):
+        for choice, other in enumerate(others(site)):
+            first, last = lines_of(site)
+            texts = [" ".join(ast.unparse(n).split())[:100] for n in (site.node, other)]
+            line = getattr(site.node, "lineno", first)
+            function = site.function
+            found.append(Mutant(path, place, choice, line, last, function, texts[0], texts[1]))
+    return found
+
+
+def mutated(source: str, mutant: Mutant) -> ast.Module:
+    """The module's tree with the fault in it."""
+    tree = ast.parse(source)
+    site = list(sites(tree))[mutant.place]
+    site.put(list(others(site))[mutant.choice])
+    return ast.fix_missing_locations(tree)
+
+
+def sites(tree: ast.Module) -> Iterator[Site]:
+    """Every node that could be replaced, always in the same order."""
+    yield from _below(tree, None, (), "")
+
+
+def _below(
+    node: ast.AST, statement: ast.stmt | None, names: tuple[str, ...], function: str
+) -> Iterator[Site]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        names = (*names, node.name)
+    for field, value in ast.iter_fields(node):
+        if field in SILENT:
+            continue
+        inside = function
+        if field == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            inside = function or ".".join(names)
+        for index, child in enumerate(value if isinstance(value, list) else [value]):
+            if not isinstance(child, ast.AST) or _is_silent(child):
+                continue
+            nearest = child if isinstance(child, ast.stmt) else statement
+            at = index if isinstance(value, list) else None
+            yield Site(node, field, at, nearest, inside)
+            yield from _below(child, nearest, names, inside)
+
+
+def _is_silent(node: ast.AST) -> bool:
+    """What is for readers: documentation, text for messages, imports for annotations."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return True
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return text or isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom)
+
+
+def lines_of(site: Site) -> tuple[int, int]:
+    """The lines of its statement, or of the head of it."""
+    statement = site.statement
+    if statement is None:
+        return 0, 0
+    last = statement.end_lineno or statement.lineno
+    body = getattr(statement, "body", None)
+    if body:
+        last = max(statement.lineno, body[0].lineno - 1)
+    return statement.lineno, last
+
+
+def others(site: Site) -> Iterator[ast.AST]:
+    """What stands there instead."""
+    node = site.node
+    match node:
+        case ast.Compare():
+            yield from _comparisons(node)
+        case ast.BinOp() | ast.AugAssign():
+            yield from _operations(node)
+        case ast.Constant():
+            yield from _constants(node, site)
+        case _:
+            yield from _replaced(node)
+    if _may_be_left_out(node):
+        yield ast.Pass()
+    yield from _negations(node)
+
+
+def _replaced(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
+        case ast.BoolOp():
+            other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+            yield ast.BoolOp(other, node.values)
+        case ast.UnaryOp():
+            yield node.operand
+        case ast.Name(id=name) if name in NAMES:
+            yield ast.Name(NAMES[name], node.ctx)
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield ast.Return(ast.Constant(None))
+        case ast.Break():
+            yield ast.Continue()
+        case ast.Continue():
+            yield ast.Break()
+
+
+def _comparisons(node: ast.Compare) -> Iterator[ast.AST]:
+    for place, operator in enumerate(node.ops):
+        for other in COMPARISONS[type(operator)]:
+            changed = copy.copy(node)
+            changed.ops = [*node.ops[:place], other(), *node.ops[place + 1 :]]
+            yield changed
+
+
+def _operations(node: ast.BinOp | ast.AugAssign) -> Iterator[ast.AST]:
+    other = OPERATORS.get(type(node.op))
+    is_text = isinstance(node, ast.BinOp) and isinstance(node.left, ast.JoinedStr)
+    if other is not None and not is_text:
+        changed = copy.copy(node)
+        changed.op = other()
+        yield changed
+
+
+def _constants(node: ast.Constant, site: Site) -> Iterator[ast.AST]:
+    value = node.value
+    if isinstance(value, bool):
+        yield ast.Constant(not value)
+    elif isinstance(value, int | float):
+        yield ast.Constant(value + 1)
+    elif isinstance(value, str) and not _is_for_readers(site):
+        yield ast.Constant(f"XX{value}")
+    elif isinstance(value, bytes):
+        yield ast.Constant(b"XX" + value)
+
+
+def _is_for_readers(site: Site) -> bool:
+    """Texts of errors, told in the head of a `with` or raised, and those of enumerations."""
+    names = isinstance(site.statement, ast.Assign) and " " in str(site.node.value)
+    told = isinstance(site.statement, ast.With | ast.Raise | ast.Assert)
+    return told or (names and not site.function)
+
+
+def _may_be_left_out(node: ast.AST) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Delete():
+            return True
+        case ast.Assign(targets=[target]):
+            return isinstance(target, ast.Attribute | ast.Subscript)
+    return False
+
+
+def _negations(node: ast.AST) -> Iterator[ast.AST]:
+    """The other branch, where the condition has no operator that could be changed instead."""
+    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert) and not isinstance(
+        node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
+    ):
+        changed = copy.copy(node)
+        changed.test = ast.UnaryOp(ast.Not(), node.test)
+        yield changed
