@@ -34,7 +34,7 @@ from tierstore.transfer.reading import Reader, Reading, explained
 from tierstore.transfer.saver import Saver
 from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.transfer.views import view_all
-from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, Workers
+from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, Job, Workers
 
 T = TypeVar("T")
 
@@ -55,8 +55,7 @@ class ThreadCarrier:
     """Moves groups between an accelerator (if any), host memory and files.
 
     `report` is called, on a worker thread, when a copy is done or has failed; `ending`, when the
-    last bytes of a copy from disk are asked for. `top` is the fastest
-    tier: HOST when the device is the CPU.
+    last bytes of a copy from disk are asked for. `top` is HOST when the device is the CPU.
     """
 
     def __init__(
@@ -280,11 +279,8 @@ class ThreadCarrier:
 
     def _ask(self, workers: Workers, question: Callable[[], T]) -> Answer[T]:
         """What `question` gives on a thread of `workers`."""
-
-        def give(job: Callable[[], None]) -> None:
-            self._clerk.give(functools.partial(workers.submit, URGENT, job))
-
-        return Answer(question, give, workers.alive)
+        submit, give = functools.partial(workers.submit, URGENT), self._clerk.give
+        return Answer(question, lambda job: give(lambda: submit(job)), workers.alive)
 
     def _fetch(
         self, key: str, slot: Slot, places: list[tuple[torch.Tensor, torch.Tensor]], behind: bool
@@ -357,14 +353,12 @@ class ThreadCarrier:
     # For callers, on a disk's thread -----------------------------------------------------------
 
     def remove(self, key: str, order: int, durable: bool) -> Answer[None] | None:
-        """Begin to remove the object file of `key`. No version up to `order` is written any more.
+        """Begin to remove the file of `key`, and see that no version up to `order` is written.
 
-        None: there is nothing to remove. Whoever waits for the answer is told of a failure
-        (TransferError), and so is who flushes: it is among the leftovers.
+        None: there is nothing. A failure is told to who waits for the answer, and to who flushes.
         """
         if not durable and not self.saver.has_file(key):
             return None
-        self._removing[order] = key
 
         def remove() -> None:
             try:
@@ -372,20 +366,25 @@ class ThreadCarrier:
             finally:
                 del self._removing[order]
 
-        return self._ask(self._disk, remove)
+        def begin(job: Job) -> None:
+            self._removing[order] = key
+            self._disk.submit(URGENT, job)
+
+        give = self._clerk.give
+        return Answer(remove, lambda job: give(lambda: begin(job)), self._disk.alive)
 
     def removing(self) -> set[str]:
         """The keys whose object files are being removed."""
+        self.catch_up()
         return set(list(self._removing.values()))
 
     def remove_leftovers(self) -> list[BaseException]:
         """Try again to remove what could not be removed. Returns what went wrong."""
         errors: list[BaseException] = []
         for key, order, durable in self.saver.leftovers():
+            remove = functools.partial(self.saver.remove, key, order, durable)
             try:
-                self._ask(
-                    self._disk, functools.partial(self.saver.remove, key, order, durable)
-                ).wait()
+                self._ask(self._disk, remove).wait()
             except TierStoreError as error:
                 errors.append(error)
         return errors
