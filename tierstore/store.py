@@ -88,8 +88,9 @@ class TierStore(KeepingState):
         Dtypes that safetensors knows, any shape, any stride (kept), any device; tensors that share
         memory still do so when they come back. A group that is there is replaced at once: readers
         see the old one or the new one. `durable` groups are on disk after `flush` or `close`;
-        others never outlive the store. Waits for room in host memory, for up to `timeout` seconds
-        (None: as long as it takes).
+        others never outlive the store (if the file of a durable group that they replace cannot be
+        removed, `flush` and `close` try again, and tell). Waits for room in host memory, for up to
+        `timeout` seconds (None: as long as it takes).
 
         Raises BudgetError if the group is larger than the budget, TypeError for what cannot be
         stored, DiskFullError or TransferError if room can only be made by a write that failed,
@@ -136,8 +137,9 @@ class TierStore(KeepingState):
         under `prefix` + its name; or `groups` maps keys to the names of tensors that move
         together. Returns the keys. From now on a change of a file raises StaleCheckpointError.
 
-        Raises InvalidHeaderError, TransferError, DuplicateKeyError, or UnknownKeyError for a name
-        in `groups` that the checkpoint does not hold; then nothing was registered.
+        Raises InvalidHeaderError, TransferError, DuplicateKeyError, UnknownKeyError for a name in
+        `groups` that the checkpoint does not hold, or ValueError for a name that cannot be a key;
+        then nothing was registered.
         """
         return self._register_files(read_checkpoint(path), prefix, groups)
 

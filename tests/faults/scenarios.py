@@ -109,9 +109,8 @@ class World:
         self.visible[key] = {value} if done else was | {value}
         before = self.durable.get(key, {ABSENT})
         (self.transient.discard if durable else self.transient.add)(key)
+        # That an old file could not be removed is told by the next flush.
         self.durable[key] = before | {value if durable else ABSENT}
-        if done and not durable:
-            self.durable[key] = {ABSENT}
 
     def flush(self) -> None:
         done, _ = self.attempt(self._store.flush)
@@ -121,8 +120,7 @@ class World:
     def acknowledge(self) -> None:
         """What is visible and durable is on disk."""
         for key, values in self.visible.items():
-            if key not in self.transient:
-                self.durable[key] = set(values)
+            self.durable[key] = {ABSENT} if key in self.transient else set(values)
 
     def discard(self, key: str) -> None:
         done, _ = self.attempt(self._store.discard, key)

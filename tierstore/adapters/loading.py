@@ -19,7 +19,7 @@ from torch import nn
 from tierstore.adapters.bindings import assign
 from tierstore.adapters.recomputing import Value, recomputed, some
 from tierstore.checkpoints import CheckpointFile, read_checkpoint
-from tierstore.model.errors import StaleCheckpointError, TransferError
+from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
 from tierstore.progress import bar
 from tierstore.transfer.disk import FileStamp, transfer_error
@@ -272,7 +272,7 @@ def _maps(files: list[CheckpointFile], names: set[str]) -> dict[str, torch.Tenso
             unchanged = FileStamp.of(os.stat(file.path)) == file.stamp
         except OSError as error:
             raise transfer_error(error, "mapping", key=None, path=file.path) from error
-        except ValueError:  # it is shorter now than its header says
+        except TruncatedFileError:  # it is shorter now than its header says
             unchanged = False
         if not unchanged:
             raise StaleCheckpointError(

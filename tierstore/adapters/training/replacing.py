@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from tierstore.model.errors import TransferError
+from tierstore.transfer.directory import sync_names
 from tierstore.transfer.disk import transfer_error
 from tierstore.transfer.locking import try_lock
 from tierstore.transfer.objects import READ
@@ -61,13 +62,13 @@ class Home:
             try:
                 try:
                     yield folder
-                    os.fsync(folder)
+                    sync_names(folder)
                     self._refuse_others(parent)
                     old = self._publish(parent, name)
                 except BaseException:
                     self._remove(parent, name)
                     raise
-                os.fsync(parent)
+                sync_names(parent)
                 if old is not None:
                     self._remove(parent, old)
             finally:
@@ -97,7 +98,7 @@ class Home:
         if _exchange(parent, draft, self._name):
             return draft
         os.rename(self._name, self._previous, src_dir_fd=parent, dst_dir_fd=parent)
-        os.fsync(parent)
+        sync_names(parent)
         try:
             os.rename(draft, self._name, src_dir_fd=parent, dst_dir_fd=parent)
         except BaseException:
@@ -110,7 +111,7 @@ class Home:
         if _inode(self._previous, parent) is not None:
             if _inode(self._name, parent) is None:
                 os.rename(self._previous, self._name, src_dir_fd=parent, dst_dir_fd=parent)
-                os.fsync(parent)
+                sync_names(parent)
             else:
                 self._remove(parent, self._previous)
         for name in filter(self._drafts.fullmatch, os.listdir(parent)):
@@ -184,7 +185,7 @@ def _make_directories(path: str) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
         with _opened(above) as folder:
-            os.fsync(folder)
+            sync_names(folder)
 
 
 def _exchange(parent: int, one: str, other: str) -> bool:
