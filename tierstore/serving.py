@@ -110,6 +110,7 @@ class Serving(Books):
     @step
     def _show(self, request: Request, durable: bool) -> Answer[None] | None:
         """Readers see the new version from now on. Returns the removal of the old one's file."""
+        self._check_open()  # what is not seen now is not written by who closes the store
         version, key = request.version, request.key
         replaced = self._versions.get(key)
         was_durable = replaced is not None and self._carrier.cargo(replaced).durable

@@ -111,7 +111,8 @@ class ThreadCarrier:
 
     def catch_up(self) -> None:
         """Wait until all instructions are in the books. Waits for no bytes."""
-        self._clerk.ask(lambda: None)
+        if not self.stopped:
+            self._clerk.ask(lambda: None)
 
     def moving(self) -> list[Copy]:
         """The copies that are under way. `report` was not called for them yet, or is at it."""
