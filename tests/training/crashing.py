@@ -165,12 +165,12 @@ class Killer:
     def __init__(self, way: str, point: int | None = None, only_saves: bool = False) -> None:
         self._modules = {"posix"} if way != "torch.save" else None
         self._point = point
-        self._only_saves = only_saves
+        self.only_saves = only_saves
         self.in_all = self.in_saves = 0
         self._saving = False
 
     def __enter__(self) -> None:
-        if not self._only_saves:
+        if not self.only_saves:
             threading.setprofile(self._event)
             sys.setprofile(self._event)
 
@@ -187,7 +187,7 @@ class Killer:
         self._saving = True
         sys.setprofile(self._event)
         yield
-        if self._only_saves:
+        if self.only_saves:
             sys.setprofile(None)
         self._saving = False
 
@@ -195,9 +195,9 @@ class Killer:
         self.in_all += 1
         if self._saving and what[:2] == "c_" and self._counts(function):
             self.in_saves += 1
-        elif self._only_saves:
+        elif self.only_saves:
             return
-        if self._point == (self.in_saves if self._only_saves else self.in_all):
+        if self._point == (self.in_saves if self.only_saves else self.in_all):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _counts(self, function: Any) -> bool:
@@ -216,6 +216,23 @@ class Crash:
     found: int | None = None
     names: list[str] | None = None
     error: str = ""
+
+
+class BetweenRenames(Killer):
+    """Kills the process when the last save has lost its name, and the new one has none yet."""
+
+    def __init__(self) -> None:
+        super().__init__("two renames", only_saves=True)
+
+    def __enter__(self) -> None:
+        sync = replacing.sync_names
+
+        def die_between(directory: int) -> None:
+            if ".run.previous" in os.listdir(directory):
+                os.kill(os.getpid(), signal.SIGKILL)
+            sync(directory)
+
+        replacing.sync_names = die_between
 
 
 def forked(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
@@ -239,11 +256,11 @@ def forked(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
     return os.waitstatus_to_exitcode(status), told
 
 
-def crash(place: Path, way: str, expected: Path, point: int, only_saves: bool) -> Crash:
+def crash(place: Path, way: str, expected: Path, killer: Killer) -> Crash:
     """Train, be killed, go on."""
     place.mkdir()
-    found = Crash(only_saves)
-    code, told = forked(lambda tell: train(place, way, Killer(way, point, only_saves), tell))
+    found = Crash(killer.only_saves)
+    code, told = forked(lambda tell: train(place, way, killer, tell))
     found.killed = code == -signal.SIGKILL
     found.saved = max((each for each in told if isinstance(each, int)), default=0)
     found.left = sorted(p.name for p in place.iterdir())
@@ -273,7 +290,10 @@ def main(told: dict[str, Any]) -> None:
         for number in range(points):
             only_saves = number % 3 != 0
             point = chosen.randint(1, in_saves if only_saves else in_all)
-            found = crash(root / str(number), way, expected, point, only_saves)
+            killer = Killer(way, point, only_saves)
+            if way == "two renames" and number == 0:
+                killer = BetweenRenames()
+            found = crash(root / str(number), way, expected, killer)
             print("RESULT " + json.dumps([way, asdict(found)]), flush=True)
 
 
