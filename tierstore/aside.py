@@ -21,7 +21,7 @@ from tierstore.model.tiers import Tier
 from tierstore.observer import ActivationCounts
 from tierstore.serving import Serving
 from tierstore.steps import step
-from tierstore.waiting import Want
+from tierstore.waiting import Request, Want
 
 PREFIX = "activation/"
 
@@ -121,7 +121,7 @@ class PuttingAside(Serving):
         the event has passed. None: it is copied. Raises what `put` raises.
         """
         number = next(self._fresh)
-        request = self._request(key_of(number), Want.ROOM)
+        request = Request(key_of(number), Want.ROOM)
         try:
             data = self._claim(request, memory, False, guided=True)
             self._wait(request, self._granted)
@@ -164,14 +164,15 @@ class PuttingAside(Serving):
 
     def expect_aside(self, numbers: Iterable[int]) -> None:
         """Say what is wanted back next, in order. A hint, like `prefetch`."""
-        self._expect_aside(list(numbers))
+        self._expect([key_of(number) for number in numbers], self._planner.top)
 
     @step
-    def _expect_aside(self, numbers: list[int]) -> None:
+    def _expect(self, keys: list[str], top: Tier) -> None:
+        """These come next, on a tier up to `top`. What is not there any more does not."""
         self._check_open()
         self._collect_lost()
-        found = [self._versions.get(key_of(number)) for number in numbers]
-        self._planner.prefetch([version for version in found if version is not None])
+        found = [self._versions.get(key) for key in keys]
+        self._planner.prefetch([version for version in found if version is not None], top)
         self._deliver()
 
     def hand_over(self, lease: Lease) -> torch.Tensor:

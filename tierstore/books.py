@@ -185,9 +185,6 @@ class Books:
 
     # Waiting -----------------------------------------------------------------------------------
 
-    def _request(self, key: str, want: Want, access: Access = Access.READ) -> Request:
-        return Request(key, want, access)
-
     def _wait(
         self,
         request: Request,

@@ -162,7 +162,7 @@ class Serving(Books):
 
     def _asked(self, key: str, access: Access) -> Request:
         self._check_open()
-        return self._request(key, Want.LEASE, Access(access))
+        return Request(key, Want.LEASE, Access(access))
 
     def _demand(self, request: Request) -> None:
         """Insist on the newest version of the key."""
@@ -259,7 +259,11 @@ class Serving(Books):
     def _take_away(self, loan: Lent) -> None:
         if loan.access is Access.TAKE:
             loan.access = Access.READ  # nobody has read it
-        self._end_lease(loan)
+        self._give_back(loan)
+
+    def _give_back(self, loan: Lent) -> Answer[None] | None:
+        """Take back what was lent, once. Returns the removal of the file of what was taken."""
+        return self._end_lease(loan)
 
     @step
     def _end_lease(self, loan: Lent) -> Answer[None] | None:
@@ -302,7 +306,7 @@ class Serving(Books):
     def _collect_lost(self) -> None:
         super()._collect_lost()
         while self._lost_leases:
-            self._end_lease(self._lost_leases[0])
+            self._give_back(self._lost_leases[0])
             self._lost_leases.popleft()
         while self._lost_groups:
             version = self._versions.pop(self._lost_groups[0], None)
@@ -315,9 +319,13 @@ class Serving(Books):
 
     def _flush_one(self, key: str, timeout: float | None = None) -> None:
         """Wait until nothing older than what there is now of a key is on disk."""
-        request = self._request(key, Want.SAVE)
-        request.version = self._begin_to_save(key)
+        request = self._of_version(key, self._begin_to_save(key))
         self._wait(request, self._saved if request.version else self._removed, timeout)
+
+    def _of_version(self, key: str, version: str) -> Request:
+        request = Request(key, Want.SAVE)
+        request.version = version
+        return request
 
     @step
     def _begin_to_save(self, key: str) -> str:

@@ -14,7 +14,6 @@ The store learns nothing from the uses of these groups. In training, who uses th
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -27,6 +26,7 @@ from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.views import laid_out, packed
+from tierstore.transfer.workers import Answer
 from tierstore.waiting import Request, Want
 
 
@@ -36,23 +36,6 @@ class KeepingState(PuttingAside):
     `settle`, `hold`, `put_away` and `show` may wait.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        budgets: dict[Tier, int | None],
-        disk_dir: str,
-        policy: str,
-        verify: str,
-    ) -> None:
-        self._lost_holds: deque[Lent] = deque()  # garbage-collected, in the middle of any step
-        super().__init__(device, budgets, disk_dir, policy, verify)
-
-    def _collect_lost(self) -> None:
-        super()._collect_lost()
-        while self._lost_holds:
-            self._let_go(self._lost_holds[0])
-            self._lost_holds.popleft()
-
     def settle(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Store copies of tensors as a group that is going to be changed, and never outlives us.
 
@@ -60,7 +43,7 @@ class KeepingState(PuttingAside):
         """
         self._check_open()
         self._refuse_duplicate(key)
-        request = self._request(key, Want.ROOM)
+        request = Request(key, Want.ROOM)
         try:
             data = self._claim(request, tensors, False, guided=True)
             self._carrier.cargo(request.version).settled = True
@@ -109,9 +92,7 @@ class KeepingState(PuttingAside):
         once that they wait in vain. Raises what `acquire` raises.
         """
         self._check_open()
-        request = self._request(
-            key, Want.HOLD, Access.READ if purpose is Hold.READ else Access.UPDATE
-        )
+        request = Request(key, Want.HOLD, Access.READ if purpose is Hold.READ else Access.UPDATE)
         request.purpose = purpose
         try:
             held = self._wait(request, functools.partial(self._try_to_hold, purpose=purpose))
@@ -120,7 +101,7 @@ class KeepingState(PuttingAside):
                 held.version,
                 self._carrier.host_view(held.version),
                 functools.partial(self._let_go, held),
-                functools.partial(self._lose_hold, held),
+                functools.partial(self._lose, held),
             )
         except BaseException:
             self._give_up(request)
@@ -164,17 +145,11 @@ class KeepingState(PuttingAside):
         self._planner.let_go(held.version)
         self._deliver()
 
-    def _lose_hold(self, held: Lent) -> bool:
-        if held not in self._out:
-            return False
-        self._lost_holds.append(held)
-        return True
-
-    def _take_away(self, loan: Lent) -> None:
+    def _give_back(self, loan: Lent) -> Answer[None] | None:
         if loan.held is None:
-            super()._take_away(loan)
-        else:
-            self._let_go(loan)
+            return super()._give_back(loan)
+        self._let_go(loan)
+        return None
 
     def acquire_for_good(self, key: str, access: Access) -> Lease:
         """`acquire`, for who never gives it back as long as others may wait for its room."""
@@ -201,11 +176,6 @@ class KeepingState(PuttingAside):
         # What was on its way has the old bytes, and may not be looked at once others are written.
         for key, version in versions:
             self._wait(self._of_version(key, version), self._has_gone)
-
-    def _of_version(self, key: str, version: str) -> Request:
-        request = self._request(key, Want.SAVE)
-        request.version = version
-        return request
 
     @step
     def _save_all(self, keys: list[str]) -> list[tuple[str, str]]:
@@ -235,14 +205,6 @@ class KeepingState(PuttingAside):
     def expect(self, keys: Iterable[str]) -> None:
         """Say what is acquired next, in order. A hint."""
         self._expect(list(keys), self._planner.top)
-
-    @step
-    def _expect(self, keys: list[str], top: Tier) -> None:
-        self._check_open()
-        self._collect_lost()
-        found = [self._versions.get(key) for key in keys]
-        self._planner.prefetch([v for v in found if v is not None], top)
-        self._deliver()
 
     @step
     def show(self, key: str) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from tierstore.transfer.maps import AddressSpace
 from tierstore.transfer.objects import check_key, intact_object
 from tierstore.transfer.views import clone_all
 from tierstore.transfer.workers import Answer
-from tierstore.waiting import Want
+from tierstore.waiting import Request, Want
 
 VERIFY = ("first", "always", "never")
 
@@ -96,7 +96,7 @@ class TierStore(KeepingState):
         stored, DiskFullError or TransferError if room can only be made by a write that failed,
         StoreTimeoutError if it does not come in time; then nothing was put.
         """
-        request = self._request(key, Want.ROOM)
+        request = Request(key, Want.ROOM)
         try:
             data = self._claim(request, tensors, durable)
             self._wait(request, self._granted, timeout)
@@ -113,7 +113,7 @@ class TierStore(KeepingState):
         durable: bool = True,
     ) -> None:
         """`put` for coroutines. Cancelled, it still happens wholly or not at all."""
-        request = self._request(key, Want.ROOM)
+        request = Request(key, Want.ROOM)
         try:
             data = self._claim(request, tensors, durable)
             await self._wait_async(request, self._granted)
