@@ -212,6 +212,36 @@ def test_memory_that_cannot_be_made_costs_nothing() -> None:
     assert arena.bytes_held == arena.peak_held == 0
 
 
+def test_what_was_given_back_before_it_was_filled_never_gets_memory() -> None:
+    """Who asked for it was interrupted: the memory would be counted nowhere."""
+    memory = Memory()
+    arena = Arena(BUDGET, memory.make, memory.unmake)
+    slot = arena.take(BUDGET)
+    arena.give(slot)
+    with pytest.raises(RuntimeError, match="given back"):
+        arena.fill(slot)
+    assert memory.made == 0
+    arena.fill(arena.take(BUDGET))
+    assert memory.peak == arena.peak_held == BUDGET
+
+
+def test_what_is_given_back_while_it_is_filled_goes_before_the_next_is_made() -> None:
+    memory = Memory()
+    first: list[Slot] = []
+
+    def make(nbytes: int) -> torch.Tensor:
+        if not memory.made:
+            arena.give(first[0])
+        return memory.make(nbytes)
+
+    arena = Arena(BUDGET, make, memory.unmake)
+    first.append(arena.take(BUDGET))
+    arena.fill(first[0])
+    arena.fill(arena.take(BUDGET))
+    assert memory.made == 2
+    assert memory.peak == memory.exists == arena.peak_held == BUDGET
+
+
 def test_threads_that_fill_at_once_stay_within_the_budget() -> None:
     """Each takes and gives under a lock, as the store does, and fills outside it."""
     memory = Memory()

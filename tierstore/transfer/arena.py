@@ -26,11 +26,13 @@ class Slot:
     """Room for one group. `memory` (uint8, `nbytes` long) is there from `Arena.fill` on.
 
     `pending` are events of device work that still uses the memory: whoever writes to it, or
-    unmakes it, waits for them first.
+    unmakes it, waits for them first. A slot that was given back before it had any memory is not
+    `wanted`: it never gets some.
     """
 
     nbytes: int
     memory: torch.Tensor | None = None
+    wanted: bool = True
     pending: list[torch.Event] = field(default_factory=list)
 
     def bytes(self) -> memoryview:
@@ -104,13 +106,12 @@ class Arena:
     def give(self, slot: Slot, *, keep: bool = True) -> None:
         """The slot is free again. Its memory goes at the next `fill`, unless it is to `keep`."""
         with self._lock:
-            if slot.memory is None:
-                self._counted -= slot.nbytes  # it was never filled
-            elif not keep:
-                self._counted -= slot.nbytes
-                self._condemned.append(slot)
-            else:
+            if keep and slot.memory is not None:
                 self._idle.setdefault(slot.nbytes, []).append(slot)
+                return
+            slot.wanted = False
+            self._counted -= slot.nbytes
+            self._condemned.append(slot)  # even with no memory yet: somebody may be at making it
 
     def forget(self, slot: Slot) -> None:
         """Somebody else has the slot's memory from now on. It goes with the last view of it."""
@@ -119,10 +120,15 @@ class Arena:
             self._forgotten += slot.nbytes
 
     def fill(self, slot: Slot) -> torch.Tensor:
-        """The slot's memory, made if it must be. May wait for device work."""
+        """The slot's memory, made if it must be. May wait for device work.
+
+        Raises RuntimeError if the slot was given back: whoever asked for it was interrupted.
+        """
         if slot.memory is None:
             with self._making:
                 self._unmake_condemned()
+                if not slot.wanted:
+                    raise RuntimeError("this room was given back before it was filled")
                 slot.memory = self._make(slot.nbytes)
                 self.bytes_held += slot.nbytes
                 self.peak_held = max(self.peak_held, self.bytes_held)
