@@ -98,6 +98,7 @@ class Scene:
         with store.acquire("state", timeout=PATIENCE) as lease:
             state = lease.tensors["a"].cpu()
             assert (state == state[0]).all()
+        del lease, state  # whoever still looks at memory has the store wait for it
         store.put("all there is", torch.zeros(BUDGET // 4), durable=False, timeout=PATIENCE)
         with store.acquire("all there is", timeout=PATIENCE) as lease:
             assert not lease.tensor.any()
