@@ -209,15 +209,19 @@ class Books:
 
     async def _wait_async(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
         """`_wait` for coroutines: never blocks the event loop."""
-        woken = asyncio.Event()
-        request.listener = (asyncio.get_running_loop(), woken)
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        request.listener = loop, woken
         try:
             while True:
                 woken.clear()
                 if (result := self._try(request, attempt)) is not None:
                     return result
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), LOOK_AGAIN)
+                # Not asyncio.wait_for: in Python 3.11 it may lose a cancellation.
+                alarm = loop.call_later(LOOK_AGAIN, woken.set)
+                try:
+                    await woken.wait()
+                finally:
+                    alarm.cancel()
         except BaseException:
             self._give_up(request)
             raise

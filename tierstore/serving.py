@@ -136,7 +136,11 @@ class Serving(Books):
             with here:
                 return job()
 
-        return await asyncio.shield(loop.run_in_executor(None, in_order))
+        try:
+            running = loop.run_in_executor(None, in_order)
+        except RuntimeError:  # the loop is ending, and has no threads any more
+            return job()
+        return await asyncio.shield(running)
 
     def _stream(self) -> AbstractContextManager[object]:
         """The stream of the caller's device work; entered on another thread, it is used there."""
@@ -248,6 +252,13 @@ class Serving(Books):
         removal = self._end_lease(loan)
         if removal is not None:
             self._see_removed(removal)
+
+    @step
+    def _hand_on(self, loan: Lent) -> None:
+        """Somebody else gives the lease back: whoever asked may wait for things meanwhile."""
+        self._waiting.give_back(loan.caller, loan.version)
+        loan.caller = object()
+        self._waiting.lend(loan.caller, loan.version)
 
     def _lose(self, loan: Lent) -> bool:
         """Take a lease back at the next step: finalizers may run anywhere. False if it is back."""

@@ -253,7 +253,9 @@ class TierStore(KeepingState):
 
     async def aget(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
         """`get` for coroutines."""
-        lease = await self.aacquire(key)
+        request = self._asked(key, Access.READ)
+        lease = await self._wait_async(request, self._attempt)
+        self._hand_on(request.loan)
 
         def copy() -> torch.Tensor | dict[str, torch.Tensor]:
             # Released by who reads the leased memory, whether or not anybody still waits for it.

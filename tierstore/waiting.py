@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -83,8 +84,10 @@ class Request:
     def wake(self) -> None:
         """Have it try again."""
         self.bell.ring()
-        if self.listener is not None and not self.listener[0].is_closed():
-            self.listener[0].call_soon_threadsafe(self.listener[1].set)
+        if self.listener is not None:
+            loop, woken = self.listener
+            with suppress(RuntimeError):  # the loop was closed, and nobody waits there any more
+                loop.call_soon_threadsafe(woken.set)
 
 
 class Ticket(weakref.ref[Request]):

@@ -45,5 +45,9 @@ def quick_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def first_seed(request: pytest.FixtureRequest) -> int:
-    """The same every time, but in a long run, which is to look where nobody did before."""
-    return random.randrange(10**6) if request.config.getoption("long") else 0
+    """The same every time, but in a long run, which is to look where nobody did before.
+
+    `TIERSTORE_SEED` repeats one of those. Tests print it.
+    """
+    new = random.randrange(10**6) if request.config.getoption("long") else 0
+    return int(os.environ.get("TIERSTORE_SEED", new))

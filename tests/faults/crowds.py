@@ -7,7 +7,6 @@ what was seen in the round must have an order that explains it.
 from __future__ import annotations
 
 import faulthandler
-import os
 import random
 import sys
 import threading
@@ -367,8 +366,3 @@ class Player:
 
     def flush(self, _: str) -> None:
         self.store.flush()
-
-
-def seed_of_this_run() -> int:
-    """Another one each time; `TIERSTORE_SEED` repeats one. Tests print it."""
-    return int(os.environ.get("TIERSTORE_SEED", random.randrange(1 << 30)))

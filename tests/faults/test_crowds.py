@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.crowds import Throng, Watch, seed_of_this_run
+from tests.faults.crowds import Throng, Watch
 from tests.faults.values import Torn, fill, group, tag_for, tag_of
 from tests.store.helpers import PAGE, assert_group, on_both, open_store, pages, push_out
 from tierstore import Access, CorruptDataError, TransferError
@@ -28,10 +28,9 @@ STEPS = 25  # of each thread in a round
 @pytest.mark.parametrize("threads", [8, 64])
 @pytest.mark.timeout(14400)
 def test_what_many_threads_see_has_an_order(
-    threads: int, device: str, tmp_path: Path, rounds: Callable[[int, int], int]
+    threads: int, device: str, tmp_path: Path, rounds: Callable[[int, int], int], first_seed: int
 ) -> None:
-    seed = seed_of_this_run()
-    stores = rounds(1, 8)
+    seed, stores = first_seed, rounds(1, 8)
     for number in range(stores):
         print(f"Throng({seed + number}, {device!r}, directory, {threads})")
         throng = Throng(seed + number, device, tmp_path / str(number), threads)

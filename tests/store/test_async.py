@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -351,6 +352,74 @@ def assert_whole(key: int, group: Any) -> None:
     values = {int(v) for tensor in group.values() for v in tensor.cpu().unique()}
     assert len(values) == 1, f"a mix of {values}"
     assert values.pop() % 10 == key
+
+
+def test_a_call_that_is_cancelled_just_when_it_is_woken_is_cancelled(disk_dir: Path) -> None:
+    """`asyncio.wait_for` of Python 3.11 would go on, and nobody would ever be told."""
+
+    async def cancelled_after(store: TierStore, rounds: int) -> bool:
+        lease = store.acquire("a", Access.UPDATE)
+        task = asyncio.ensure_future(store.aacquire("a"))
+        await asyncio.sleep(0.01)
+        lease.release()
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        if not task.cancel():
+            task.result().release()
+            return False
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return True
+
+    async def main(store: TierStore) -> None:
+        outcomes = [await within_reason(cancelled_after(store, rounds)) for rounds in range(12)]
+        assert set(outcomes) == {True, False}
+
+    with open_store(disk_dir) as store:
+        store.put("a", pages(1))
+        asyncio.run(main(store))
+        assert_at_rest(store)
+
+
+def test_a_get_that_timed_out_is_not_in_the_way_of_who_asked(disk_dir: Path) -> None:
+    """A thread still copies for it. Nobody is told that it waits for itself."""
+
+    async def main(store: TierStore) -> None:
+        stop = threading.Event()
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, stop.wait)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await store.aget("large")
+        loop.call_later(0.2, stop.set)
+        async with asyncio.timeout(PATIENCE):
+            lease = await store.aacquire("other")
+        assert stop.is_set()
+        with lease:
+            assert_group(lease.tensor, pages(2, 7))
+        await busy
+
+    with open_store(disk_dir, 8 * PAGE) as store:
+        store.put("other", pages(2, 7))
+        store.put("large", pages(1, 7))
+        push_out(store, "other")
+        asyncio.run(main(store))
+        assert_at_rest(store)
+
+
+def test_a_loop_that_was_closed_with_a_call_in_it_is_in_nobodys_way(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        store.put("a", pages(1))
+        lease = store.acquire("a", Access.UPDATE)
+        loop = asyncio.new_event_loop()
+        waiting = loop.create_task(store.aacquire("a"))
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        lease.release()
+        assert_group(store.get("a"), pages(1))
+        waiting.get_coro().close()
+        assert_at_rest(store)
 
 
 async def act(store: TierStore, rng: random.Random, tag: int) -> None:
