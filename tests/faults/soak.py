@@ -2,7 +2,7 @@
 
     python -m tests.faults.soak '{"place": ..., "gets": 1000000, "faults": true, "leak": 0}'
 
-Threads get, put, change and discard small groups, of which about two thirds fit. In the parts of a
+Threads get, put, change and discard small groups, of which about three quarters fit. In the parts of a
 run that are numbered oddly, one call of the system in about a thousand operations fails. After each
 part nobody does anything: then the books of the store must agree with what there is, and the memory
 of the process, its files and its threads are noted. Prints a line of JSON with all notes.
@@ -36,11 +36,12 @@ from tierstore.model.groups import name_of
 from tierstore.model.journal import Ring
 from tierstore.model.sizes import round_up
 from tierstore.model.tiers import Tier
+from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.objects import object_name
 
 KEYS = 240  # of each one half lasts, the other does not
-PAGES = 400  # of about 600
-THREADS = 4
+PAGES = 450  # of about 600
+THREADS = 2
 PARTS = 30
 KEPT = 256  # events of each sort; of so few, memory is taken soon
 FAULT_EVERY = 1000
@@ -67,6 +68,7 @@ class Told:
     failed: dict[str, int] = field(default_factory=dict)
     injected: dict[str, int] = field(default_factory=dict)
     misses: int = 0
+    evicted: int = 0
     read: int = 0
     written: int = 0
     samples: int = 0
@@ -115,6 +117,14 @@ class Soak:
         self.faults = Faults(seed, self.operations)
         self.errors: list[BaseException] = []
         self.told = Told()
+        drop = self.store._carrier._drop
+
+        def counting(tier: Tier, cargo: Cargo) -> None:
+            newest = self.store._versions.get(name_of(cargo.key))
+            self.told.evicted += tier is Tier.HOST and newest == cargo.key
+            drop(tier, cargo)
+
+        self.store._carrier._drop = counting  # type: ignore[method-assign]
         self._leaked: list[bytes] = []
         if leak:
             get = self.store.get
@@ -208,7 +218,7 @@ class User:
         others = (self.put, self.put, self.put, self.update, self.take, self.prefetch, self.offload)
         until = self.done["get"] + gets
         while self.done["get"] < until:
-            act = self.get if self.random.random() < 0.95 else self.random.choice(others)
+            act = self.get if self.random.random() < 0.98 else self.random.choice(others)
             try:
                 act(self._key(act != self.get))
                 self.done[act.__name__] += 1
@@ -219,7 +229,7 @@ class User:
     def _key(self, own: bool) -> str:
         """Some more often than others."""
         keys = self.own if own else self.every
-        return keys[int(len(keys) * self.random.random() ** 1.5)]
+        return keys[int(len(keys) * self.random.random() ** 3)]
 
     def _tag(self, key: str) -> int:
         self.serial = (self.serial + 1) % (1 << 20)

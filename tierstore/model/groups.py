@@ -113,6 +113,13 @@ class GroupSpec:
     nbytes: int
 
     @cached_property
+    def simple(self) -> bool:
+        """Whether every tensor has bytes of its own, all of them, in C order."""
+        return len(_covered(self.tensors)) == len(self.tensors) and all(
+            t.nbytes and t.stride == contiguous_stride(t.shape) for t in self.tensors
+        )
+
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         """How the packed bytes go to a device: few pieces, every tensor at 256 bytes there."""
         return _device_runs(self.tensors)
