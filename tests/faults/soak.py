@@ -2,10 +2,10 @@
 
     python -m tests.faults.soak '{"place": ..., "gets": 1000000, "faults": true, "leak": 0}'
 
-Threads get, put, change and discard small groups, of which about three quarters fit. In the parts of a
-run that are numbered oddly, one call of the system in about a thousand operations fails. After each
-part nobody does anything: then the books of the store must agree with what there is, and the memory
-of the process, its files and its threads are noted. Prints a line of JSON with all notes.
+Threads get, put, change and discard small groups, of which about three quarters fit. In the parts
+of a run that are numbered oddly, one call of the system in about a thousand operations fails. After
+each part nobody does anything: then the books of the store must agree with what there is, and the
+memory of the process, its files and its threads are noted. Prints a line of JSON with all notes.
 """
 
 from __future__ import annotations
