@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from torch import nn
 
 from tests.faults.mutating import KEY, edit, mutants, object_file, parsed, tensors, written
 from tests.faults.watching import watched
 from tests.store.helpers import object_file as object_path
 from tests.store.helpers import open_store, pages
 from tierstore import TierStoreError
+from tierstore.adapters.training.documents import _sealed
+from tierstore.adapters.training.saving import load_training, save_training
 from tierstore.checkpoints import read_checkpoint
 from tierstore.cli.commands import inspector
 from tierstore.model.errors import InvalidTraceError
@@ -193,6 +197,43 @@ def test_figures_of_disks_are_usable_or_nothing(
     finally:
         path.unlink()
     assert set(outcomes) == {"figures", "nothing"}
+
+
+# Saved trainings ----------------------------------------------------------------------------------
+
+
+def test_what_a_saved_training_says_is_as_it_is_written_or_refused(
+    tmp_path: Path, rounds: Callable[[int, int], int]
+) -> None:
+    place = tmp_path / "saved"
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.Adam([{"params": [p], "lr": 0.1} for p in model.parameters()])
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    save_training(place, model, optimizer, extra={"step": 1})
+    document = place / "training.json"
+    whole = b"{" + document.read_bytes().partition(b"\n")[2][:-1]
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def use(content: bytes) -> str:
+        document.write_bytes(_sealed(content))
+        try:
+            load_training(place, model, optimizer)
+        except TierStoreError as error:
+            assert str(place) in str(error)
+            assert len(str(error)) < 2000, "it floods the message"
+        except ValueError as error:
+            assert "was saved" in str(error), error
+        else:
+            return "accepted"
+        assert all(map(torch.equal, model.parameters(), before))
+        return "refused"
+
+    assert use(whole) == "accepted"
+    assert use(whole.replace(b'"format":1', b'"format":2', 1)) == "refused"
+    assert use(b'{"format":1,"extra":' + b"[" * 100_000 + b"]" * 100_000 + b"}") == "refused"
+    outcomes = tried(variants(whole, rounds(400, 20_000), random.Random(SEED)), use, place)
+    assert min(outcomes.values()) > 20 and len(outcomes) == 2, outcomes
 
 
 # What the command reads ---------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from tierstore.model.errors import CorruptDataError, TierStoreError, TruncatedFileError
+from tierstore.model.errors import CorruptDataError, TruncatedFileError
 from tierstore.model.groups import Block, TensorSpec, block_of, contiguous_stride, pack
 from tierstore.model.header import (
     LENGTH_BYTES,
@@ -30,14 +29,12 @@ from tierstore.transfer.disk import WRITE_BLOCK, OpenForWriting, write_all
 from tierstore.transfer.objects import read_header
 from tierstore.transfer.views import dtype_name, show_one
 
-FORMAT = 1
 MODEL, OPTIMIZER, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
 PARTS = (MODEL, OPTIMIZER, TRAINING)
 CHUNK = WRITE_BLOCK
 """Bytes of a tensor that are in memory for its sake."""
 
-MAX_TRAINING_BYTES = 1 << 30
-_CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def write_tensors(folder: int, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -51,7 +48,7 @@ def write_tensors(folder: int, name: str, tensors: dict[str, torch.Tensor]) -> d
             "torch.save(model.state_dict(), ...) instead"
         )
     nbytes = start + packing.dense_nbytes
-    descriptor = os.open(name, _CREATE, 0o666, dir_fd=folder)
+    descriptor = os.open(name, CREATE, 0o666, dir_fd=folder)
     file = OpenForWriting(descriptor, name, folder)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # a full disk is known at once
@@ -129,26 +126,6 @@ class _Stream:
         write_all(self._file.cached, self._room[whole : self._filled], self._offset + whole)
         self._offset += self._filled
         self._filled = 0
-
-
-def as_json(document: Any) -> bytes:
-    """As it is written. Raises TypeError for what JSON does not have."""
-    return json.dumps(document, separators=(",", ":")).encode()
-
-
-def _sealed(body: bytes) -> bytes:
-    """A JSON object that begins with the checksum of its rest."""
-    return b'{"xxh3":"' + digest(body).encode() + b'",\n' + body[1:] + b"\n"
-
-
-def write_document(folder: int, document: dict[str, Any]) -> None:
-    """Write TRAINING and sync it."""
-    descriptor = os.open(TRAINING, _CREATE, 0o666, dir_fd=folder)
-    try:
-        write_all(descriptor, memoryview(_sealed(as_json(document))), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class TensorFile:
@@ -231,25 +208,3 @@ class TensorFile:
     @functools.cached_property
     def _memory(self) -> mmap.mmap:
         return mmap.mmap(self._descriptor, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def read_document(descriptor: int, path: str) -> Any:
-    """What TRAINING says. Raises CorruptDataError, or TierStoreError for a newer format."""
-    with open(descriptor, "rb", closefd=False) as file:
-        raw = file.read(MAX_TRAINING_BYTES)
-    _, _, rest = raw.partition(b"\n")
-    body = b"{" + rest[:-1]
-    if raw != _sealed(body):
-        raise CorruptDataError(
-            f"{path} does not match its checksum: it was damaged or edited; restore it, or load "
-            "another save",
-            path=path,
-            found=digest(body),
-        )
-    document = json.loads(body)
-    if document["format"] != FORMAT:
-        raise TierStoreError(
-            f"{path} says format {document['format']!r}, this version of tierstore knows "
-            f"{FORMAT}: upgrade tierstore, or save with this version"
-        )
-    return document

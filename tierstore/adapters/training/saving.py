@@ -16,30 +16,35 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from tierstore.adapters.training.documents import (
+    FORMAT,
+    as_json,
+    decoded,
+    encoded,
+    read_document,
+    tensors_in,
+    write_document,
+)
 from tierstore.adapters.training.optimizer import OffloadOptimizer
 from tierstore.adapters.training.replacing import Home
 from tierstore.adapters.training.saved_files import (
-    FORMAT,
     MODEL,
     OPTIMIZER,
     PARTS,
     TRAINING,
     TensorFile,
-    as_json,
-    read_document,
-    write_document,
     write_tensors,
 )
-from tierstore.model.errors import TransferError
+from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.sizes import PAGE
-from tierstore.transfer.views import blocks_of, dtype_name
+from tierstore.transfer.views import dtype_name
 
 
 def save_training(
@@ -118,7 +123,7 @@ def _encoded_model(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
     """Adds the tensors of a model. Returns what else is part of its state."""
     rest = {}
     for name, value in model.state_dict().items():
-        found = _encoded(value, name, tensors)
+        found = encoded(value, name, tensors)
         if not isinstance(value, torch.Tensor):
             rest[name] = found
     return rest
@@ -135,10 +140,10 @@ def _encoded_optimizer(
     for place, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
         numbered.update(zip(group["params"], members, strict=True))
         options = {key: value for key, value in group.items() if key != "params"}
-        found = _encoded(options, f"param_groups.{place}", tensors)
+        found = encoded(options, f"param_groups.{place}", tensors)
         groups.append({"params": members, "options": found})
     states = {
-        numbered[number]: _encoded(kept, numbered[number], tensors)
+        numbered[number]: encoded(kept, numbered[number], tensors)
         for number, kept in state["state"].items()
     }
     return {**_kind_of(optimizer), "param_groups": groups, "state": states}
@@ -165,55 +170,6 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str | None]:
     return {"class": kind.__name__, "master_dtype": None if master is None else str(master)}
 
 
-def _encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A value as JSON can hold it. Tensors in it go to `tensors`, under names from `name` on."""
-    if isinstance(value, torch.Tensor):
-        if name in tensors:
-            raise ValueError(f"two tensors would be saved as {name!r}: rename a parameter")
-        blocks_of({name: value})  # raises TypeError for what is no plain tensor
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError(f"{name!r} is a dict with keys that are no text: it cannot be saved")
-        return {"dict": {k: _encoded(v, f"{name}.{k}", tensors) for k, v in value.items()}}
-    if isinstance(value, (list, tuple)):
-        found = [_encoded(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
-        return found if isinstance(value, list) else {"tuple": found}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(
-        f"{name!r} is a {type(value).__name__}, which cannot be saved: make it a tensor, a number "
-        "or text, or leave it out and pass what it takes to make it again as `extra`"
-    )
-
-
-def _decoded(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(each, tensor_of) for each in value]
-    if not isinstance(value, dict):
-        return value
-    [(kind, inner)] = value.items()
-    if kind == "tensor":
-        return tensor_of(inner)
-    if kind == "tuple":
-        return tuple(_decoded(each, tensor_of) for each in inner)
-    return {key: _decoded(each, tensor_of) for key, each in inner.items()}
-
-
-def _tensors_in(others: Mapping[str, Any]) -> set[str]:
-    """The names of the tensors in encoded values."""
-    found = set()
-
-    def note(name: str) -> torch.Tensor:
-        found.add(name)
-        return torch.empty(0)
-
-    for value in others.values():
-        _decoded(value, note)
-    return found
-
-
 # What is loaded ----------------------------------------------------------------------------------
 
 
@@ -232,6 +188,22 @@ class _Saved:
                 raise self._missing(name)
             path = os.path.join(self.path, name)
             self.files[name] = TensorFile(found[name], path, expected)
+        self._refuse_other_tensors(MODEL, tensors_in(self.document["model"]), {})
+        if OPTIMIZER in self.files:
+            saved = self.document["optimizer"]
+            options = {str(place): g["options"] for place, g in enumerate(saved["param_groups"])}
+            named = tensors_in(options) | tensors_in(saved["state"])
+            self._refuse_other_tensors(OPTIMIZER, named, self.files[OPTIMIZER].specs())
+
+    def _refuse_other_tensors(self, name: str, named: set[str], wanted: Iterable[str]) -> None:
+        """Raise CorruptDataError unless what is named is there, and what is wanted is named."""
+        file = self.files[name]
+        if differing := (named - file.specs().keys()) | (set(wanted) - named):
+            raise CorruptDataError(
+                f"{file.path} and the {TRAINING} beside it do not name the same tensors, such as "
+                f"{_some(differing)}: restore both, or load another save",
+                path=file.path,
+            )
 
     def _missing(self, name: str) -> TransferError:
         path = os.path.join(self.path, name)
@@ -243,7 +215,7 @@ class _Saved:
     def refuse_other_model(self, model: nn.Module) -> None:
         """Raise ValueError if it is not a model like this one that was saved."""
         specs, others = self.files[MODEL].specs(), self.document["model"]
-        inner = _tensors_in(others)
+        inner = tensors_in(others)
         known = (specs.keys() - inner) | others.keys()
         state = model.state_dict()
         for what, names in (("lacks", state.keys() - known), ("has", known - state.keys())):
@@ -288,9 +260,9 @@ class _Saved:
         """What the model's `load_state_dict` takes."""
         file = self.files[MODEL]
         others = self.document["model"]
-        inner = _tensors_in(others)
+        inner = tensors_in(others)
         state = {name: file.tensor(name) for name in file.specs() if name not in inner}
-        return state | {name: _decoded(value, file.tensor) for name, value in others.items()}
+        return state | {name: decoded(value, file.tensor) for name, value in others.items()}
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What the optimizer's `load_state_dict` takes: with the order of its own parameters."""
@@ -308,12 +280,12 @@ class _Saved:
         numbers = {name: i for i, name in enumerate(name for group in members for name in group)}
         return {
             "state": {
-                numbers[name]: _decoded(kept, functools.partial(tensor_for, parameters[name]))
+                numbers[name]: decoded(kept, functools.partial(tensor_for, parameters[name]))
                 for name, kept in saved["state"].items()
             },
             "param_groups": [
                 {
-                    **_decoded(group["options"], functools.partial(tensor_for, None)),
+                    **decoded(group["options"], functools.partial(tensor_for, None)),
                     "params": [numbers[name] for name in names],
                 }
                 for group, names in zip(saved["param_groups"], members, strict=True)

@@ -1,0 +1,209 @@
+"""TRAINING, the document of a saved training: whatever is part of its state and is no tensor.
+
+JSON, sealed by a checksum. Values that JSON does not have are dicts of one item that says what they
+are: {"tensor": name}, {"tuple": [...]}, and so also {"dict": {...}}. A document that has its
+checksum may still be none that `save_training` writes: it is looked at as a whole before any of it
+is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tierstore.adapters.training.saved_files import CREATE, MODEL, OPTIMIZER, TRAINING
+from tierstore.model.errors import CorruptDataError, TierStoreError
+from tierstore.model.header import digest
+from tierstore.transfer.disk import write_all
+from tierstore.transfer.views import blocks_of
+
+FORMAT = 1
+MAX_TRAINING_BYTES = 1 << 30
+
+KINDS = {"tensor": str, "tuple": list, "dict": dict}
+"""What a dict of one item says that it is, and of what type that is in JSON."""
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A value as JSON can hold it. Tensors in it go to `tensors`, under names from `name` on."""
+    if isinstance(value, torch.Tensor):
+        if name in tensors:
+            raise ValueError(f"two tensors would be saved as {name!r}: rename a parameter")
+        blocks_of({name: value})  # raises TypeError for what is no plain tensor
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError(f"{name!r} is a dict with keys that are no text: it cannot be saved")
+        return {"dict": {k: encoded(v, f"{name}.{k}", tensors) for k, v in value.items()}}
+    if isinstance(value, (list, tuple)):
+        found = [encoded(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
+        return found if isinstance(value, list) else {"tuple": found}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"{name!r} is a {type(value).__name__}, which cannot be saved: make it a tensor, a number "
+        "or text, or leave it out and pass what it takes to make it again as `extra`"
+    )
+
+
+def decoded(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
+    """What was encoded; `tensor_of` gives the tensors."""
+    if isinstance(value, list):
+        return [decoded(each, tensor_of) for each in value]
+    if not isinstance(value, dict):
+        return value
+    [(kind, inner)] = value.items()
+    if kind == "tensor":
+        return tensor_of(inner)
+    if kind == "tuple":
+        return tuple(decoded(each, tensor_of) for each in inner)
+    return {key: decoded(each, tensor_of) for key, each in inner.items()}
+
+
+def tensors_in(others: Mapping[str, Any]) -> set[str]:
+    """The names of the tensors in encoded values."""
+    found = set()
+
+    def note(name: str) -> torch.Tensor:
+        found.add(name)
+        return torch.empty(0)
+
+    for value in others.values():
+        decoded(value, note)
+    return found
+
+
+# The file -----------------------------------------------------------------------------------------
+
+
+def as_json(document: Any) -> bytes:
+    """As it is written. Raises TypeError for what JSON does not have."""
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _sealed(body: bytes) -> bytes:
+    """A JSON object that begins with the checksum of its rest."""
+    return b'{"xxh3":"' + digest(body).encode() + b'",\n' + body[1:] + b"\n"
+
+
+def write_document(folder: int, document: dict[str, Any]) -> None:
+    """Write TRAINING and sync it."""
+    descriptor = os.open(TRAINING, CREATE, 0o666, dir_fd=folder)
+    try:
+        write_all(descriptor, memoryview(_sealed(as_json(document))), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_document(descriptor: int, path: str) -> Any:
+    """What TRAINING says. Raises CorruptDataError, or TierStoreError for a newer format."""
+    with open(descriptor, "rb", closefd=False) as file:
+        raw = file.read(MAX_TRAINING_BYTES)
+    _, _, rest = raw.partition(b"\n")
+    body = b"{" + rest[:-1]
+    if raw != _sealed(body):
+        raise CorruptDataError(
+            f"{path} does not match its checksum: it was damaged or edited; restore it, or load "
+            "another save",
+            path=path,
+            found=digest(body),
+        )
+    try:
+        document = json.loads(body)
+        found = document.get("format")
+        if found == FORMAT:
+            _check(document)
+    except (ValueError, RecursionError) as error:
+        raise CorruptDataError(
+            f"{path} is nothing that save_training writes ({error}): restore it, or load another "
+            "save",
+            path=path,
+        ) from error
+    if found != FORMAT:
+        raise TierStoreError(
+            f"{path} says format {found!r:.20}, this version of tierstore knows "
+            f"{FORMAT}: upgrade tierstore, or save with this version"
+        )
+    return document
+
+
+# What it has to look like -------------------------------------------------------------------------
+
+
+def _check(document: dict[str, Any]) -> None:
+    """Raise ValueError for what is not built like what is saved."""
+    files = _dict("files", document.get("files"), {MODEL, OPTIMIZER})
+    for name, value in _dict("model", document.get("model")).items():
+        _check_encoded(name, value)
+    _expect("extra" in document, "extra is missing")
+    optimizer = document.get("optimizer")
+    expected = {MODEL} if optimizer is None else {MODEL, OPTIMIZER}
+    _expect(files.keys() == expected, f"its files are not {sorted(expected)}")
+    for name, file in files.items():
+        _dict(name, file, {"bytes", "header"})
+        _expect(type(file.get("bytes")) is int, f"{name} has no size")
+        _expect(isinstance(file.get("header"), str), f"{name} has no checksum")
+    if optimizer is not None:
+        _check_optimizer(_dict("optimizer", optimizer))
+
+
+def _check_optimizer(saved: dict[str, Any]) -> None:
+    _expect({"class", "master_dtype"} <= saved.keys(), "the optimizer's class is missing")
+    groups = saved.get("param_groups")
+    _expect(isinstance(groups, list), "param_groups are no list")
+    members: set[str] = set()
+    for place, group in enumerate(groups or ()):
+        names = _dict("param_groups", group, {"params", "options"}).get("params")
+        _expect(
+            isinstance(names, list) and all(isinstance(name, str) for name in names),
+            "the parameters of a group are no list of names",
+        )
+        members.update(names or ())
+        _check_dict(f"param_groups.{place}", group.get("options"))
+    state = _dict("state", saved.get("state"))
+    _expect(state.keys() <= members, "there is state of what is in no group")
+    for name, kept in state.items():
+        _check_dict(name, kept)
+
+
+def _check_dict(name: str, value: Any) -> None:
+    _expect(isinstance(value, dict) and "dict" in value, f"{name!r:.80} is no dict")
+    _check_encoded(name, value)
+
+
+def _check_encoded(name: str, value: Any) -> None:
+    """It is encoded as `encoded` does it, tensors under names that tell their place."""
+    if isinstance(value, list):
+        for place, each in enumerate(value):
+            _check_encoded(f"{name}.{place}", each)
+    elif isinstance(value, dict):
+        _expect(len(value) == 1, f"{name!r:.80} has {len(value)} kinds")
+        [(kind, inner)] = value.items()
+        _expect(type(inner) is KINDS.get(kind), f"{name!r:.80} is no {kind!r:.80}")
+        if kind == "tensor":
+            _expect(inner == name, f"{name!r:.80} has the tensor of another place")
+        elif kind == "tuple":
+            _check_encoded(name, inner)
+        else:
+            for key, each in inner.items():
+                _check_encoded(f"{name}.{key}", each)
+
+
+def _dict(what: str, found: Any, keys: set[str] | None = None) -> dict[str, Any]:
+    _expect(isinstance(found, dict), f"{what} is no object")
+    _expect(keys is None or found.keys() <= keys, f"{what} has other members")
+    return dict(found)
+
+
+def _expect(fulfilled: bool, otherwise: str) -> None:
+    if not fulfilled:
+        raise ValueError(otherwise)
