@@ -20,6 +20,7 @@ from tierstore.lease import Lease
 from tierstore.model.tiers import Tier
 from tierstore.observer import ActivationCounts
 from tierstore.serving import Serving
+from tierstore.settings import Settings
 from tierstore.steps import step
 from tierstore.waiting import Request, Want
 
@@ -53,19 +54,12 @@ class PuttingAside(Serving):
     Only `put_aside` may wait.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        budgets: dict[Tier, int | None],
-        disk_dir: str,
-        policy: str,
-        verify: str,
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._fresh = itertools.count()
         self._left: deque[int] = deque()  # dropped by finalizers
         self._unspilled: dict[int, str] = {}  # number -> version, the oldest first
         self.givers: weakref.WeakSet[Giver] = weakref.WeakSet()
-        super().__init__(device, budgets, disk_dir, policy, verify)
+        super().__init__(settings)
 
     def _collect_lost(self) -> None:
         super()._collect_lost()

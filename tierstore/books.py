@@ -21,8 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from tierstore.model.errors import (
     BudgetError,
     ClosedError,
@@ -40,6 +38,7 @@ from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
 from tierstore.plan.records import Found
 from tierstore.plan.schedule import LearnedOrder
+from tierstore.settings import Settings
 from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.carrier import ThreadCarrier
@@ -66,21 +65,13 @@ class Lent(Use):
 class Books:
     """The part of a store that knows what is where, and who wants what."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        budgets: dict[Tier, int | None],
-        disk_dir: str,
-        policy: str,
-        verify: str,
-    ) -> None:
-        self.device = device
+    def __init__(self, settings: Settings) -> None:
+        self.device = settings.device
         self.held_for_good = 0  # bytes of host memory
         self._lock = RLock()
         self._torn = False  # a step has begun, and is not over
         self._pid = os.getpid()
-        self._policy = policy
-        self._budgets = budgets
+        self._settings = settings
         self._planner = self._new_planner()
         self._waiting = WaitingRoom(lambda: self._planner.idle(), self._refuse_the_hopeless)
         self._versions: dict[str, str] = {}  # key -> the version that readers see
@@ -89,10 +80,17 @@ class Books:
         self._numbers = itertools.count(1)
         self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
-        self._directory = ObjectDirectory(disk_dir)
+        self._directory = ObjectDirectory(settings.disk_dir)
         # Carrier threads must not keep a forgotten store alive.
         report, ending = (weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
-        self._carrier = ThreadCarrier(device, budgets, self._directory, verify, report, ending)
+        self._carrier = ThreadCarrier(
+            settings.device,
+            settings.budgets,
+            self._directory,
+            settings.verify,
+            report,
+            ending,
+        )
         self._observer = Observer(self._carrier.journal, self._carrier.times)
         self._finalizer = weakref.finalize(
             self, _shut_down, self._carrier, self._directory, self._pid
@@ -106,8 +104,8 @@ class Books:
 
     def _new_planner(self) -> Planner:
         schedule = LearnedOrder()
-        policy = policy_named(self._policy, schedule)
-        return Planner(self._budgets, policy, schedule, time.perf_counter)
+        policy = policy_named(self._settings.policy, schedule)
+        return Planner(self._settings.budgets, policy, schedule, time.perf_counter)
 
     def _recover(self) -> None:
         for stored in self._directory.objects():

@@ -27,6 +27,7 @@ from tierstore.model.groups import name_of
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.records import State
 from tierstore.progress import bar
+from tierstore.settings import Settings
 from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.views import laid_out, packed
@@ -42,18 +43,11 @@ DEAD = 30.0
 class Serving(Books):
     """What a store does for those who put, use and save groups."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        budgets: dict[Tier, int | None],
-        disk_dir: str,
-        policy: str,
-        verify: str,
-    ) -> None:
+    def __init__(self, settings: Settings) -> None:
         # What was garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[Lent] = deque()
         self._lost_groups: deque[str] = deque()
-        super().__init__(device, budgets, disk_dir, policy, verify)
+        super().__init__(settings)
 
     # Putting -----------------------------------------------------------------------------------
 

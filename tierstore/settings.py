@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,17 @@ from tierstore.model.sizes import PAGE, parse_size, usable_memory
 from tierstore.model.tiers import Tier
 
 Size = int | float | str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a store works with: `budgets` are bytes per tier, None for no limit."""
+
+    device: torch.device
+    budgets: dict[Tier, int | None]
+    disk_dir: str
+    policy: str
+    verify: str
 
 
 def resolve_device(wanted: str | torch.device | None) -> torch.device:

@@ -21,7 +21,7 @@ from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.journal import Summary
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access
-from tierstore.settings import Size, resolve_budgets, resolve_device
+from tierstore.settings import Settings, Size, resolve_budgets, resolve_device
 from tierstore.state import KeepingState
 from tierstore.steps import step
 from tierstore.trace import load, merged, save
@@ -71,7 +71,7 @@ class TierStore(KeepingState):
             raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
         device = resolve_device(device)
         budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(disk_dir))
-        super().__init__(device, budgets, os.fspath(disk_dir), policy, verify)
+        super().__init__(Settings(device, budgets, os.fspath(disk_dir), policy, verify))
 
     # Putting -----------------------------------------------------------------------------------
 
