@@ -148,6 +148,7 @@ def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 @on_both
+@pytest.mark.timeout(4 * 3600)
 def test_an_interrupt_at_any_instruction_leaves_the_store_whole(
     device: str, action: Callable[[Scene], Any], quick_dir: Path, rounds: Callable[[int, int], int]
 ) -> None:
