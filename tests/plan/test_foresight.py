@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
@@ -250,3 +250,176 @@ def test_what_failed_is_no_measurement() -> None:
         hop.end(100, 0.0, 1.0, counts=False)
 
     assert bandwidth_after(fail) is None
+
+
+def test_the_latest_measurement_counts_most() -> None:
+    """The one before it counts four fifths: 180 bytes in 3.8 seconds."""
+
+    def slower(hop: Hop) -> None:
+        for began, ended in ((0.0, 1.0), (1.0, 4.0)):
+            hop.begin(100)
+            hop.end(100, began, ended, counts=True)
+
+    assert bandwidth_after(slower) == pytest.approx(180 / 3.8)
+
+
+def test_what_one_use_took_moves_what_is_expected_by_a_quarter() -> None:
+    assert watch([2.0, 4.0]) == pytest.approx(2.5)
+    assert watch([2.0, 8.0]) == pytest.approx(3.5)
+    assert watch([2.0, 9.0]) == pytest.approx(3.5), "more than four times as long: a pause"
+
+
+# Borders -----------------------------------------------------------------------------------------
+
+HOP = (Tier.DISK, Tier.HOST)
+
+
+def looking_at(sizes: Sequence[int], there: Iterable[int], budget: int | None = None) -> Foresight:
+    """After two passes over a loop of groups of these `sizes`; those `there` are on the host.
+
+    The disk reads 100 bytes per second.
+    """
+    schedule = LearnedOrder()
+    seen = Foresight(schedule, {Tier.HOST: budget, Tier.DISK: None}, Clock())
+    for number, nbytes in enumerate(sizes):
+        assert schedule.number(f"g{number}") == number
+        seen.know(number, nbytes)
+    for number in there:
+        seen.took(number, Tier.HOST)
+    for _ in range(2):
+        for number in range(len(sizes)):
+            schedule.advance_past(f"g{number}")
+    seen.hops[HOP].begin(100)
+    seen.hops[HOP].end(100, 0.0, 1.0, counts=True)
+    return seen
+
+
+def compute(seen: Foresight, number: int, seconds: float) -> None:
+    """The group is used, and computing goes on for so long until another is asked for."""
+    seen.asked(number)
+    seen.used(number)
+    clock = seen._clock
+    assert isinstance(clock, Clock)
+    clock.now += seconds
+    seen.asked(number + 1)
+
+
+def fetched(seen: Foresight) -> int | None:
+    """The number of what should be fetched to the host now."""
+    found = seen.next_missing(Tier.HOST)
+    return None if found is None else found[0]
+
+
+def test_four_hundred_uses_are_looked_at() -> None:
+    for last, found in ((399, 399), (400, None)):
+        seen = looking_at([1] * 450, there=set(range(450)) - {last})
+        assert fetched(seen) == found
+
+
+@pytest.mark.parametrize(("nbytes", "found"), [(12 << 20, 1), ((12 << 20) + 1, None)])
+def test_32_mib_keep_a_hop_busy(nbytes: int, found: int | None) -> None:
+    seen = looking_at([20 << 20, nbytes], there=[0])
+    seen.hops[HOP].begin(20 << 20)
+    assert fetched(seen) == found
+    seen.hops[HOP].ending = 1
+    assert fetched(seen) == 1, "the one copy is ending"
+
+
+@pytest.mark.parametrize(("computing", "found"), [(1.65, 1), (1.66, None)])
+def test_a_group_is_fetched_when_it_could_be_late(computing: float, found: int | None) -> None:
+    """100 bytes take a second: 1.15 at worst, and half of one beyond that."""
+    seen = looking_at([100, 100], there=[0])
+    compute(seen, 0, computing)
+    assert fetched(seen) == found
+
+
+@pytest.mark.parametrize(("regular", "found"), [(44, None), (45, 3)])
+def test_45_regular_uses_are_steady(regular: int, found: int | None) -> None:
+    """Each leaves 0.95 of the surprise that was left: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
+
+    Then 20 bytes of 80 may wait to be used, and not 10 only.
+    """
+    seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
+    seen.took_early(2, Tier.HOST)
+    for _ in range(1 + regular):  # of the first, nothing was expected
+        compute(seen, 0, 0.01)
+    assert fetched(seen) == found
+
+
+@pytest.mark.parametrize(("regular", "found"), [(49, None), (50, 3)])
+def test_a_use_that_takes_twice_as_long_surprises_by_half(regular: int, found: int | None) -> None:
+    """As does one that takes half as long. Half of 0.05 and 0.95 ** 51 are 0.098, below 0.1."""
+    for irregular in (0.02, 0.005):
+        seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
+        seen.took_early(2, Tier.HOST)
+        for seconds in [0.01] * (1 + regular) + [irregular]:
+            compute(seen, 0, seconds)
+        assert fetched(seen) == found
+
+
+def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Foresight:
+    """`looking_at` a tier of 100 bytes; the caller says that the first groups come next."""
+    seen = looking_at(sizes, there, budget=100)
+    seen._schedule.expect(f"g{number}" for number in range(named))
+    return seen
+
+
+def test_what_is_foretold_may_take_half_of_the_tier_or_be_one_group() -> None:
+    assert fetched(foretelling([60, 1], named=1, there=[])) == 0
+    assert fetched(foretelling([30, 20, 1], named=2, there=[0])) == 1
+    assert fetched(foretelling([30, 21, 1], named=2, there=[0])) is None
+
+
+def test_what_comes_right_after_is_fetched_whatever_that_takes() -> None:
+    seen = looking_at([60, 1, 1], there=[0], budget=100)
+    seen._schedule.advance_past("g0")
+    seen._schedule.expect(["g0"])
+    assert seen._schedule.ahead(2).tolist() == [0, 1, 2]
+    assert fetched(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("large", "budget", "found"),
+    [
+        (40, 160, 2),
+        (39, 160, None),  # two average ones have 39.5 bytes
+        (40, 159, None),  # a quarter of the tier has 39
+    ],
+)
+def test_about_two_groups_are_fetched_ahead_of_all_measuring(
+    large: int, budget: int, found: int | None
+) -> None:
+    """The next three have 40 bytes: as many as two average groups, and as a quarter of the tier."""
+    seen = looking_at([4, 6, 30, large], there=[0, 1, 3], budget=budget)
+    seen.hops[HOP] = Hop()
+    assert fetched(seen) == found
+
+
+def test_what_is_hoped_for_in_host_memory_only_goes_no_nearer() -> None:
+    schedule = LearnedOrder()
+    budgets = {Tier.DEVICE: 10, Tier.HOST: 10, Tier.DISK: None}
+    seen = Foresight(schedule, budgets, Clock())
+    seen.know(schedule.number("g0"), 1)
+    schedule.expect(["g0"])
+    for highest, hoped in ((Tier.HOST, False), (Tier.DEVICE, True)):
+        seen.aim(0, highest)
+        assert (seen.next_missing(Tier.DEVICE) is not None) == hoped
+        assert seen.next_missing(Tier.HOST) is not None
+
+
+def test_who_is_not_known_is_never_missing() -> None:
+    """Some of what the schedule expects was never known here, or is gone."""
+    schedule = LearnedOrder()
+    seen = Foresight(schedule, {Tier.HOST: 10, Tier.DISK: None}, Clock())
+    numbers = [schedule.number(f"g{number}") for number in range(40)]
+    for number in (2, 3):
+        seen.know(numbers[number], 8)
+    seen.forget(numbers[2])
+    seen.hops[HOP].begin(1)
+    seen.hops[HOP].end(1, 0.0, 1.0, counts=True)
+    for number in [*numbers, *numbers, *numbers]:
+        schedule.advance_past(f"g{number}")
+        seen.choose_residents(number)
+    assert fetched(seen) == 3
+    seen.pass_over(3)
+    assert fetched(seen) is None

@@ -11,6 +11,7 @@ from tests.plan.scans import cycle, forward_backward, prompts, two_experts
 from tierstore.model.groups import version_id
 from tierstore.model.tiers import Tier
 from tierstore.plan.policy import (
+    DISK_COSTS,
     HARMLESS,
     POLICIES,
     FarthestNextUse,
@@ -172,6 +173,57 @@ def test_the_device_rather_gives_up_what_the_host_has_too() -> None:
     """b comes in 2 uses and e in 5, but b is only a link away, where e must be read from disk."""
     policy = twice_there(learned_cycle(""), "b")
     assert names(list(policy.victims(Tier.DEVICE, None))) == ["b", "e", "d", "a"]
+
+
+def test_three_copies_on_the_device_are_all_about_to_leave_it() -> None:
+    policy = twice_there(learned_cycle(""), "abde")
+    policy.dropped(version_id("b", 1), Tier.DEVICE)
+    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "b", "a"]
+
+
+def test_a_link_is_four_times_as_fast_as_the_disk() -> None:
+    """a comes in 1 use, and the host has it too: as if in 4. That is before e, and after c."""
+    policy = twice_there(learned_cycle(""), "a")
+    policy.dropped(version_id("d", 1), Tier.DEVICE)
+    policy.admitted(version_id("c", 1), Tier.DEVICE)
+    assert DISK_COSTS == 4
+    assert names(list(policy.victims(Tier.DEVICE, None))) == ["e", "a", "c", "b"]
+
+
+def keeping(present: str, kept: str, nearer: float) -> FarthestNextUse:
+    """`learned_cycle`, where the groups `kept` should stay in host memory."""
+    policy = learned_cycle(present)
+    policy.keep([policy._schedule.number(name) for name in kept], nearer)
+    return policy
+
+
+def test_what_should_stay_counts_as_needed_sooner() -> None:
+    """e comes in 5 uses. Half as far is between b and c, and 0.7 times between c and d."""
+    half, firm = keeping("abcde", "e", 0.5), keeping("abcde", "e", 0.7)
+    assert names(list(half.victims(Tier.HOST, None))) == ["d", "c", "e", "b", "a"]
+    assert names(list(firm.victims(Tier.HOST, None))) == ["d", "e", "c", "b", "a"]
+    firm.keep([], 1.0)
+    assert names(list(firm.victims(Tier.HOST, None))) == ["e", "d", "c", "b", "a"]
+
+
+def test_once_all_that_should_stay_are_there_a_prefetch_takes_none_of_them() -> None:
+    some, every = keeping("bcde", "ex", 0.5), keeping("bcde", "e", 0.5)
+    assert names(list(some.victims(Tier.HOST, version_id("a", 1)))) == ["d", "e"]
+    assert names(list(every.victims(Tier.HOST, version_id("a", 1)))) == ["d"]
+    assert names(list(every.victims(Tier.HOST, None))) == ["d", "c", "e", "b"]
+
+
+def test_what_should_stay_goes_first_all_the_same_if_it_stays_on_the_device() -> None:
+    """a stays there, so its host copy is not needed; e is about to leave."""
+    policy = twice_there(keeping("", "ae", 0.5), "abcde")
+    assert names(list(policy.victims(Tier.HOST, None))) == ["a", "d", "c", "e", "b"]
+
+
+def test_what_the_caller_expects_goes_last_the_soonest_last() -> None:
+    policy = learned_cycle("abcde")
+    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "c", "b", "a"]
+    policy._schedule.expect(["d", "b"])
+    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "c", "a", "b", "d"]
 
 
 def test_what_the_schedule_does_not_expect_goes_first_the_oldest_first() -> None:

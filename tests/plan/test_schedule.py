@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import pytest
 
 from tests.plan.scans import cycle, forward_backward, prompts, two_experts
@@ -161,3 +162,202 @@ def test_a_forgotten_key_is_not_waited_for() -> None:
     order.expect(["a"])
     order.forget("a")
     assert list(order.upcoming(3)) == []
+
+
+def test_a_key_is_waited_for_64_uses_and_2_more_for_each_that_comes_before_it() -> None:
+    """Expectations are met out of order, too: whoever is far behind has more time."""
+    order = LearnedOrder()
+    order.expect(["first", "second", "third"])
+    for _ in range(32):
+        order.come("something else")  # told by the caller, ...
+        order.advance_past("something else")  # ... or not: both are uses
+    left = {64: ["first", "second", "third"], 65: ["second", "third"], 66: ["second", "third"]}
+    left |= {67: ["third"], 68: ["third"], 69: []}
+    for number, names in left.items():
+        assert list(order.upcoming(0)) == names, number
+        assert order.foretold() == len(names)
+        order.come("something else")
+
+
+def test_who_says_it_again_has_the_time_again_and_the_last_place() -> None:
+    order = LearnedOrder()
+    order.expect(["a", "b"])
+    for _ in range(10):
+        order.come("something else")
+    order.expect(["a"])
+    assert list(order.upcoming(0)) == ["b", "a"]
+    for _ in range(66):  # 64, and 2 for the one before it
+        order.come("something else")
+    assert list(order.upcoming(0)) == ["a"]
+    order.come("something else")
+    assert list(order.upcoming(0)) == []
+
+
+def test_the_order_of_registration_foretells_four_keys() -> None:
+    """A wrong hint costs reads, so there are few; and no more than were asked for."""
+    order = LearnedOrder()
+    for key in "abcdefgh":
+        order.introduce(key)
+    assert list(order.upcoming(9)) == []
+    order.advance_past("b")
+    assert list(order.upcoming(9)) == ["c", "d", "e", "f"]
+    assert list(order.upcoming(2)) == ["c", "d"]
+    assert list(order.upcoming(0)) == []
+    order.advance_past("g")
+    assert list(order.upcoming(9)) == ["h"]
+    order.advance_past("nobody registered this")
+    assert list(order.upcoming(9)) == []
+
+
+def test_who_is_registered_again_comes_last_and_who_is_forgotten_is_left_out() -> None:
+    order = LearnedOrder()
+    for key in "abcdef":
+        order.introduce(key)
+    for key in "cf":
+        order.introduce(key)
+    for key in "bd":
+        order.forget(key)
+    order.advance_past("a")
+    assert list(order.upcoming(9)) == ["e", "c", "f"]
+    order.forget("f")
+    order.introduce("last")
+    assert list(order.upcoming(9)) == ["e", "c", "last"]
+
+
+def test_of_hints_none_takes_part_in_a_ranking() -> None:
+    order = LearnedOrder()
+    for key in "ab":
+        order.introduce(key)
+    order.advance_past("a")
+    assert order.ranks(np.array([order.number(key) for key in "ab"])).tolist() == [math.inf] * 2
+
+
+def test_trust_is_lost_with_the_seventh_wrong_prediction_in_a_row() -> None:
+    """Each counts for a tenth: 0.9 ** 6 is 0.53, and 0.9 ** 7 is 0.48, less than a half."""
+    order = learned(cycle(9, 4))
+    latest = "g8"
+    for number in range(7):
+        assert order.trusted, number
+        foretold = next(order.upcoming(1))
+        latest = next(k for k in cycle(9, 1) if k not in (foretold, latest))
+        order.advance_past(latest)
+    assert (order.trusted, order.learning) == (False, False)
+    assert list(order.upcoming(9)) == []
+
+
+def test_a_prediction_that_comes_true_while_there_is_no_trust_counts() -> None:
+    """0.9 ** 7 is 0.48, and with one that is right 0.53."""
+    order = learned([*cycle(9, 4)])
+    # After each of these came the next one, so far: seven in a row are wrong.
+    for key in ("g2", "g5", "g1", "g7", "g4", "g0", "g6"):
+        order.advance_past(key)
+    assert list(order.upcoming(1)) == []
+    order.advance_past("g7")  # as always after g6
+    assert list(order.upcoming(1)) == ["g8"]
+
+
+def test_of_16384_uses_the_newest_8192_are_kept() -> None:
+    order = LearnedOrder()
+    for number in range(2 * 8192):
+        order.advance_past(f"g{number}")
+    order.advance_past("one too many")
+    order.advance_past("g8191")
+    assert list(order.upcoming(2)) == []
+    order.advance_past("g8192")
+    assert list(order.upcoming(2)) == ["g8193", "g8194"]
+
+
+def test_two_passes_over_what_is_registered_fit_into_the_memory() -> None:
+    keys = [f"g{i}" for i in range(10)]
+    small, grown = LearnedOrder(memory=4), LearnedOrder(memory=4)
+    for key in keys:
+        grown.introduce(key)
+    assert not any(right_predictions(small, keys * 10))
+    assert all(right_predictions(grown, keys * 10)[11:])
+
+
+@pytest.mark.parametrize("memory", range(2, 9))
+def test_a_loop_longer_than_the_memory_is_foretold_as_it_is_or_not_at_all(memory: int) -> None:
+    """Most of the time nothing comes again while it is remembered: then there is no telling."""
+    for length in range(memory + 1, 2 * memory + 1):
+        order = LearnedOrder(memory)
+        for key in cycle(length, 20):
+            assert next(order.upcoming(1), key) == key
+            order.advance_past(key)
+
+
+def test_what_is_used_every_tenth_time_on_average_is_expected_in_about_ten_uses() -> None:
+    rnd = random.Random(2)
+    keys = [f"g{i}" for i in range(64)]
+    steps = []
+    order = LearnedOrder()
+    for _ in range(4000):
+        order.advance_past("often" if rnd.random() < 0.1 else rnd.choice(keys))
+        if not order.trusted and not order.learning:
+            steps.append(order.steps_until("often"))
+    assert len(steps) > 1000
+    assert 5 < sorted(steps)[len(steps) // 2] < 20
+
+
+def test_what_the_caller_expects_may_count_as_farther_and_still_comes_before_all_else() -> None:
+    order = learned(cycle(5, 3))
+    order.expect(["g3", "g1", "g4"])
+    numbers = np.array([order.number(f"g{i}") for i in range(5)])
+    ranks = order.ranks(numbers)
+    twice = order.farther(ranks, 2.0)
+    assert twice[3] == ranks[1], "one use ahead, counted twice, is two uses ahead"
+    assert twice[1] - ranks[1] == 2 and twice[4] - ranks[4] == 3
+    assert max(twice[[1, 3, 4]]) < min(ranks[[0, 2]])
+    assert (twice[[0, 2]] - ranks[[0, 2]]).tolist() == [1, 3]
+
+
+def test_a_round_is_known_while_the_order_is_and_the_caller_says_nothing_else() -> None:
+    order = learned(cycle(5, 3))
+    number = order.number("g4")
+    assert order.round(number) == 5
+    assert order.round(order.number("never used")) == 0
+    order.expect(["g2"])
+    assert order.round(number) == 0
+    order.expect_not("g2")
+    assert order.round(number) == 5
+    assert learned(cycle(5, 1)).round(4) == 0
+
+
+def test_a_number_is_given_again_only_when_nothing_of_its_key_is_left() -> None:
+    order = learned("aba")
+    numbers = {key: order.number(key) for key in "abc"}
+    order.forget("b")  # it is still in the history
+    order.forget("c")
+    assert order.number("d") == numbers["c"]
+    assert order.number("e") not in numbers.values()
+    assert list(order.upcoming(1)) == ["b"]
+    assert order.number("b") == numbers["b"]
+
+
+@pytest.mark.parametrize("known", [16, 32, 64])
+def test_one_more_key_than_there_was_room_for_is_not_expected(known: int) -> None:
+    order = learned(cycle(known, 2))
+    assert order.steps_until("g0") == 1
+    number = order.number("one more")
+    assert order.steps_until("one more") == math.inf
+    ranks = order.ranks(np.array([number, order.number("g1")]))
+    assert np.isinf(ranks).tolist() == [True, False]
+
+
+def test_a_rate_decays_the_more_slowly_the_more_keys_there_are_and_ranks_change_with_it() -> None:
+    """Of four keys, in 4 uses to 1 / e; of five, in 8."""
+    order = learned(["a", "b", "c", "d", "a", "c", "b", "d", "b", "a", "d", "c", "a", "d"])
+    assert (order.trusted, order.learning) == (False, False)
+    numbers = np.array([order.number(key) for key in "abcd"])
+    epoch, before = order.epoch, order.ranks(numbers)
+    order.number("e")
+    after = order.ranks(numbers)
+    assert order.epoch > epoch
+    assert before.argsort().tolist() == after.argsort().tolist()
+    assert 0 < max(after) - min(after) < max(before) - min(before)
+
+
+def test_the_longest_run_may_begin_with_the_first_use_of_all() -> None:
+    """After x, a came z: once, and long ago. After y, a came other things, ten times."""
+    order = learned([*"xaz", *"ya" * 10, *"xb", *"xa"])
+    assert list(order.upcoming(1)) == ["z"]

@@ -57,6 +57,7 @@ _WEIGHT = 0.25
 _OUTLIER = 4.0
 _REMEMBERED = 0.8
 _SURPRISED = 0.05
+_ROOM = 16
 
 
 @dataclass(slots=True)
@@ -95,6 +96,15 @@ class Hop:
         return self._bytes / self._seconds if self._seconds else None
 
 
+@dataclass
+class _Use:
+    """The use that goes on: seconds of computing that were `spent` until it was resumed."""
+
+    number: int
+    resumed: float
+    spent: float = 0.0
+
+
 class Foresight:
     """What will be missing, and whether it should be fetched now.
 
@@ -114,27 +124,25 @@ class Foresight:
         self._tiers = tuple(sorted(budgets))[:-1]
         self.residents = Residents(schedule, budgets[self._tiers[-1]])
         # By number: bytes, seconds of computing after a use, and on which tiers it has room.
-        self._nbytes = np.zeros(16, dtype=np.int64)
-        self._seconds = np.zeros(16)
-        self._held = {tier: np.zeros(16, dtype=np.bool_) for tier in self._tiers}
-        self._passed_over = np.ones(16, dtype=np.bool_)
-        self._highest = np.zeros(16, dtype=np.int64)  # the fastest tier that it is hoped for on
+        self._nbytes = np.zeros(_ROOM, dtype=np.int64)
+        self._seconds = np.zeros(_ROOM)
+        self._held = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
+        self._passed_over = np.ones(_ROOM, dtype=np.bool_)
+        self._highest = np.zeros(_ROOM, dtype=np.int64)  # the fastest tier that it is hoped for on
         self._early: dict[Tier, dict[int, int]] = {tier: {} for tier in self._tiers}
         self._known = 0
         self._known_bytes = 0
         self._on_top = 0
         self._surprise = 1.0  # how far the latest times were from what was expected
-        self._running = -1  # the group that was used last
-        self._since = 0.0
-        self._asked_since = -1.0  # when somebody began to wait for a group; negative: nobody does
-        self._spent = 0.0  # seconds of computing since then, but for those since `_since`
+        self._use: _Use | None = None
+        self._asked_since: float | None = None  # when somebody began to wait for a group
 
     # Books -------------------------------------------------------------------------------------
 
     def know(self, number: int, nbytes: int) -> None:
         """A group of `nbytes` bytes is known by this number."""
         if number >= len(self._nbytes):
-            more = max(number + 1, 2 * len(self._nbytes)) - len(self._nbytes)
+            more = number  # at least as much again
             self._nbytes = np.append(self._nbytes, np.zeros(more, dtype=np.int64))
             self._seconds = np.append(self._seconds, np.zeros(more))
             for tier, held in self._held.items():
@@ -156,8 +164,8 @@ class Foresight:
             self.gave_up(number, tier)
         self._nbytes[number] = 0
         self._passed_over[number] = True
-        if number == self._running:
-            self._running = -1
+        if self._use is not None and self._use.number == number:
+            self._use = None
 
     def took(self, number: int, tier: Tier) -> None:
         """The group has room on `tier`, whether or not the bytes are there."""
@@ -194,33 +202,43 @@ class Foresight:
 
     def asked(self, number: int) -> None:
         """Somebody asks for a group: the computing after the last use is over."""
-        if self._asked_since < 0:
-            self._asked_since = self._clock()
-        if self._running < 0:
+        now = self._clock()
+        if self._asked_since is None:
+            self._asked_since = now
+        use = self._use
+        if use is None:
             return
-        self._spent += self._clock() - self._since
-        if number == self._running:
-            self._since = self._clock()
-            return  # and goes on with the same group
-        old = float(self._seconds[self._running])
-        if old:
-            off = abs(self._spent - old) / max(self._spent, old)
-            self._surprise += _SURPRISED * (off - self._surprise)
-        self.residents.passed(computed=self._spent)
+        use.spent += now - use.resumed
+        use.resumed = now
+        if use.number != number:
+            self._learn(use.number, use.spent)
+            self._use = None
+
+    def _learn(self, number: int, spent: float) -> None:
+        """A use is over: so many seconds of computing followed it."""
+        self.residents.passed(computed=spent)
+        old = float(self._seconds[number])
+        if not old:
+            self._seconds[number] = spent
+            return
+        off = abs(spent - old) / max(spent, old)
+        self._surprise += _SURPRISED * (off - self._surprise)
         # A pause, as between two prompts, is no computing.
-        new = min(self._spent, _OUTLIER * old) if old else self._spent
-        self._seconds[self._running] = old + _WEIGHT * (new - old) if old else new
-        self._running = -1
+        self._seconds[number] += _WEIGHT * (min(spent, _OUTLIER * old) - old)
 
     def used(self, number: int) -> None:
         """A group was lent: computing goes on."""
         self.came(number)
-        if self._asked_since >= 0:
-            self.residents.passed(waited=self._clock() - self._asked_since)
-            self._asked_since = -1.0
-        if number != self._running:
-            self._running, self._spent = number, 0.0
-        self._since = self._clock()
+        now = self._clock()
+        if self._asked_since is not None:
+            self.residents.passed(waited=now - self._asked_since)
+            self._asked_since = None
+        if number < 0:
+            self._use = None  # nothing is foreseen of an older version
+        elif self._use is None or self._use.number != number:
+            self._use = _Use(number, now)
+        else:
+            self._use.resumed = now
 
     def came(self, number: int) -> None:
         """A group was lent. Nothing is learned from that."""
@@ -229,10 +247,11 @@ class Foresight:
 
     def _remaining(self) -> float:
         """Seconds of computing that are left of the use that goes on."""
-        if self._running < 0:
+        use = self._use
+        if use is None:
             return 0.0
-        spent = self._spent + self._clock() - self._since
-        return max(float(self._seconds[self._running]) - spent, 0.0)
+        spent = use.spent + self._clock() - use.resumed
+        return max(float(self._seconds[use.number]) - spent, 0.0)
 
     def choose_residents(self, number: int) -> bool:
         """After a use: see who should stay in the tier above the disk. True if it is news."""
@@ -267,14 +286,13 @@ class Foresight:
             return None
         ahead = self._schedule.ahead(WINDOW)
         ahead = ahead[ahead < len(self._nbytes)]  # who never was known, or is not any more
-        missing = ~(self._held[dst][ahead] | self._passed_over[ahead])
-        missing &= self._highest[ahead] <= dst
+        missing = ~self._passed_over[ahead] & (self._highest[ahead] <= dst)
         for tier in self._tiers:
-            if tier < dst:
+            if tier <= dst:
                 missing &= ~self._held[tier][ahead]
-        first = int(missing.argmax()) if len(ahead) else 0
-        if not len(ahead) or not missing[first]:
+        if not missing.any():
             return None
+        first = int(missing.argmax())
         number = int(ahead[first])
         foretold = first < self._schedule.foretold()
         if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(hop, dst, foretold):
@@ -341,5 +359,5 @@ class Foresight:
     def _is_near(self, numbers: npt.NDArray[np.int64]) -> bool:
         """Whether the groups are at most two, or no more than two average ones."""
         different = np.unique(numbers)
-        mean = self._known_bytes / max(self._known, 1)
-        return len(different) <= 2 or bool(self._nbytes[different].sum() <= 2 * mean)
+        nbytes = self._nbytes[different].sum()
+        return len(different) <= 2 or bool(nbytes * self._known <= 2 * self._known_bytes)

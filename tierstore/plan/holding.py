@@ -82,8 +82,7 @@ class Holding(Movements):
     def _give_up_room_for_new_values(self, group: GroupRecord) -> None:
         host = self._put_tier()
         copy = group.copies.get(host)
-        promised = host is self.top and group.key in self._demands
-        if copy is not None and copy.state is State.RESERVED and not promised:
+        if copy is not None and copy.state is State.RESERVED:
             self._release_room(group, host)
 
     def hold(self, key: str, purpose: Hold) -> bool:

@@ -61,6 +61,7 @@ class Movements(Shelves):
             return False
         if set(self._fetches[group.key]) == {Hold.RENEW}:
             self._promised.discard(group.key)  # only the room is wanted
+            self._in_vain.clear()
         else:
             self._start(group, source, host, urgent=True)
         return True

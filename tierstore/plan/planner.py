@@ -104,11 +104,12 @@ class Planner(Stocktaking):
 
     def _take_back(self, key: str) -> bool:
         """Take one demand back. True if it was the last one."""
-        left = self._demands.get(key, 0) - 1
-        if left > 0:
-            self._demands[key] = left
-            return False
-        return self._demands.pop(key, None) is not None
+        if self._demands.get(key) == 1:
+            del self._demands[key]
+            return True
+        if key in self._demands:
+            self._demands[key] -= 1
+        return False
 
     def prefetch(self, keys: Iterable[str], top: Tier | None = None) -> None:
         """The caller hopes to use these next, in this order, on tier `top` (None: the fastest)."""
@@ -125,11 +126,9 @@ class Planner(Stocktaking):
 
         If so, one demand for it is met. Nobody may hope to get the room of what is lent `for_good`.
         """
+        if not self.lendable(key, access):
+            return False
         group = self._groups[key]
-        if not group.present(self.top) or group.exclusive or group.forgotten:
-            return False
-        if access is not Access.READ and (group.leases or group.held or group.moving()):
-            return False
         if access is Access.UPDATE:
             self._keep_only(group, self.top)
         group.exclusive = None if access is Access.READ else access
@@ -139,6 +138,13 @@ class Planner(Stocktaking):
         self._take_back(key)
         self._settle()
         return True
+
+    def lendable(self, key: str, access: Access) -> bool:
+        """Whether `lease` would lend it now."""
+        group = self._groups[key]
+        if not group.present(self.top) or group.exclusive or group.forgotten:
+            return False
+        return access is Access.READ or not (group.leases or group.held or group.moving())
 
     def release(self, key: str, access: Access, *, for_good: bool = False) -> None:
         """A lease comes back, which was lent `for_good` or not."""
@@ -276,11 +282,11 @@ class Planner(Stocktaking):
             self._pursue_hopes(self.tiers[-2::-1])
         if self._promised and self._abandon_orphans():
             self._pursue_needs()
-        if not self._in_flight and not self._leases:
-            self._fail_what_is_stuck()
+        self._fail_what_is_stuck()
 
     def _pursue_needs(self) -> bool:
         """Pursue what somebody insists on. False if a demand or a claim waits for room."""
+        self._in_vain.clear()  # from here to the end, what there was no room for has none
         for key in list(self._offloads):
             self._pursue_offload(self._groups[key])
         roomy = [self._pull(self._groups[key]) for key in list(self._demands)]
@@ -288,6 +294,7 @@ class Planner(Stocktaking):
         roomy += [self._grant(self._groups[key]) for key in list(self._claims)]
         for key in list(self._saves):
             self._pursue_save(self._groups[key])
+        self._in_vain.clear()
         return all(roomy)
 
     # Giving up ---------------------------------------------------------------------------------
@@ -359,17 +366,13 @@ class Planner(Stocktaking):
     def _no_room(self, group: GroupRecord) -> BudgetError:
         held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.KEEP)
         tier = self._put_tier()
-        if held and not self._free(tier, group.nbytes):
-            advice = f"{held:,} bytes are in use there for good; raise ram_budget"
-            return BudgetError(
-                name_of(group.key), tier.name, group.nbytes, self.budgets[tier] or 0, advice
+        advice = f"{held:,} bytes are in use there for good; raise ram_budget"
+        if not held or self._free(tier, group.nbytes):
+            tier = Tier.DISK
+            advice = (
+                f"{self.used[tier]:,} bytes are in use there and nothing may be dropped; raise "
+                "disk_budget, or discard groups that are not needed"
             )
-        tier = Tier.DISK
-        advice = (
-            f"{self.used[tier]:,} bytes are in use there and nothing may be dropped; raise "
-            "disk_budget, or discard groups that are not needed"
-        )
         budget = self.budgets[tier]
-        if budget is None:
-            budget = self.used[tier]
-        return BudgetError(name_of(group.key), tier.name, group.nbytes, budget, advice)
+        limit = self.used[tier] if budget is None else budget
+        return BudgetError(name_of(group.key), tier.name, group.nbytes, limit, advice)

@@ -30,6 +30,7 @@ later would be read once more for nothing: soon something better to push out is 
 group that is in use."""
 
 _FEW = 8
+_ROOM = 16
 
 Rows = npt.NDArray[np.int64]
 
@@ -77,8 +78,8 @@ class LeastRecentlyUsed:
         # the old ones may go on.
         self._row: dict[str, int] = {}
         self._keys: list[str] = []
-        self._on: dict[Tier, npt.NDArray[np.bool_]] = {t: np.zeros(16, np.bool_) for t in Tier}
-        self._touched = np.zeros(16)
+        self._on: dict[Tier, npt.NDArray[np.bool_]] = {t: np.zeros(_ROOM, np.bool_) for t in Tier}
+        self._touched = np.zeros(_ROOM)
         self._clock = 0
 
     def admitted(self, key: str, tier: Tier) -> None:
@@ -128,9 +129,7 @@ class LeastRecentlyUsed:
     def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
         """The rows of what is on the device, not about to leave it, and safe on disk."""
         there = np.flatnonzero(self._on[Tier.DEVICE])
-        if len(there) <= LEAVING:
-            return there[:0]
-        staying = there[np.argpartition(ranks[there], -LEAVING)[:-LEAVING]]
+        staying = there[np.argsort(ranks[there])[:-LEAVING]]
         return staying[self._on[Tier.DISK][staying]]
 
     def _ranks(self) -> npt.NDArray[np.float64]:
@@ -166,7 +165,7 @@ class LeastRecentlyUsed:
         rows = np.array(list(self._row.values()), dtype=np.int64)
         self._keys = list(self._row)
         self._row = {key: row for row, key in enumerate(self._keys)}
-        room = 2 * len(rows) + 16
+        room = len(rows) + _ROOM
         touched = np.zeros(room)
         touched[: len(rows)] = self._touched[rows]
         self._touched = touched
@@ -202,24 +201,24 @@ class FarthestNextUse(LeastRecentlyUsed):
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
         self._schedule = schedule
-        self._number = np.zeros(16, dtype=np.int64)  # by row: the number of the key's name
-        self._rank = np.zeros(16)
-        self._ranked_in = -1  # the schedule's epoch at that time
+        self._number = np.zeros(_ROOM, dtype=np.int64)  # by row: the number of the key's name
+        self._rank = np.zeros(_ROOM)
+        self._ranked_in: int | None = None  # the schedule's epoch at that time
         self._outdated: set[int] = set()  # rows
-        self._nearer = 1.0
-        self._kept = np.zeros(1, np.bool_)  # by number: whether it should stay; False at the end
+        self.keep((), nearer=1.0)
 
     def keep(self, numbers: Collection[int], nearer: float) -> None:
+        self._kept = np.array(list(numbers), dtype=np.int64)
         self._nearer = nearer
-        self._kept = np.zeros(2 + max(numbers, default=0), np.bool_)
-        self._kept[list(numbers)] = True
 
     def _spare(
         self, rows: Rows, ranks: Ranks, among: npt.NDArray[np.bool_], rival: str | None
     ) -> None:
-        kept = self._kept[np.minimum(self._number[rows], len(self._kept) - 1)]
+        if not len(self._kept):
+            return
+        kept = np.isin(self._number[rows], self._kept)
         # Once all are there, a prefetch takes none of them: it waits for room among the others.
-        closed = rival is not None and kept.sum() == self._kept.sum()
+        closed = rival is not None and kept.sum() == len(self._kept)
         kept &= among
         ranks[kept] = -np.inf if closed else self._farther(ranks[kept], self._nearer)
 
@@ -229,7 +228,7 @@ class FarthestNextUse(LeastRecentlyUsed):
 
     def _new_row(self, key: str) -> int:
         row = super()._new_row(key)
-        if len(self._number) < len(self._touched):
+        if len(self._number) != len(self._touched):
             self._number = np.resize(self._number, len(self._touched))
             self._rank = np.resize(self._rank, len(self._touched))
         self._number[row] = self._schedule.number(name_of(key))
@@ -241,7 +240,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         number = np.zeros(len(self._touched), dtype=np.int64)
         number[: len(rows)] = self._number[rows]
         self._number, self._rank = number, np.zeros(len(number))
-        self._ranked_in = -1
+        self._ranked_in = None
 
     def _ranks(self) -> npt.NDArray[np.float64]:
         if self._ranked_in != self._schedule.epoch:
@@ -256,7 +255,9 @@ class FarthestNextUse(LeastRecentlyUsed):
         return self._rank
 
     def _farther(self, ranks: npt.NDArray[np.float64], times: float) -> npt.NDArray[np.float64]:
-        return self._schedule.farther(ranks, times)
+        # Of what the schedule does not expect, it cannot say what is farther.
+        expected = ranks < _UNEXPECTED - self._clock
+        return np.where(expected, self._schedule.farther(ranks, times), times * ranks)
 
     def _rank_of_rival(self, rival: str) -> float:
         if self._schedule.learning:

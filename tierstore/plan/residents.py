@@ -69,7 +69,7 @@ class Residents:
         self.nearer = 1.0
         self._schedule = schedule
         self._budget = budget
-        self._latest = -1
+        self._latest: int | None = None
         self._uses = 0
         self._round_began = 0  # the use with which the latest round that counts began
         self._length = 0  # of that round, in uses
@@ -77,8 +77,9 @@ class Residents:
         self._computed = 0.0
         self._waited = 0.0
         self._waited_before = np.inf
-        self._patience = 1  # rounds until the choice may change once more, and ...
-        self._rounds_left = 0  # ... how many of them are left
+        # Rounds until the choice may change once more, and how many of them are left.
+        self._patience: int
+        self._rounds_left: int
 
     def passed(self, *, computed: float = 0.0, waited: float = 0.0) -> None:
         """So many seconds passed."""
@@ -106,15 +107,13 @@ class Residents:
         seconds of computing that follow; `speed` is that of the disk, in bytes per second."""
         budget = self._budget
         assert budget is not None
-        if nbytes.sum() <= budget // 2:
-            return  # a loop within a loop: the larger one counts
         ahead = AHEAD_GROUPS * int(nbytes.max())
-        total = int(nbytes[np.unique(order, return_index=True)[1]].sum())
+        total = sum(dict(zip(order.tolist(), nbytes.tolist(), strict=True)).values())
         if total <= budget // 2 or ahead > budget // AHEAD_SHARE:
-            return
+            return  # a loop within a loop: the larger one counts; or groups too large to stream
         took = self._take_meters(len(order))
         self.nearer *= FIRM
-        if total <= budget or not set(self.staying) <= set(order.tolist()):
+        if total <= budget or set(self.staying).difference(order.tolist()):
             self._choose([])
         if total > budget and took is not None and self._rounds_left <= 0:
             loop = visits(order, nbytes, seconds, budget // 2)
@@ -133,7 +132,7 @@ class Residents:
         computed, waited = self._computed, self._waited
         settled = since <= 1.5 * length and waited >= SETTLED * self._waited_before
         if length != self._length:
-            self._patience, self._rounds_left = 1, 0
+            self._patience = self._rounds_left = 1
         self._rounds_left -= 1
         self._round_began, self._length = self._uses, length
         self._computed, self._waited, self._waited_before = 0.0, 0.0, waited
@@ -198,18 +197,21 @@ class _Walk:
     def staying(self, rate: float, most: float) -> tuple[set[int], int]:
         """Who stays, and their bytes, if each second of computing earns `rate` bytes of reading,
         and `most` can be saved up."""
-        staying: set[int] = set()
-        held, account = 0, most
-        for _ in range(2):  # a round begins with what the one before it has left
-            staying, held = set(), 0
-            for number, nbytes, seconds in zip(
-                self.loop.order, self.loop.nbytes, self.loop.seconds, strict=True
-            ):
-                if number not in self.always and number not in staying:
-                    if account < nbytes and number in self.eligible:
-                        staying.add(number)
-                        held += nbytes
-                    else:
-                        account = max(account - nbytes, 0.0)
-                account = min(most, account + seconds * rate)
+        *_, left = self._round(rate, most, most)  # a round begins with what the one before it left
+        staying, held, _ = self._round(rate, most, left)
         return staying, held
+
+    def _round(self, rate: float, most: float, account: float) -> tuple[set[int], int, float]:
+        """Who stays, their bytes, and what is left in the account."""
+        staying, held = set[int](), 0
+        for number, nbytes, seconds in zip(
+            self.loop.order, self.loop.nbytes, self.loop.seconds, strict=True
+        ):
+            if number not in self.always and number not in staying:
+                if account < nbytes and number in self.eligible:
+                    staying.add(number)
+                    held += nbytes
+                else:
+                    account = max(account - nbytes, 0.0)
+            account = min(most, account + seconds * rate)
+        return staying, held, account

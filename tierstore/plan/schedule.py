@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -29,9 +30,11 @@ HINTS = 4
 """How many keys the order of registration foretells: a wrong hint costs up to 1.85 x the reads."""
 
 SOON = -1e15
-"""The rank of what the caller expects; other ranks are places in a history, far above it."""
+"""What the caller expects ranks above it by its steps; all other ranks are far above that."""
 
 _FEW = 8
+_NOWHERE = -1
+_ROOM = 16
 
 Numbers = npt.NDArray[np.int64]
 Ranks = npt.NDArray[np.float64]
@@ -42,7 +45,7 @@ class Schedule(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Changes when ranks do, but not for the key that was just used alone."""
+        """Grows when ranks change, but not for the key that was just used alone."""
 
     @property
     def learning(self) -> bool:
@@ -73,7 +76,7 @@ class Schedule(Protocol):
         """The ranks of keys that are used so many times as far ahead."""
 
     def upcoming(self, count: int) -> Iterator[str]:
-        """The next `count` keys that are expected, soonest first, at most."""
+        """The keys that the caller named, and then at most `count` others, soonest first."""
 
     def ahead(self, count: int) -> Numbers:
         """`upcoming` as numbers."""
@@ -107,21 +110,21 @@ class LearnedOrder:
         self.epoch = 0
         self._memory = memory
         self._numbers: dict[str, int] = {}
-        self._keys: list[str | None] = []
+        self._keys: list[str] = []  # by number
         self._spare: list[int] = []  # numbers that are nobody's
         self._kept: set[str] = set()  # keys whose number somebody was told
-        self._history = np.zeros(2 * memory, dtype=np.int64)
-        self._following = np.zeros(2 * memory, dtype=np.int64)  # place -> where its key comes next
+        self._history: Numbers
+        self._following: Numbers  # place -> where its key comes next
+        self._history, self._following = np.zeros((2, 0), dtype=np.int64)
         self._length = 0
-        self._place = -1  # where in the history we believe to be; -1: nowhere
+        self._latest: str | None = None  # the key used last
+        self._place = _NOWHERE  # where in the history we believe to be; negative: nowhere
         self._confidence = 1.0
         self._clock = 0
         # By number: the last place in the history, the next place ahead, the rate of use.
-        self._last = np.full(16, -1, dtype=np.int64)
-        self._next = np.full(16, np.inf)
-        self._next_is_old = True
-        self._log_rate = np.full(16, -np.inf)
-        self._counted_at = np.zeros(16)
+        self._last = np.full(_ROOM, _NOWHERE)
+        self._next: Ranks | None = None  # made when somebody asks
+        self._log_rate, self._counted_at = np.zeros((2, _ROOM))
         self._span = 1.0  # uses in which a rate decays to 1 / e
         self._registered: dict[str, str | None] = {}  # key -> the one registered after it
         self._before: dict[str, str | None] = {}  # key -> the one registered before it
@@ -131,11 +134,14 @@ class LearnedOrder:
     @property
     def trusted(self) -> bool:
         """Whether the learned order is worth ranking by."""
-        return self._place >= 0 and self._confidence >= TRUSTED
+        return self._place >= 0 and self._is_confident()
 
     @property
     def learning(self) -> bool:
-        return self._place < 0 and self._confidence >= TRUSTED
+        return self._place < 0 and self._is_confident()
+
+    def _is_confident(self) -> bool:
+        return self._confidence >= TRUSTED
 
     # Keys and their numbers --------------------------------------------------------------------
 
@@ -153,25 +159,26 @@ class LearnedOrder:
         else:
             number = len(self._keys)
             self._keys.append(key)
-            self._make_room(number)
+            if number == len(self._last):
+                self._make_room()
         self._numbers[key] = number
-        self._last[number] = -1
-        self._next[number] = np.inf
         self._log_rate[number] = -np.inf
         span = 2.0 ** math.ceil(math.log2(len(self._numbers)))
         if span != self._span:
             self._span = span
-            self.epoch += 1
+            self._rank_anew()
         return number
 
-    def _make_room(self, number: int) -> None:
-        if number < len(self._last):
-            return
+    def _make_room(self) -> None:
+        """For twice as many numbers."""
         more = len(self._last)
-        self._last = np.append(self._last, np.full(more, -1, dtype=np.int64))
-        self._next = np.append(self._next, np.full(more, np.inf))
-        self._log_rate = np.append(self._log_rate, np.full(more, -np.inf))
+        self._last = np.append(self._last, np.full(more, _NOWHERE))
+        self._next = None
+        self._log_rate = np.append(self._log_rate, np.zeros(more))
         self._counted_at = np.append(self._counted_at, np.zeros(more))
+
+    def _rank_anew(self) -> None:
+        self.epoch += 1
 
     def introduce(self, key: str) -> None:
         self.number(key)
@@ -187,21 +194,16 @@ class LearnedOrder:
         if key in self._registered:
             self._unlink(key)
         self._kept.discard(key)
-        if self._expected.pop(key, None) is not None:
-            self.epoch += 1
+        self._wait_no_more(key)
         number = self._numbers.get(key)
         if number is None:
             return
         self._log_rate[number] = -np.inf
         if self._last[number] < 0:
-            self._release(number)  # else it has a place in the history, for now
+            self._release(key)  # else it has a place in the history, for now
 
-    def _release(self, number: int) -> None:
-        key = self._keys[number]
-        assert key is not None
-        del self._numbers[key]
-        self._keys[number] = None
-        self._spare.append(number)
+    def _release(self, key: str) -> None:
+        self._spare.append(self._numbers.pop(key))
 
     def _unlink(self, key: str) -> None:
         before, after = self._before.pop(key), self._registered.pop(key)
@@ -214,51 +216,57 @@ class LearnedOrder:
 
     def expect(self, keys: Iterable[str]) -> None:
         for key in keys:
+            self._number(key)
             self._expected.pop(key, None)
             # A caller who changes their mind must not keep the room taken for ever.
             self._expected[key] = self._clock + PATIENCE + 2 * len(self._expected)
-        self.epoch += 1
+        self._rank_anew()
 
     def expect_not(self, key: str) -> None:
+        self._wait_no_more(key)
+
+    def _wait_no_more(self, key: str) -> None:
         if self._expected.pop(key, None) is not None:
-            self.epoch += 1
+            self._rank_anew()
 
     # Learning ----------------------------------------------------------------------------------
 
     def advance_past(self, key: str) -> None:
+        again, self._latest = key == self._latest, key
+        # First of all, as it may take away this key's number, and the place we believe to be at.
+        if self._length == len(self._history) and not again:
+            self._forget_the_oldest()
         number = self._number(key)
         self._count(number)
-        if self._expected:
-            self._come(key)
-        if self._length and self._history[self._length - 1] == number:
-            return
-        before = (self.trusted, self.learning)
+        self._come(key)
+        if not again:
+            self._learn(number)
+
+    def _learn(self, number: int) -> None:
+        was_trusted = self.trusted
         foreseen = self._place >= 0 and self._history[self._place + 1] == number
         if self._place >= 0:
             self._confidence += LEARNING_RATE * (foreseen - self._confidence)
-        if self._length == len(self._history):
-            self._forget_the_oldest()
         self._append(number)
         if foreseen:
             self._place += 1
-            self._next[number] = self._following[self._place]
+            if self._next is not None:
+                self._next[number] = self._following[self._place]
         else:
             self._place = self._best_match(number)
-            self._next_is_old = True
-        if not foreseen or before != (self.trusted, self.learning):
-            self.epoch += 1
+            self._next = None
+        if not foreseen or self.trusted != was_trusted:
+            self._rank_anew()
 
     def come(self, key: str) -> None:
         self._clock += 1
-        if self._expected:
-            self._come(key)
+        self._come(key)
 
     def _come(self, key: str) -> None:
         """What was expected has come, or has not come for too long."""
-        late = [k for k, limit in self._expected.items() if limit < self._clock]
-        for gone in {key, *late} & self._expected.keys():
-            del self._expected[gone]
-            self.epoch += 1
+        over = [k for k, limit in self._expected.items() if k == key or limit < self._clock]
+        for gone in over:
+            self._wait_no_more(gone)
 
     def _count(self, number: int) -> None:
         self._clock += 1
@@ -292,33 +300,30 @@ class LearnedOrder:
                 return int(ends[-1])
             ends, depth = longer, depth + 1
         if not len(ends):
-            return -1
+            return _NOWHERE
         return max((self._match_length(int(end)), int(end)) for end in ends)[1]
 
     def _match_length(self, end: int) -> int:
         now = self._length - 1
-        there = self._history[: end + 1][::-1]
-        here = self._history[now - end : now + 1][::-1]
-        different = there != here
-        first = int(different.argmax())
-        return first if different[first] else end + 1
+        there, here = self._history[end::-1], self._history[now : now - end - 1 : -1]
+        return int(np.append(there != here, True).argmax())
 
     def _forget_the_oldest(self) -> None:
-        """Keep the newest half, or enough for twice the registered keys."""
+        """Make room, and keep the newest half, or enough for twice the registered keys."""
         kept = max(self._memory, 2 * len(self._registered))
         gone = max(self._length - kept, 0)
-        history, following = (np.zeros(2 * kept, dtype=np.int64) for _ in range(2))
+        history, following = np.zeros((2, 2 * kept), dtype=np.int64)
         self._length -= gone
-        history[: self._length] = self._history[gone : gone + self._length]
-        following[: self._length] = self._following[gone : gone + self._length] - gone
+        history[: self._length] = self._history[gone:]
+        following[: self._length] = self._following[gone:] - gone
         self._history, self._following = history, following
-        self._last = np.maximum(self._last - gone, -1)
-        self._place = max(self._place - gone, -1)
-        self._next_is_old = True
-        self.epoch += 1
-        for key in [k for k, n in self._numbers.items() if self._last[n] < 0]:
-            if key not in self._kept and key not in self._expected:
-                self._release(self._numbers[key])
+        self._last -= gone
+        self._place -= gone
+        self._next = None
+        self._rank_anew()
+        for key, number in list(self._numbers.items()):
+            if self._last[number] < 0 and key not in self._kept and key not in self._expected:
+                self._release(key)
 
     # Predicting --------------------------------------------------------------------------------
 
@@ -331,7 +336,7 @@ class LearnedOrder:
         if self.trusted:
             return float(self._places()[number]) - self._place
         rate = math.exp(self._decayed(number))
-        return 1.0 / rate if rate > 0 else math.inf
+        return self._span / rate if rate > 0 else math.inf
 
     def round(self, number: int) -> int:
         if not self.trusted or self._expected:
@@ -341,7 +346,7 @@ class LearnedOrder:
 
     def repeats(self, length: int) -> bool:
         now, place = self._length, self._place + 1
-        if not self.trusted or length > now or place + length > now:
+        if not self.trusted or place + length > now:
             return False
         latest = self._history[now - length : now]
         return bool(np.array_equal(latest, self._history[place : place + length]))
@@ -354,50 +359,47 @@ class LearnedOrder:
         else:
             # All rates decay alike, so this order holds until a key is used.
             ranks = -(self._log_rate[numbers] + self._counted_at[numbers] / self._span)
-        for place, key in enumerate(self._expected):
-            ranks[numbers == self._numbers.get(key, -1)] = SOON + place
+        for steps, key in enumerate(self._expected, 1):
+            ranks[numbers == self._numbers[key]] = SOON + steps
         return ranks
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
-        if self.trusted or self.learning:
-            return self._place + times * (ranks - self._place)
-        return ranks + math.log(times)  # ranks are logarithms of rates
+        if self.trusted:
+            farther = self._place + times * (ranks - self._place)
+        else:
+            farther = ranks + math.log(times)  # ranks are logarithms of rates, or infinite
+        return np.where(ranks < SOON / 2, SOON + times * (ranks - SOON), farther)
 
     def _places(self) -> Ranks:
         """For every number, the place of its next use in the history that repeats itself."""
-        if self._next_is_old:
-            self._next.fill(np.inf)
+        if self._next is None:
+            self._next = np.full(len(self._last), np.inf)
             future = self._history[self._place + 1 : self._length]
             # Assigned backwards, so that the first occurrence is what remains.
             self._next[future[::-1]] = np.arange(self._length - 1, self._place, -1)
-            self._next_is_old = False
         return self._next
 
     def upcoming(self, count: int) -> Iterator[str]:
         for number in self.ahead(count).tolist():
-            key = self._keys[number]
-            assert key is not None
-            yield key
+            yield self._keys[number]
 
     def ahead(self, count: int) -> Numbers:
         learned = self._learned(count)
         if not self._expected:
             return learned
-        expected = [self._number(key) for key in self._expected]
+        expected = [self._numbers[key] for key in self._expected]
         return np.concatenate([np.array(expected, dtype=np.int64), learned])
 
     def _learned(self, count: int) -> Numbers:
         if self.trusted:
             return self._history[self._place + 1 : min(self._place + 1 + count, self._length)]
-        following: list[int] = []
-        if self.learning and self._length:
-            key = self._keys[int(self._history[self._length - 1])]
-            while len(following) < min(count, HINTS):
-                key = self._registered.get(key or "")
-                if key is None:
-                    break
-                following.append(self._numbers[key])
+        hints = self._registered_after(self._latest) if self.learning else ()
+        following = [self._numbers[key] for key in islice(hints, min(count, HINTS))]
         return np.array(following, dtype=np.int64)
+
+    def _registered_after(self, key: str | None) -> Iterator[str]:
+        while key in self._registered and (key := self._registered[key]) is not None:
+            yield key
 
     def foretold(self) -> int:
         return len(self._expected)

@@ -7,7 +7,8 @@ is the policy's choice, among those that nobody uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Set
 
 from tierstore.model.groups import name_of
 from tierstore.model.moves import Copy, Drop, Instruction
@@ -35,6 +36,8 @@ class Shelves:
         self._claims: dict[str, None] = {}  # what somebody wants to put
         self._fetches: dict[str, list[Hold]] = {}  # what somebody wants to hold in host memory
         self._parting: set[tuple[str, Tier]] = set()  # copies that go when their save is done
+        # Up to how many bytes room is on its way already, and from how many on there is none.
+        self._in_vain: dict[Tier, tuple[float, float]] = {}
         self._promised: set[str] = set()  # groups with room set aside on the fastest tier
         self._ahead: set[int] = set()  # groups needed sooner than the one being fetched early
         self._instructions: list[Instruction] = []
@@ -68,7 +71,6 @@ class Shelves:
             began, hop = group.copies[dst].began, self._foresight.hops[src, dst]
             hop.end(group.nbytes, began, self._foresight.now(), counts=came)
             hop.ending -= group.copies[dst].ending
-            group.copies[dst].ending = False
             group.copies[src].readers -= 1
         self._in_flight -= 1
 
@@ -97,6 +99,7 @@ class Shelves:
 
     def _release_room(self, group: GroupRecord, tier: Tier) -> None:
         self.used[tier] -= group.cost(tier)
+        self._in_vain.clear()
         copy = group.copies.pop(tier)
         if group.number >= 0:
             self._foresight.gave_up(group.number, tier)
@@ -114,21 +117,39 @@ class Shelves:
 
     def _evict(self, tier: Tier, nbytes: int, rival: str | None) -> bool:
         """Make room on `tier`. True if it is there now; False if it is not, or not yet."""
+        few, many = self._in_vain.get(tier, (0, math.inf)) if rival is None else (0, math.inf)
+        if nbytes <= few or nbytes >= many:
+            return False
+        tried: set[str] = set()
+        self._in_vain[tier] = few, many  # until something goes, or is about to
+        while (chosen := self._chosen(tier, nbytes, rival, tried)) is not None:
+            for group in chosen:
+                self._evict_copy(group, tier, nbytes)
+            tried |= {group.key for group in chosen}
+            if self._free(tier, nbytes - self._leaving(tier)):
+                few = nbytes
+                break  # otherwise, one of them could not be saved
+        else:
+            many = many if tried else nbytes
+        if rival is None and tier in self._in_vain:
+            self._in_vain[tier] = few, many
+        return self._free(tier, nbytes)
+
+    def _chosen(
+        self, tier: Tier, nbytes: int, rival: str | None, tried: Set[str]
+    ) -> list[GroupRecord] | None:
+        """Whose copies should go; None if there are not enough that may."""
         short = self.used[tier] + nbytes - (self.budgets[tier] or 0)
         chosen = []
         for group in self._candidates(tier, rival):
             if short <= 0:
                 break
-            if self._evictable(group, tier, rival):
+            if group.key not in tried and self._evictable(group, tier, rival):
                 chosen.append(group)
-                short -= group.cost(tier)
+                short -= group.nbytes
         if rival is None:
             short -= self._leaving(tier)
-        if short > 0:
-            return False
-        for group in chosen:
-            self._evict_copy(group, tier, nbytes)
-        return self._free(tier, nbytes)
+        return chosen if short <= 0 else None
 
     def _candidates(self, tier: Tier, rival: str | None) -> Iterator[GroupRecord]:
         """In the policy's order, but what should be kept late, and a demand's own source last."""
@@ -183,6 +204,7 @@ class Shelves:
 
     def _note_parting(self, group: GroupRecord, tier: Tier) -> None:
         self._parting.add((group.key, tier))
+        self._in_vain.clear()
 
     def _leaving(self, tier: Tier) -> int:
         """Bytes of `tier` that go as soon as a save that is under way is done."""

@@ -24,7 +24,6 @@ class Stocktaking(Holding):
         groups = [self._note(one) for one in found]
         for group in groups:
             self._tidy(group)
-        self._look_ahead = True
         self._settle()
 
     def _note(self, found: Found) -> GroupRecord:

@@ -1,0 +1,280 @@
+"""The learned order against a slow one that is written down as it is described.
+
+Hundreds of short histories of small numbers of keys: loops, loops with something else in between,
+and uses at random; with memories that soon overflow, expectations, and keys that come and go.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from tierstore.plan.schedule import LearnedOrder, Numbers
+
+RATE_OF_LEARNING = 0.1
+TRUSTED = 0.5
+HINTS = 4
+PATIENCE = 64
+
+
+@dataclass
+class SlowOrder:
+    """Keys in lists, looked through from one end to the other; no numbers, nothing kept ready."""
+
+    memory: int
+    room: int = 0
+    uses: list[str] = field(default_factory=list)
+    place: int | None = None
+    confidence: float = 1.0
+    clock: int = 0
+    span: int = 1
+    known: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    rates: dict[str, tuple[float, int]] = field(default_factory=dict)
+    registered: list[str] = field(default_factory=list)
+    expected: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def trusted(self) -> bool:
+        return self.place is not None and self.confidence >= TRUSTED
+
+    @property
+    def learning(self) -> bool:
+        return self.place is None and self.confidence >= TRUSTED
+
+    def know(self, key: str) -> None:
+        if key not in self.known:
+            self.known.add(key)
+            self.span = 1
+            while self.span < len(self.known):
+                self.span *= 2
+
+    def number(self, key: str) -> None:
+        self.told.add(key)
+        self.know(key)
+
+    def introduce(self, key: str) -> None:
+        self.number(key)
+        self.registered = [*(k for k in self.registered if k != key), key]
+
+    def forget(self, key: str) -> None:
+        self.registered = [k for k in self.registered if k != key]
+        self.told.discard(key)
+        self.expect_not(key)
+        self.rates.pop(key, None)
+        if key not in self.uses:
+            self.known.discard(key)
+
+    def expect(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.know(key)
+            self.expect_not(key)
+            self.expected.append((key, self.clock + PATIENCE + 2 * len(self.expected)))
+
+    def expect_not(self, key: str) -> None:
+        self.expected = [(k, limit) for k, limit in self.expected if k != key]
+
+    def come(self, key: str) -> None:
+        self.clock += 1
+        self.expected = [(k, n) for k, n in self.expected if k != key and self.clock <= n]
+
+    def advance_past(self, key: str) -> None:
+        again = self.uses[-1:] == [key]
+        if len(self.uses) == self.room and not again:
+            self.forget_the_oldest()
+        self.know(key)
+        self.come(key)
+        self.rates[key] = (1 + self.rate(key), self.clock)
+        if again:
+            return
+        foreseen = self.future()[:1] == [key]
+        if self.place is not None:
+            self.confidence += RATE_OF_LEARNING * (foreseen - self.confidence)
+        self.uses.append(key)
+        self.place = self.place + 1 if foreseen and self.place is not None else self.best_match()
+
+    def best_match(self) -> int | None:
+        lengths = [(self.common(end), end) for end in range(len(self.uses) - 1)]
+        length, end = max(lengths, default=(0, 0))
+        return end if length else None
+
+    def common(self, end: int) -> int:
+        """How many uses up to this place equal the newest ones."""
+        length = 0
+        while length <= end and self.uses[end - length] == self.uses[-1 - length]:
+            length += 1
+        return length
+
+    def forget_the_oldest(self) -> None:
+        kept = max(self.memory, 2 * len(self.registered))
+        gone = max(len(self.uses) - kept, 0)
+        self.uses, self.room = self.uses[gone:], 2 * kept
+        if self.place is not None:
+            self.place = self.place - gone if self.place >= gone else None
+        needed = {*self.uses, *self.told, *(key for key, _ in self.expected)}
+        for key in self.known - needed:
+            self.rates.pop(key, None)
+        self.known &= needed
+
+    def rate(self, key: str) -> float:
+        rate, since = self.rates.get(key, (0.0, 0))
+        return rate * math.exp(-(self.clock - since) / self.span)
+
+    def future(self) -> list[str]:
+        return [] if self.place is None else self.uses[self.place + 1 :]
+
+    def named(self) -> list[str]:
+        return [key for key, _ in self.expected]
+
+    def steps_until(self, key: str) -> float:
+        if key in self.named():
+            return self.named().index(key) + 1
+        if self.learning:
+            return math.inf
+        if self.trusted:
+            return self.future().index(key) + 1 if key in self.future() else math.inf
+        return self.span / self.rate(key) if self.rate(key) else math.inf
+
+    def upcoming(self, count: int) -> list[str]:
+        if self.trusted:
+            return self.named() + self.future()[:count]
+        hints: list[str] = []
+        if self.learning and self.uses and self.uses[-1] in self.registered:
+            hints = self.registered[self.registered.index(self.uses[-1]) + 1 :]
+        return self.named() + hints[: min(count, HINTS)]
+
+    def round(self, key: str) -> int:
+        known = self.trusted and not self.expected and key in self.future()
+        return self.future().index(key) + 1 if known else 0
+
+    def repeats(self, length: int) -> bool:
+        ahead = self.future()[:length]
+        return self.trusted and len(ahead) == length and ahead == self.uses[-length:]
+
+
+class Pair:
+    """The learned order and the slow one, told the same."""
+
+    def __init__(self, memory: int) -> None:
+        self.order, self.slow = LearnedOrder(memory), SlowOrder(memory)
+        self.numbers: dict[str, int] = {}  # those that were told
+
+    def do(self, act: str, *arguments: object) -> None:
+        epoch, before = self.order.epoch, self.ranks()
+        same_keys, was_trusted = set(self.slow.known), self.slow.trusted
+        quiet = act == "advance_past" and not self.slow.expected
+        quiet = quiet and self.slow.future()[:1] == [arguments[0]]
+        quiet = quiet and len(self.slow.uses) < self.slow.room
+        told = getattr(self.order, act)(*arguments)
+        getattr(self.slow, act)(*arguments)
+        if act == "number":
+            assert self.numbers.setdefault(str(arguments[0]), told) == told
+            assert len(set(self.numbers.values())) == len(self.numbers)
+        if act == "forget":
+            self.numbers.pop(str(arguments[0]), None)
+        assert self.order.epoch >= epoch
+        after = self.ranks()
+        others = [k for k in before if k in after and k != arguments[0]]
+        if any(before[key] != after[key] for key in others):
+            assert self.order.epoch > epoch
+        if quiet and same_keys == self.slow.known and was_trusted == self.slow.trusted:
+            assert self.order.epoch == epoch
+
+    def ranks(self) -> dict[str, float]:
+        return dict(zip(self.numbers, self.order.ranks(self.told()).tolist(), strict=True))
+
+    def told(self) -> Numbers:
+        return np.array(list(self.numbers.values()), dtype=np.int64)
+
+    def compare(self, keys: Sequence[str], rng: random.Random) -> None:
+        order, slow = self.order, self.slow
+        assert (order.trusted, order.learning) == (slow.trusted, slow.learning)
+        assert order.foretold() == len(slow.expected)
+        count = rng.randrange(8)
+        upcoming = list(order.upcoming(count))
+        assert upcoming == slow.upcoming(count)
+        ahead = zip(upcoming, order.ahead(count).tolist(), strict=True)
+        assert all(number == self.numbers.get(key, number) for key, number in ahead)
+        for key in keys:
+            assert order.steps_until(key) == pytest.approx(slow.steps_until(key), rel=1e-9)
+        for key, number in self.numbers.items():
+            assert order.round(number) == slow.round(key)
+        length = rng.randint(1, 8)
+        assert order.repeats(length) == slow.repeats(length)
+
+    def compare_ranks(self) -> None:
+        """Ranks are steps, or the logarithms of steps; and first comes what is expected."""
+        named = set(self.slow.named())
+        ranks = self.ranks()
+        steps = {key: self.slow.steps_until(key) for key in ranks}
+        self.compare_scale({k: r for k, r in ranks.items() if k in named}, steps, 0.2)
+        self.compare_scale({k: r for k, r in ranks.items() if k not in named}, steps, 1e-6)
+        lowest = min((r for k, r in ranks.items() if k not in named), default=math.inf)
+        assert all(ranks[key] < lowest for key in named & set(ranks))
+
+    def compare_scale(
+        self, ranks: dict[str, float], steps: dict[str, float], tolerance: float
+    ) -> None:
+        by_steps = self.slow.trusted or bool(set(ranks) & set(self.slow.named()))
+        keys = [key for key in ranks if math.isfinite(steps[key])]
+        assert all(ranks[key] == math.inf for key in ranks if key not in keys)
+        place = {key: steps[key] if by_steps else math.log(steps[key]) for key in keys}
+        offsets = [ranks[key] - place[key] for key in keys]
+        assert max(offsets, default=0.0) - min(offsets, default=0.0) <= tolerance
+        for times in (0.5, 4.0):
+            farther = self.order.farther(np.array([ranks[key] for key in keys]), times).tolist()
+            for key, rank in zip(keys, farther, strict=True):
+                more = (times - 1) * steps[key] if by_steps else math.log(times)
+                assert rank - ranks[key] == pytest.approx(more, abs=tolerance)
+
+
+def uses(rng: random.Random, keys: Sequence[str]) -> Iterator[str]:
+    """A loop, now and then another one, and between them some uses at random."""
+    noise = rng.choice([0.0, 0.02, 0.1, 0.4, 1.0])
+    loops = [rng.choices(keys, k=rng.randint(1, 7)) for _ in range(2)]
+    while True:
+        for key in rng.choice(loops) * rng.randint(1, 4):
+            yield rng.choice(keys) if rng.random() < noise else key
+
+
+def play(seed: int, *, memory: int, keys: Sequence[str], length: int, acts: Sequence[str]) -> None:
+    rng = random.Random(seed)
+    pair = Pair(memory)
+    following = uses(rng, keys)
+    often = rng.choice([0.1, 0.5, 1.0])  # what is asked for seldom is made anew when it is
+    for _ in range(length):
+        act = rng.choice(acts) if rng.random() < 0.2 else "advance_past"
+        if act == "expect":
+            pair.do(act, rng.sample(keys, rng.randint(0, 3)))
+        else:
+            pair.do(act, next(following) if act == "advance_past" else rng.choice(keys))
+        if rng.random() < often:
+            pair.compare(keys, rng)
+            pair.compare_ranks()
+
+
+ALL = ["number", "introduce", "forget", "expect", "expect_not", "come", "advance_past"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_short_memory_that_overflows(seed: int) -> None:
+    for memory in range(1, 13):
+        play(100 * seed + memory, memory=memory, keys="abcde", length=60, acts=["number"])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_keys_that_come_and_go_and_are_expected(seed: int) -> None:
+    for memory in (2, 5, 9, 100):
+        play(100 * seed + memory, memory=memory, keys="abcdefg", length=150, acts=ALL)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_keys(seed: int) -> None:
+    """More than there is room for at first."""
+    keys = [f"g{number}" for number in range(20 + 10 * seed)]
+    play(seed, memory=40, keys=keys, length=150, acts=ALL)
