@@ -73,7 +73,9 @@ class Books:
         self._pid = os.getpid()
         self._settings = settings
         self._planner = self._new_planner()
-        self._waiting = WaitingRoom(lambda: self._planner.idle(), self._refuse_the_hopeless)
+        self._waiting = WaitingRoom(
+            self._ready, lambda: self._planner.idle(), self._refuse_the_hopeless
+        )
         self._versions: dict[str, str] = {}  # key -> the version that readers see
         self._putting: dict[str, None] = {}  # versions that nobody sees yet
         self._out: dict[Lent, None] = {}  # what was not given back yet
@@ -263,6 +265,10 @@ class Books:
 
     def _take_away(self, loan: Lent) -> None:
         """Take back what was lent, but did not reach the caller."""
+        raise NotImplementedError
+
+    def _ready(self, request: Request) -> bool:
+        """Whether to try again can make a difference for a request that waits."""
         raise NotImplementedError
 
     def _refuse_the_hopeless(self, request: Request, held: set[str]) -> None:

@@ -223,6 +223,18 @@ class Serving(Books):
         if arrival is not None:
             torch.accelerator.current_stream(self.device).wait_event(arrival)
 
+    def _ready(self, request: Request) -> bool:
+        version, planner = request.version, self._planner
+        if self._closing or self._ended() or request.want not in (Want.LEASE, Want.ROOM):
+            return True
+        if version not in planner or planner.error_of(version) is not None:
+            return True
+        if request.want is Want.ROOM:
+            return planner.granted(version)
+        if self._versions.get(request.key) != version or planner.lendable(version, request.access):
+            return True
+        return request.access is not Access.READ and planner.kept(version)
+
     def _refuse_the_hopeless(self, request: Request, held: set[str]) -> None:
         if request.version in held:
             raise LeaseError(

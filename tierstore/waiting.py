@@ -1,9 +1,10 @@
 """Who waits for the store, who holds leases, and whether anybody can still get on.
 
-Whatever changes the store starts a new *epoch* and wakes everybody; a request that tries in vain
-notes the epoch. When all requests have tried in the newest epoch, every lease is held by somebody
-who waits, and nothing is on its way, nobody can get on: the last to try is told so instead of
-waiting for ever.
+Whatever changes the store starts a new *epoch*, and wakes whom it may concern: to try in vain costs
+a switch of threads, and with dozens of them that would be all they do. A request that tries in vain
+notes the epoch, and so does one that need not try. When all have the newest epoch, every lease is
+held by somebody who waits, and nothing is on its way, nobody can get on: those who hold leases are
+told so instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -100,14 +101,18 @@ class Ticket(weakref.ref[Request]):
 class WaitingRoom:
     """Requests that wait, and leases that are out. All methods are parts of the store's steps.
 
-    `idle` tells whether nothing is on its way; `refuse` raises for a request that can never be met,
-    given the versions that are held. Only who holds a lease is refused: others just came at a bad
-    moment.
+    `ready` tells whether to try again can make a difference for a request; `idle`, whether nothing
+    is on its way; `refuse` raises for a request that can never be met, given the versions that are
+    held. Only who holds a lease is refused: others just came at a bad moment.
     """
 
     def __init__(
-        self, idle: Callable[[], bool], refuse: Callable[[Request, set[str]], None]
+        self,
+        ready: Callable[[Request], bool],
+        idle: Callable[[], bool],
+        refuse: Callable[[Request, set[str]], None],
     ) -> None:
+        self._ready = ready
         self._idle = idle
         self._refuse = refuse
         self._epoch = 0
@@ -136,14 +141,17 @@ class WaitingRoom:
         return list(lost)
 
     def changed(self) -> None:
-        """Wake everybody: something is different."""
+        """Wake whom it may concern: something is different."""
         self._epoch += 1
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._tickets:
-            for request in self.requests():
+        if not self._tickets:
+            return
+        requests = self.requests()
+        for request in requests:
+            if self._ready(request):
                 request.wake()
+            else:
+                request.tried = self._epoch
+        self._call_if_hopeless(requests)
 
     def lend(self, owner: object, version: str) -> None:
         """A lease goes out. With no `owner` it does so for good: nobody waits for it."""
@@ -180,13 +188,24 @@ class WaitingRoom:
         ticket = Ticket(request)
         ticket.wish = request.wish
         self._tickets[id(request)] = ticket
-        requests = self.requests()
-        waiting = {r.owner for r in requests}
-        all_tried = all(r.tried == self._epoch for r in requests)
-        if not self._held or not self._held.keys() <= waiting or not all_tried or not self._idle():
-            return
-        if request.owner in self._held:
-            self._refuse(request, {v for held in self._held.values() for v in held})
-        elif self._called != self._epoch:
+        if self._held and self._idle():
+            requests = self.requests()
+            if request.owner in self._held and self._hopeless(requests):
+                self._refuse(request, {v for held in self._held.values() for v in held})
+            self._call_if_hopeless(requests)
+
+    def _hopeless(self, requests: list[Request]) -> bool:
+        """Whether nobody can get on: not one of those who wait, and nobody else has anything."""
+        if not self._held or not self._idle():
+            return False
+        if any(request.tried != self._epoch for request in requests):
+            return False
+        return self._held.keys() <= {request.owner for request in requests}
+
+    def _call_if_hopeless(self, requests: list[Request]) -> None:
+        """If so, have those who hold something try once more, to be refused."""
+        if self._called != self._epoch and self._hopeless(requests):
             self._called = self._epoch
-            self._wake()
+            for request in requests:
+                if request.owner in self._held:
+                    request.wake()

@@ -382,8 +382,9 @@ class ThreadCarrier:
     def remove_leftovers(self) -> list[BaseException]:
         """Try again to remove what could not be removed. Returns what went wrong."""
         errors: list[BaseException] = []
-        for key, order, durable in self.saver.leftovers():
-            remove = functools.partial(self.saver.remove, key, order, durable)
+        again: list[Callable[[], None]] = [self.saver.remove_strays]
+        again += [functools.partial(self.saver.remove, *left) for left in self.saver.leftovers()]
+        for remove in again:
             try:
                 self._ask(self._disk, remove).wait()
             except TierStoreError as error:

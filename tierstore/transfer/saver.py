@@ -130,6 +130,10 @@ class Saver:
         """What could not be removed."""
         return [(key, *left) for key, left in self._undead.items()]
 
+    def remove_strays(self) -> None:
+        """Remove temporary files that failed writes have left, and that could not be removed."""
+        self._directory.remove_strays()
+
     def drop(self, cargo: Cargo) -> Job | None:
         """The group is not on disk any more. Returns what gives its room back.
 
