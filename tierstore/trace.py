@@ -163,15 +163,20 @@ def _recorded(document: Document) -> Recorded:
     dropped, device = ours.get("dropped"), ours.get("device")
     _expect(_is_bytes(dropped), "'dropped' is no count")
     _expect(isinstance(device, str), "'device' is no text")
+    budgets = _mapping(ours, "budgets", Tier.__members__.__contains__, _is_budget)
+    stats = _stats(ours)
+    peaks, busy = stats["peak_bytes"], stats["busy_seconds"].values()
+    _expect(all(_is_amount(peaks.get(tier)) for tier in budgets), "it lacks the peak of a tier")
+    _expect(all(map(_is_amount, busy)), "'busy_seconds' holds what is no number")
     slices, counters = _events(document["traceEvents"])
     return Recorded(
         groups,
         uses,
-        _mapping(ours, "budgets", Tier.__members__.__contains__, _is_budget),
+        budgets,
         _mapping(ours, "bandwidth", _is_hop, _is_amount),
         int(dropped or 0),
         str(device),
-        _stats(ours),
+        stats,
         slices,
         counters,
     )

@@ -6,6 +6,7 @@ refused by an error that is documented; nothing else happens.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -42,6 +43,9 @@ from tierstore.transfer.figures import (
 )
 from tierstore.transfer.locking import describe_owner
 from tierstore.transfer.objects import STORE_FORMAT, read_marker
+
+# Python opens the files of an encoding when it is first used, which is no fault of what uses it.
+codecs.lookup("unicode_escape")
 
 SEED = 30
 EXITS = {0, 1, 2, 3, 4}
