@@ -2,7 +2,7 @@
 
     python -m tests.faults.soak '{"place": ..., "gets": 1000000, "faults": true, "leak": 0}'
 
-Threads get, put, change and discard small groups, of which about three quarters fit. In the parts
+Threads get, put, change and discard small groups, of which about two thirds fit. In the parts
 of a run that are numbered oddly, one call of the system in about a thousand operations fails. After
 each part nobody does anything: then the books of the store must agree with what there is, and the
 memory of the process, its files and its threads are noted. Prints a line of JSON with all notes.
@@ -40,7 +40,7 @@ from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.objects import object_name
 
 KEYS = 240  # of each one half lasts, the other does not
-PAGES = 450  # of about 600
+PAGES = 390  # of about 600
 THREADS = 2
 PARTS = 30
 KEPT = 256  # events of each sort; of so few, memory is taken soon
