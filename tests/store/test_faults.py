@@ -167,6 +167,13 @@ def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> N
 # Who is told -------------------------------------------------------------------------------------
 
 
+def quarrelling(room: WaitingRoom) -> list[Request]:
+    room.lend("one", "a\0001")
+    room.lend("two", "b\0001")
+    wanted = (("b", "one"), ("a", "two"), ("c", "three"))
+    return [Request(key, Want.LEASE, owner=owner) for key, owner in wanted]
+
+
 def quarrel(kind: type[WaitingRoom]) -> list[str]:
     """Two holders wait for each other. A third, who holds nothing, is the last to look.
 
@@ -178,11 +185,8 @@ def quarrel(kind: type[WaitingRoom]) -> list[str]:
     def refuse(request: Request, held: set[str]) -> None:
         refused.append(request.key)
 
-    room = kind(idle.is_set, refuse)
-    room.lend("one", "a\0001")
-    room.lend("two", "b\0001")
-    wanted = (("b", "one"), ("a", "two"), ("c", "three"))
-    requests = [Request(key, Want.LEASE, owner=owner) for key, owner in wanted]
+    room = kind(lambda request: True, idle.is_set, refuse)
+    requests = quarrelling(room)
 
     def all_look() -> None:
         for request in requests:
@@ -203,6 +207,36 @@ def quarrel(kind: type[WaitingRoom]) -> list[str]:
 
 def test_who_holds_nothing_is_not_refused_for_the_quarrel_of_others() -> None:
     assert quarrel(WaitingRoom) in (["a"], ["b"])
+
+
+def test_only_who_may_get_on_is_woken_and_holders_once_nobody_can() -> None:
+    idle, ready = threading.Event(), set[str]()
+    refused: list[str] = []
+    room = WaitingRoom(
+        lambda request: request.key in ready,
+        idle.is_set,
+        lambda request, held: refused.append(request.key),
+    )
+    requests = quarrelling(room)
+    for request in requests:
+        room.tried_in_vain(request)
+
+    def woken() -> list[str]:
+        return [request.key for request in requests if request.bell.wait(0)]
+
+    room.changed()
+    assert woken() == []
+    ready.add("c")
+    room.changed()
+    assert woken() == ["c"]
+    room.tried_in_vain(requests[2])
+    ready.clear()
+    idle.set()
+    room.changed()
+    assert woken() == ["b", "a"]  # who hold something
+    assert refused == []
+    room.tried_in_vain(requests[1])
+    assert refused == ["a"]
 
 
 def test_whoever_looks_last_would_be_refused() -> None:

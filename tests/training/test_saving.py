@@ -935,6 +935,24 @@ def test_saves_and_loads_at_the_same_time_are_each_whole(tmp_path: Path) -> None
     assert load_training(path, filled(-1)) == 3
 
 
+def test_a_draft_that_another_save_takes_for_left_behind_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another save looks between the moment it is made and that in which it is locked."""
+    mkdir, removed = os.mkdir, list[str]()
+
+    def made(name: str, *arguments: Any, **options: Any) -> None:
+        mkdir(name, *arguments, **options)
+        if ".saving-" in name and not removed:
+            removed.append(name)
+            os.rmdir(name, dir_fd=options["dir_fd"])
+
+    monkeypatch.setattr(os, "mkdir", made)
+    save_training(tmp_path / "run", filled(1))
+    assert removed
+    assert names_in(tmp_path) == ["run"]
+
+
 # Memory -------------------------------------------------------------------------------------------
 
 

@@ -84,7 +84,8 @@ def test_without_the_lock_several_win(tmp_path: Path) -> None:
     """The control."""
     found = races(tmp_path, 3, "no lock")
 
-    assert all(len(each.winners) > 1 and each.wrong for each in found)
+    assert any(len(each.winners) > 1 for each in found)
+    assert all(each.wrong for each in found)
 
 
 def test_processes_that_take_turns_lose_nothing(

@@ -79,10 +79,13 @@ class Home:
         while True:
             name = f".{self._name}.saving-{os.urandom(8).hex()}"
             os.mkdir(name, dir_fd=parent)
-            folder = os.open(name, READ | os.O_DIRECTORY, dir_fd=parent)
+            # Before it is locked, somebody may look at it, and remove it.
+            try:
+                folder = os.open(name, READ | os.O_DIRECTORY, dir_fd=parent)
+            except FileNotFoundError:
+                continue
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX)
-                # Somebody may have looked between the two, and removed it.
                 if _inode(name, parent) == os.fstat(folder).st_ino:
                     return name, folder
             except BaseException:
@@ -120,9 +123,8 @@ class Home:
                     self._remove(parent, name)
 
     def _refuse_others(self, parent: int) -> None:
-        if _inode(self._name, parent) is None:
-            return
-        with _opened(self._name, parent) as folder:
+        others: list[str] = []
+        with contextlib.suppress(FileNotFoundError), _opened(self._name, parent) as folder:
             others = sorted(set(os.listdir(folder)) - set(self._parts))
         if others:
             raise ValueError(
