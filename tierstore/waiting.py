@@ -145,13 +145,12 @@ class WaitingRoom:
         self._epoch += 1
         if not self._tickets:
             return
-        requests = self.requests()
-        for request in requests:
+        for request in self.requests():
             if self._ready(request):
                 request.wake()
             else:
                 request.tried = self._epoch
-        self._call_if_hopeless(requests)
+        self._call(self._stuck())
 
     def lend(self, owner: object, version: str) -> None:
         """A lease goes out. With no `owner` it does so for good: nobody waits for it."""
@@ -188,24 +187,25 @@ class WaitingRoom:
         ticket = Ticket(request)
         ticket.wish = request.wish
         self._tickets[id(request)] = ticket
-        if self._held and self._idle():
-            requests = self.requests()
-            if request.owner in self._held and self._hopeless(requests):
-                self._refuse(request, {v for held in self._held.values() for v in held})
-            self._call_if_hopeless(requests)
+        stuck = self._stuck()
+        if request in stuck:
+            self._refuse(request, {v for held in self._held.values() for v in held})
+        self._call(stuck)
 
-    def _hopeless(self, requests: list[Request]) -> bool:
-        """Whether nobody can get on: not one of those who wait, and nobody else has anything."""
+    def _stuck(self) -> list[Request]:
+        """Those who wait and hold something, if nobody can get on: nobody else holds anything."""
         if not self._held or not self._idle():
-            return False
+            return []
+        requests = self.requests()
         if any(request.tried != self._epoch for request in requests):
-            return False
-        return self._held.keys() <= {request.owner for request in requests}
+            return []
+        if not self._held.keys() <= {request.owner for request in requests}:
+            return []
+        return [request for request in requests if request.owner in self._held]
 
-    def _call_if_hopeless(self, requests: list[Request]) -> None:
-        """If so, have those who hold something try once more, to be refused."""
-        if self._called != self._epoch and self._hopeless(requests):
+    def _call(self, stuck: list[Request]) -> None:
+        """Have them try once more, to be refused."""
+        if stuck and self._called != self._epoch:
             self._called = self._epoch
-            for request in requests:
-                if request.owner in self._held:
-                    request.wake()
+            for request in stuck:
+                request.wake()

@@ -14,6 +14,7 @@ import torch
 from tests.device import pretend
 from tests.store.helpers import (
     PAGE,
+    PATIENCE,
     assert_at_rest,
     assert_group,
     files_below,
@@ -22,9 +23,11 @@ from tests.store.helpers import (
     open_store,
     pages,
     push_out,
+    run_threads,
     wait_until_idle,
 )
 from tierstore import Access, DiskFullError, TransferError
+from tierstore.transfer.workers import URGENT
 from tierstore.waiting import Request, WaitingRoom, Want
 
 
@@ -162,6 +165,18 @@ def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> N
             assert store.stats().peak_bytes["HOST"] >= 8 * PAGE
     finally:
         pretend.set_pinned_limit(None)
+
+
+def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        again = threading.Event()
+        disk = store._carrier._disk
+        for _ in disk._threads:
+            disk.submit(URGENT, again.wait)
+        try:
+            assert not run_threads([lambda: store.flush(timeout=PATIENCE)])
+        finally:
+            again.set()
 
 
 # Who is told -------------------------------------------------------------------------------------

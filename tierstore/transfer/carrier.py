@@ -382,9 +382,7 @@ class ThreadCarrier:
     def remove_leftovers(self) -> list[BaseException]:
         """Try again to remove what could not be removed. Returns what went wrong."""
         errors: list[BaseException] = []
-        again: list[Callable[[], None]] = [self.saver.remove_strays]
-        again += [functools.partial(self.saver.remove, *left) for left in self.saver.leftovers()]
-        for remove in again:
+        for remove in self.saver.leftovers():
             try:
                 self._ask(self._disk, remove).wait()
             except TierStoreError as error:

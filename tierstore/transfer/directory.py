@@ -90,7 +90,7 @@ class ObjectDirectory:
                 self._sync_everything()
             self._opened = undo.pop_all()
         self.damaged: dict[str, TransferError] = {}
-        self._strays: set[str] = set()  # temporary files of no use
+        self.strays: set[str] = set()  # temporary files of no use
         self._shards: set[str] = set()  # those that would survive a power cut
         self._in_doubt = False  # whether there are names that might not survive one
 
@@ -211,16 +211,16 @@ class ObjectDirectory:
         self._remove_temporary(staged.temporary)
 
     def _remove_temporary(self, name: str) -> None:
-        self._strays.add(name)
+        self.strays.add(name)
         self.remove_strays()
 
     def remove_strays(self) -> None:
         """Remove temporary files of no use. If one stays, the next call or opening tries again."""
-        for name in tuple(self._strays):
+        for name in tuple(self.strays):
             with contextlib.suppress(OSError):
                 with contextlib.suppress(FileNotFoundError):  # not there yet, or renamed already
                     os.unlink(name, dir_fd=self._temporary)
-                self._strays.discard(name)
+                self.strays.discard(name)
 
     def write(self, key: str, packing: Packing, data: memoryview, *, single: bool) -> StoredObject:
         """Stage and commit."""

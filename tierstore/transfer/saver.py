@@ -126,13 +126,14 @@ class Saver:
         """Whether the object file of `key` could not be removed."""
         return key in self._undead
 
-    def leftovers(self) -> list[tuple[str, int, bool]]:
-        """What could not be removed."""
-        return [(key, *left) for key, left in self._undead.items()]
-
-    def remove_strays(self) -> None:
-        """Remove temporary files that failed writes have left, and that could not be removed."""
-        self._directory.remove_strays()
+    def leftovers(self) -> list[Job]:
+        """What tries again to remove what could not be removed. Nothing, if there is nothing."""
+        again: list[Job] = [
+            functools.partial(self.remove, key, *left) for key, left in self._undead.items()
+        ]
+        if self._directory.strays:
+            again.append(self._directory.remove_strays)
+        return again
 
     def drop(self, cargo: Cargo) -> Job | None:
         """The group is not on disk any more. Returns what gives its room back.
