@@ -165,9 +165,8 @@ def _recorded(document: Document) -> Recorded:
     _expect(isinstance(device, str), "'device' is no text")
     budgets = _mapping(ours, "budgets", Tier.__members__.__contains__, _is_budget)
     stats = _stats(ours)
-    peaks, busy = stats["peak_bytes"], stats["busy_seconds"].values()
-    _expect(all(_is_amount(peaks.get(tier)) for tier in budgets), "it lacks the peak of a tier")
-    _expect(all(map(_is_amount, busy)), "'busy_seconds' holds what is no number")
+    for name in ("peak_bytes", "busy_seconds"):
+        _expect(all(map(_is_amount, stats[name].values())), f"{name!r} holds what is no number")
     slices, counters = _events(document["traceEvents"])
     return Recorded(
         groups,

@@ -95,6 +95,21 @@ def test_a_trace_that_is_not_whole_says_so(run: Run, inspect: Inspect, tmp_path:
     assert "forgotten" not in inspect("trace", run.path).output
 
 
+def test_a_tier_without_a_recorded_peak_has_none(
+    run: Run, inspect: Inspect, tmp_path: Path
+) -> None:
+    """As in a trace whose budgets were edited, to replay it."""
+    document = load(run.path)
+    document["tierstore"]["budgets"]["DEVICE"] = 8 * PAGE
+    path = tmp_path / "run.json"
+    save(document, path)
+    tiers = {tier["tier"]: tier for tier in inspect.json("trace", path)["tiers"]}
+    assert tiers["DEVICE"] == {"tier": "DEVICE", "peak": None, "budget": 8 * PAGE}
+    lines = [line.split() for line in inspect("trace", path).stdout.splitlines()]
+    assert ["DEVICE", "?", "32.0", "KiB"] in lines
+    assert inspect("trace", path, "--png", tmp_path / "run.png").exit_code == 0
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": []}', "[1, 2]"])
 def test_what_is_no_trace_is_wrong_usage(content: str, inspect: Inspect, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(content)

@@ -147,6 +147,8 @@ class Throng:
             player.play(steps)
         except BaseException as error:
             self.errors.append(error)
+            for lease in player.held:
+                lease.release()
 
     def _raise(self) -> None:
         for error in [*self.errors, *self.watch.errors]:
@@ -195,7 +197,7 @@ class Player:
         self.number = number
         self.random = random.Random(seed)
         self.serial = 0
-        self.holds = 0
+        self.held: list[Lease] = []
 
     def play(self, steps: int) -> None:
         names, weights = list(self.STEPS), list(self.STEPS.values())
@@ -215,7 +217,7 @@ class Player:
 
     def refuse(self, error: BaseException) -> None:
         """Only who holds something itself may be refused."""
-        if not self.holds:
+        if not self.held:
             raise AssertionError("refused, although it holds nothing") from error
         self.throng.refused[type(error).__name__] += 1
 
@@ -253,12 +255,12 @@ class Player:
         except (BudgetError, LeaseError) as error:
             self.refuse(error)
             return None
-        self.holds += 1
+        self.held.append(lease)
         return lease
 
     def release(self, lease: Lease) -> None:
         lease.release()
-        self.holds -= 1
+        self.held.remove(lease)
 
     def read(self, key: str) -> None:
         begin = self.history.now()

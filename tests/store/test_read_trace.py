@@ -112,7 +112,6 @@ DAMAGE = {
     "stats in words": _set("tierstore", "stats", "hits", "many"),
     "stats of another kind": _set("tierstore", "stats", "used_bytes", 1),
     "a count by name": _set("tierstore", "stats", "hits", {"a": 1}),
-    "no peak of a tier": _drop("tierstore", "stats", "peak_bytes", "HOST"),
     "a peak without bytes": _set("tierstore", "stats", "peak_bytes", "HOST", None),
     "busy for no seconds": _set("tierstore", "stats", "busy_seconds", "DISK>HOST", None),
     "no events": _drop("traceEvents"),

@@ -33,10 +33,13 @@ class Hop:
 
 @dataclass(frozen=True)
 class Level:
-    """One tier, in bytes: the most that it held, and what it may hold (None: no limit)."""
+    """One tier, in bytes: the most that it held, and what it may hold (None: no limit).
+
+    Of a tier that only an edited trace knows there is no peak: None.
+    """
 
     tier: str
-    peak: int
+    peak: int | None
     budget: int | None
 
 
@@ -124,7 +127,7 @@ def _hops(recorded: Recorded) -> list[Hop]:
 
 def _levels(recorded: Recorded) -> list[Level]:
     peaks = recorded.stats["peak_bytes"]
-    return [Level(tier, peaks[tier], budget) for tier, budget in recorded.budgets.items()]
+    return [Level(tier, peaks.get(tier), budget) for tier, budget in recorded.budgets.items()]
 
 
 def _stalls(recorded: Recorded) -> list[Stall]:
@@ -192,7 +195,7 @@ def _show(recorded: Recorded) -> None:
         [
             (
                 level.tier,
-                words.size(level.peak),
+                "?" if level.peak is None else words.size(level.peak),
                 "no limit" if level.budget is None else words.size(level.budget),
             )
             for level in _levels(recorded)
