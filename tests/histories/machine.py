@@ -139,7 +139,14 @@ class World:
     def fits_beside_what_is_held(self, key: str) -> bool:
         entries = self.books.entries
         held = sum(entries[h.key].nbytes for h in self.holders if h.purpose is Hold.KEEP)
-        return self.books.held_for_good_leave(entries[key].nbytes, held)
+        above, below = self.books.tiers[:-2], self.books.tiers[-2:]
+        # What is only on the device makes room there by way of host memory.
+        only_above = [
+            entry.nbytes
+            for entry in entries.values()
+            if any(map(entry.complete, above)) and not any(map(entry.complete, below))
+        ]
+        return self.books.held_for_good_leave(max([entries[key].nbytes, *only_above]), held)
 
     # What callers do ---------------------------------------------------------------------------
 

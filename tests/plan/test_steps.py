@@ -10,6 +10,7 @@ import pytest
 
 from tests.histories.machine import World
 from tests.plan.scans import Scan
+from tierstore import BudgetError
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.foresight import Foresight
@@ -306,6 +307,29 @@ def test_who_is_stuck_is_told_only_once_nobody_can_give_anything_back(leases: in
         world.release(lent)
         assert world.wake(waiter)
     assert "6 bytes are in use there for good" in str(world.errors[-1][1])
+    world.finish()
+
+
+def test_who_waits_for_a_changed_group_to_leave_the_device_is_told_what_has_no_room() -> None:
+    """It must pass through host memory, where too much is in use for good."""
+    world = World({Tier.DEVICE: 8, Tier.HOST: 8, Tier.DISK: None})
+    changed, small = world.register(8), world.register(1)
+    lent = world.demand(changed, Access.UPDATE)
+    land_all(world)
+    land_all(world)
+    assert lent is not None and world.wake(lent)
+    kept = world.fetch(small, Hold.KEEP)
+    land_all(world)
+    assert kept is not None and world.hold(kept)
+    waiter = world.demand(small)
+    world.release(lent)
+    assert waiter is not None and world.wake(waiter)
+    error = world.errors[-1][1]
+    assert isinstance(error, BudgetError) and (error.tier, error.budget) == ("HOST", 8)
+    assert "1 bytes are in use there for good, which leaves no room for group 'file 1'" in str(
+        error
+    )
+    assert "raise ram_budget" in str(error)
     world.finish()
 
 

@@ -123,10 +123,12 @@ class Foresight:
         self.hops = {(src, dst): Hop() for src in budgets for dst in budgets if src is not dst}
         self._tiers = tuple(sorted(budgets))[:-1]
         self.residents = Residents(schedule, budgets[self._tiers[-1]])
-        # By number: bytes, seconds of computing after a use, and on which tiers it has room.
+        # By number: bytes, seconds of computing after a use, on which tiers it has room, and where
+        # it should have some, had it time.
         self._nbytes = np.zeros(_ROOM, dtype=np.int64)
         self._seconds = np.zeros(_ROOM)
         self._held = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
+        self._missing = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
         self._passed_over = np.ones(_ROOM, dtype=np.bool_)
         self._highest = np.zeros(_ROOM, dtype=np.int64)  # the fastest tier that it is hoped for on
         self._early: dict[Tier, dict[int, int]] = {tier: {} for tier in self._tiers}
@@ -145,14 +147,16 @@ class Foresight:
             more = number  # at least as much again
             self._nbytes = np.append(self._nbytes, np.zeros(more, dtype=np.int64))
             self._seconds = np.append(self._seconds, np.zeros(more))
-            for tier, held in self._held.items():
-                self._held[tier] = np.append(held, np.zeros(more, dtype=np.bool_))
+            for marks in (self._held, self._missing):
+                for tier in self._tiers:
+                    marks[tier] = np.append(marks[tier], np.zeros(more, dtype=np.bool_))
             self._passed_over = np.append(self._passed_over, np.ones(more, dtype=np.bool_))
             self._highest = np.append(self._highest, np.zeros(more, dtype=np.int64))
         self._nbytes[number] = nbytes
         self._passed_over[number] = False
         self._highest[number] = 0
         self._seconds[number] = 0.0
+        self._see(number)
         self._known += 1
         self._known_bytes += nbytes
 
@@ -164,6 +168,7 @@ class Foresight:
             self.gave_up(number, tier)
         self._nbytes[number] = 0
         self._passed_over[number] = True
+        self._see(number)
         if self._use is not None and self._use.number == number:
             self._use = None
 
@@ -172,6 +177,7 @@ class Foresight:
         if tier in self._held and not self._held[tier][number]:
             self._held[tier][number] = True
             self._passed_over[number] = False
+            self._see(number)
             self._on_top += tier is self._tiers[0]
 
     def took_early(self, number: int, tier: Tier) -> None:
@@ -182,6 +188,7 @@ class Foresight:
         """The group has no room on `tier` any more."""
         if tier in self._held and self._held[tier][number]:
             self._held[tier][number] = False
+            self._see(number)
             self._early[tier].pop(number, None)
             self._on_top -= tier is self._tiers[0]
 
@@ -189,10 +196,19 @@ class Foresight:
         """The group is hoped for on tiers up to this one."""
         if number >= 0:
             self._highest[number] = highest
+            self._see(number)
 
     def pass_over(self, number: int) -> None:
         """Fetch the group no more until somebody insists on it: it cannot be had."""
         self._passed_over[number] = True
+        self._see(number)
+
+    def _see(self, number: int) -> None:
+        """Note where the group is missing: not where it is nearer already."""
+        wanted = not self._passed_over[number]
+        for tier in self._tiers:
+            wanted = wanted and not self._held[tier][number]
+            self._missing[tier][number] = wanted and self._highest[number] <= tier
 
     # Times -------------------------------------------------------------------------------------
 
@@ -285,11 +301,10 @@ class Foresight:
         if hop.copies >= AT_ONCE:
             return None
         ahead = self._schedule.ahead(WINDOW)
+        if not len(ahead):
+            return None
         ahead = ahead[ahead < len(self._nbytes)]  # who never was known, or is not any more
-        missing = ~self._passed_over[ahead] & (self._highest[ahead] <= dst)
-        for tier in self._tiers:
-            if tier <= dst:
-                missing &= ~self._held[tier][ahead]
+        missing = self._missing[dst][ahead]
         if not missing.any():
             return None
         first = int(missing.argmax())
@@ -354,10 +369,15 @@ class Foresight:
         budget = self._budgets[dst]
         if budget is None or len(numbers) < 2:
             return True
-        return bool(self._nbytes[np.unique(numbers)].sum() <= budget // share)
+        return bool(self._nbytes[_different(numbers)].sum() <= budget // share)
 
     def _is_near(self, numbers: npt.NDArray[np.int64]) -> bool:
         """Whether the groups are at most two, or no more than two average ones."""
-        different = np.unique(numbers)
+        different = _different(numbers)
         nbytes = self._nbytes[different].sum()
         return len(different) <= 2 or bool(nbytes * self._known <= 2 * self._known_bytes)
+
+
+def _different(numbers: npt.NDArray[np.int64]) -> list[int]:
+    """Each of a few numbers once. (For so few, numpy takes several times as long.)"""
+    return list(set(numbers.tolist()))

@@ -25,7 +25,7 @@ that `error_of` tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
@@ -366,8 +366,13 @@ class Planner(Stocktaking):
     def _no_room(self, group: GroupRecord) -> BudgetError:
         held = sum(g.nbytes for g in self._groups.values() if g.held is Hold.KEEP)
         tier = self._put_tier()
-        advice = f"{held:,} bytes are in use there for good; raise ram_budget"
-        if not held or self._free(tier, group.nbytes):
+        stuck = max(self._unsaved(group), key=lambda g: g.nbytes)
+        if held and not self._free(tier, stuck.nbytes):
+            advice = f"{held:,} bytes are in use there for good"
+            if stuck is not group:
+                advice += f", which leaves no room for group {name_of(stuck.key)!r} to go there"
+            advice += "; raise ram_budget"
+        else:
             tier = Tier.DISK
             advice = (
                 f"{self.used[tier]:,} bytes are in use there and nothing may be dropped; raise "
@@ -376,3 +381,11 @@ class Planner(Stocktaking):
         budget = self.budgets[tier]
         limit = self.used[tier] if budget is None else budget
         return BudgetError(name_of(group.key), tier.name, group.nbytes, limit, advice)
+
+    def _unsaved(self, group: GroupRecord) -> Iterator[GroupRecord]:
+        """Who may need room in host memory: the group, and what is only on the device."""
+        yield group
+        if self.top is not self._put_tier():
+            for other in self._groups.values():
+                if other.present(self.top) and not other.valid_elsewhere(self.top):
+                    yield other

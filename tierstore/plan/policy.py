@@ -106,37 +106,36 @@ class LeastRecentlyUsed:
         pass  # what was used lately stays
 
     def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
-        rows = np.flatnonzero(self._on[tier])
-        ranks = self._ranks()
-        found = ranks[rows]
+        ranks, there = self._ranks(), self._on[tier]
         if rival is not None:
-            found[rows == self._row.get(rival, -1)] = -np.inf
-            found[found <= self._rank_of_rival(rival)] = -np.inf
+            there = there & (ranks > self._rank_of_rival(rival))
+        found = np.where(there, ranks, -np.inf)
+        if rival in self._row:
+            found[self._row[rival]] = -np.inf
         if tier is Tier.HOST:
-            settled = np.isin(rows, self._settled(ranks))
+            settled = self._settled(ranks)
             found[settled] += _FIRST
-            self._spare(rows, found, ~settled, rival)
-        elif tier is Tier.DEVICE and len(rows):
-            twice = self._on[Tier.HOST][rows]
+            self._spare(found, settled, rival)
+        elif tier is Tier.DEVICE:
+            twice = there & self._on[Tier.HOST]
             found[twice] = self._farther(found[twice], DISK_COSTS)
-        return _descending(self._keys, rows, found)
+        return _descending(self._keys, found)
 
-    def _spare(
-        self, rows: Rows, ranks: Ranks, among: npt.NDArray[np.bool_], rival: str | None
-    ) -> None:
-        """Lower the ranks of what should stay."""
+    def _spare(self, ranks: Ranks, settled: Rows, rival: str | None) -> None:
+        """Lower the ranks of the host copies that should stay, but not of those that are `settled`
+        on the device."""
 
-    def _settled(self, ranks: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """The rows of what is on the device, not about to leave it, and safe on disk."""
+    def _settled(self, ranks: Ranks) -> Rows:
+        """What is on the device, not about to leave it, and safe on disk."""
         there = np.flatnonzero(self._on[Tier.DEVICE])
         staying = there[np.argsort(ranks[there])[:-LEAVING]]
         return staying[self._on[Tier.DISK][staying]]
 
-    def _ranks(self) -> npt.NDArray[np.float64]:
+    def _ranks(self) -> Ranks:
         """By row: the higher, the less a copy would be missed."""
         return -self._touched
 
-    def _farther(self, ranks: npt.NDArray[np.float64], times: float) -> npt.NDArray[np.float64]:
+    def _farther(self, ranks: Ranks, times: float) -> Ranks:
         """The ranks of copies that are missed so many times later."""
         return times * (ranks + self._clock) - self._clock
 
@@ -174,22 +173,17 @@ class LeastRecentlyUsed:
             self._on[tier][: len(rows)] = old[rows]
 
 
-def _descending(
-    keys: list[str],
-    rows: npt.NDArray[np.int64],
-    ranks: npt.NDArray[np.float64],
-) -> Iterator[str]:
-    """The keys of `rows`, those of the highest rank first; none whose rank is -infinity."""
-    for _ in range(min(_FEW, len(rows))):  # more are hardly ever wanted: no need to sort all
+def _descending(keys: list[str], ranks: Ranks) -> Iterator[str]:
+    """The keys whose rows rank above -infinity, those of the highest rank first."""
+    for _ in range(_FEW):  # more are hardly ever wanted: no need to sort all
         best = int(ranks.argmax())
         if ranks[best] == -np.inf:
             return
-        yield keys[rows[best]]
+        yield keys[best]
         ranks[best] = -np.inf
-    for place in np.argsort(-ranks, kind="stable"):
-        if ranks[place] == -np.inf:
-            return
-        yield keys[rows[place]]
+    rest = np.flatnonzero(ranks > -np.inf)
+    for row in rest[np.argsort(-ranks[rest], kind="stable")]:
+        yield keys[row]
 
 
 class FarthestNextUse(LeastRecentlyUsed):
@@ -211,15 +205,13 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._kept = np.array(list(numbers), dtype=np.int64)
         self._nearer = nearer
 
-    def _spare(
-        self, rows: Rows, ranks: Ranks, among: npt.NDArray[np.bool_], rival: str | None
-    ) -> None:
+    def _spare(self, ranks: Ranks, settled: Rows, rival: str | None) -> None:
         if not len(self._kept):
             return
-        kept = np.isin(self._number[rows], self._kept)
+        kept = self._on[Tier.HOST] & np.isin(self._number, self._kept)
         # Once all are there, a prefetch takes none of them: it waits for room among the others.
         closed = rival is not None and kept.sum() == len(self._kept)
-        kept &= among
+        kept[settled] = False
         ranks[kept] = -np.inf if closed else self._farther(ranks[kept], self._nearer)
 
     def _touch(self, row: int) -> None:
@@ -242,7 +234,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._number, self._rank = number, np.zeros(len(number))
         self._ranked_in = None
 
-    def _ranks(self) -> npt.NDArray[np.float64]:
+    def _ranks(self) -> Ranks:
         if self._ranked_in != self._schedule.epoch:
             rows = np.arange(len(self._keys))
             self._ranked_in = self._schedule.epoch
@@ -254,7 +246,7 @@ class FarthestNextUse(LeastRecentlyUsed):
             self._rank[rows] = np.where(np.isinf(ranks), _UNEXPECTED - self._touched[rows], ranks)
         return self._rank
 
-    def _farther(self, ranks: npt.NDArray[np.float64], times: float) -> npt.NDArray[np.float64]:
+    def _farther(self, ranks: Ranks, times: float) -> Ranks:
         # Of what the schedule does not expect, it cannot say what is farther.
         expected = ranks < _UNEXPECTED - self._clock
         return np.where(expected, self._schedule.farther(ranks, times), times * ranks)

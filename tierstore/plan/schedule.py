@@ -243,19 +243,20 @@ class LearnedOrder:
             self._learn(number)
 
     def _learn(self, number: int) -> None:
-        was_trusted = self.trusted
+        before = (self.trusted, self.learning)
         foreseen = self._place >= 0 and self._history[self._place + 1] == number
         if self._place >= 0:
             self._confidence += LEARNING_RATE * (foreseen - self._confidence)
-        self._append(number)
+        seen = self._append(number)
         if foreseen:
             self._place += 1
             if self._next is not None:
                 self._next[number] = self._following[self._place]
         else:
-            self._place = self._best_match(number)
+            self._place = self._best_match(number) if seen else _NOWHERE
             self._next = None
-        if not foreseen or self.trusted != was_trusted:
+        # Where nothing is ranked by places, only the key just used has another rank than before.
+        if (self.trusted, self.learning) != before or (self.trusted and not foreseen):
             self._rank_anew()
 
     def come(self, key: str) -> None:
@@ -279,7 +280,8 @@ class LearnedOrder:
         passed = self._clock - self._counted_at[number]
         return float(self._log_rate[number] - passed / self._span)
 
-    def _append(self, number: int) -> None:
+    def _append(self, number: int) -> bool:
+        """Note a use. Returns whether the history had one of the same key."""
         here = self._length
         last = self._last[number]
         if last >= 0:
@@ -287,6 +289,7 @@ class LearnedOrder:
         self._history[here] = number
         self._last[number] = here
         self._length += 1
+        return bool(last >= 0)
 
     def _best_match(self, number: int) -> int:
         """The end of the longest earlier run that equals the newest uses; the newest of equals."""
@@ -299,8 +302,6 @@ class LearnedOrder:
             if not len(longer):
                 return int(ends[-1])
             ends, depth = longer, depth + 1
-        if not len(ends):
-            return _NOWHERE
         return max((self._match_length(int(end)), int(end)) for end in ends)[1]
 
     def _match_length(self, end: int) -> int:
