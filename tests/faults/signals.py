@@ -48,6 +48,8 @@ class Worker:
                 while not self.over:
                     self.step()
             except KeyboardInterrupt:
+                pass  # while it is handled its traceback may keep a lease that was just entered
+            if not self.over:
                 self.answered()
 
     def answered(self) -> None:
