@@ -247,7 +247,8 @@ class LearnedOrder:
         foreseen = self._place >= 0 and self._history[self._place + 1] == number
         if self._place >= 0:
             self._confidence += LEARNING_RATE * (foreseen - self._confidence)
-        seen = self._append(number)
+        seen = self._last[number] >= 0
+        self._append(number)
         if foreseen:
             self._place += 1
             if self._next is not None:
@@ -280,8 +281,7 @@ class LearnedOrder:
         passed = self._clock - self._counted_at[number]
         return float(self._log_rate[number] - passed / self._span)
 
-    def _append(self, number: int) -> bool:
-        """Note a use. Returns whether the history had one of the same key."""
+    def _append(self, number: int) -> None:
         here = self._length
         last = self._last[number]
         if last >= 0:
@@ -289,7 +289,6 @@ class LearnedOrder:
         self._history[here] = number
         self._last[number] = here
         self._length += 1
-        return bool(last >= 0)
 
     def _best_match(self, number: int) -> int:
         """The end of the longest earlier run that equals the newest uses; the newest of equals."""
