@@ -58,6 +58,27 @@ def test_every_use_of_a_third_run_of_two_experts_is_expected() -> None:
     assert all(right_predictions(learned(run * 2), run))
 
 
+@pytest.mark.parametrize(("keys", "passes"), [(2, 60), (5, 30), (57, 12)])
+def test_a_loop_that_was_interrupted_once_is_not_expected_to_be_after_every_pass(
+    keys: int, passes: int
+) -> None:
+    """The interruption is expected when the loop is as long as it was then, and not before."""
+    order = learned([*cycle(keys, passes), "other"])
+    # What comes after an interruption, and then that it does not come again at once, is news.
+    right = right_predictions(order, [*cycle(keys, passes), "other"])
+    assert right.count(False) <= 3
+    assert all(right[2 * keys :])
+    longer = right_predictions(order, cycle(keys, passes + 5))
+    assert longer.count(False) <= 3
+
+
+def test_prompts_of_two_lengths_are_told_apart_as_soon_as_they_can_be() -> None:
+    """The longer is taken for the shorter until that would be over, and then for itself."""
+    short, long = prompts(1, 3, 6, steps=10), prompts(1, 3, 6, steps=16)
+    order = learned([*long, *short])
+    assert right_predictions(order, long).count(False) <= 3
+
+
 def test_forward_and_backward_are_told_apart() -> None:
     order = learned([*forward_backward(4, 2), "g0", "g1"])
     assert next(order.upcoming(1)) == "g2"

@@ -99,9 +99,16 @@ class SlowOrder:
         self.place = self.place + 1 if foreseen and self.place is not None else self.best_match()
 
     def best_match(self) -> int | None:
-        lengths = [(self.common(end), end) for end in range(len(self.uses) - 1)]
-        length, end = max(lengths, default=(0, 0))
-        return end if length else None
+        lengths = [self.common(end) for end in range(len(self.uses) - 1)]
+        longest = max(lengths, default=0)
+        if not longest:
+            return None
+        ends = [end for end, length in enumerate(lengths) if length == longest]
+        end = ends.pop()
+        gap = end - ends[-1] if ends else 0
+        while ends and gap <= longest and end - ends[-1] == gap:
+            end = ends.pop()  # a loop: the pass with as many before it
+        return end
 
     def common(self, end: int) -> int:
         """How many uses up to this place equal the newest ones."""
@@ -271,6 +278,19 @@ def test_a_short_memory_that_overflows(seed: int) -> None:
 def test_keys_that_come_and_go_and_are_expected(seed: int) -> None:
     for memory in (2, 5, 9, 100):
         play(100 * seed + memory, memory=memory, keys="abcdefg", length=150, acts=ALL)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_loops_of_few_keys_and_what_interrupts_them(seed: int) -> None:
+    """Where many places are preceded by long runs, the longest is found in another way."""
+    rng = random.Random(seed)
+    pair = Pair(memory=rng.choice([120, 400]))
+    keys = "abcd"[: rng.randint(1, 4)] + "x"
+    for _ in range(6):
+        loop = list(keys[:-1]) * rng.randint(1, 40)
+        for key in [*loop, rng.choice(keys)]:
+            pair.do("advance_past", key)
+            pair.compare(keys, rng)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -32,8 +32,9 @@ HINTS = 4
 SOON = -1e15
 """What the caller expects ranks above it by its steps; all other ranks are far above that."""
 
-_FEW = 8
 _NOWHERE = -1
+_SHALLOW = 16
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 _ROOM = 16
 
 Numbers = npt.NDArray[np.int64]
@@ -291,22 +292,59 @@ class LearnedOrder:
         self._length += 1
 
     def _best_match(self, number: int) -> int:
-        """The end of the longest earlier run that equals the newest uses; the newest of equals."""
+        """Where the newest uses came before, the longest run of them.
+
+        Several runs may be as long. The newest is taken; but where a loop was gone through again
+        and again, the pass in it that has as many before it as there are now: so the end of the
+        loop is expected when it is as long as it was then, and not after every pass.
+        """
+        ends, length = self._longest_matches(
+            np.flatnonzero(self._history[: self._length - 1] == number)
+        )
+        gaps = np.diff(ends)[::-1]
+        if not len(gaps) or gaps[0] > length:
+            return int(ends[-1])
+        passes = int(np.append(gaps != gaps[0], True).argmax())
+        return int(ends[-1 - passes])
+
+    def _longest_matches(self, ends: Numbers) -> tuple[Numbers, int]:
+        """Of the places where the newest key came before, those with the longest run of equal keys
+        up to there, and how long it is (or at least: if there is but one)."""
         now, history = self._length - 1, self._history
-        ends = np.flatnonzero(history[:now] == number)
-        depth = 1
-        while len(ends) > _FEW:
+        for depth in range(1, _SHALLOW):
+            if len(ends) == 1:
+                return ends, depth
             longer = ends[ends >= depth]
             longer = longer[history[longer - depth] == history[now - depth]]
             if not len(longer):
-                return int(ends[-1])
-            ends, depth = longer, depth + 1
-        return max((self._match_length(int(end)), int(end)) for end in ends)[1]
+                return ends, depth
+            ends = longer
+        return self._longest_of_many(ends)
 
-    def _match_length(self, end: int) -> int:
-        now = self._length - 1
-        there, here = self._history[end::-1], self._history[now : now - end - 1 : -1]
-        return int(np.append(there != here, True).argmax())
+    def _longest_of_many(self, ends: Numbers) -> tuple[Numbers, int]:
+        """`_longest_matches` where they are long: by halving, with sums that tell runs apart.
+
+        (Karp and Rabin, 1987.) Step by step, a long loop of few keys would take many milliseconds.
+        """
+        length, now = self._length, self._length - 1
+        powers = np.full(length, _ODD)
+        powers[0] = 1
+        powers = np.cumprod(powers)  # all of it modulo 2**64
+        sums = np.zeros(length + 1, dtype=np.uint64)
+        np.cumsum(self._history[:length].astype(np.uint64) * powers, out=sums[1:])
+        equal, more = _SHALLOW, length + 1  # the longest is at least, and less than
+        while more - equal > 1 and len(ends) > 1:
+            tried = (equal + more) // 2
+            longer = ends[ends >= tried - 1]
+            there, here = (
+                sums[end + 1] - sums[end + 1 - tried] for end in (longer, np.array([now]))
+            )
+            longer = longer[there * powers[now - longer] == here]
+            if len(longer):
+                ends, equal = longer, tried
+            else:
+                more = tried
+        return ends, equal
 
     def _forget_the_oldest(self) -> None:
         """Make room, and keep the newest half, or enough for twice the registered keys."""
