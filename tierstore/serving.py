@@ -158,8 +158,8 @@ class Serving(Books):
         """Whether every group has its place on the device (or is on its way): room is no matter."""
         return self._planner.all_there()
 
-    def _asked(self, key: str, access: Access) -> Request:
-        self._check_open()
+    @staticmethod
+    def _asked(key: str, access: Access) -> Request:
         return Request(key, Want.LEASE, Access(access))
 
     def _demand(self, request: Request) -> None:
@@ -171,7 +171,8 @@ class Serving(Books):
         if not request.met:
             met = "hit" if state is State.PRESENT else "late" if state else "miss"
             self._observer.asked(request, met)
-        self._deliver()
+        if state is not State.PRESENT:  # otherwise nothing has to move
+            self._deliver()
 
     def _attempt(self, request: Request) -> Lease | None:
         """Lease the group if it is there."""
@@ -207,8 +208,9 @@ class Serving(Books):
         self._waiting.lend(loan.caller, version)
         tensors = self._carrier.view(version)
         cargo = self._carrier.cargo(version)
-        self._observer.arrives(request, cargo.arrival)
-        self._order_after_arrival(version)
+        if cargo.arrival is not None:
+            self._observer.arrives(request, cargo.arrival)
+            torch.accelerator.current_stream(self.device).wait_event(cargo.arrival)
         self._observer.granted(request, loan, cargo.spec.nbytes)
         return OpenLease(
             request.key,
@@ -217,11 +219,6 @@ class Serving(Books):
             functools.partial(self._release, loan),
             functools.partial(self._lose, loan),
         )
-
-    def _order_after_arrival(self, version: str) -> None:
-        arrival = self._carrier.cargo(version).arrival
-        if arrival is not None:
-            torch.accelerator.current_stream(self.device).wait_event(arrival)
 
     def _ready(self, request: Request) -> bool:
         version, planner = request.version, self._planner

@@ -137,6 +137,8 @@ class WaitingRoom:
         """What requests wanted that are gone without having been met or given up."""
         if self._tickets:
             self.requests()
+        if not self._lost:
+            return []
         lost, self._lost = self._lost, deque()
         return list(lost)
 

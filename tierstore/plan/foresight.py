@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.model.tiers import Tier
 from tierstore.plan.residents import Residents
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import Numbers, Schedule
 
 WINDOW = 400
 """Uses that are looked ahead at."""
@@ -143,7 +144,7 @@ class Foresight:
 
     def know(self, number: int, nbytes: int) -> None:
         """A group of `nbytes` bytes is known by this number."""
-        if number >= len(self._nbytes):
+        if number >= len(self._nbytes) - 1:  # the last place is nobody's
             more = number  # at least as much again
             self._nbytes = np.append(self._nbytes, np.zeros(more, dtype=np.int64))
             self._seconds = np.append(self._seconds, np.zeros(more))
@@ -205,10 +206,10 @@ class Foresight:
 
     def _see(self, number: int) -> None:
         """Note where the group is missing: not where it is nearer already."""
-        wanted = not self._passed_over[number]
+        wanted, highest = not self._passed_over[number], self._highest.item(number)
         for tier in self._tiers:
             wanted = wanted and not self._held[tier][number]
-            self._missing[tier][number] = wanted and self._highest[number] <= tier
+            self._missing[tier][number] = wanted and highest <= tier
 
     # Times -------------------------------------------------------------------------------------
 
@@ -233,14 +234,14 @@ class Foresight:
     def _learn(self, number: int, spent: float) -> None:
         """A use is over: so many seconds of computing followed it."""
         self.residents.passed(computed=spent)
-        old = float(self._seconds[number])
+        old = self._seconds.item(number)
         if not old:
             self._seconds[number] = spent
             return
         off = abs(spent - old) / max(spent, old)
         self._surprise += _SURPRISED * (off - self._surprise)
         # A pause, as between two prompts, is no computing.
-        self._seconds[number] += _WEIGHT * (min(spent, _OUTLIER * old) - old)
+        self._seconds[number] = old + _WEIGHT * (min(spent, _OUTLIER * old) - old)
 
     def used(self, number: int) -> None:
         """A group was lent: computing goes on."""
@@ -267,7 +268,7 @@ class Foresight:
         if use is None:
             return 0.0
         spent = use.spent + self._clock() - use.resumed
-        return max(float(self._seconds[use.number]) - spent, 0.0)
+        return max(self._seconds.item(use.number) - spent, 0.0)
 
     def choose_residents(self, number: int) -> bool:
         """After a use: see who should stay in the tier above the disk. True if it is news."""
@@ -291,7 +292,7 @@ class Foresight:
         """Whether every known group is on the fastest tier: nothing is left to foresee."""
         return self._on_top == self._known
 
-    def next_missing(self, dst: Tier) -> tuple[int, npt.NDArray[np.int64]] | None:
+    def next_missing(self, dst: Tier) -> tuple[int, Numbers] | None:
         """The group to copy to `dst` now, if any, and those that are used before it.
 
         None: nothing is missing, or there is time. A group that is nearer than `dst` already is
@@ -303,11 +304,10 @@ class Foresight:
         ahead = self._schedule.ahead(WINDOW)
         if not len(ahead):
             return None
-        ahead = ahead[ahead < len(self._nbytes)]  # who never was known, or is not any more
-        missing = self._missing[dst][ahead]
-        if not missing.any():
-            return None
+        missing = _of(self._missing[dst], ahead)
         first = int(missing.argmax())
+        if not missing[first]:
+            return None
         number = int(ahead[first])
         foretold = first < self._schedule.foretold()
         if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(hop, dst, foretold):
@@ -343,41 +343,48 @@ class Foresight:
         self,
         hop: Hop,
         dst: Tier,
-        ahead: npt.NDArray[np.int64],
+        ahead: Numbers,
         missing: npt.NDArray[np.bool_],
         first: int,
     ) -> bool:
         foretold = self._schedule.foretold()
         if first < foretold:
-            return self._is_within(dst, ahead[: first + 1], 2)
+            return self._is_within(dst, ahead[: first + 1])
         if hop.bandwidth is None or self._schedule.learning:
-            return self._is_within(dst, ahead[foretold : first + 1], 4) and self._is_near(
-                ahead[foretold : first + 1]
-            )
+            return self._is_near(dst, ahead[foretold : first + 1])
         if first - foretold < NEAR:
             return True
-        nbytes = self._nbytes[ahead]
+        nbytes = _of(self._nbytes, ahead)
         left = self._remaining()
-        seconds = self._seconds[ahead]
+        seconds = _of(self._seconds, ahead)
         before = left + np.cumsum(seconds) - seconds  # computing until each use
         coming = (hop.nbytes + np.cumsum(nbytes * missing)) / hop.bandwidth
         slack = SLACK * nbytes / hop.bandwidth
         return bool((missing & (coming * CAUTION + slack >= before)).any())
 
-    def _is_within(self, dst: Tier, numbers: npt.NDArray[np.int64], share: int) -> bool:
-        """Whether the groups take at most one in `share` of the tier, or are only one."""
+    def _is_within(self, dst: Tier, numbers: Numbers) -> bool:
+        """Whether the groups take at most half of the tier, or are only one."""
         budget = self._budgets[dst]
         if budget is None or len(numbers) < 2:
             return True
-        return bool(self._nbytes[_different(numbers)].sum() <= budget // share)
+        return self._bytes_of(set(numbers.tolist())) <= budget // 2
 
-    def _is_near(self, numbers: npt.NDArray[np.int64]) -> bool:
-        """Whether the groups are at most two, or no more than two average ones."""
-        different = _different(numbers)
-        nbytes = self._nbytes[different].sum()
-        return len(different) <= 2 or bool(nbytes * self._known <= 2 * self._known_bytes)
+    def _is_near(self, dst: Tier, numbers: Numbers) -> bool:
+        """Whether the groups are few, and take at most a quarter of the tier, or are only one.
+
+        At most two are few, or no more bytes than two average groups have.
+        """
+        if len(numbers) < 2:
+            return True
+        different, budget = set(numbers.tolist()), self._budgets[dst]
+        nbytes = self._bytes_of(different)
+        few = len(different) <= 2 or nbytes * self._known <= 2 * self._known_bytes
+        return few and (budget is None or nbytes <= budget // 4)
+
+    def _bytes_of(self, numbers: set[int]) -> int:
+        return int(_of(self._nbytes, np.array(list(numbers))).sum())
 
 
-def _different(numbers: npt.NDArray[np.int64]) -> list[int]:
-    """Each of a few numbers once. (For so few, numpy takes several times as long.)"""
-    return list(set(numbers.tolist()))
+def _of(array: npt.NDArray[Any], numbers: Numbers) -> npt.NDArray[Any]:
+    """An array's values at these numbers. Of who never was known, they are those of nobody."""
+    return array.take(numbers, mode="clip")

@@ -171,6 +171,8 @@ class Movements(Shelves):
 
     def _tidy(self, group: GroupRecord) -> None:
         """Let go of what is unwanted or forgotten and no longer in use."""
+        if not group.forgotten and not any(copy.unwanted for copy in group.copies.values()):
+            return
         for tier in list(group.copies):
             copy = group.copies[tier]
             if self._in_use(group, tier):

@@ -128,6 +128,8 @@ class LeastRecentlyUsed:
     def _settled(self, ranks: Ranks) -> Rows:
         """What is on the device, not about to leave it, and safe on disk."""
         there = np.flatnonzero(self._on[Tier.DEVICE])
+        if not len(there):
+            return there
         staying = there[np.argsort(ranks[there])[:-LEAVING]]
         return staying[self._on[Tier.DISK][staying]]
 

@@ -135,14 +135,11 @@ class LearnedOrder:
     @property
     def trusted(self) -> bool:
         """Whether the learned order is worth ranking by."""
-        return self._place >= 0 and self._is_confident()
+        return self._place >= 0 and self._confidence >= TRUSTED
 
     @property
     def learning(self) -> bool:
-        return self._place < 0 and self._is_confident()
-
-    def _is_confident(self) -> bool:
-        return self._confidence >= TRUSTED
+        return self._place < 0 and self._confidence >= TRUSTED
 
     # Keys and their numbers --------------------------------------------------------------------
 
@@ -244,11 +241,11 @@ class LearnedOrder:
             self._learn(number)
 
     def _learn(self, number: int) -> None:
+        foreseen = self._place >= 0 and self._history.item(self._place + 1) == number
         before = (self.trusted, self.learning)
-        foreseen = self._place >= 0 and self._history[self._place + 1] == number
         if self._place >= 0:
             self._confidence += LEARNING_RATE * (foreseen - self._confidence)
-        seen = self._last[number] >= 0
+        seen = self._last.item(number) >= 0
         self._append(number)
         if foreseen:
             self._place += 1
@@ -279,12 +276,12 @@ class LearnedOrder:
 
     def _decayed(self, number: int) -> float:
         """The logarithm of a key's rate of use now."""
-        passed = self._clock - self._counted_at[number]
-        return float(self._log_rate[number] - passed / self._span)
+        passed = self._clock - self._counted_at.item(number)
+        return self._log_rate.item(number) - passed / self._span
 
     def _append(self, number: int) -> None:
         here = self._length
-        last = self._last[number]
+        last = self._last.item(number)
         if last >= 0:
             self._following[last] = here
         self._history[here] = number
