@@ -154,9 +154,9 @@ class Serving(Books):
     # Lending -----------------------------------------------------------------------------------
 
     @property
-    def all_there(self) -> bool:
-        """Whether every group has its place on the device (or is on its way): room is no matter."""
-        return self._planner.all_there()
+    def roomy(self) -> bool:
+        """Whether all groups together have room on the device: nobody waits for any."""
+        return self._planner.roomy()
 
     @staticmethod
     def _asked(key: str, access: Access) -> Request:

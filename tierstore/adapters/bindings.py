@@ -160,7 +160,7 @@ class Kept(threading.local):
     """The lease of the group that was used last on this thread, kept for the unit that comes next.
 
     Units that follow each other often share a group. It is kept only while `run` (a call of the
-    whole model) goes on, and only while all groups are there: then nobody waits for the room.
+    whole model) goes on, and only while all groups have room together: then nobody waits for it.
     """
 
     run: object = None
@@ -312,7 +312,7 @@ class Visit:
         self._release_all()
 
     def _leave(self, kept: Kept) -> None:
-        if self._loan.store.all_there:
+        if self._loan.store.roomy:
             kept.lease = self._leases[0]
             self._leases.pop()
 

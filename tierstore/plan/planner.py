@@ -258,8 +258,12 @@ class Planner(Stocktaking):
         return self._in_flight == 0
 
     def all_there(self) -> bool:
-        """Whether every group has its place on the fastest tier: nobody waits for room."""
+        """Whether every group has its place on the fastest tier."""
         return self._foresight.all_there()
+
+    def roomy(self) -> bool:
+        """Whether all groups together have room on the fastest tier: nobody waits for any."""
+        return self._foresight.all_fit()
 
     # Pursuing what is wanted -------------------------------------------------------------------
 
