@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
+
 from tierstore.model.errors import (
     BudgetError,
     ClosedError,
@@ -36,7 +38,7 @@ from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.observer import Observer
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
-from tierstore.plan.records import Found
+from tierstore.plan.records import Found, State
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.settings import Settings
 from tierstore.steps import step
@@ -79,6 +81,7 @@ class Books:
         self._versions: dict[str, str] = {}  # key -> the version that readers see
         self._putting: dict[str, None] = {}  # versions that nobody sees yet
         self._out: dict[Lent, None] = {}  # what was not given back yet
+        self._resting: dict[Lent, Lent] = {}  # what of it is not used at this moment
         self._numbers = itertools.count(1)
         self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
@@ -229,6 +232,9 @@ class Books:
     @step
     def _try(self, request: Request, attempt: Callable[[Request], T | None]) -> T | None:
         result = attempt(request)
+        if result is None and self._resting and not self._is_coming(request):
+            self._call_in()
+            result = attempt(request)
         if result is None:
             self._waiting.tried_in_vain(request)
         else:
@@ -274,6 +280,44 @@ class Books:
     def _refuse_the_hopeless(self, request: Request, held: set[str]) -> None:
         """Raise: whoever could give the room (or the group) back is waiting too."""
         raise NotImplementedError
+
+    # Leases that rest ---------------------------------------------------------------------------
+
+    @step
+    def _rest(self, loan: Lent) -> bool:
+        if self._ended() or loan not in self._out or loan.access is not Access.READ:
+            return False
+        if self._waiting.anybody():
+            return False
+        if self._carrier.times is not None:
+            self._carrier.used_on(loan.version, self._carrier.times.mark().event)
+        self._resting[loan] = loan
+        return True
+
+    def _resume(self, loan: Lent) -> bool:
+        # Who takes it out of there has it: this caller, or one who calls it in.
+        if self._resting.pop(loan, None) is None:
+            return False
+        self._order_after_arrival(loan.version)
+        return True
+
+    def _order_after_arrival(self, version: str) -> None:
+        """What this thread's stream does from now on, it does when the group is there."""
+        arrival = self._carrier.cargo(version).arrival
+        if arrival is not None:
+            torch.accelerator.current_stream(self.device).wait_event(arrival)
+
+    def _is_coming(self, request: Request) -> bool:
+        """Whether what a request waits for is on its way: then it lacks no room."""
+        if request.want is Want.LEASE:
+            return self._planner.state_of(request.version) in (State.RESERVED, State.ARRIVING)
+        return request.want is Want.SAVE
+
+    def _call_in(self) -> None:
+        """Take back what is lent and not used: somebody would have to wait."""
+        while self._resting:
+            loan, _ = self._resting.popitem()
+            self._take_away(loan)
 
     # Between the planner and the carrier -------------------------------------------------------
 

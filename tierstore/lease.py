@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 
 from tierstore.model.errors import LeaseError
+
+
+class Lender(Protocol):
+    """Whom a lease goes back to. Each method is told of a loan, which is the lender's own note."""
+
+    def _release(self, loan: Any) -> None:
+        """It comes back. A second time, nothing happens."""
+
+    def _lose(self, loan: Any) -> bool:
+        """It comes back at the next step. False if it is back."""
+
+    def _rest(self, loan: Any) -> bool:
+        """It may be called in from now on, by who needs the room. False if that is not possible."""
+
+    def _resume(self, loan: Any) -> bool:
+        """It is in use again. False if it was called in."""
 
 
 class Lease:
@@ -27,14 +43,14 @@ class Lease:
         key: str,
         version: str,
         tensors: dict[str, torch.Tensor],
-        release: Callable[[], None],
-        lose: Callable[[], bool],
+        lender: Lender,
+        loan: object,
     ) -> None:
         self.key = key
         self.version = version
         self._tensors: dict[str, torch.Tensor] | None = tensors
-        self._release = release
-        self._lose = lose
+        self._lender = lender
+        self._loan = loan
         self._used = False
 
     @property
@@ -64,7 +80,7 @@ class Lease:
         """Give the group back. A second call does nothing."""
         try:
             self._tensors = None  # first: another thread may give the memory away at once
-            self._release()  # once, however often it is called
+            self._lender._release(self._loan)  # once, however often it is called
             self.__class__ = Lease  # it can be lost without harm
         except BaseException:
             self.abandon()
@@ -77,7 +93,25 @@ class Lease:
         """
         self._tensors = None
         self.__class__ = Lease
-        return self._lose()
+        return self._lender._lose(self._loan)
+
+    def rest(self) -> bool:
+        """Say that the tensors are not used until `resume`. For leases to read, on any thread.
+
+        Nobody has to wait for a lease that rests: it is called in by the first who would, and so it
+        costs nothing to keep one for a use that may come. False: it was not kept, so release it.
+        """
+        return self._lender._rest(self._loan)
+
+    def resume(self) -> bool:
+        """Use the tensors of a lease that rested again. False: it was called in, and is released.
+
+        It takes a fraction of the time that another `acquire` would.
+        """
+        if self._lender._resume(self._loan):
+            return True
+        self.release()  # nothing is left of it, unless who called it in was interrupted
+        return False
 
     def __enter__(self) -> Lease:
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import time
 from collections import deque
@@ -153,11 +152,6 @@ class Serving(Books):
 
     # Lending -----------------------------------------------------------------------------------
 
-    @property
-    def roomy(self) -> bool:
-        """Whether all groups together have room on the device: nobody waits for any."""
-        return self._planner.roomy()
-
     @staticmethod
     def _asked(key: str, access: Access) -> Request:
         return Request(key, Want.LEASE, Access(access))
@@ -210,14 +204,14 @@ class Serving(Books):
         cargo = self._carrier.cargo(version)
         if cargo.arrival is not None:
             self._observer.arrives(request, cargo.arrival)
-            torch.accelerator.current_stream(self.device).wait_event(cargo.arrival)
+        self._order_after_arrival(version)
         self._observer.granted(request, loan, cargo.spec.nbytes)
         return OpenLease(
             request.key,
             version,
             dict(tensors),
-            functools.partial(self._release, loan),
-            functools.partial(self._lose, loan),
+            self,
+            loan,
         )
 
     def _ready(self, request: Request) -> bool:
@@ -252,7 +246,7 @@ class Serving(Books):
     def _release(self, loan: Lent) -> None:
         if os.getpid() != self._pid:
             return  # it is the parent's
-        removal = self._end_lease(loan)
+        removal = self._give_back(loan)
         if removal is not None:
             self._see_removed(removal)
 
@@ -289,6 +283,7 @@ class Serving(Books):
             mark = self._carrier.times.mark()
             self._carrier.used_on(loan.version, mark.event)
         version, access, key = loan.version, loan.access, name_of(loan.version)
+        self._resting.pop(loan, None)
         # In this order: if it is cut short, it can be done again.
         if access is Access.TAKE and self._versions.get(key) == version:
             del self._versions[key]

@@ -100,8 +100,8 @@ class KeepingState(PuttingAside):
                 key,
                 held.version,
                 self._carrier.host_view(held.version),
-                functools.partial(self._let_go, held),
-                functools.partial(self._lose, held),
+                self,
+                held,
             )
         except BaseException:
             self._give_up(request)

@@ -121,6 +121,10 @@ class WaitingRoom:
         self._lost: deque[Wish] = deque()
         self._held: dict[object, dict[str, int]] = {}  # owner -> version -> leases of it
 
+    def anybody(self) -> bool:
+        """Whether anybody may wait."""
+        return bool(self._tickets)
+
     def requests(self) -> list[Request]:
         """Those who wait."""
         found = []

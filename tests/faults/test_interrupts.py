@@ -53,6 +53,17 @@ class Scene:
         with self.store.acquire(f"group {self.turn % GROUPS}") as lease:
             assert lease.tensors
 
+    def rest_and_resume(self) -> None:
+        with self.store.acquire(f"group {self.turn % GROUPS}") as lease:
+            if lease.rest() and lease.resume():
+                assert lease.tensors
+
+    def rest_and_be_called_in(self) -> None:
+        with self.store.acquire("changing") as lease:
+            lease.rest()
+            self.update()
+            lease.resume()
+
     def put(self) -> None:
         self.store.put("changing", value(-self.turn))
 
@@ -118,6 +129,8 @@ class Scene:
 
 ACTIONS = [
     Scene.acquire_and_release,
+    Scene.rest_and_resume,
+    Scene.rest_and_be_called_in,
     Scene.put,
     Scene.put_for_now,
     Scene.get,

@@ -97,9 +97,6 @@ class Watched(World):
             assert set(foresight._held[tier].nonzero()[0].tolist()) == numbers, tier.name
         top = self.books.top
         assert self.planner.all_there() == all(top in group.copies for group in newest)
-        together, budget = sum(group.nbytes for group in newest), self.planner.budgets[top]
-        assert self.planner.roomy() == (budget is None or together <= budget)
-        assert self.planner.roomy() or not self.planner.all_there()
         for tier in self.books.tiers:
             there = {group.key for group in groups if group.present(tier)}
             assert self.told.there[tier] == there, f"the policy believes otherwise: {tier.name}"

@@ -160,7 +160,7 @@ class Kept(threading.local):
     """The lease of the group that was used last on this thread, kept for the unit that comes next.
 
     Units that follow each other often share a group. It is kept only while `run` (a call of the
-    whole model) goes on, and only while all groups have room together: then nobody waits for it.
+    whole model) goes on. It rests: whoever would have to wait for it gets it.
     """
 
     run: object = None
@@ -295,7 +295,7 @@ class Visit:
     def _take_over(self, kept: Kept, keys: list[str]) -> None:
         """Use the lease that was kept if it is the one that is needed; else let it go first."""
         lease = kept.lease
-        if lease is None or lease.released or keys != [lease.key]:
+        if lease is None or keys != [lease.key] or not lease.resume():
             kept.let_go()
             return
         self._leases.append(lease)
@@ -312,7 +312,7 @@ class Visit:
         self._release_all()
 
     def _leave(self, kept: Kept) -> None:
-        if self._loan.store.roomy:
+        if self._leases[0].rest():
             kept.lease = self._leases[0]
             self._leases.pop()
 

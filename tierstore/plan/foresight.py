@@ -292,11 +292,6 @@ class Foresight:
         """Whether every known group is on the fastest tier: nothing is left to foresee."""
         return self._on_top == self._known
 
-    def all_fit(self) -> bool:
-        """Whether the fastest tier has room for all known groups together."""
-        budget = self._budgets[self._tiers[0]]
-        return budget is None or self._known_bytes <= budget
-
     def next_missing(self, dst: Tier) -> tuple[int, Numbers] | None:
         """The group to copy to `dst` now, if any, and those that are used before it.
 

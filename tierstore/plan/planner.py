@@ -261,10 +261,6 @@ class Planner(Stocktaking):
         """Whether every group has its place on the fastest tier."""
         return self._foresight.all_there()
 
-    def roomy(self) -> bool:
-        """Whether all groups together have room on the fastest tier: nobody waits for any."""
-        return self._foresight.all_fit()
-
     # Pursuing what is wanted -------------------------------------------------------------------
 
     def _settle(self) -> None:

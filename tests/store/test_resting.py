@@ -1,0 +1,257 @@
+"""A lease that rests costs nobody anything: it is used again, or called in by who needs it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.store.helpers import (
+    PAGE,
+    PATIENCE,
+    assert_same,
+    needs_pretend,
+    on_both,
+    open_store,
+    pages,
+)
+from tierstore import Access, BudgetError, Lease, LeaseError, TierStore
+
+HALF = 2  # pages of a group, of a budget of four: two have room
+
+
+def half_full(disk_dir: Path, device: str, **options: Any) -> TierStore:
+    """A store in which there is room for two of its three groups."""
+    store = open_store(disk_dir, ram=2 * HALF * PAGE, device=device, **options)
+    for number in range(3):
+        store.put(f"g{number}", pages(number, HALF))
+        store.flush()
+    return store
+
+
+def resting(store: TierStore, key: str) -> Lease:
+    lease = store.acquire(key)
+    assert lease.rest()
+    return lease
+
+
+def two_resting(store: TierStore) -> list[Lease]:
+    """Leases of all that is there."""
+    leases = [store.acquire("g0"), store.acquire("g1")]
+    assert all(lease.rest() for lease in leases)
+    return leases
+
+
+def acquires(store: TierStore) -> int:
+    stats = store.stats()
+    return stats.hits + stats.late + stats.misses
+
+
+@on_both
+def test_it_is_used_again_without_another_acquire(device: str, disk_dir: Path) -> None:
+    with half_full(disk_dir, device) as store:
+        lease = resting(store, "g0")
+        seen = lease.tensor.data_ptr()
+        asked = acquires(store)
+        for _ in range(3):
+            assert lease.resume()
+            assert lease.tensor.data_ptr() == seen
+            assert_same(lease.tensor.cpu(), pages(0, HALF))
+            assert lease.rest()
+        assert acquires(store) == asked
+        assert lease.resume()
+        with pytest.raises(LeaseError):  # it is one like any other
+            store.acquire("g0", Access.UPDATE)
+        lease.release()
+        store.acquire("g0", Access.UPDATE).release()
+
+
+@on_both
+def test_who_needs_its_room_gets_it(device: str, disk_dir: Path) -> None:
+    with half_full(disk_dir, device) as store:
+        leases = two_resting(store)
+        with store.acquire("g2") as lease:
+            assert_same(lease.tensor.cpu(), pages(2, HALF))
+        assert [lease.resume() for lease in leases] == [False, False]
+        assert all(lease.released for lease in leases)
+        with pytest.raises(LeaseError, match="released"):
+            _ = leases[0].tensors
+
+
+@on_both
+def test_while_it_is_used_nobody_gets_its_room(device: str, disk_dir: Path) -> None:
+    """The control for the test above: there is no room beside both."""
+    with half_full(disk_dir, device) as store:
+        leases = two_resting(store)
+        assert all(lease.resume() for lease in leases)
+        with pytest.raises(BudgetError):
+            store.acquire("g2")
+        for lease in leases:
+            lease.release()
+
+
+def change(store: TierStore) -> None:
+    with store.acquire("g0", Access.UPDATE) as lease:
+        lease.tensor.fill_(7)
+
+
+def replace(store: TierStore) -> None:
+    store.put("other", pages(7, 2 * HALF), timeout=PATIENCE)
+
+
+def hold(store: TierStore) -> None:
+    store.get("g0")
+    change(store)
+
+
+@on_both
+@pytest.mark.parametrize("act", [change, replace, hold])
+def test_whatever_would_wait_for_it_does_not(act: Any, device: str, disk_dir: Path) -> None:
+    """Its own holder asks here: who holds a lease that is in use would be refused."""
+    with half_full(disk_dir, device) as store:
+        lease = resting(store, "g0")
+        act(store)
+        if act is not replace or device == "cpu":  # there, the room that is needed is another
+            assert not lease.resume()
+        lease.release()
+
+
+@on_both
+def test_what_is_only_on_its_way_calls_nobody_in(device: str, disk_dir: Path) -> None:
+    with half_full(disk_dir, device) as store:
+        store.offload("g0")
+        store.offload("g1")
+        lease = resting(store, "g0")
+        missed = store.stats().misses
+        with store.acquire("g1"):  # there is room for it
+            assert store.stats().misses == missed + 1
+        assert lease.resume()
+        lease.release()
+
+
+@on_both
+def test_a_thread_that_waits_gets_it_at_once_and_nobody_keeps_one_meanwhile(
+    device: str, disk_dir: Path
+) -> None:
+    with half_full(disk_dir, device) as store:
+        used, idle = store.acquire("g0"), store.acquire("g1")
+        assert idle.rest()
+        got = threading.Event()
+
+        def both() -> None:
+            with store.acquire("g2", timeout=PATIENCE):
+                got.set()
+            store.acquire("g0", Access.UPDATE, timeout=PATIENCE).release()
+
+        thread = threading.Thread(target=both)
+        thread.start()
+        assert got.wait(PATIENCE), "the room of what rests was there"
+        while not store._waiting.anybody():
+            assert thread.is_alive()
+        assert not used.rest(), "somebody waits"
+        assert not idle.resume()
+        used.release()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+@on_both
+def test_one_that_rests_can_be_released_and_lost(device: str, disk_dir: Path) -> None:
+    with half_full(disk_dir, device) as store:
+        lease = resting(store, "g0")
+        lease.release()
+        assert not lease.resume()
+        lost = resting(store, "g0")
+        with pytest.warns(ResourceWarning, match="lost"):
+            assert lost.tensors
+            del lost
+        store.acquire("g0", Access.UPDATE).release()
+
+
+@on_both
+def test_only_what_is_read_rests(device: str, disk_dir: Path) -> None:
+    with half_full(disk_dir, device) as store:
+        with store.acquire("g0", Access.UPDATE) as lease:
+            assert not lease.rest()
+        assert not lease.rest(), "it is released"
+        late = store.acquire("g1")
+    assert not late.rest()
+    assert not late.resume()
+
+
+class Reader(threading.Thread):
+    """Reads a group over and over, and lets its lease rest in between."""
+
+    def __init__(self, store: TierStore, done: threading.Event) -> None:
+        super().__init__()
+        self.store, self.done = store, done
+        self.rests = 0
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self.done.is_set():
+                self.use(self.store.acquire("g0", timeout=PATIENCE))
+        except BaseException as error:
+            self.failure = error
+
+    def use(self, lease: Lease) -> None:
+        while not self.done.is_set():
+            values = lease.tensor.unique()
+            assert len(values) == 1, "it changed while it was read"
+            if not lease.rest():
+                break
+            self.rests += 1
+            if not lease.resume():
+                return
+        lease.release()
+        time.sleep(0.001)  # others have their turn
+
+
+def test_threads_that_rest_see_nothing_change_while_they_read(disk_dir: Path) -> None:
+    with half_full(disk_dir, "cpu") as store:
+        done = threading.Event()
+        reader = Reader(store, done)
+        reader.start()
+        for number in range(300):
+            rested = reader.rests
+            while reader.rests == rested and reader.is_alive():
+                time.sleep(0)
+            with store.acquire("g0", Access.UPDATE, timeout=PATIENCE) as lease:
+                lease.tensor.fill_(number)
+        done.set()
+        reader.join(PATIENCE)
+        assert not reader.is_alive()
+        assert reader.failure is None
+        assert_same(store.get("g0"), pages(299, HALF))
+
+
+@needs_pretend
+@pytest.mark.parametrize("guarded", [True, False])
+def test_memory_of_what_is_called_in_waits_for_the_stream_that_used_it(
+    guarded: bool, disk_dir: Path
+) -> None:
+    """The download is queued on a stream of the holder's, and runs only when somebody waits.
+
+    Without the guard, another thread, which knows nothing of that stream, would overwrite it.
+    """
+    with half_full(disk_dir, "pretend") as store:
+        if not guarded:
+            store._carrier.used_on = lambda version, event: None
+        mine = torch.Stream(device="pretend:0")
+        target = torch.zeros(HALF * PAGE // 4, pin_memory=True)
+        with mine:
+            lease = store.acquire("g1")
+            target.copy_(lease.tensor, non_blocking=True)
+            assert lease.rest()
+        with store.acquire("g0"):  # so that it is the other that has to go
+            thread = threading.Thread(target=lambda: store.get("g2").cpu())
+            thread.start()
+            thread.join(PATIENCE)
+        assert not lease.resume()
+        mine.synchronize()
+        assert torch.equal(target, pages(1, HALF)) == guarded
