@@ -54,7 +54,7 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
     """Measure the disk that DIR lies on, and remember what suits it.
 
     A store uses the block and the threads that were best (from its next start on), and `plan`
-    the speed. Takes about twenty seconds, or longer where the disk is slow. The file that is
+    the speed. Takes about a quarter of a minute, or longer where the disk is slow. The file that is
     written has no name and is gone afterwards, whatever happens.
     """
     from tierstore.transfer.figures import remember
