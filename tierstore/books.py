@@ -285,9 +285,9 @@ class Books:
 
     @step
     def _rest(self, loan: Lent) -> bool:
-        if self._ended() or loan not in self._out or loan.access is not Access.READ:
+        if self._ended() or loan not in self._out or self._waiting.anybody():
             return False
-        if self._waiting.anybody():
+        if loan.access is not Access.READ or loan.held is not None:
             return False
         if self._carrier.times is not None:
             self._carrier.used_on(loan.version, self._carrier.times.mark().event)

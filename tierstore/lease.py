@@ -96,7 +96,7 @@ class Lease:
         return self._lender._lose(self._loan)
 
     def rest(self) -> bool:
-        """Say that the tensors are not used until `resume`. For leases to read, on any thread.
+        """Say that the tensors are not used until `resume`. For leases that were acquired to read.
 
         Nobody has to wait for a lease that rests: it is called in by the first who would, and so it
         costs nothing to keep one for a use that may come. False: it was not kept, so release it.

@@ -20,6 +20,7 @@ from tests.store.helpers import (
     pages,
 )
 from tierstore import Access, BudgetError, Lease, LeaseError, TierStore
+from tierstore.model.tiers import Hold
 
 HALF = 2  # pages of a group, of a budget of four: two have room
 
@@ -178,6 +179,8 @@ def test_only_what_is_read_rests(device: str, disk_dir: Path) -> None:
         with store.acquire("g0", Access.UPDATE) as lease:
             assert not lease.rest()
         assert not lease.rest(), "it is released"
+        with store.hold("g0", Hold.READ) as held:
+            assert not held.rest()
         late = store.acquire("g1")
     assert not late.rest()
     assert not late.resume()
