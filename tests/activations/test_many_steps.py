@@ -68,7 +68,8 @@ def test_nothing_grows(device: str, disk_dir: Path) -> None:
     # A leak of one saved tensor of each step would be 37 MiB.
     grown = max(step["host"] for step in rest[-4:]) - max(step["host"] for step in warm)
     assert grown < 8 * 1024 * 1024
-    assert rest[-1]["tensors"] <= max(step["tensors"] for step in warm)
+    # A thread may have one in its hands at that moment; but not each time.
+    assert min(step["tensors"] for step in rest[-4:]) <= max(step["tensors"] for step in warm)
 
 
 @on_both
