@@ -89,7 +89,7 @@ class Observer:
 
     def arrives(self, request: Request, arrival: Any) -> None:
         """The device will wait for `arrival`, if that has not come yet, before it goes on."""
-        if not arrival.query():
+        if arrival is not None and not arrival.query():
             self.waits(request)
 
     def granted(self, request: Request, use: Use, nbytes: int) -> None:

@@ -202,8 +202,7 @@ class Serving(Books):
         self._waiting.lend(loan.caller, version)
         tensors = self._carrier.view(version)
         cargo = self._carrier.cargo(version)
-        if cargo.arrival is not None:
-            self._observer.arrives(request, cargo.arrival)
+        self._observer.arrives(request, cargo.arrival)
         self._order_after_arrival(version)
         self._observer.granted(request, loan, cargo.spec.nbytes)
         return OpenLease(
