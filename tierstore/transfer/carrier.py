@@ -221,6 +221,8 @@ class ThreadCarrier:
                 copy.nbytes if source is None or copy.src is not Tier.DISK else source.nbytes
             )
             self.journal.count(span.kind, span.nbytes)
+            if copy.dst is self.top:
+                self.view(copy.key)  # here, as every torch call may cost who computes the GIL
         else:
             span.note = "failed"
         if self.times is None or not marks:
