@@ -9,13 +9,15 @@ median. `--dir` keeps the checkpoint and the peers' folders for a later run (12 
 
 Nobody can be faster than the limit: the longer of the computing of a step (measured with all
 weights in RAM, outside of the group) and of the reading of what no cache of that budget can hold
-(weights less budget, at the best direct reads of the same files that were measured in between).
+(weights less budget, at the best direct reads of the same files that were measured in between, into
+more memory than the processor's caches hold, as that is where weights go).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -41,6 +43,7 @@ FIRST_THAT_COUNTS = 2  # steps before it: the order of use is learned, caches fi
 COLUMNS = ("seconds", "cpu", "read", "stalled")
 CPU = torch.device("cpu")
 CHUNK = 16 << 20
+ROOM = 16 * CHUNK  # more than the caches of a processor hold
 
 
 @dataclass(frozen=True)
@@ -229,14 +232,17 @@ class Runner:
         return Run.of(torch.load(self.place / "result.pt"))
 
     def bandwidth(self) -> float:
-        """Bytes per second of direct reads of the checkpoint: the best of two passes and of fio."""
+        """Bytes per second of direct reads of the checkpoint: the best of two passes and of fio.
+
+        All of them fill as much memory as does not stay in the processor's caches.
+        """
         files = sorted((self.place / "checkpoint").glob("*.safetensors"))
         rates = [direct_reads(files) for _ in range(2)]
         if fio.available() and self.case.cold:
             largest = max(files, key=lambda file: file.stat().st_size)
-            nbytes = largest.stat().st_size // (4 * CHUNK) * (4 * CHUNK)
+            nbytes = largest.stat().st_size // ROOM * ROOM
             if nbytes:
-                rates += [fio.run(largest, how, nbytes, "--rw=read").speed for how in fio.READS]
+                rates.append(fio.run(largest, fio.ROOMY, nbytes, "--rw=read").speed)
         return max(rates)
 
 
@@ -244,8 +250,9 @@ def direct_reads(files: list[Path], threads: int = 4) -> float:
     """Bytes per second when all files are read past the page cache, `threads` reads at a time."""
     from tierstore.transfer.pages import fresh_memory
 
-    memory = fresh_memory(threads * CHUNK).fill_(0)
-    rooms = [memory[i * CHUNK : (i + 1) * CHUNK].numpy().data for i in range(threads)]
+    memory = fresh_memory(ROOM).fill_(0).numpy().data
+    share = ROOM // threads
+    rooms = [memory[i * share : (i + 1) * share] for i in range(threads)]
     descriptors = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files]
     pieces = [
         (descriptor, at)
@@ -255,11 +262,13 @@ def direct_reads(files: list[Path], threads: int = 4) -> float:
 
     def read(room: memoryview) -> int:
         nbytes = 0
-        while pieces:
-            with contextlib.suppress(IndexError):  # another thread took the last
+        for start in itertools.cycle(range(0, share, CHUNK)):
+            try:
                 descriptor, at = pieces.pop()
-                nbytes += os.preadv(descriptor, [room], at)
-        return nbytes
+            except IndexError:
+                return nbytes
+            nbytes += os.preadv(descriptor, [room[start : start + CHUNK]], at)
+        raise AssertionError("a cycle ends")
 
     started = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:

@@ -37,6 +37,7 @@ Run = Callable[[], Rate]
 
 OURS = "tierstore"
 CHECKED = "tierstore, every checksum compared"
+ROOMY = f"fio's {fio.ROOMY}, into 256 MiB"
 SPILL = "tierstore, spill into room used before"
 SPILL_NEW = "tierstore, spill into new room"
 DURABLE = "tierstore, durable (checksums, fsync, rename)"
@@ -127,6 +128,10 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
     def peer(work: Callable[..., object], *arguments: object) -> Run:
         return lambda: rated(total, lambda: work(*arguments))
 
+    def by_fio(how: str) -> Run:
+        options = ("--rw=read", f"--loops={fio.LOOPS}")
+        return functools.partial(fio.run, files.safetensors, how, total, *options)
+
     named = (files.safetensors, files.memory)
     return {
         OURS: ours(checkpoint, "never"),
@@ -140,12 +145,8 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
         "safetensors get_tensor, copied": peer(peers.get_each_tensor, *named),
         "torch.load(mmap=True), copied": peer(peers.torch_load, files.torch, files.memory),
         "aiofiles readinto": peer(peers.read_with_aiofiles, files.safetensors, files.room),
-        **{
-            f"fio {name}": functools.partial(
-                fio.run, files.safetensors, name, total, "--rw=read", f"--loops={fio.LOOPS}"
-            )
-            for name in fio.READS
-        },
+        ROOMY: by_fio(fio.ROOMY),
+        **{f"fio {name}": by_fio(name) for name in fio.READS},
     }
 
 

@@ -13,6 +13,11 @@ MIB = 1 << 20
 
 READS = ("psync 16M x4", "psync 32M x2", "libaio 1M q16", "libaio 8M q4", "io_uring 1M q16",
          "io_uring 4M q4", "io_uring 8M q4")  # fmt: skip
+ROOMY = "psync 16M x16"
+"""Its buffers, 256 MiB in all, do not stay in the processor's caches, nor do those of anybody who
+keeps what was read. The others read into the same few MiB again and again, which some machines do
+faster."""
+
 LOOPS = 3
 """How often everything is moved in one run, by fio and by the store alike."""
 
