@@ -114,7 +114,8 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
 
 def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
-    monkeypatch.setattr(foresight, "EARLY", 1)  # the other rule that bounds it
+    for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
+        monkeypatch.setattr(foresight, other, 1)
     careful = read_by(keys, 0.8, seconds)
     monkeypatch.setattr(policy, "HARMLESS", 1.0)
     assert careful < 0.9 * read_by(keys, 0.8, seconds)
@@ -128,7 +129,7 @@ def test_what_is_not_needed_yet_is_left_on_disk(monkeypatch: pytest.MonkeyPatch)
     assert patient < 0.85 * read_by(keys, 0.8, seconds)
 
 
-def test_what_was_fetched_early_takes_a_quarter_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_fetched_early_takes_an_eighth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing that jumps about makes everything look urgent."""
     rng = random.Random(1)
     keys = take_turns(30, PASSES)
@@ -145,10 +146,8 @@ def test_what_was_fetched_early_takes_a_quarter_at_most(monkeypatch: pytest.Monk
     assert bounded < 0.9 * read()
 
 
-def test_some_groups_in_reserve_keep_disk_and_computing_busy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bound by both alike, a loop of groups of several sizes needs more than an eighth."""
+def test_a_quarter_while_times_are_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound by computing and the disk alike: it takes some groups in reserve to keep both busy."""
     keys = [f"g{i}" for i in range(60)] * PASSES
     sizes = {key: NBYTES * (3 if i < 20 else 1) for i, key in enumerate(keys[:60])}
     uses = [Use(key, sizes[key] / DISK / 1.5) for key in keys]
@@ -158,7 +157,7 @@ def test_some_groups_in_reserve_keep_disk_and_computing_busy(
         return simulate(sizes, uses, budgets, bandwidth=WAYS).seconds
 
     reserve = taken()
-    monkeypatch.setattr(foresight, "EARLY", 8)
+    monkeypatch.setattr(foresight, "STEADY", -1.0)
     assert reserve < 0.97 * taken()
 
 
@@ -334,13 +333,28 @@ def test_a_group_is_fetched_when_it_could_be_late(computing: float, found: int |
     assert fetched(seen) == found
 
 
-@pytest.mark.parametrize(("budget", "found"), [(79, None), (80, 3)])
-def test_a_quarter_may_wait_to_be_used(budget: int, found: int | None) -> None:
-    """Ten bytes wait already, and ten more would come."""
-    seen = looking_at([10] * 5, there=[0, 1, 2], budget=budget)
+@pytest.mark.parametrize(("regular", "found"), [(44, None), (45, 3)])
+def test_45_regular_uses_are_steady(regular: int, found: int | None) -> None:
+    """Each leaves 0.95 of the surprise that was left: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
+
+    Then 20 bytes of 80 may wait to be used, and not 10 only.
+    """
+    seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
     seen.took_early(2, Tier.HOST)
-    compute(seen, 0, 0.01)
+    for _ in range(1 + regular):  # of the first, nothing was expected
+        compute(seen, 0, 0.01)
     assert fetched(seen) == found
+
+
+@pytest.mark.parametrize(("regular", "found"), [(49, None), (50, 3)])
+def test_a_use_that_takes_twice_as_long_surprises_by_half(regular: int, found: int | None) -> None:
+    """As does one that takes half as long. Half of 0.05 and 0.95 ** 51 are 0.098, below 0.1."""
+    for irregular in (0.02, 0.005):
+        seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
+        seen.took_early(2, Tier.HOST)
+        for seconds in [0.01] * (1 + regular) + [irregular]:
+            compute(seen, 0, seconds)
+        assert fetched(seen) == found
 
 
 def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Foresight:

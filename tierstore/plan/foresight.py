@@ -37,12 +37,16 @@ IN_FLIGHT_SHARE = 8
 """One in so many bytes of a tier may be arriving at once, or else one group."""
 AT_ONCE = 4
 """Copies on their way over one hop, however small."""
-EARLY = 4
+EARLY = 8
 """One in so many bytes of a tier may hold what was fetched early and was not used yet, ..."""
+EARLY_IF_STEADY = 4
+"""... or in so many, while computing takes as long as it did before."""
 EARLY_IF_FORETOLD = 2
 """... or in so many, if the caller itself says what comes."""
 FORETOLD_TIMES = 2
 """How many times as many bytes of that may be on their way at once."""
+STEADY = 0.1
+"""How far, on average, the latest times may be from what was expected."""
 NEAR = 1
 """A group that is missing and comes within so many uses is fetched in any case."""
 CAUTION = 1.15
@@ -53,6 +57,7 @@ SLACK = 0.5
 _WEIGHT = 0.25
 _OUTLIER = 4.0
 _REMEMBERED = 0.8
+_SURPRISED = 0.05
 _ROOM = 16
 
 
@@ -131,6 +136,7 @@ class Foresight:
         self._known = 0
         self._known_bytes = 0
         self._on_top = 0
+        self._surprise = 1.0  # how far the latest times were from what was expected
         self._use: _Use | None = None
         self._asked_since: float | None = None  # when somebody began to wait for a group
 
@@ -232,6 +238,8 @@ class Foresight:
         if not old:
             self._seconds[number] = spent
             return
+        off = abs(spent - old) / max(spent, old)
+        self._surprise += _SURPRISED * (off - self._surprise)
         # A pause, as between two prompts, is no computing.
         self._seconds[number] = old + _WEIGHT * (min(spent, _OUTLIER * old) - old)
 
@@ -323,7 +331,9 @@ class Foresight:
         early, budget = self._early[dst], self._budgets[dst]
         if not early or budget is None:
             return False
-        share = EARLY_IF_FORETOLD if foretold else EARLY
+        share = EARLY_IF_STEADY if self._surprise < STEADY else EARLY
+        if foretold:
+            share = EARLY_IF_FORETOLD
         return sum(early.values()) + nbytes > budget // share
 
     def _src(self, dst: Tier) -> Tier:
