@@ -129,7 +129,7 @@ def test_what_is_not_needed_yet_is_left_on_disk(monkeypatch: pytest.MonkeyPatch)
     assert patient < 0.85 * read_by(keys, 0.8, seconds)
 
 
-def test_what_was_fetched_early_takes_an_eighth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_fetched_early_takes_a_sixth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing that jumps about makes everything look urgent."""
     rng = random.Random(1)
     keys = take_turns(30, PASSES)
@@ -337,7 +337,7 @@ def test_a_group_is_fetched_when_it_could_be_late(computing: float, found: int |
 def test_45_regular_uses_are_steady(regular: int, found: int | None) -> None:
     """Each leaves 0.95 of the surprise that was left: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
 
-    Then 20 bytes of 80 may wait to be used, and not 10 only.
+    Then 20 bytes of 80 may wait to be used, and not 13 only.
     """
     seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
     seen.took_early(2, Tier.HOST)

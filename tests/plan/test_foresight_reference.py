@@ -219,7 +219,7 @@ class Reference:
                 return "enough is on its way" + ", as it is foretold" * foretold
         waiting = [size for (_, tier), size in self.early.items() if tier is dst]
         if waiting and budget is not None:
-            share = 2 if foretold else 4 if self.surprise < 0.1 else 8
+            share = 2 if foretold else 4 if self.surprise < 0.1 else 6
             if sum(waiting) + nbytes > budget // share:
                 return "enough waits to be used"
         return None
@@ -444,7 +444,7 @@ OFTEN = [
 def test_it_fetches_what_its_description_says(seed: int) -> None:
     seen: Counter[str] = Counter()
     rng = random.Random(seed)
-    for _ in range(6):
+    for _ in range(12):
         History(rng, seen).play(150)
     for why in OFTEN:
         assert seen[why], f"no history shows this: {why}"

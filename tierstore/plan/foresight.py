@@ -37,7 +37,7 @@ IN_FLIGHT_SHARE = 8
 """One in so many bytes of a tier may be arriving at once, or else one group."""
 AT_ONCE = 4
 """Copies on their way over one hop, however small."""
-EARLY = 8
+EARLY = 6
 """One in so many bytes of a tier may hold what was fetched early and was not used yet, ..."""
 EARLY_IF_STEADY = 4
 """... or in so many, while computing takes as long as it did before."""

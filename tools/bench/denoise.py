@@ -43,7 +43,6 @@ FIRST_THAT_COUNTS = 2  # steps before it: the order of use is learned, caches fi
 COLUMNS = ("seconds", "cpu", "read", "stalled")
 CPU = torch.device("cpu")
 CHUNK = 16 << 20
-ROOM = 16 * CHUNK  # more than the caches of a processor hold
 
 
 @dataclass(frozen=True)
@@ -240,7 +239,7 @@ class Runner:
         rates = [direct_reads(files) for _ in range(2)]
         if fio.available() and self.case.cold:
             largest = max(files, key=lambda file: file.stat().st_size)
-            nbytes = largest.stat().st_size // ROOM * ROOM
+            nbytes = largest.stat().st_size // fio.ROOM * fio.ROOM
             if nbytes:
                 rates.append(fio.run(largest, fio.ROOMY, nbytes, "--rw=read").speed)
         return max(rates)
@@ -250,8 +249,8 @@ def direct_reads(files: list[Path], threads: int = 4) -> float:
     """Bytes per second when all files are read past the page cache, `threads` reads at a time."""
     from tierstore.transfer.pages import fresh_memory
 
-    memory = fresh_memory(ROOM).fill_(0).numpy().data
-    share = ROOM // threads
+    memory = fresh_memory(fio.ROOM).fill_(0).numpy().data
+    share = fio.ROOM // threads
     rooms = [memory[i * share : (i + 1) * share] for i in range(threads)]
     descriptors = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files]
     pieces = [

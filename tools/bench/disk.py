@@ -145,7 +145,7 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
         "safetensors get_tensor, copied": peer(peers.get_each_tensor, *named),
         "torch.load(mmap=True), copied": peer(peers.torch_load, files.torch, files.memory),
         "aiofiles readinto": peer(peers.read_with_aiofiles, files.safetensors, files.room),
-        ROOMY: by_fio(fio.ROOMY),
+        **({ROOMY: by_fio(fio.ROOMY)} if total >= fio.ROOM else {}),
         **{f"fio {name}": by_fio(name) for name in fio.READS},
     }
 

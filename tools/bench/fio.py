@@ -18,6 +18,9 @@ ROOMY = "psync 16M x16"
 keeps what was read. The others read into the same few MiB again and again, which some machines do
 faster."""
 
+ROOM = 256 * MIB
+"""Bytes of its buffers: there must be as much to read."""
+
 LOOPS = 3
 """How often everything is moved in one run, by fio and by the store alike."""
 
