@@ -216,13 +216,12 @@ class ThreadCarrier:
     ) -> None:
         """Count and report a copy. `marks` are where the accelerator begins and ends it."""
         if error is None:
-            source = self._cargo[copy.key].source
-            span.nbytes = (
-                copy.nbytes if source is None or copy.src is not Tier.DISK else source.nbytes
-            )
+            source = self._cargo[copy.key].source if copy.src is Tier.DISK else None
+            span.nbytes = copy.nbytes if source is None else source.nbytes
             self.journal.count(span.kind, span.nbytes)
             if copy.dst is self.top:
-                self.view(copy.key)  # here, as every torch call may cost who computes the GIL
+                with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
+                    self.view(copy.key)  # here, as every torch call may cost who computes the GIL
         else:
             span.note = "failed"
         if self.times is None or not marks:

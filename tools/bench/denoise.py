@@ -261,13 +261,12 @@ def direct_reads(files: list[Path], threads: int = 4) -> float:
 
     def read(room: memoryview) -> int:
         nbytes = 0
-        for start in itertools.cycle(range(0, share, CHUNK)):
-            try:
+        parts = itertools.cycle(room[i : i + CHUNK] for i in range(0, share, CHUNK))
+        while pieces:
+            with contextlib.suppress(IndexError):  # another thread took the last
                 descriptor, at = pieces.pop()
-            except IndexError:
-                return nbytes
-            nbytes += os.preadv(descriptor, [room[start : start + CHUNK]], at)
-        raise AssertionError("a cycle ends")
+                nbytes += os.preadv(descriptor, [next(parts)], at)
+        return nbytes
 
     started = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
