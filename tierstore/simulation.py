@@ -82,22 +82,31 @@ def simulate(
     no time. Without `prefetch`, groups move only when they are asked for. Raises BudgetError if a
     group is larger than a budget, and KeyError for a use of an unknown group.
     """
-    schedule = LearnedOrder() if prefetch else _NoForesight()
-    clock = _Clock()
+    schedule = LearnedOrder() if prefetch else NoForesight()
+    clock = Clock()
     planner = Planner(budgets, policy_named(policy, schedule), schedule, clock.time)
     for key, nbytes in groups.items():
         planner.register(key, nbytes, backed=True)
-    return _Run(planner, clock, dict(bandwidth or {}), uses).play()
+    return play(planner, clock, uses, bandwidth or {})
 
 
-class _NoForesight(LearnedOrder):
-    """Learns, so that a policy may rank by it, and foretells nothing."""
+def play(
+    planner: Planner, clock: Clock, uses: Sequence[Use], bandwidth: Mapping[Way, float]
+) -> Outcome:
+    """`simulate` with a planner that knows its groups, and looks at this clock."""
+    return _Run(planner, clock, dict(bandwidth), uses).play()
+
+
+class NoForesight(LearnedOrder):
+    """A schedule that learns, so that a policy may rank by it, and foretells nothing."""
 
     def ahead(self, count: int) -> Numbers:
         return super().ahead(0)
 
 
-class _Clock:
+class Clock:
+    """Says what time it is in a simulated run, in seconds."""
+
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -120,7 +129,7 @@ class _Run:
     def __init__(
         self,
         planner: Planner,
-        clock: _Clock,
+        clock: Clock,
         bandwidth: dict[Way, float],
         uses: Sequence[Use],
     ) -> None:

@@ -123,13 +123,15 @@ class Foresight:
         self._clock = clock
         self.hops = {(src, dst): Hop() for src in budgets for dst in budgets if src is not dst}
         self._tiers = tuple(sorted(budgets))[:-1]
+        self._way_to = {tier: (Tier(tier + 1), tier) for tier in self._tiers}
         self.residents = Residents(schedule, budgets[self._tiers[-1]])
         # By number: bytes, seconds of computing after a use, on which tiers it has room, and where
-        # it should have some, had it time.
+        # it should have some, had it time, for how many bytes.
         self._nbytes = np.zeros(_ROOM, dtype=np.int64)
         self._seconds = np.zeros(_ROOM)
         self._held = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
         self._missing = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
+        self._lacking = {tier: np.zeros(_ROOM) for tier in self._tiers}
         self._passed_over = np.ones(_ROOM, dtype=np.bool_)
         self._highest = np.zeros(_ROOM, dtype=np.int64)  # the fastest tier that it is hoped for on
         self._early: dict[Tier, dict[int, int]] = {tier: {} for tier in self._tiers}
@@ -151,6 +153,8 @@ class Foresight:
             for marks in (self._held, self._missing):
                 for tier in self._tiers:
                     marks[tier] = np.append(marks[tier], np.zeros(more, dtype=np.bool_))
+            for tier in self._tiers:
+                self._lacking[tier] = np.append(self._lacking[tier], np.zeros(more))
             self._passed_over = np.append(self._passed_over, np.ones(more, dtype=np.bool_))
             self._highest = np.append(self._highest, np.zeros(more, dtype=np.int64))
         self._nbytes[number] = nbytes
@@ -206,10 +210,12 @@ class Foresight:
 
     def _see(self, number: int) -> None:
         """Note where the group is missing: not where it is nearer already."""
-        wanted, highest = not self._passed_over[number], self._highest.item(number)
+        wanted, highest = not self._passed_over.item(number), self._highest.item(number)
         for tier in self._tiers:
-            wanted = wanted and not self._held[tier][number]
-            self._missing[tier][number] = wanted and highest <= tier
+            wanted = wanted and not self._held[tier].item(number)
+            missing = wanted and highest <= tier
+            self._missing[tier][number] = missing
+            self._lacking[tier][number] = self._nbytes.item(number) if missing else 0
 
     # Times -------------------------------------------------------------------------------------
 
@@ -281,7 +287,7 @@ class Foresight:
             order = order[order < len(self._nbytes)]
             for nearer in self._tiers[:-1]:
                 order = order[~self._held[nearer][order]]
-            speed = self.hops[self._src(tier), tier].bandwidth
+            speed = self.hops[self._way_to[tier]].bandwidth
             if speed is not None and len(order):
                 self.residents.begin_round(order, self._nbytes[order], self._seconds[order], speed)
         return (self.residents.staying, self.residents.nearer) != before
@@ -298,7 +304,7 @@ class Foresight:
         None: nothing is missing, or there is time. A group that is nearer than `dst` already is
         not missing.
         """
-        hop = self.hops[self._src(dst), dst]
+        hop = self.hops[self._way_to[dst]]
         if hop.copies >= AT_ONCE:
             return None
         ahead = self._schedule.ahead(WINDOW)
@@ -306,15 +312,15 @@ class Foresight:
             return None
         missing = _of(self._missing[dst], ahead)
         first = int(missing.argmax())
-        if not missing[first]:
+        if not missing.item(first):
             return None
-        number = int(ahead[first])
-        foretold = first < self._schedule.foretold()
-        if hop.copies and hop.nbytes + self._nbytes[number] > self._in_flight(hop, dst, foretold):
+        number = ahead.item(first)
+        nbytes, foretold = self._nbytes.item(number), self._schedule.foretold()
+        if hop.copies and hop.nbytes + nbytes > self._in_flight(hop, dst, first < foretold):
             return None
-        if self._is_early_enough(dst, int(self._nbytes[number]), foretold):
+        if self._is_early_enough(dst, nbytes, first < foretold):
             return None
-        if not self._now_or_never(hop, dst, ahead, missing, first):
+        if not self._now_or_never(hop, dst, ahead, first, foretold):
             return None
         return number, ahead[:first]
 
@@ -336,31 +342,28 @@ class Foresight:
             share = EARLY_IF_FORETOLD
         return sum(early.values()) + nbytes > budget // share
 
-    def _src(self, dst: Tier) -> Tier:
-        return Tier(dst + 1)
-
-    def _now_or_never(
-        self,
-        hop: Hop,
-        dst: Tier,
-        ahead: Numbers,
-        missing: npt.NDArray[np.bool_],
-        first: int,
-    ) -> bool:
-        foretold = self._schedule.foretold()
+    def _now_or_never(self, hop: Hop, dst: Tier, ahead: Numbers, first: int, foretold: int) -> bool:
         if first < foretold:
             return self._is_within(dst, ahead[: first + 1])
-        if hop.bandwidth is None or self._schedule.learning:
+        bandwidth = hop.bandwidth
+        if bandwidth is None or self._schedule.learning:
             return self._is_near(dst, ahead[foretold : first + 1])
         if first - foretold < NEAR:
             return True
-        nbytes = _of(self._nbytes, ahead)
-        left = self._remaining()
-        seconds = _of(self._seconds, ahead)
-        before = left + np.cumsum(seconds) - seconds  # computing until each use
-        coming = (hop.nbytes + np.cumsum(nbytes * missing)) / hop.bandwidth
-        slack = SLACK * nbytes / hop.bandwidth
-        return bool((missing & (coming * CAUTION + slack >= before)).any())
+        # Late is a missing group if the bytes missing up to it, and half of it besides, take longer
+        # than the computing before it. Compared as bytes, with few arrays: this is asked with each
+        # use and each arrival. What is not missing is never later than the missing group before it.
+        computing = _of(self._seconds, ahead)
+        until_first = self._remaining() + float(computing[:first].sum())
+        computing = computing[first:] * bandwidth
+        coming = _of(self._lacking[dst], ahead[first:])
+        behind = coming * CAUTION
+        behind -= computing
+        late = behind.cumsum()
+        late -= behind
+        coming *= CAUTION + SLACK
+        late += coming
+        return bool(late.max() >= until_first * bandwidth - CAUTION * hop.nbytes)
 
     def _is_within(self, dst: Tier, numbers: Numbers) -> bool:
         """Whether the groups take at most half of the tier, or are only one."""
@@ -382,9 +385,9 @@ class Foresight:
         return few and (budget is None or nbytes <= budget // 4)
 
     def _bytes_of(self, numbers: set[int]) -> int:
-        return int(_of(self._nbytes, np.array(list(numbers))).sum())
+        return sum(_of(self._nbytes, list(numbers)).tolist())
 
 
-def _of(array: npt.NDArray[Any], numbers: Numbers) -> npt.NDArray[Any]:
+def _of(array: npt.NDArray[Any], numbers: Numbers | list[int]) -> npt.NDArray[Any]:
     """An array's values at these numbers. Of who never was known, they are those of nobody."""
-    return array.take(numbers, mode="clip")
+    return array.take(numbers, None, None, "clip")

@@ -33,6 +33,7 @@ _FEW = 8
 _ROOM = 16
 
 Rows = npt.NDArray[np.int64]
+_NONE: Rows = np.zeros(0, dtype=np.int64)
 
 
 class Policy(Protocol):
@@ -78,7 +79,10 @@ class LeastRecentlyUsed:
         # the old ones may go on.
         self._row: dict[str, int] = {}
         self._keys: list[str] = []
-        self._on: dict[Tier, npt.NDArray[np.bool_]] = {t: np.zeros(_ROOM, np.bool_) for t in Tier}
+        # 0 for what has a copy, -infinity for what has none. Added to all ranks, it leaves those of
+        # the copies, much faster than choosing them does.
+        self._absent: dict[Tier, Ranks] = {tier: np.full(_ROOM, -np.inf) for tier in Tier}
+        self._copies = dict.fromkeys(Tier, 0)
         self._touched = np.zeros(_ROOM)
         self._clock = 0
 
@@ -86,7 +90,8 @@ class LeastRecentlyUsed:
         row = self._row.get(key)
         if row is None:
             row = self._new_row(key)
-        self._on[tier][row] = True
+        self._copies[tier] += not self._is_on(tier, row)
+        self._absent[tier][row] = 0.0
         self._touch(row)
 
     def used(self, key: str) -> None:
@@ -98,18 +103,21 @@ class LeastRecentlyUsed:
         row = self._row.get(key)
         if row is None:
             return
-        self._on[tier][row] = False
-        if not any(on[row] for on in self._on.values()):
+        self._copies[tier] -= self._is_on(tier, row)
+        self._absent[tier][row] = -np.inf
+        if all(absent.item(row) for absent in self._absent.values()):
             del self._row[key]
 
     def keep(self, numbers: Collection[int], nearer: float) -> None:
         pass  # what was used lately stays
 
     def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
-        ranks, there = self._ranks(), self._on[tier]
-        if rival is not None:
-            there = there & (ranks > self._rank_of_rival(rival))
-        found = np.where(there, ranks, -np.inf)
+        rows = len(self._keys)
+        ranks = self._ranks()[:rows]
+        found = ranks + self._absent[tier][:rows]
+        bar = -np.inf if rival is None else self._rank_of_rival(rival)
+        if bar > -np.inf:
+            found[ranks <= bar] = -np.inf
         if rival in self._row:
             found[self._row[rival]] = -np.inf
         if tier is Tier.HOST:
@@ -117,7 +125,7 @@ class LeastRecentlyUsed:
             found[settled] += _FIRST
             self._spare(found, settled, rival)
         elif tier is Tier.DEVICE:
-            twice = there & self._on[Tier.HOST]
+            twice = (found > -np.inf) & self._on(Tier.HOST, rows)
             found[twice] = self._farther(found[twice], DISK_COSTS)
         return _descending(self._keys, found)
 
@@ -127,11 +135,19 @@ class LeastRecentlyUsed:
 
     def _settled(self, ranks: Ranks) -> Rows:
         """What is on the device, not about to leave it, and safe on disk."""
-        there = np.flatnonzero(self._on[Tier.DEVICE])
-        if not len(there):
-            return there
-        staying = there[np.argsort(ranks[there])[:-LEAVING]]
-        return staying[self._on[Tier.DISK][staying]]
+        if self._copies[Tier.DEVICE] <= LEAVING:
+            return _NONE
+        there = np.flatnonzero(self._on(Tier.DEVICE, len(ranks)))
+        staying: Rows = there[np.argsort(ranks[there])[:-LEAVING]]
+        return staying.compress(self._absent[Tier.DISK][staying] == 0)
+
+    def _on(self, tier: Tier, rows: int) -> npt.NDArray[np.bool_]:
+        """Which of the first `rows` rows have a copy on `tier`."""
+        there: npt.NDArray[np.bool_] = self._absent[tier][:rows] == 0
+        return there
+
+    def _is_on(self, tier: Tier, row: int) -> bool:
+        return self._absent[tier].item(row) == 0
 
     def _ranks(self) -> Ranks:
         """By row: the higher, the less a copy would be missed."""
@@ -155,8 +171,8 @@ class LeastRecentlyUsed:
         row = len(self._keys)
         if row == len(self._touched):
             self._touched = np.append(self._touched, np.zeros(row))
-            for tier, on in self._on.items():
-                self._on[tier] = np.append(on, np.zeros(row, np.bool_))
+            for tier, absent in self._absent.items():
+                self._absent[tier] = np.append(absent, np.full(row, -np.inf))
         self._keys.append(key)
         self._row[key] = row
         return row
@@ -170,14 +186,14 @@ class LeastRecentlyUsed:
         touched = np.zeros(room)
         touched[: len(rows)] = self._touched[rows]
         self._touched = touched
-        for tier, old in self._on.items():
-            self._on[tier] = np.zeros(room, np.bool_)
-            self._on[tier][: len(rows)] = old[rows]
+        for tier, old in self._absent.items():
+            self._absent[tier] = np.full(room, -np.inf)
+            self._absent[tier][: len(rows)] = old[rows]
 
 
 def _descending(keys: list[str], ranks: Ranks) -> Iterator[str]:
     """The keys whose rows rank above -infinity, those of the highest rank first."""
-    for _ in range(_FEW):  # more are hardly ever wanted: no need to sort all
+    for _ in range(min(_FEW, len(ranks))):  # more are hardly ever wanted: no need to sort all
         best = int(ranks.argmax())
         if ranks[best] == -np.inf:
             return
@@ -210,7 +226,8 @@ class FarthestNextUse(LeastRecentlyUsed):
     def _spare(self, ranks: Ranks, settled: Rows, rival: str | None) -> None:
         if not len(self._kept):
             return
-        kept = self._on[Tier.HOST] & np.isin(self._number, self._kept)
+        rows = len(ranks)
+        kept = self._on(Tier.HOST, rows) & np.isin(self._number[:rows], self._kept)
         # Once all are there, a prefetch takes none of them: it waits for room among the others.
         closed = rival is not None and kept.sum() == len(self._kept)
         kept[settled] = False

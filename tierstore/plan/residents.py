@@ -115,7 +115,12 @@ class Residents:
         self.nearer *= FIRM
         if total <= budget or set(self.staying).difference(order.tolist()):
             self._choose([])
-        if total > budget and took is not None and self._rounds_left <= 0:
+        if (
+            total > budget
+            and took is not None
+            and took[0] <= WORTH * sum(took)
+            and self._rounds_left <= 0
+        ):
             loop = visits(order, nbytes, seconds, budget // 2)
             found = even_load(loop, room=budget - ahead, ahead=ahead)
             if found is not None and max(took[0], found.missed / speed) <= WORTH * sum(took):

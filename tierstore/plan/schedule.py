@@ -38,6 +38,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ROOM = 16
 
 Numbers = npt.NDArray[np.int64]
+_NOBODY: Numbers = np.zeros(0, dtype=np.int64)
 Ranks = npt.NDArray[np.float64]
 
 
@@ -130,6 +131,7 @@ class LearnedOrder:
         self._registered: dict[str, str | None] = {}  # key -> the one registered after it
         self._before: dict[str, str | None] = {}  # key -> the one registered before it
         self._newest: str | None = None
+        self._hinted: Numbers | None = None  # made when somebody asks
         self._expected: dict[str, int] = {}  # key -> the use by which it must have come
 
     @property
@@ -179,6 +181,7 @@ class LearnedOrder:
         self.epoch += 1
 
     def introduce(self, key: str) -> None:
+        self._hinted = None
         self.number(key)
         if key in self._registered:
             self._unlink(key)
@@ -204,6 +207,7 @@ class LearnedOrder:
         self._spare.append(self._numbers.pop(key))
 
     def _unlink(self, key: str) -> None:
+        self._hinted = None
         before, after = self._before.pop(key), self._registered.pop(key)
         if before is not None:
             self._registered[before] = after
@@ -230,7 +234,7 @@ class LearnedOrder:
     # Learning ----------------------------------------------------------------------------------
 
     def advance_past(self, key: str) -> None:
-        again, self._latest = key == self._latest, key
+        again, self._latest, self._hinted = key == self._latest, key, None
         # First of all, as it may take away this key's number, and the place we believe to be at.
         if self._length == len(self._history) and not again:
             self._forget_the_oldest()
@@ -428,9 +432,14 @@ class LearnedOrder:
     def _learned(self, count: int) -> Numbers:
         if self.trusted:
             return self._history[self._place + 1 : min(self._place + 1 + count, self._length)]
-        hints = self._registered_after(self._latest) if self.learning else ()
-        following = [self._numbers[key] for key in islice(hints, min(count, HINTS))]
-        return np.array(following, dtype=np.int64)
+        return self._hints()[:count] if self.learning else _NOBODY
+
+    def _hints(self) -> Numbers:
+        """Those registered after the one used last."""
+        if self._hinted is None:
+            following = islice(self._registered_after(self._latest), HINTS)
+            self._hinted = np.array([self._numbers[key] for key in following], dtype=np.int64)
+        return self._hinted
 
     def _registered_after(self, key: str | None) -> Iterator[str]:
         while key in self._registered and (key := self._registered[key]) is not None:

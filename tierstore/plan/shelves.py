@@ -141,12 +141,12 @@ class Shelves:
         """Whose copies should go; None if there are not enough that may."""
         short = self.used[tier] + nbytes - (self.budgets[tier] or 0)
         chosen = []
-        for group in self._candidates(tier, rival):
-            if short <= 0:
-                break
+        for group in self._candidates(tier, rival) if short > 0 else ():
             if group.key not in tried and self._evictable(group, tier, rival):
                 chosen.append(group)
                 short -= group.nbytes
+                if short <= 0:
+                    break
         if rival is None:
             short -= self._leaving(tier)
         return chosen if short <= 0 else None
@@ -208,6 +208,8 @@ class Shelves:
 
     def _leaving(self, tier: Tier) -> int:
         """Bytes of `tier` that go as soon as a save that is under way is done."""
+        if not self._parting:
+            return 0
         self._parting = {(key, t) for key, t in self._parting if self._is_parting(key, t)}
         return sum(self._groups[key].nbytes for key, t in self._parting if t is tier)
 
