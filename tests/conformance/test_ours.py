@@ -61,7 +61,7 @@ class KeepsWhatIsGone(LeastRecentlyUsed):
 
 class LooksAsItGoes(LeastRecentlyUsed):
     def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
-        return (key for key, row in self._row.items() if self._on[tier][row] and key != rival)
+        return (key for key, row in self._row.items() if self._is_on(tier, row) and key != rival)
 
 
 @pytest.mark.parametrize(

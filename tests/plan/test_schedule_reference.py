@@ -17,6 +17,7 @@ import pytest
 from tierstore.plan.schedule import LearnedOrder, Numbers
 
 RATE_OF_LEARNING = 0.1
+RATE_OF_GUESSES = 0.05
 TRUSTED = 0.5
 HINTS = 4
 PATIENCE = 64
@@ -31,6 +32,7 @@ class SlowOrder:
     uses: list[str] = field(default_factory=list)
     place: int | None = None
     confidence: float = 1.0
+    guessing: bool = True
     clock: int = 0
     span: int = 1
     known: set[str] = field(default_factory=set)
@@ -94,7 +96,10 @@ class SlowOrder:
             return
         foreseen = self.future()[:1] == [key]
         if self.place is not None:
-            self.confidence += RATE_OF_LEARNING * (foreseen - self.confidence)
+            guessed_wrong = self.guessing and not foreseen
+            rate = RATE_OF_GUESSES if guessed_wrong else RATE_OF_LEARNING
+            self.confidence += rate * (foreseen - self.confidence)
+        self.guessing = not foreseen
         self.uses.append(key)
         self.place = self.place + 1 if foreseen and self.place is not None else self.best_match()
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 MEMORY = 8192
 LEARNING_RATE = 0.1
+GUESSED = 0.5  # how much a wrong prediction counts at a place where none came true yet
 TRUSTED = 0.5
 PATIENCE = 64
 """Uses after which a key that the caller said comes next is no longer waited for."""
@@ -103,9 +104,9 @@ class LearnedOrder:
     """A schedule that predicts by the longest suffix match over the last `memory` uses.
 
     Uses of one key in a row count once. `trusted` is False while there is no prediction, or fewer
-    than about half of the latest ones came true; keys are then ranked by decayed access rates, or
-    not at all (infinity for every key) during the first pass. The memory grows to twice the number
-    of registered keys, so that a pass over them fits.
+    than about half of the latest ones came true (wrong guesses count half); keys are then ranked by
+    decayed access rates, or not at all (infinity for every key) during the first pass. The memory
+    grows to twice the number of registered keys, so that a pass over them fits.
     """
 
     def __init__(self, memory: int = MEMORY) -> None:
@@ -115,12 +116,12 @@ class LearnedOrder:
         self._keys: list[str] = []  # by number
         self._spare: list[int] = []  # numbers that are nobody's
         self._kept: set[str] = set()  # keys whose number somebody was told
-        self._history: Numbers
-        self._following: Numbers  # place -> where its key comes next
-        self._history, self._following = np.zeros((2, 0), dtype=np.int64)
+        self._history: Numbers = np.zeros(0, dtype=np.int64)
+        self._following = self._history  # place -> where its key comes next
         self._length = 0
         self._latest: str | None = None  # the key used last
         self._place = _NOWHERE  # where in the history we believe to be; negative: nowhere
+        self._tested = False  # whether a prediction came true since we believe that
         self._confidence = 1.0
         self._clock = 0
         # By number: the last place in the history, the next place ahead, the rate of use.
@@ -131,7 +132,7 @@ class LearnedOrder:
         self._registered: dict[str, str | None] = {}  # key -> the one registered after it
         self._before: dict[str, str | None] = {}  # key -> the one registered before it
         self._newest: str | None = None
-        self._hinted: Numbers | None = None  # made when somebody asks
+        self._hints: Numbers | None = None  # made when somebody asks
         self._expected: dict[str, int] = {}  # key -> the use by which it must have come
 
     @property
@@ -181,7 +182,7 @@ class LearnedOrder:
         self.epoch += 1
 
     def introduce(self, key: str) -> None:
-        self._hinted = None
+        self._hints = None
         self.number(key)
         if key in self._registered:
             self._unlink(key)
@@ -207,7 +208,7 @@ class LearnedOrder:
         self._spare.append(self._numbers.pop(key))
 
     def _unlink(self, key: str) -> None:
-        self._hinted = None
+        self._hints = None
         before, after = self._before.pop(key), self._registered.pop(key)
         if before is not None:
             self._registered[before] = after
@@ -234,7 +235,7 @@ class LearnedOrder:
     # Learning ----------------------------------------------------------------------------------
 
     def advance_past(self, key: str) -> None:
-        again, self._latest, self._hinted = key == self._latest, key, None
+        again, self._latest, self._hints = key == self._latest, key, None
         # First of all, as it may take away this key's number, and the place we believe to be at.
         if self._length == len(self._history) and not again:
             self._forget_the_oldest()
@@ -248,7 +249,9 @@ class LearnedOrder:
         foreseen = self._place >= 0 and self._history.item(self._place + 1) == number
         before = (self.trusted, self.learning)
         if self._place >= 0:
-            self._confidence += LEARNING_RATE * (foreseen - self._confidence)
+            weight = LEARNING_RATE if foreseen or self._tested else GUESSED * LEARNING_RATE
+            self._confidence += weight * (foreseen - self._confidence)
+        self._tested = foreseen
         seen = self._last.item(number) >= 0
         self._append(number)
         if foreseen:
@@ -432,14 +435,12 @@ class LearnedOrder:
     def _learned(self, count: int) -> Numbers:
         if self.trusted:
             return self._history[self._place + 1 : min(self._place + 1 + count, self._length)]
-        return self._hints()[:count] if self.learning else _NOBODY
-
-    def _hints(self) -> Numbers:
-        """Those registered after the one used last."""
-        if self._hinted is None:
+        if not self.learning:
+            return _NOBODY
+        if self._hints is None:
             following = islice(self._registered_after(self._latest), HINTS)
-            self._hinted = np.array([self._numbers[key] for key in following], dtype=np.int64)
-        return self._hinted
+            self._hints = np.array([self._numbers[key] for key in following], dtype=np.int64)
+        return self._hints[:count]
 
     def _registered_after(self, key: str | None) -> Iterator[str]:
         while key in self._registered and (key := self._registered[key]) is not None:
