@@ -23,6 +23,7 @@ from tierstore.books import Lent
 from tierstore.lease import Lease, OpenLease
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.plan.records import State
 from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.views import laid_out, packed
@@ -192,6 +193,25 @@ class KeepingState(PuttingAside):
         if version in self._planner:
             self._planner.put_away(version)
             self._deliver()
+
+    def land(self, keys: Iterable[str]) -> None:
+        """Wait for those of the groups that are on their way to the fastest tier, or are gone."""
+        for key, version in self._arriving(list(keys)):
+            self._wait(self._of_version(key, version), self._has_landed)
+
+    @step
+    def _arriving(self, keys: list[str]) -> list[tuple[str, str]]:
+        self._check_open()
+        found = [(key, self._versions.get(key)) for key in keys]
+        return [(k, v) for k, v in found if v is not None and self._is_arriving(v)]
+
+    def _is_arriving(self, version: str) -> bool:
+        return self._planner.state_of(version) is State.ARRIVING
+
+    def _has_landed(self, request: Request) -> bool | None:
+        self._check_open(saving=True)
+        gone = request.version not in self._planner
+        return gone or not self._is_arriving(request.version) or None
 
     def _has_gone(self, request: Request) -> bool | None:
         self._check_open(saving=True)

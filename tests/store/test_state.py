@@ -45,6 +45,7 @@ from tierstore import (
     UnknownKeyError,
 )
 from tierstore.model.tiers import Hold
+from tierstore.transfer.carrier import ThreadCarrier
 
 ROUNDS = 20
 
@@ -578,6 +579,39 @@ def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
         go_on.set()
         join(thread)
         assert (found[0]["a"] == 2).all()
+
+
+@on_both
+def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
+    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it takes room. Nothing else is waited for: not what is there, nor what is not."""
+    began, go_on = threading.Event(), threading.Event()
+    last_hop = "_read" if device == "cpu" else "_onload"
+    original = getattr(ThreadCarrier, last_hop)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        return original(*args, **options)
+
+    with open_store(disk_dir, device=device) as store:
+        for key in ("there", "away", "coming"):
+            settled(store, key, {"a": pages(1)})
+        with store.acquire("there"):
+            monkeypatch.setattr(ThreadCarrier, last_hop, slow)
+            store.land(["there", "away", "no such key"])
+            store.expect(["coming"])
+            assert began.wait(PATIENCE)
+            store.offload("coming")
+            thread = started(lambda: store.land(["away", "coming"]))
+            wait_for_a_request(store)
+            assert thread.is_alive()
+            go_on.set()
+            join(thread)
+            top = "HOST" if device == "cpu" else "DEVICE"
+            assert top not in tiers_of(store, "coming")
+            assert top in tiers_of(store, "there")
 
 
 # Many at once --------------------------------------------------------------------------------

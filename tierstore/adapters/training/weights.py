@@ -219,6 +219,8 @@ class Desk:
                 borrowed[1].end()
         for weights in self._by_slice[number]:
             self.store.offload(weights.key)
+        # What was on its way takes room until it is there, and others are brought next.
+        self.store.land(weights.key for weights in self._by_slice[number])
 
     # Backward ----------------------------------------------------------------------------------
 
