@@ -370,7 +370,7 @@ class Foresight:
         budget = self._budgets[dst]
         if budget is None or len(numbers) < 2:
             return True
-        return self._bytes_of(set(numbers.tolist())) <= budget // 2
+        return self._bytes_of(numbers, set(numbers.tolist())) <= budget // 2
 
     def _is_near(self, dst: Tier, numbers: Numbers) -> bool:
         """Whether the groups are few, and take at most a quarter of the tier, or are only one.
@@ -380,14 +380,16 @@ class Foresight:
         if len(numbers) < 2:
             return True
         different, budget = set(numbers.tolist()), self._budgets[dst]
-        nbytes = self._bytes_of(different)
+        nbytes = self._bytes_of(numbers, different)
         few = len(different) <= 2 or nbytes * self._known <= 2 * self._known_bytes
         return few and (budget is None or nbytes <= budget // 4)
 
-    def _bytes_of(self, numbers: set[int]) -> int:
-        return sum(_of(self._nbytes, list(numbers)).tolist())
+    def _bytes_of(self, numbers: Numbers, different: set[int]) -> int:
+        if len(different) < len(numbers):
+            numbers = np.array(list(different))
+        return sum(_of(self._nbytes, numbers).tolist())
 
 
-def _of(array: npt.NDArray[Any], numbers: Numbers | list[int]) -> npt.NDArray[Any]:
+def _of(array: npt.NDArray[Any], numbers: Numbers) -> npt.NDArray[Any]:
     """An array's values at these numbers. Of who never was known, they are those of nobody."""
     return array.take(numbers, None, None, "clip")
