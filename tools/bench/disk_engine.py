@@ -55,17 +55,21 @@ class Engine:
         self._workers = Workers(disk_threads(), "disk")
         self._arena = host_arena(None, torch.device("cpu"))
 
-    def checkpoint(self, path: Path) -> list[Cargo]:
-        """The tensors of a safetensors file, each a group of its own."""
+    def checkpoint(self, path: Path, piece: int | None = None) -> list[Cargo]:
+        """The tensors of a safetensors file, or pieces of so many bytes, each a group by itself."""
         raw = path.open("rb").read(8)
         raw = path.open("rb").read(8 + int.from_bytes(raw, "little"))[8:]
         header = parse_header(raw, path.stat().st_size, str(path))
         cargo = []
         for entry in header.entries:
-            extent = Extent(str(path), header.data_start + entry.begin, entry.end - entry.begin)
-            placed = place([FileTensor(entry.name, entry.dtype, entry.shape, extent)])
-            spec = group_of(entry.name, placed.specs, placed.end)
-            cargo.append(Cargo(entry.name, spec, Source(placed.segments, placed.moves)))
+            begin, nbytes = header.data_start + entry.begin, entry.end - entry.begin
+            if piece is None:
+                extent = Extent(str(path), begin, nbytes)
+                cargo.append(_cargo_of(FileTensor(entry.name, entry.dtype, entry.shape, extent)))
+                continue
+            for at in range(0, nbytes, piece):
+                extent = Extent(str(path), begin + at, piece)
+                cargo.append(_cargo_of(FileTensor(f"{entry.name} {at}", "U8", (piece,), extent)))
         return cargo
 
     def read(self, cargos: Iterable[Cargo], verify: str, arrived: Callable[[Cargo, Slot], object]
@@ -164,6 +168,12 @@ class Engine:
         self._files.close()
         self.spill.close()
         self.directory.close()
+
+
+def _cargo_of(tensor: FileTensor) -> Cargo:
+    placed = place([tensor])
+    spec = group_of(tensor.name, placed.specs, placed.end)
+    return Cargo(tensor.name, spec, Source(placed.segments, placed.moves))
 
 
 def _several_at_once(items: Iterable[T], begin: Callable[[T, Callable[[], None]], None]) -> None:
