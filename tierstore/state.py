@@ -14,7 +14,7 @@ The store learns nothing from the uses of these groups. In training, who uses th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -209,14 +209,15 @@ class KeepingState(PuttingAside):
         return self._planner.state_of(version) is State.ARRIVING
 
     def _has_landed(self, request: Request) -> bool | None:
-        self._check_open(saving=True)
-        gone = request.version not in self._planner
-        return gone or not self._is_arriving(request.version) or None
+        return self._is_over(request, self._is_arriving)
 
     def _has_gone(self, request: Request) -> bool | None:
+        return self._is_over(request, self._planner.arriving)
+
+    def _is_over(self, request: Request, goes_on: Callable[[str], bool]) -> bool | None:
         self._check_open(saving=True)
         gone = request.version not in self._planner
-        return gone or not self._planner.arriving(request.version) or None
+        return gone or not goes_on(request.version) or None
 
     def expect_in_ram(self, keys: Iterable[str]) -> None:
         """Say what is held next, in order. A hint, like `prefetch`, that asks for no room above."""
