@@ -82,12 +82,25 @@ def simulate(
     no time. Without `prefetch`, groups move only when they are asked for. Raises BudgetError if a
     group is larger than a budget, and KeyError for a use of an unknown group.
     """
-    schedule = LearnedOrder() if prefetch else NoForesight()
     clock = Clock()
+    planner = planner_of(groups, budgets, clock, policy=policy, prefetch=prefetch)
+    return play(planner, clock, uses, bandwidth or {})
+
+
+def planner_of(
+    groups: Mapping[str, int],
+    budgets: Mapping[Tier, int | None],
+    clock: Clock,
+    *,
+    policy: str = "next-use",
+    prefetch: bool = True,
+) -> Planner:
+    """The planner that `simulate` plays with: it knows the groups, and looks at this clock."""
+    schedule = LearnedOrder() if prefetch else _NoForesight()
     planner = Planner(budgets, policy_named(policy, schedule), schedule, clock.time)
     for key, nbytes in groups.items():
         planner.register(key, nbytes, backed=True)
-    return play(planner, clock, uses, bandwidth or {})
+    return planner
 
 
 def play(
@@ -97,7 +110,7 @@ def play(
     return _Run(planner, clock, dict(bandwidth), uses).play()
 
 
-class NoForesight(LearnedOrder):
+class _NoForesight(LearnedOrder):
     """A schedule that learns, so that a policy may rank by it, and foretells nothing."""
 
     def ahead(self, count: int) -> Numbers:

@@ -125,12 +125,11 @@ class Foresight:
         self._tiers = tuple(sorted(budgets))[:-1]
         self._way_to = {tier: (Tier(tier + 1), tier) for tier in self._tiers}
         self.residents = Residents(schedule, budgets[self._tiers[-1]])
-        # By number: bytes, seconds of computing after a use, on which tiers it has room, and where
-        # it should have some, had it time, for how many bytes.
+        # By number: bytes, seconds of computing after a use, on which tiers it has room, and for
+        # how many bytes it should have some, had it time.
         self._nbytes = np.zeros(_ROOM, dtype=np.int64)
         self._seconds = np.zeros(_ROOM)
         self._held = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
-        self._missing = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
         self._lacking = {tier: np.zeros(_ROOM) for tier in self._tiers}
         self._passed_over = np.ones(_ROOM, dtype=np.bool_)
         self._highest = np.zeros(_ROOM, dtype=np.int64)  # the fastest tier that it is hoped for on
@@ -150,10 +149,8 @@ class Foresight:
             more = number  # at least as much again
             self._nbytes = np.append(self._nbytes, np.zeros(more, dtype=np.int64))
             self._seconds = np.append(self._seconds, np.zeros(more))
-            for marks in (self._held, self._missing):
-                for tier in self._tiers:
-                    marks[tier] = np.append(marks[tier], np.zeros(more, dtype=np.bool_))
             for tier in self._tiers:
+                self._held[tier] = np.append(self._held[tier], np.zeros(more, dtype=np.bool_))
                 self._lacking[tier] = np.append(self._lacking[tier], np.zeros(more))
             self._passed_over = np.append(self._passed_over, np.ones(more, dtype=np.bool_))
             self._highest = np.append(self._highest, np.zeros(more, dtype=np.int64))
@@ -211,11 +208,10 @@ class Foresight:
     def _see(self, number: int) -> None:
         """Note where the group is missing: not where it is nearer already."""
         wanted, highest = not self._passed_over.item(number), self._highest.item(number)
+        nbytes = max(self._nbytes.item(number), 1)  # it is missing even if it has none
         for tier in self._tiers:
             wanted = wanted and not self._held[tier].item(number)
-            missing = wanted and highest <= tier
-            self._missing[tier][number] = missing
-            self._lacking[tier][number] = self._nbytes.item(number) if missing else 0
+            self._lacking[tier][number] = nbytes if wanted and highest <= tier else 0
 
     # Times -------------------------------------------------------------------------------------
 
@@ -310,9 +306,9 @@ class Foresight:
         ahead = self._schedule.ahead(WINDOW)
         if not len(ahead):
             return None
-        missing = _of(self._missing[dst], ahead)
-        first = int(missing.argmax())
-        if not missing.item(first):
+        lacking = _of(self._lacking[dst], ahead)
+        first = int((lacking > 0).argmax())
+        if not lacking.item(first):
             return None
         number = ahead.item(first)
         nbytes, foretold = self._nbytes.item(number), self._schedule.foretold()

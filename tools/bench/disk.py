@@ -30,7 +30,7 @@ from tierstore.transfer.figures import disk_threads, known_figures
 from tierstore.transfer.pages import fresh_memory
 from tools.bench import disk_peers as peers
 from tools.bench import fio, machine
-from tools.bench.disk_engine import Engine, digest_of, one_tensor
+from tools.bench.disk_engine import Engine, digest_of, one_tensor, pieces
 from tools.bench.fio import MIB, Rate
 
 Run = Callable[[], Rate]
@@ -120,11 +120,10 @@ class Files:
 def reads(engine: Engine, files: Files) -> dict[str, Run]:
     """Every way to read the checkpoint, by name."""
     total = files.sizes.total
-    checkpoint = engine.checkpoint(files.safetensors)
+    cut = {size: engine.checkpoint(files.safetensors, size) for size in (files.sizes.group, PIECE)}
+    for largest, cargos in cut.items():
+        see_that_it_is_right(engine, cargos, files, largest)
     stored = store_groups(engine, files)
-    pieces = engine.checkpoint(files.safetensors, PIECE)
-    see_that_it_is_right(engine, checkpoint, files)
-    see_that_it_is_right(engine, pieces, files)
 
     def ours(cargos: Sequence[Cargo], verify: str) -> Run:
         return lambda: rated(
@@ -140,8 +139,8 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
 
     named = (files.safetensors, files.memory)
     return {
-        OURS: ours(checkpoint, "never"),
-        PIECES: ours(pieces, "never"),
+        OURS: ours(cut[files.sizes.group], "never"),
+        PIECES: ours(cut[PIECE], "never"),
         CHECKED: ours(stored, "always"),
         "O_DIRECT preadv into 4 KiB pages": peer(
             peers.read_in_threads, files.safetensors, files.small, os.O_DIRECT
@@ -166,7 +165,9 @@ def store_groups(engine: Engine, files: Files) -> list[Cargo]:
     return engine.stored()
 
 
-def see_that_it_is_right(engine: Engine, cargos: Sequence[Cargo], files: Files) -> None:
+def see_that_it_is_right(
+    engine: Engine, cargos: Sequence[Cargo], files: Files, largest: int
+) -> None:
     """Speed means nothing if the bytes are wrong: compare all of them once."""
     found: dict[str, str] = {}
 
@@ -175,13 +176,11 @@ def see_that_it_is_right(engine: Engine, cargos: Sequence[Cargo], files: Files) 
         found[cargo.key] = digest_of(slot, cargo.source)
 
     engine.read(cargos, "never", arrived)
-    piece = len(cargos) > files.sizes.groups
     expected = {}
-    for name, tensor in files.memory.items():
+    for tensor_name, tensor in files.memory.items():
         data = tensor.view(torch.uint8).numpy().data
-        for at in range(0, len(data), PIECE if piece else len(data)):
-            part = data[at : at + PIECE] if piece else data
-            expected[f"{name} {at}" if piece else name] = digest(part)
+        for name, at, nbytes in pieces(tensor_name, len(data), largest):
+            expected[name] = digest(data[at : at + nbytes])
     if found != expected:
         raise SystemExit("the engine read other bytes than the file holds")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,21 +55,17 @@ class Engine:
         self._workers = Workers(disk_threads(), "disk")
         self._arena = host_arena(None, torch.device("cpu"))
 
-    def checkpoint(self, path: Path, piece: int | None = None) -> list[Cargo]:
-        """The tensors of a safetensors file, or pieces of so many bytes, each a group by itself."""
+    def checkpoint(self, path: Path, largest: int) -> list[Cargo]:
+        """The tensors of a safetensors file, in pieces of so many bytes, each a group by itself."""
         raw = path.open("rb").read(8)
         raw = path.open("rb").read(8 + int.from_bytes(raw, "little"))[8:]
         header = parse_header(raw, path.stat().st_size, str(path))
         cargo = []
         for entry in header.entries:
-            begin, nbytes = header.data_start + entry.begin, entry.end - entry.begin
-            if piece is None:
-                extent = Extent(str(path), begin, nbytes)
-                cargo.append(_cargo_of(FileTensor(entry.name, entry.dtype, entry.shape, extent)))
-                continue
-            for at in range(0, nbytes, piece):
-                extent = Extent(str(path), begin + at, piece)
-                cargo.append(_cargo_of(FileTensor(f"{entry.name} {at}", "U8", (piece,), extent)))
+            begin = header.data_start + entry.begin
+            for name, at, nbytes in pieces(entry.name, entry.end - entry.begin, largest):
+                extent = Extent(str(path), begin + at, nbytes)
+                cargo.append(_cargo_of(FileTensor(name, "U8", (nbytes,), extent)))
         return cargo
 
     def read(self, cargos: Iterable[Cargo], verify: str, arrived: Callable[[Cargo, Slot], object]
@@ -168,6 +164,12 @@ class Engine:
         self._files.close()
         self.spill.close()
         self.directory.close()
+
+
+def pieces(name: str, nbytes: int, largest: int) -> Iterator[tuple[str, int, int]]:
+    """What is read of a tensor at once: names, where they begin, and bytes."""
+    for at in range(0, nbytes, largest):
+        yield f"{name}, from {at}", at, min(largest, nbytes - at)
 
 
 def _cargo_of(tensor: FileTensor) -> Cargo:

@@ -26,9 +26,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import Planner
-from tierstore.plan.policy import policy_named
-from tierstore.plan.schedule import LearnedOrder
-from tierstore.simulation import Clock, NoForesight, Outcome, Use, play, simulate
+from tierstore.simulation import Clock, Outcome, Use, planner_of, play, simulate
 from tools.bench import traces
 from tools.bench.report import Claim, Page
 from tools.bench.traces import Trace, belady, least_missed
@@ -218,7 +216,6 @@ def with_compute(trace: Trace, budget: int, ratio: float) -> Outcome:
 HISTORY = 8192
 MEASURED = 2000
 STEPS = (
-    "register",
     "state_of",
     "demand",
     "lease",
@@ -273,26 +270,20 @@ def marginal_cost(groups: int, keys: list[str], prefetch: bool, repeats: int) ->
     bandwidth = {TO_HOST: DISK_BANDWIDTH} if prefetch else {}
     seconds = 2 * (1 << 20) / DISK_BANDWIDTH if prefetch else 0.0
 
-    def planner_on(clock: Clock, kind: type[Planner]) -> Planner:
-        schedule = LearnedOrder() if prefetch else NoForesight()
-        return kind(budgets, policy_named("next-use", schedule), schedule, clock.time)
-
-    asked: list[Asked] = []
     clock = Clock()
-    notes = planner_on(clock, planner_that_notes(asked, clock))
-    for key, nbytes in sizes.items():
-        notes.register(key, nbytes, backed=True)
-    play(notes, clock, [Use(key, seconds) for key in keys], bandwidth)
-    ends = [place for place, one in enumerate(asked, 1) if one.step is Planner.release]
+    planner = planner_of(sizes, budgets, clock, prefetch=prefetch)
+    asked = note_what_is_asked(planner, clock)
+    play(planner, clock, [Use(key, seconds) for key in keys], bandwidth)
+    ends = [place for place, one in enumerate(asked, 1) if one.step == "release"]
 
     def run() -> float:
         clock = Clock()
-        planner, began = planner_on(clock, Planner), 0.0
+        planner, began = planner_of(sizes, budgets, clock, prefetch=prefetch), 0.0
         for part in (asked[: ends[HISTORY - 1]], asked[ends[HISTORY - 1] :]):
             began = time.process_time()
             for one in part:
                 clock.now = one.now
-                one.step(planner, *one.args, **one.kwargs)
+                getattr(planner, one.step)(*one.args, **one.kwargs)
         return (time.process_time() - began) / (len(keys) - HISTORY)
 
     return min(run() for _ in range(repeats))
@@ -302,27 +293,25 @@ class Asked(NamedTuple):
     """One step that a planner was asked to take, and when."""
 
     now: float
-    step: Callable[..., Any]
+    step: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def planner_that_notes(asked: list[Asked], clock: Clock) -> type[Planner]:
-    """A kind of planner that writes down what it is asked."""
+def note_what_is_asked(planner: Planner, clock: Clock) -> list[Asked]:
+    """From now on, the planner's steps are written down in the list that is returned."""
+    asked: list[Asked] = []
 
-    class Notes(Planner):
-        pass
-
-    def noted(step: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Notes, *args: Any, **kwargs: Any) -> Any:
-            asked.append(Asked(clock.now, step, args, kwargs))
-            return step(self, *args, **kwargs)
+    def noted(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            asked.append(Asked(clock.now, name, args, kwargs))
+            return step(*args, **kwargs)
 
         return method
 
     for name in STEPS:
-        setattr(Notes, name, noted(getattr(Planner, name)))
-    return Notes
+        setattr(planner, name, noted(name, getattr(planner, name)))
+    return asked
 
 
 # --- all of it ------------------------------------------------------------------------------------
