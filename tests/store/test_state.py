@@ -363,6 +363,7 @@ def test_what_is_held_for_good_stays_where_it_is(device: str, disk_dir: Path) ->
         assert kept.tensors["a"].data_ptr() == address
         assert (kept.tensors["a"] == 7).all()
         assert_sound(store)
+        kept.release()
 
 
 @on_both
