@@ -108,6 +108,8 @@ def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTe
     if (
         tensor.device.type != "cpu"
         or not tensor.is_contiguous()
+        or tensor.is_conj()  # then the bytes are not the value
+        or tensor.is_neg()
         or hasattr(tensor, "__tensor_flatten__")
     ):
         return None

@@ -299,8 +299,10 @@ class Serving(Books):
 
     def _see_removed(self, removal: Answer[None]) -> None:
         """Wait for a removal, and wake who flushes: they wait for it, too."""
-        removal.wait()
-        self._stir()
+        try:
+            removal.wait()
+        finally:
+            self._stir()
 
     @step
     def _stir(self) -> None:

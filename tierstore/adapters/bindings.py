@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any
 
 import torch
 
+from tierstore.adapters.wrapping import (
+    Arguments,
+    refuse_to_go_back,
+    tensors_in,
+    with_tensors,
+)
 from tierstore.lease import Lease
 from tierstore.model.errors import UnknownKeyError
 from tierstore.store import TierStore
@@ -50,7 +58,17 @@ class Binding:
     caches: what counts is how few objects are touched.
     """
 
-    __slots__ = ("_address", "home", "key", "name", "others", "tensor", "user", "version")
+    __slots__ = (
+        "_address",
+        "_shown_at",
+        "home",
+        "key",
+        "name",
+        "others",
+        "tensor",
+        "user",
+        "version",
+    )
 
     def __init__(self, tensor: torch.Tensor, key: str, name: str, home: torch.Tensor) -> None:
         self.tensor = tensor
@@ -83,7 +101,9 @@ class Binding:
             tensor.data_ptr() == self._address
             and version_of(tensor) == self.version
             and tensor.shape == expected.shape
+            and tensor.stride() == expected.stride()
             and tensor.dtype is expected.dtype
+            and not tensor.is_conj()
         )
 
     def show(self, visit: object, leased: torch.Tensor, *, unless_edited: bool) -> bool:
@@ -94,6 +114,7 @@ class Binding:
         if unless_edited and not self._is_as(leased):
             return False
         self.user = visit  # before anything is shown: wherever this ends, put_back undoes it
+        self._shown_at = leased.data_ptr()
         assign(self.tensor, leased)
         self.version = version_of(self.tensor)
         return True
@@ -134,6 +155,10 @@ class Binding:
         self.version = -1
 
     def _put_back(self, with_grad: bool) -> None:
+        if self.tensor.data_ptr() not in (self._shown_at, self._address):
+            # The forward itself gave it other memory: the tensor keeps that, on the CPU.
+            self.give(self.tensor.detach().cpu())
+            return
         if version_of(self.tensor) != self.version:
             # The forward itself changed it. The home is where the change is kept, and noticed.
             self.home.copy_(self.tensor.detach())
@@ -156,6 +181,19 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def _memory_of(tensor: torch.Tensor) -> int:
+    """The address of the storage that a tensor shows; 0 if it has none that can be told."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around others
+        return 0
+
+
+def _first(tensors: Mapping[str, torch.Tensor]) -> Iterable[torch.Tensor]:
+    """One of a group's tensors that has bytes: all of them lie in the same memory."""
+    return islice((tensor for tensor in tensors.values() if tensor.numel()), 1)
+
+
 class Kept(threading.local):
     """The lease of the group that was used last on this thread, kept for the unit that comes next.
 
@@ -174,15 +212,16 @@ class Kept(threading.local):
 
 
 class Shared:
-    """What the units of one model share.
+    """What the units of one model share, from when it was cut into groups until it is so no more.
 
-    `lock` guards what their tensors show, and `renewals`: how often any of them went to other
-    groups.
+    `lock` guards what their tensors show; `renewals`: how often any of them went to other groups;
+    and whether it is `over`: then nothing is shown any more.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.renewals = 0
+        self.over = False
         self.kept = Kept()
 
 
@@ -193,10 +232,16 @@ class WholeRun:
         self._kept = shared.kept
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self) -> None:
+    def begin(self) -> bool:
         """A call inside of another one changes nothing."""
         if self._kept.run is None:
             self._kept.run = self
+        return True
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """Leave nothing leased. What units return is theirs to look at."""
+        self.end()
+        return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
@@ -209,7 +254,8 @@ class WholeRun:
 class Loan:
     """What one unit needs of the store while it runs.
 
-    `renew` is called with the bindings that were edited, before they are used.
+    `renew` is called with the bindings that were edited, before they are used. Where `shared` is
+    over, `settled` returns when it is clear what comes next.
     """
 
     def __init__(
@@ -218,11 +264,13 @@ class Loan:
         bindings: list[Binding],
         shared: Shared,
         renew: Callable[[list[Binding]], None],
+        settled: Callable[[], None],
     ) -> None:
         self.store = store
         self.bindings = bindings
         self.shared = shared
         self.renew = renew
+        self.settled = settled
         self._keys: tuple[int, list[str]] = (-1, [])
 
     def keys(self) -> tuple[int, list[str]]:
@@ -239,22 +287,49 @@ class Visit:
     Every visit holds leases of its own, so that visits on several threads may overlap.
     """
 
-    __slots__ = ("_leases", "_loan")
+    __slots__ = ("_leases", "_loan", "_with_grad")
 
     def __init__(self, loan: Loan) -> None:
         self._loan = loan
         self._leases: list[Lease] = []
+        self._with_grad = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self) -> None:
-        """Bring the tensors in. If it raises, `end` still has to be called."""
+    def begin(self) -> bool:
+        """Bring the tensors in. In any case, `end` has to be called.
+
+        False if the model is not cut into these groups any more.
+        """
         edited = self._show(unless_edited=True)
         if edited:
             self._release_all()
             self._loan.renew(edited)
         while edited is None or edited:
             self._release_all()  # groups were renewed, by us or on another thread
+            if self._loan.shared.over:
+                self._loan.settled()
+                return False
             edited = self._show(unless_edited=False)
+        return True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """After the forward: put everything back. Returns its result, safe to keep."""
+        tensors = list(tensors_in(result))
+        if any(tensor.grad_fn is not None for tensor in tensors):
+            self._with_grad = True  # it may have turned gradients on by itself
+            refuse_to_go_back(tensors, given)
+        if tensors and self._leases:
+            result = self._without_leased(result, tensors)
+        self.end()
+        return result
+
+    def _without_leased(self, result: Any, tensors: list[torch.Tensor]) -> Any:
+        """The result, with copies of what shows leased memory, which others may use soon."""
+        leased = {_memory_of(t) for lease in self._leases for t in _first(lease.tensors)}
+        if leased.isdisjoint(map(_memory_of, tensors)):
+            return result
+        return with_tensors(result, lambda t: t.clone() if _memory_of(t) in leased else t)
 
     def _show(self, *, unless_edited: bool) -> list[Binding] | None:
         """Let the tensors show leased memory. Returns those that do not, as they were edited; then
@@ -268,7 +343,7 @@ class Visit:
             for key in keys[len(leases) :]:
                 leases.append(loan.store.acquire(key))
         except UnknownKeyError:
-            if shared.renewals == as_of:
+            if shared.renewals == as_of and not shared.over:
                 raise
             return None
         if len(leases) == 1:
@@ -276,7 +351,7 @@ class Visit:
         else:
             leased = {name: t for lease in leases for name, t in lease.tensors.items()}
         with shared.lock:
-            if shared.renewals != as_of:
+            if shared.renewals != as_of or shared.over:
                 return None
             edited = [
                 binding
@@ -288,7 +363,7 @@ class Visit:
         return edited
 
     def _put_back(self) -> None:
-        with_grad = torch.is_grad_enabled()
+        with_grad = self._with_grad or torch.is_grad_enabled()
         for binding in self._loan.bindings:
             binding.put_back(self, with_grad=with_grad)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.bindings import assign
 from tierstore.adapters.owners import Change, Owner
@@ -33,7 +34,7 @@ class Conversion(StandIn):
         offloaded = self._offloaded
         if offloaded is None:
             return self.original(change, recurse)
-        moved = change(torch.empty(0))
+        moved = change(torch.empty(0, device="cpu"))
         if moved.device.type != "cpu":
             raise RuntimeError(
                 f"the model cannot be moved to {moved.device}: its weights are in a tierstore, and "
@@ -147,6 +148,14 @@ class Saving(Hook):
             shown = state.get(prefix + name)
             if binding is not None and shown is not None and shown is not tensor:
                 state[prefix + name] = binding.value(shown)
+
+
+def after_state_dict(module: nn.Module, saving: Saving) -> RemovableHandle:
+    """Have `saving` called before others: they may take tensors away, or rename them."""
+    handle: RemovableHandle = module.register_state_dict_post_hook(saving)
+    hooks: Any = module._state_dict_hooks
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def nothing(module: nn.Module, *_: Any) -> None:

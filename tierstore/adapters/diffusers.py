@@ -6,6 +6,7 @@ The idea of group offloading, and the names of its arguments, are those of diffu
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -13,15 +14,15 @@ import logging
 import types
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierstore.adapters.grouping import Cutting, unique_bytes
-from tierstore.adapters.modules import OffloadedModule, usual_target
+from tierstore.adapters.grouping import Cutting, unique_bytes, usual_target
+from tierstore.adapters.modules import OffloadedModule
 from tierstore.adapters.owners import MARKER, refuse_other_offloading
 from tierstore.metrics import Stats
 from tierstore.model.outline import OFFLOAD_TYPES
@@ -31,35 +32,14 @@ from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")
 
-_CHANGES_WEIGHTS = (
-    "load_lora_weights",
-    "unload_lora_weights",
-    "fuse_lora",
-    "unfuse_lora",
-    "delete_adapters",
-    "load_lora_adapter",
-    "unload_lora",
-    "load_ip_adapter",
-    "unload_ip_adapter",
-    "load_textual_inversion",
-    "unload_textual_inversion",
-    "load_attn_procs",
-    "fuse_qkv_projections",
-    "unfuse_qkv_projections",
-    "load_state_dict",
-    "enable_layerwise_casting",
-    "add_adapter",
-)
-"""Methods of pipelines and models that change weights or modules: they run suspended."""
-
 _REPLACED = {
     "offload_to_disk_path": "the store's disk_dir: TierStore(ram_budget, disk_dir)",
     "offload_device": "the store, which decides between RAM and disk by its budgets",
 }
 _HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 
-# Weak both ways: what keeps a handle alive are the wrapped methods of what it offloads.
-_handles: weakref.WeakKeyDictionary[Any, weakref.ref[OffloadHandle]] = weakref.WeakKeyDictionary()
+# A handle does not hold its target, so that an entry goes with it.
+_handles: weakref.WeakKeyDictionary[Any, OffloadHandle] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -71,36 +51,42 @@ class OffloadHandle:
         self._target = weakref.ref(target)
         self._settings = settings
         self._suspensions = 0
-        self._offloaded: dict[str, OffloadedModule] = {}
-        self._entries: list[tuple[Any, str]] = []
+        self._parts: dict[str, Component] = {}
         self._number = next(_numbers)
         self._enabled = False
-        self._chosen: dict[str, nn.Module] = {}
         self._enable()
 
     @property
     def enabled(self) -> bool:
         """Whether weights are offloaded now."""
-        return self._enabled
+        return self._enabled and not any(part.ordinary for part in self._parts.values())
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The keys of the groups and the names of the tensors in each."""
-        return {key: names for o in self._offloaded.values() for key, names in o.groups.items()}
+        """The keys of the groups and the names of the tensors in each.
+
+        Those of a component that pipelines share are with the first of them.
+        """
+        own = [part for part in self._parts.values() if part.first_user in (None, self._target())]
+        return {key: names for part in own for key, names in part.groups.items()}
 
     def stats(self) -> Stats:
         """The store's numbers so far."""
         return self.store.stats()
 
     def disable(self) -> None:
-        """Undo the offloading: the weights are ordinary CPU tensors again, bit-equal."""
+        """Undo the offloading: the weights are ordinary CPU tensors again, bit-equal.
+
+        Components that another offloaded pipeline has, too, stay offloaded for that one.
+        """
+        self._enabled = False
         target = self._target()
-        if target is not None and _handle_of(target) is self:
-            del _handles[target]
-        self._disable()
-        for owner, name in self._entries:
-            owner.__dict__.pop(name, None)
-        self._entries.clear()
+        if target is not None:
+            if _handles.get(target) is self:
+                del _handles[target]
+            unwrap(target, self)
+        while self._parts:
+            self._parts.popitem()[1].leave(target)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -109,14 +95,14 @@ class OffloadHandle:
         Afterwards they are offloaded again: what changed is stored anew, the rest is not.
         """
         self._suspensions += 1
-        if self._suspensions == 1:
-            self._disable()
         try:
-            yield
+            with ExitStack() as stack:
+                for part in list(self._parts.values()):
+                    stack.enter_context(part.suspended())
+                yield
         finally:
             self._suspensions -= 1
-            if self._suspensions == 0 and not self.store.closed:
-                self._enable()
+            self._resume()
 
     def __enter__(self) -> OffloadHandle:
         return self
@@ -129,86 +115,53 @@ class OffloadHandle:
     ) -> None:
         self.disable()
 
-    def _enable(self) -> None:
-        target = self._target()
-        name = type(target).__name__
-        before = self.store.stats().bytes_written
-        self._chosen = _components(target, self._settings["exclude_modules"] or [], self.store)
-        try:
-            for component, module in self._chosen.items():
-                prefix = (
-                    f"{name}-{self._number}/{component}" if component else f"{name}-{self._number}"
-                )
-                self._offloaded[component] = self._offload(module, prefix)
-                _mark(module, self.store.device)
-        except BaseException:
-            self._disable()
-            raise
+    def again(self) -> None:
+        """Offload what was offloaded until `disable`, as it was."""
         self._enabled = True
-        if not self._entries:
-            for owner in (target, *self._chosen.values()):
-                self._wrap_changes(owner)
-        sizes = sum(unique_bytes(m.parameters()) for m in self._chosen.values())
-        logger.info(
-            "%s: %d components, %d groups, %d bytes of weights; %d bytes written",
-            name,
-            len(self._chosen),
-            len(self.groups),
-            sizes,
-            self.store.stats().bytes_written - before,
-        )
+        self._resume()
 
-    def _offload(self, module: nn.Module, prefix: str) -> OffloadedModule:
-        settings = self._settings
-        skip = settings["exclude_kwargs"]
-        if skip is None:
-            skip = getattr(module, "_skip_keys", None) or []
-        blocks = settings["block_modules"]
-        if blocks is None:
-            blocks = getattr(module, "_group_offload_block_modules", None) or []
-        cutting = Cutting(
-            settings["offload_type"],
-            settings["group_size"] or usual_target(settings["offload_type"], self.store, module),
-            tuple(blocks),
-            settings["num_blocks_per_group"],
-        )
-        return OffloadedModule(module, self.store, prefix, cutting, skip=frozenset(skip))
+    def _resume(self) -> None:
+        if self._enabled and self._suspensions == 0 and not self.store.closed:
+            self._enable()
 
-    def _disable(self) -> None:
-        for offloaded in self._offloaded.values():
-            _unmark(offloaded.root)
-            offloaded.disable()
-        self._offloaded.clear()
-        self._enabled = False
+    def _enable(self) -> None:
+        """Offload the components that the target has now. If that fails, it has those of before."""
+        target = self._target()
+        if target is None:
+            return  # what is left of its components see to themselves
+        chosen, staying = _models(target, self._settings)
+        before, self._parts = self._parts, {}
+        try:
+            for name, module in chosen.items():
+                self._parts[name] = self._part(target, name, module)
+            for name, module in staying.items():
+                if name not in (self._settings["exclude_modules"] or []):
+                    logger.warning("%s cannot be offloaded in groups: it stays on the device", name)
+                module.to(self.store.device)
+        except BaseException:
+            self._leave(set(self._parts.values()).difference(before.values()))
+            self._parts = before
+            raise
+        self._leave(set(before.values()).difference(self._parts.values()))
+        self._enabled = True
+        _handles[target] = self
+        if not isinstance(target, nn.Module):
+            wrap_changes(target, self)
 
-    def _wrap_changes(self, owner: Any) -> None:
-        for name in _CHANGES_WEIGHTS:
-            method = getattr(owner, name, None)
-            if method is None or not inspect.ismethod(method):
-                continue
-            object.__setattr__(owner, name, SuspendingMethod(self, method))
-            self._entries.append((owner, name))
+    def _part(self, target: Any, name: str, module: nn.Module) -> Component:
+        """The component that a model is, which others who have it may have offloaded already."""
+        part = component_of(module)
+        if part is None or part.store is not self.store:
+            prefix = f"{type(target).__name__}-{self._number}"
+            part = Component(
+                module, self.store, f"{prefix}/{name}" if name else prefix, self._settings
+            )
+        part.join(target)
+        return part
 
-
-class SuspendingMethod:
-    """Stands in for a method that changes weights: it runs while the offloading is suspended.
-
-    A deep copy of its owner gets the ordinary method back.
-    """
-
-    def __init__(self, handle: OffloadHandle, method: types.MethodType) -> None:
-        self._handle = handle
-        self._function = method.__func__
-        self._owner = weakref.ref(method.__self__)
-        functools.update_wrapper(self, self._function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._handle.suspended():
-            return self._function(self._owner(), *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        owner = self._owner()
-        return types.MethodType(self._function, memo.get(id(owner), owner))
+    def _leave(self, parts: set[Component]) -> None:
+        for part in parts:
+            part.leave(self._target())
 
 
 def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffusers
@@ -265,19 +218,19 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         raise TypeError(
             f"a {type(target).__name__} cannot be offloaded: pass a diffusers pipeline or a module"
         )
-    handle = _handle_of(target)
-    if handle is not None:
-        if handle.store is store and handle._settings == settings and handle.enabled:
-            return handle
-        handle.disable()
-    handle = OffloadHandle(target, store, settings)
-    _handles[target] = weakref.ref(handle)
-    return handle
-
-
-def _handle_of(target: Any) -> OffloadHandle | None:
-    reference = _handles.get(target)
-    return None if reference is None else reference()
+    _models(target, settings)  # what cannot be meant is found before anything is undone
+    before = _handles.get(target)
+    if before is None:
+        return OffloadHandle(target, store, settings)
+    if before.store is store and before._settings == settings and before.enabled:
+        before._resume()  # components may be others now
+        return before
+    before.disable()
+    try:
+        return OffloadHandle(target, store, settings)
+    except BaseException:
+        before.again()
+        raise
 
 
 def _refuse_replaced(arguments: dict[str, Any]) -> None:
@@ -313,56 +266,22 @@ def _check_settings(
         )
 
 
-def _components(target: Any, excluded: list[str], store: TierStore) -> dict[str, nn.Module]:
+def _models(
+    target: Any, settings: dict[str, Any]
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The models in a target that are to be offloaded, and those that stay on the device."""
     if isinstance(target, nn.Module):
         found: dict[str, nn.Module] = {"": target}
     else:
         found = {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
+    excluded = settings["exclude_modules"] or []
     unknown = [name for name in excluded if name not in found]
     if unknown:
         raise ValueError(f"exclude_modules names {unknown}, but there are only {sorted(found)}")
-    chosen = {}
+    chosen, staying = {}, {}
     for name, module in found.items():
-        if name in excluded or not getattr(module, "_supports_group_offloading", True):
-            if name not in excluded:
-                logger.warning("%s cannot be offloaded in groups: it stays on the device", name)
-            module.to(store.device)
-        elif not _is_shared(module, store):
-            refuse_other_offloading(name or type(module).__name__, module)
+        if name not in excluded and getattr(module, "_supports_group_offloading", True):
             chosen[name] = module
-    return chosen
-
-
-def _is_shared(module: nn.Module, store: TierStore) -> bool:
-    """Another pipeline with the same component has offloaded it to this store already."""
-    return any(
-        handle.store is store and any(o.root is module for o in handle._offloaded.values())
-        for handle in [reference() for reference in list(_handles.values())]
-        if handle is not None
-    )
-
-
-def _mark(module: nn.Module, device: torch.device) -> None:
-    """Let diffusers see that the model is offloaded, and to where."""
-    try:
-        from diffusers.hooks import HookRegistry
-    except ImportError:
-        return  # without diffusers nobody asks
-    # Not register_hook: its wrapper around forward would make a deep copy run this model's weights.
-    HookRegistry.check_if_exists_or_initialize(module).hooks[MARKER] = _Mark(device)
-
-
-def _unmark(module: nn.Module) -> None:
-    registry = getattr(module, "_diffusers_hook", None)
-    if registry is not None and isinstance(registry.get_hook(MARKER), _Mark):
-        del registry.hooks[MARKER]
-
-
-class _Mark:
-    """What diffusers looks for. A deep copy of the model is an ordinary model: it has no mark."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.config = SimpleNamespace(onload_device=device, offload_device=torch.device("cpu"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
+        else:
+            staying[name] = module
+    return chosen, staying

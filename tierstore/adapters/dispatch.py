@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import assign
-from tierstore.adapters.grouping import Cutting, unique_bytes
+from tierstore.adapters.grouping import Cutting, unique_bytes, usual_target
 from tierstore.adapters.loading import load_weights
-from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule, usual_target
+from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
 from tierstore.adapters.owners import owner_of, refuse_other_offloading
 from tierstore.settings import resolve_device
 from tierstore.store import TierStore
@@ -133,14 +133,14 @@ def dispatch_model(
         frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ()),
         frozenset(preload_module_classes or ()),
     )
+    before = store.stats().bytes_written
     owner = owner_of(model)
     if isinstance(owner, Dispatched) and owner.root is model:
         if owner.store is store and owner.settings == settings:
             return model
-        owner.disable()
-    refuse_other_offloading(type(model).__name__, model)
-    before = store.stats().bytes_written
-    dispatched = Dispatched(model, store, settings)
+        dispatched = _dispatched_anew(owner, store, settings)
+    else:
+        dispatched = _dispatched(model, store, settings)
     logger.info(
         "%s: %d groups, %d bytes of weights; %d bytes written",
         type(model).__name__,
@@ -149,6 +149,22 @@ def dispatch_model(
         store.stats().bytes_written - before,
     )
     return model
+
+
+def _dispatched(model: nn.Module, store: TierStore, settings: Settings) -> Dispatched:
+    refuse_other_offloading(type(model).__name__, model)
+    return Dispatched(model, store, settings)
+
+
+def _dispatched_anew(owner: Dispatched, store: TierStore, settings: Settings) -> Dispatched:
+    """Its model with other settings, or on another store. If that fails, as before."""
+    owner.disable()
+    try:
+        return _dispatched(owner.root, store, settings)
+    except BaseException:
+        if not owner.store.closed:
+            owner.enable()
+        raise
 
 
 def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of accelerate

@@ -12,11 +12,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tierstore.model.outline import RESIDENT_BUFFER_BYTES, Need, Piece, cut, portions
+from tierstore.model.outline import (
+    RESIDENT_BUFFER_BYTES,
+    Need,
+    Piece,
+    cut,
+    portions,
+    target_bytes,
+)
+from tierstore.model.tiers import Tier
+from tierstore.store import TierStore
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that use the weights of their children without calling them."""
+
+
+def usual_target(offload_type: str, store: TierStore, module: nn.Module) -> int:
+    """How large a group should be at most, in bytes, given the store's budgets."""
+    budgets = store.stats().budget_bytes
+    smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
+    return target_bytes(offload_type, smallest, sum(map(tensor_bytes, module.parameters())))
 
 
 @dataclass(frozen=True)
@@ -234,3 +250,13 @@ def span(tensor: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def unused(key: str, used: set[str]) -> str:
+    """The key itself, or with a number if it is used."""
+    number, found = 1, key
+    while found in used:
+        number += 1
+        found = f"{key}.{number}"
+    used.add(found)
+    return found

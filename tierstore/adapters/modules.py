@@ -9,9 +9,11 @@ nothing stays leased.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, KeysView, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,15 +29,23 @@ from tierstore.adapters.bindings import (
     assign,
     make_ordinary,
 )
-from tierstore.adapters.changing import Conversion, Copying, Loading, Saving
+from tierstore.adapters.changing import (
+    Conversion,
+    Copying,
+    Loading,
+    Saving,
+    after_state_dict,
+)
 from tierstore.adapters.grouping import (
     Cutting,
     GroupPlan,
     Unit,
     tensor_bytes,
+    unused,
 )
 from tierstore.adapters.owners import (
     Change,
+    Owner,
     around,
     disown,
     everyone,
@@ -49,10 +59,10 @@ from tierstore.adapters.wrapping import (
     OffloadedForward,
     StandIn,
     device_of,
+    has_method,
     to_device,
 )
-from tierstore.model.errors import BudgetError, LeaseError
-from tierstore.model.outline import target_bytes
+from tierstore.model.errors import BudgetError, ClosedError, LeaseError
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore
@@ -64,6 +74,9 @@ ENTRIES = ("forward", "encode", "decode")
 ON_DEVICE, IN_RAM, ANYWHERE = "device", "cpu", "disk"
 """Where a weight should stay between its uses: for good on the device; in RAM, given up last; or
 wherever the store finds it best."""
+
+
+_renewals = itertools.count(1)
 
 
 class OffloadedModule:
@@ -96,7 +109,6 @@ class OffloadedModule:
         self._places = places
         self._aligned = aligned and store.device.type != "cpu"
         self._renewing = threading.RLock()
-        self.shared = Shared()
         self._watched: list[Binding] = []
         self._watch = WriteWatch([])
         self._wrappers: list[StandIn | Copying] = []
@@ -118,6 +130,7 @@ class OffloadedModule:
             raise LeaseError("the model around it runs at this moment: offload it before or after")
         for other in outer:
             other.disable()
+        self.shared = Shared()
         try:
             own(self)
             self._take()
@@ -139,10 +152,7 @@ class OffloadedModule:
         self._watch_homes()
         for unit in units:
             self._wrap(unit)
-        align = self._align if self._aligned else None
-        for name in self._entries():
-            run = functools.partial(WholeRun, self.shared)
-            self._wrappers.append(OffloadedForward(self.root, name, run, self._prepare, align))
+        self._wrap_entries({unit.module for unit in units})
         self._wrappers.append(Conversion(self))
         if self.residents:
             self._wrappers.append(Copying(self.root, self.residents))
@@ -152,7 +162,7 @@ class OffloadedModule:
             if holds or module is self.root:
                 self._hooks.append(module.register_load_state_dict_post_hook(loading))
             if holds:
-                self._hooks.append(_after_state_dict(module, saving))
+                self._hooks.append(after_state_dict(module, saving))
 
     def _plans(self, units: list[Unit]) -> list[GroupPlan]:
         """The groups: what should stay in RAM and what need not are never in one."""
@@ -179,7 +189,7 @@ class OffloadedModule:
         space = AddressSpace()
         names: set[str] = set()
         for plan in bar(plans, self.prefix, "groups"):
-            key = _unused(f"{self.prefix}/{plan.name}", names)
+            key = unused(f"{self.prefix}/{plan.name}", names)
             homes = self.store.register(key, plan.tensors, space=space)
             self._know(key, list(plan.tensors))
             for name, tensor in plan.tensors.items():
@@ -222,26 +232,49 @@ class OffloadedModule:
         if owner_of(unit.module) is not self:
             return
         own = {id(tensor) for tensor in unit.tensors.values()}
-        loans = [self.loan(own)]
-        others = [other for other in everyone() if other is not self]
-        if others:  # a weight may be tied to one that they offload: they lend it
-            tied = self._used_by(unit) & own
-            loans += [other.loan(tied) for other in others]
-        for loan in loans:
-            if loan.bindings or (self._aligned and loan is loans[0]):
-                self._wrap_with(unit, loan)
+        loan = self.loan(own)
+        if loan.bindings or self._aligned:
+            self._wrap_with(unit, self, functools.partial(Visit, loan))
+        for other in everyone():
+            # A weight may be tied to one that they offload: they lend it, as it is with them then.
+            if other is not self and not own.isdisjoint(other.tensor_ids()):
+                tied = self._used_by(unit) & own
+                self._wrap_with(unit, other, functools.partial(_visit_of, other, tied))
 
-    def _wrap_with(self, unit: Unit, loan: Loan) -> None:
+    def _wrap_with(self, unit: Unit, owner: Owner, visit: Callable[[], Visit]) -> None:
         move = self._move if self._aligned else None
         for name in self._entries() if unit.module is self.root else ["forward"]:
-            if callable(getattr(unit.module, name, None)):
-                visit = functools.partial(Visit, loan)
-                self._wrappers.append(OffloadedForward(unit.module, name, visit, move))
+            if has_method(unit.module, name):
+                wrapper = OffloadedForward(unit.module, name, owner.look, visit, move)
+                self._wrappers.append(wrapper)
+
+    def _wrap_entries(self, units: set[nn.Module]) -> None:
+        """Whichever part of the model is called, its units run in one run, and what changed is
+        seen before."""
+        move = self._move if self._aligned else None
+        for module in self.root.modules():
+            parts = (part for part in module.modules() if part is not module)
+            if (
+                module is not self.root
+                and module not in units
+                and owner_of(module) is self
+                and type(module).forward is not nn.Module.forward
+                and not units.isdisjoint(parts)
+            ):
+                wrapper = OffloadedForward(module, "forward", self.look, self._run, move)
+                self._wrappers.append(wrapper)
+        align = self._align if self._aligned else None
+        for name in self._entries():
+            wrapper = OffloadedForward(self.root, name, self.look, self._run, self._move, align)
+            self._wrappers.append(wrapper)
+
+    def _run(self) -> WholeRun | None:
+        return WholeRun(self.shared) if self.shared.kept.run is None else None
 
     def loan(self, tensors: set[int]) -> Loan:
         """What a unit needs to use those of the tensors (by id) that are offloaded here."""
         bindings = [self._bindings[number] for number in tensors if number in self._bindings]
-        return Loan(self.store, bindings, self.shared, self.renew)
+        return Loan(self.store, bindings, self.shared, self.renew, self._settled)
 
     def _used_by(self, unit: Unit) -> set[int]:
         """The tensors that modules of ours have, in the unit."""
@@ -250,21 +283,48 @@ class OffloadedModule:
         return {id(tensor) for tensors in held for tensor in tensors}
 
     def _entries(self) -> list[str]:
-        return [name for name in ENTRIES if callable(getattr(self.root, name, None))]
+        return [name for name in ENTRIES if has_method(self.root, name)]
 
     # Around a run ------------------------------------------------------------------------------
 
+    def look(self) -> None:
+        """Before any part of the model runs: use it as it is now. During a run, nothing is seen."""
+        if self.shared.kept.run is None:
+            self._look()
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _prepare(self, args: Any, kwargs: Any) -> Arguments:
-        """Before the whole model runs: use the weights as they are now, on inputs at hand."""
-        if self.changed and not self.in_use:
+    def _look(self) -> None:
+        with self._renewing:  # others wait until it is cut anew
+            if self.changed and self._end_use():
+                self._cut_anew()
+            written = [self._watched[i] for i in self._watch.written()]
+            if written:
+                self.renew(written)
+
+    def _end_use(self) -> bool:
+        """Have nothing shown from now on. False if something is at this moment."""
+        with self.shared.lock:
+            self.shared.over = not self.in_use
+            return self.shared.over
+
+    def _cut_anew(self) -> None:
+        # The wrappers stay until others take their places: on another thread, the model may begin
+        # to run, and waits in them.
+        outdated = [w for w in self._wrappers if isinstance(w, OffloadedForward)]
+        self._wrappers = [w for w in self._wrappers if w not in outdated]
+        for wrapper in outdated:
+            wrapper.outdated = True
+        try:
             self.disable()
             self.enable()
-        written = [self._watched[i] for i in self._watch.written()]
-        if written:
-            self.renew(written)
-        moved: Arguments = self._move(args, kwargs)
-        return moved
+        finally:
+            while outdated:
+                outdated.pop().remove()
+
+    def _settled(self) -> None:
+        """Returns when the model is not being cut anew, or made an ordinary one."""
+        with self._renewing:
+            pass
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _move(self, args: Any, kwargs: Any) -> Arguments:
@@ -345,7 +405,8 @@ class OffloadedModule:
     def _store_anew(
         self, old: str, members: list[Binding], values: Mapping[str, torch.Tensor]
     ) -> None:
-        key = f"{old.partition('~')[0]}~{self.shared.renewals + 1}"
+        named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
+        key = next(key for key in named if key not in self.groups)
         homes = self.store.register(key, values)
         self._know(key, self.groups.pop(old))
         with self.shared.lock:
@@ -357,6 +418,12 @@ class OffloadedModule:
     @torch.inference_mode(mode=False)
     def disable(self) -> None:
         """Make it an ordinary module again. Its weights show what they showed while away."""
+        with self._renewing:
+            self._disable()
+
+    def _disable(self) -> None:
+        with self.shared.lock:
+            self.shared.over = True
         while self._wrappers:
             self._wrappers.pop().remove()
         while self._hooks:
@@ -367,32 +434,13 @@ class OffloadedModule:
             if not binding.edited:  # otherwise it shows what somebody gave it
                 assign(binding.tensor, binding.home)
         self._bindings.clear()
-        for key in self.groups:
-            if not self.store.closed and key in self.store:
-                self.store.discard(key)
+        with suppress(ClosedError):  # in a child process, too, where the store is of no use
+            for key in self.groups:
+                if key in self.store:
+                    self.store.discard(key)
         self.groups.clear()
 
 
-def _unused(key: str, used: set[str]) -> str:
-    """The key itself, or with a number if it is used."""
-    number, found = 1, key
-    while found in used:
-        number += 1
-        found = f"{key}.{number}"
-    used.add(found)
-    return found
-
-
-def _after_state_dict(module: nn.Module, saving: Saving) -> RemovableHandle:
-    """Have `saving` called before others: they may take tensors away, or rename them."""
-    handle: RemovableHandle = module.register_state_dict_post_hook(saving)
-    hooks: Any = module._state_dict_hooks
-    hooks.move_to_end(handle.id, last=False)
-    return handle
-
-
-def usual_target(offload_type: str, store: TierStore, module: nn.Module) -> int:
-    """How large a group should be at most, in bytes, given the store's budgets."""
-    budgets = store.stats().budget_bytes
-    smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
-    return target_bytes(offload_type, smallest, sum(p.nbytes for p in module.parameters()))
+def _visit_of(lender: Owner, tensors: set[int]) -> Visit:
+    """A visit of the tensors (by id) that somebody else offloads, where they are now."""
+    return Visit(lender.loan(tensors))

@@ -45,6 +45,9 @@ class Owner(Protocol):
     def residents(self) -> list[torch.Tensor]:
         """Its tensors that stay on the device."""
 
+    def look(self) -> None:
+        """Before any part of the model runs: use it as it is now."""
+
     def enable(self) -> None:
         """Offload the model as it is now."""
 

@@ -47,13 +47,13 @@ class Staying:
         and end with `/resident`.
         """
         portions: list[dict[str, torch.Tensor]] = []
-        nbytes = target
+        nbytes = 0
         for name, tensor in tensors.items():
             if hasattr(tensor, "__tensor_flatten__"):
                 self._swap(tensor)
                 continue
             nbytes += tensor_bytes(tensor)
-            if nbytes > target:
+            if not portions or nbytes > target:
                 portions.append({})
                 nbytes = tensor_bytes(tensor)
             portions[-1][name] = tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +21,17 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class StandIn:
     """Stands in for the method `name` of a module until `remove`."""
 
+    outdated = False
+    """Whether it stands only until another takes its place, and stands in for what it did."""
+
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module = module
         self.name = name
-        self.replaced = module.__dict__.get(name)
+        self.replaced: Any = module.__dict__.get(name)
         self.original: Callable[..., Any] = getattr(module, name)
+        while isinstance(self.replaced, StandIn) and self.replaced.outdated:
+            self.original = self.replaced.original
+            self.replaced = self.replaced.replaced
         # Not its attributes: it may be another of our wrappers, and each has its own.
         wrapper: Any = self
         functools.update_wrapper(wrapper, self.original, updated=())
@@ -62,67 +68,97 @@ def same(value: Any) -> Any:
     return value
 
 
+def has_method(module: nn.Module, name: str) -> bool:
+    """Whether a module has such a method. A part of it may have that name, too."""
+    return name not in module._modules and callable(getattr(module, name, None))
+
+
 class Run(Protocol):
     """What goes on around one call of a method."""
 
-    def begin(self) -> None:
-        """Before it. If it raises, `end` still is called."""
+    def begin(self) -> bool:
+        """Before it. False if it is another's turn: the method is to be looked up anew."""
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """After it: end, and return the result as others may have it."""
 
     def end(self) -> None:
-        """After it, whatever happened. Called again if it was interrupted."""
+        """End, whatever happened before. Called again if it was interrupted."""
 
 
 class OffloadedForward(StandIn):
     """A method that needs the weights: `visit()` is begun before each call, and ended after it.
 
-    `before` changes the arguments, `after` the result, given the arguments as they came.
+    `look` is called first, and may put others in this one's place. `visit` may return None: then
+    there is nothing to do around this call. `before` changes the arguments, `after` the result,
+    given the arguments as they came.
     """
 
     def __init__(
         self,
         module: nn.Module,
         name: str,
-        visit: Callable[[], Run],
+        look: Callable[[], None],
+        visit: Callable[[], Run | None],
         before: Callable[[Any, Any], Arguments] | None = None,
         after: Callable[[Any, Any, Any], Any] | None = None,
     ) -> None:
-        self.visit: Callable[[], Run] | None = visit
+        self.look = look
+        self.visit: Callable[[], Run | None] | None = visit
         self.before = before
         self.after = after
         super().__init__(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        begin, after, given = self.visit, self.after, (args, kwargs)
-        if self.before is not None:
-            args, kwargs = self.before(args, kwargs)
-        if begin is None:
+        visit, before, after, given = self.visit, self.before, self.after, (args, kwargs)
+        if visit is None:
             return self.original(*args, **kwargs)
-        if self.visit is None:  # the model was cut anew, and has other wrappers now
-            return getattr(self.module, self.name)(*given[0], **given[1])
-        visit = begin()
-        try:
-            visit.begin()
+        self.look()
+        if self.visit is not visit:  # the model was cut anew, and has other wrappers now
+            return getattr(self.module, self.name)(*args, **kwargs)
+        if before is not None:
+            args, kwargs = before(args, kwargs)
+        run = visit()
+        if run is None:
             result = self.original(*args, **kwargs)
-        finally:
+        else:
             try:
-                visit.end()
-            except BaseException:  # an interrupt in the middle of putting back: do it again
-                visit.end()
+                begun = run.begin()
+                if begun:
+                    result = run.finish(self.original(*args, **kwargs), given)
+            except BaseException:
+                _end(run)
                 raise
-        if torch.is_grad_enabled():
-            _refuse_to_go_back(result)
+            if not begun:
+                return getattr(self.module, self.name)(*given[0], **given[1])
         return result if after is None else after(result, *given)
 
     def remove(self) -> None:
         self.visit = self.before = self.after = None
+        self.look = _nothing
         super().remove()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _refuse_to_go_back(result: Any) -> None:
-    """After a module ran: nobody may go back through weights that are away."""
-    for tensor in tensors_in(result):
-        if tensor.grad_fn is not None:
+def _nothing() -> None:
+    pass
+
+
+def _end(run: Run) -> None:
+    try:
+        run.end()
+    except BaseException:  # an interrupt in the middle of putting back: do it again
+        run.end()
+        raise
+
+
+def refuse_to_go_back(tensors: Iterable[torch.Tensor], given: Arguments) -> None:
+    """After a module ran: nobody may go back through weights that are away.
+
+    `tensors` are of its result. What it was given, and passed on, is none of its own.
+    """
+    passed_on = {id(tensor.grad_fn) for tensor in tensors_in(list(given))}
+    for tensor in tensors:
+        if tensor.grad_fn is not None and id(tensor.grad_fn) not in passed_on:
             tensor.grad_fn.register_prehook(_refuse_backward)
 
 
@@ -135,25 +171,41 @@ def _refuse_backward(gradients: Any) -> None:
 
 
 def to_device(value: Any, device: torch.device, skip: frozenset[str] = frozenset()) -> Any:
-    """Tensors in a value moved to `device`. Containers are rebuilt only if something in them moved:
-    some are caches that the model changes in place. Keys in `skip` stay as they are."""
+    """Tensors in a value moved to `device`. Keys in `skip` stay as they are."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=False)
+
+    return with_tensors(value, moved, skip)
+
+
+def with_tensors(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], skip: frozenset[str] = frozenset()
+) -> Any:
+    """A value with its tensors as `change` returns them. Keys in `skip` stay as they are.
+
+    Containers are rebuilt only if something in them is another: some are caches that the model
+    changes in place.
+    """
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=False)
+        return change(value)
     if isinstance(value, (list, tuple)):
-        moved = [to_device(item, device) for item in value]
-        if all(new is old for new, old in zip(moved, value, strict=True)):
+        items = [with_tensors(item, change) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
-        return _mapping_to_device(value, device, skip)
+        return _mapping_with(value, change, skip)
     return value
 
 
-def _mapping_to_device(
-    value: MutableMapping[Any, Any], device: torch.device, skip: frozenset[str]
+def _mapping_with(
+    value: MutableMapping[Any, Any],
+    change: Callable[[torch.Tensor], torch.Tensor],
+    skip: frozenset[str],
 ) -> MutableMapping[Any, Any]:
-    moved = {k: item if k in skip else to_device(item, device) for k, item in value.items()}
-    changed = {key: item for key, item in moved.items() if item is not value[key]}
+    items = {k: item if k in skip else with_tensors(item, change) for k, item in value.items()}
+    changed = {key: item for key, item in items.items() if item is not value[key]}
     if changed:
         value = copy.copy(value)  # of its own kind, which may have more to it than its items
         for key, item in changed.items():

@@ -1,0 +1,408 @@
+"""What people do with models beside calling them: what comes out is what plain torch gives.
+
+The reference is the same model, used in the same way, without a store.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.adapters.conftest import DEVICES, store_on
+from tests.adapters.models import BLOCK_BYTES, WIDTH, Tower, given
+from tierstore import TierStore, dispatch_model, enable_group_offload, undispatch
+
+Offload = Callable[[nn.Module], object]
+THREADS = 4
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
+    """With room for three of the layers."""
+    with store_on(device, disk_dir, 3 * BLOCK_BYTES) as opened:
+        yield opened
+
+
+CUTS: dict[str, dict[str, Any]] = {
+    "block by block": {"num_blocks_per_group": 1},
+    "leaf by leaf": {"offload_type": "leaf_level"},
+}
+
+
+@pytest.fixture(params=["dispatched", *CUTS])
+def offload(request: pytest.FixtureRequest, store: TierStore) -> Iterator[Offload]:
+    """Offloads a model in one of the ways that there are."""
+    handles = []
+
+    def by(model: nn.Module) -> None:
+        if request.param in CUTS:
+            handles.append(enable_group_offload(model, store, **CUTS[request.param]))
+        else:
+            dispatch_model(model, store)
+
+    yield by
+    for handle in handles:
+        handle.disable()
+
+
+def assert_moved(store: TierStore) -> None:
+    assert store.stats().bytes_read > 3 * BLOCK_BYTES, "all of it fitted"
+
+
+# What a module returns ----------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """As large as a layer. Gives parts of its weight away, in all that modules return them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH + 1, WIDTH))
+
+    def forward(self) -> dict[str, Any]:
+        whole = self.weight
+        return {"whole": whole, "rows": whole[2:], "more": [whole.t(), (whole[:1].expand(5, -1),)]}
+
+
+class WithTable(nn.Module):
+    """Takes from its table before its layers run, and returns what that is afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = Table()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        taken = self.table()
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x, taken
+
+
+def parts(taken: dict[str, Any]) -> list[torch.Tensor]:
+    transposed, (expanded,) = taken["more"]
+    return [taken["whole"], taken["rows"], transposed, expanded]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_module_returns_of_its_weights_stays(
+    mode: Callable[[], Any], device: str, store: TierStore, offload: Offload
+) -> None:
+    model = WithTable()
+    with mode():
+        expected = [part.clone() for part in parts(model(given())[1])]
+        offload(model)
+        kept = []
+        for _ in range(4):
+            kept += [model(given().to(device))[1], model.table()]
+        for taken in kept:
+            for part, value in zip(parts(taken), expected, strict=True):
+                assert torch.equal(part.cpu(), value)
+    assert_moved(store)
+
+
+def test_what_a_lease_shows_does_not_stay(disk_dir: Path) -> None:
+    """The control: the memory of the table is used again."""
+    model = WithTable()
+    with (
+        TierStore(3 * BLOCK_BYTES, disk_dir, device="cpu") as store,
+        enable_group_offload(model, store) as handle,
+        torch.no_grad(),
+    ):
+        (key,) = (key for key, names in handle.groups.items() if "table.weight" in names)
+        with store.acquire(key) as lease:
+            shown = lease.tensors["table.weight"]
+        assert torch.equal(shown, model.table.weight)
+        for block in model.blocks:
+            block(given())
+        assert not torch.equal(shown, model.table.weight)
+
+
+# Changes, and which part is called ----------------------------------------------------------------
+
+
+class TwoTowers(nn.Module):
+    """Is entered through methods of its own, as encoders and decoders are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = Tower(3)
+        self.image = Tower(4)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.image(self.text(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.features(x)
+
+
+def uncounted(model: Any) -> None:
+    """As PEFT merges: torch's version counter does not see it."""
+    model.text.blocks[1].weight.data.mul_(3)
+
+
+def transposed(model: Any) -> None:
+    """The same bytes in another order."""
+    weight = model.image.head.weight
+    weight.data = weight.data.t()
+
+
+def another_layer(model: Any) -> None:
+    model.text.blocks[0] = Tower(1).head
+
+
+WAYS_IN: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "forward": lambda model, x: model(x),
+    "a method of its own": lambda model, x: model.features(x),
+    "its parts": lambda model, x: model.image(model.text(x)),
+    "parts of its parts": lambda model, x: model.image.head(
+        model.text.blocks[1](model.text.blocks[0](x))
+    ),
+}
+
+
+CASES = [
+    (change, way_in)
+    for change in (uncounted, transposed, another_layer)
+    for way_in in WAYS_IN
+    # A new layer that is called before anything of the model is one that was never offloaded.
+    if (change, way_in) != (another_layer, "parts of its parts")
+]
+
+
+@pytest.mark.parametrize(("change", "way_in"), CASES)
+def test_a_change_counts_however_the_model_is_entered(
+    change: Callable[[Any], None], way_in: str, device: str, store: TierStore, offload: Offload
+) -> None:
+    model, enter = TwoTowers().requires_grad_(False), WAYS_IN[way_in]
+    plain = copy.deepcopy(model).to(device)
+    x = given().to(device)
+    offload(model)
+    before = enter(model, x)
+    assert torch.equal(before, enter(plain, x))
+    for changed in (model, plain):
+        change(changed)
+    plain.to(device)
+    found = enter(model, x)
+    assert torch.equal(found, enter(plain, x))
+    assert not torch.equal(found, before)
+
+
+def test_a_change_counts_in_a_model_that_shares_the_part(device: str, store: TierStore) -> None:
+    shared = Tower().requires_grad_(False)
+    one, other = nn.Sequential(shared), nn.Sequential(shared, nn.Tanh())
+    x = given().to(device)
+    dispatch_model(one, store)
+    dispatch_model(other, store)
+    for _ in range(2):
+        shared.blocks[2].weight.data.mul_(2)
+        plain = copy.deepcopy(other).to(device)
+        assert torch.equal(other(x), plain(x))
+    undispatch(one)
+    undispatch(other)
+
+
+class Growing(nn.Module):
+    """Gives its weight other memory whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight * 2
+        return x @ self.weight
+
+
+def test_other_memory_that_a_forward_gives_its_weight_is_kept(
+    device: str, store: TierStore, offload: Offload
+) -> None:
+    model = nn.Sequential(Growing(), *(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    model.requires_grad_(False)
+    plain = copy.deepcopy(model).to(device)
+    offload(model)
+    for _ in range(3):
+        assert torch.equal(model(given().to(device)), plain(given().to(device)))
+    assert torch.equal(model[0].weight, plain[0].weight.cpu())
+
+
+def test_a_conjugated_weight_is_not_its_bytes(disk_dir: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)).requires_grad_(False)
+    model[0].weight.data = model[0].weight.data.conj()
+    x = torch.randn(3, WIDTH, dtype=torch.complex64)
+    with TierStore("1MB", disk_dir, device="cpu") as store:
+        expected = model(x)
+        dispatch_model(model, store)
+        assert torch.equal(model(x), expected)
+        model[0].weight.data = model[0].weight.data.conj()
+        plain = copy.deepcopy(model)
+        assert torch.equal(model(x), plain(x))
+        assert not torch.equal(model(x), expected)
+        undispatch(model)
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+class Force(nn.Module):
+    """Turns gradients on by itself, as models of energies do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    @torch.enable_grad()  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        return torch.tanh(self.layer(x)), x
+
+
+class Forces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Force() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [block(x) for block in self.blocks]
+
+
+@pytest.mark.parametrize("caller", [torch.no_grad, torch.enable_grad])
+def test_no_backward_goes_through_weights_that_were_there(
+    caller: Callable[[], Any], device: str, offload: Offload
+) -> None:
+    model = Forces().requires_grad_(False)
+    offload(model)
+    with caller():
+        results = model(given().to(device))
+    for energy, position in results:
+        with pytest.raises(RuntimeError, match="weights that have left the device"):
+            torch.autograd.grad(energy.sum(), position)
+
+
+class Passing(nn.Module):
+    """Returns what it was given, beside what it makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.layer(x.detach())
+
+
+def test_what_a_module_passes_on_may_be_gone_back_through(device: str, offload: Offload) -> None:
+    model = Passing().requires_grad_(False)
+    offload(model)
+    start = given().to(device).requires_grad_()
+    passed, _ = model(start * 3)
+    (gradient,) = torch.autograd.grad(passed.sum(), start)
+    assert torch.equal(gradient.cpu(), torch.full((3, WIDTH), 3.0))
+
+
+# Models that are built in unusual ways ------------------------------------------------------------
+
+
+class Coder(nn.Module):
+    """Has parts with the names of methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(WIDTH, WIDTH)
+        self.decode = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(torch.relu(self.encode(x)))
+
+
+class Empty(nn.Module):
+    """Begins with a buffer of no bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.empty(0))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Siblings(nn.Module):
+    """Has a part whose name is that of another and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({f"a~{n}": nn.Linear(WIDTH, WIDTH) for n in range(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = torch.tanh(part(x))
+        return x
+
+
+@pytest.mark.parametrize("kind", [Coder, Empty, Siblings])
+def test_it_runs_and_changes_as_plain_torch_does(
+    kind: Callable[[], nn.Module], device: str, offload: Offload
+) -> None:
+    model = kind().requires_grad_(False)
+    plain = copy.deepcopy(model).to(device)
+    offload(model)
+    for _ in range(3):
+        assert torch.equal(model(given().to(device)), plain(given().to(device)))
+        for weights in (model, plain):
+            next(weights.parameters()).data.mul_(2)
+
+
+def test_a_default_device_does_not_keep_it_from_being_cast(
+    device: str, store: TierStore, offload: Offload
+) -> None:
+    model = Tower()
+    plain = copy.deepcopy(model).to(device, torch.bfloat16)
+    offload(model)
+    before = torch.get_default_device()
+    torch.set_default_device(device)
+    try:
+        model.to(torch.bfloat16)
+        x = given().to(device, torch.bfloat16)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+    finally:
+        torch.set_default_device(before)
+
+
+# Several threads ----------------------------------------------------------------------------------
+
+
+def test_several_threads_run_a_model_that_was_rebuilt(
+    device: str, store: TierStore, offload: Offload
+) -> None:
+    model = Tower(8).requires_grad_(False)
+    offload(model)
+    x = given()
+    for block in range(5):
+        model.blocks[block] = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        plain = copy.deepcopy(model).to(device)
+        expected = plain(x.to(device))
+        together = threading.Barrier(THREADS)
+
+        def run(_: int) -> list[torch.Tensor]:
+            together.wait()  # noqa: B023 - it is used in this round
+            return [model(x.to(device)) for _ in range(3)]
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for outputs in pool.map(run, range(THREADS)):
+                for output in outputs:
+                    assert torch.equal(output, expected)

@@ -1,0 +1,618 @@
+"""Promises about what seldom happens, each small enough for a test of its own."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store import traces
+from tests.store.helpers import (
+    PAGE,
+    PATIENCE,
+    assert_at_rest,
+    assert_group,
+    assert_same,
+    assert_sound,
+    join,
+    needs_pretend,
+    on_both,
+    open_store,
+    pages,
+    wait_until,
+    wait_until_idle,
+)
+from tests.store.test_async import Gate
+from tests.store.test_faults import Failing
+from tierstore import (
+    Access,
+    BudgetError,
+    ClosedError,
+    DuplicateKeyError,
+    LeaseError,
+    StoreTimeoutError,
+    TierStore,
+    TransferError,
+)
+from tierstore.model.tiers import Hold
+
+
+class Caller(threading.Thread):
+    """Does something on a thread of its own, and keeps what came of it."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.result: Any = None
+        self._act = act
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._act()
+        except BaseException as error:
+            self.result = error
+
+    def ended(self) -> Any:
+        """What it gave or raised, once it has ended."""
+        join(self)
+        return self.result
+
+
+def wait_for_a_request(store: TierStore) -> None:
+    """Until somebody has tried in vain."""
+    wait_until(lambda: bool(store._waiting.requests()), "nobody waits")
+
+
+def interrupted(*args: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
+
+
+# Groups that change ------------------------------------------------------------------------------
+
+
+@on_both
+def test_a_group_made_on_disk_is_saved_to_the_place_that_is_shown(
+    device: str, disk_dir: Path
+) -> None:
+    with open_store(disk_dir, device=device) as store:
+        store.settle_on_disk("key", {"a": pages(0)})
+        shown = store.show("key")["a"]
+        with store.hold("key", Hold.UPDATE) as lease:
+            lease.tensors["a"].fill_(2)
+        store.put_away(["key"])
+        assert_same(shown, pages(2))
+
+
+@on_both
+def test_groups_made_on_disk_count_against_the_disk_budget(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device, disk_budget=8 * PAGE) as store:
+        store.settle_on_disk("a", {"a": pages(1, 5)})
+        assert store.stats().used_bytes["DISK"] == 5 * PAGE
+        with pytest.raises(BudgetError, match="disk_budget"):
+            store.settle_on_disk("b", {"a": pages(2, 5)})
+        assert "b" not in store
+
+
+def test_a_key_that_exists_is_told_even_where_the_disk_has_no_room(disk_dir: Path) -> None:
+    with open_store(disk_dir, disk_budget=8 * PAGE) as store:
+        store.settle_on_disk("key", {"a": pages(1, 5)})
+        with pytest.raises(DuplicateKeyError):
+            store.settle_on_disk("key", {"a": pages(2, 5)})
+
+
+def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        gate = Gate(monkeypatch, "posix_fallocate")
+        slow = Caller(lambda: store.settle_on_disk("key", {"a": pages(1)}))
+        assert gate.reached.wait(PATIENCE)
+        store.settle("key", {"a": pages(2)})
+        gate.opened.set()
+        assert isinstance(slow.ended(), DuplicateKeyError)
+        assert_group(store.get("key"), {"a": pages(2)})
+        assert_sound(store)
+
+
+def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir, disk_budget=8 * PAGE) as store:
+        gate = Gate(monkeypatch, "posix_fallocate")
+        callers = [
+            Caller(lambda key=key: store.settle_on_disk(key, {"a": pages(1, 5)})) for key in "ab"
+        ]
+        assert gate.reached.wait(PATIENCE)
+        spill = store._carrier.saver._the_spill()
+        wait_until(lambda: spill._end == 10 * PAGE, "one of them has not asked")
+        gate.opened.set()
+        refused = [caller.result for caller in callers if caller.ended() is not None]
+        assert [type(error) for error in refused] == [BudgetError]
+        assert store.stats().used_bytes["DISK"] == 5 * PAGE
+
+
+def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk_dir)
+    gate = Gate(monkeypatch, "posix_fallocate")
+    slow = Caller(lambda: store.settle_on_disk("key", {"a": pages(1)}))
+    assert gate.reached.wait(PATIENCE)
+    closing = Caller(store.close)
+    wait_until(lambda: store.closed, "it is not closed")
+    gate.opened.set()
+    assert isinstance(slow.ended(), ClosedError)
+    assert closing.ended() is None
+    assert "key" not in store
+
+
+def test_that_it_is_closed_is_what_a_store_says_first(disk_dir: Path) -> None:
+    store = open_store(disk_dir)
+    store.settle("key", {"a": pages(1)})
+    store.close()
+    for act in (
+        lambda: store.settle("key", {"a": pages(2)}),
+        lambda: store.settle_on_disk("key", {"a": pages(2)}),
+        lambda: store.put_away(["no such key"]),
+        lambda: store.write_back("no such key"),
+        lambda: store.show("no such key"),
+    ):
+        with pytest.raises(ClosedError):
+            act()
+
+
+@on_both
+def test_who_would_change_what_is_held_for_good_is_told(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        store.settle("key", {"a": pages(1)})
+        with store.hold("key", Hold.KEEP):
+            other = Caller(lambda: store.hold("key", Hold.UPDATE))
+            error = other.ended()
+        assert isinstance(error, LeaseError)
+        assert "for good" in str(error)
+        assert_at_rest(store)
+
+
+@needs_pretend
+def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstore.books.LOOK_AGAIN", 100 * PATIENCE)  # so that it must be woken
+    with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
+        store.put("filler", pages(0, 4))
+        store.settle("key", {"a": pages(1, 2)})
+        with store.acquire("filler"):  # so that there is no room for it on the device
+            waiting = Caller(lambda: store.acquire("key", Access.UPDATE))
+            wait_for_a_request(store)
+            with store.hold("key", Hold.KEEP):
+                error = waiting.ended()
+        assert isinstance(error, LeaseError)
+        assert "for good" in str(error)
+        assert_at_rest(store)
+
+
+@on_both
+def test_what_was_held_can_be_given_back_twice(device: str, disk_dir: Path) -> None:
+    with open_store(disk_dir, device=device) as store:
+        store.settle("key", {"a": pages(1)})
+        lease = store.hold("key", Hold.UPDATE)
+        lease.release()
+        with store.hold("key", Hold.UPDATE):
+            lease.release()  # it is not this one's to give back
+            assert len(store._out) == 1
+        assert_at_rest(store)
+
+
+def test_who_gave_back_what_it_held_keeps_nobody_from_being_told(disk_dir: Path) -> None:
+    """Nobody else holds anything: so who holds all the room itself waits in vain."""
+    with open_store(disk_dir, ram=4 * PAGE) as store:
+        store.settle("held", {"a": pages(1)})
+        store.hold("held", Hold.UPDATE).release()  # this thread lives on
+        store.discard("held")
+        for name in "abc":
+            store.put(name, pages(ord(name), 2))
+
+        def too_much() -> None:
+            with store.acquire("a"), store.acquire("b"):
+                store.get("c")
+
+        assert isinstance(Caller(too_much).ended(), BudgetError)
+
+
+@on_both
+def test_only_what_is_held_for_good_makes_the_largest_group_smaller(
+    device: str, disk_dir: Path
+) -> None:
+    with open_store(disk_dir, 8 * PAGE, device) as store:
+        assert store.largest_aside() == 8 * PAGE
+        store.settle("key", {"a": pages(1, 3)})
+        for purpose in Hold:
+            with store.hold("key", purpose):
+                kept = 3 * PAGE if purpose is Hold.KEEP else 0
+                assert store.largest_aside() == 8 * PAGE - kept
+            assert store.largest_aside() == 8 * PAGE
+
+
+def test_after_an_interrupt_it_is_known_what_is_held_for_good(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir, ram=16 * PAGE) as store:
+        for key, count in (("kept", 3), ("held", 2), ("lent", 1)):
+            store.settle(key, {"a": pages(1, count)})
+        with store.hold("kept", Hold.KEEP), store.hold("held", Hold.READ), store.acquire("lent"):
+            with monkeypatch.context() as patch:
+                patch.setattr(store._planner, "prefetch", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    store.prefetch("lent")
+            assert sorted(store.keys()) == ["held", "kept", "lent"]
+            assert store.largest_aside() == 13 * PAGE
+        assert store.largest_aside() == 16 * PAGE
+        assert_at_rest(store)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_nothing_is_fetched_early_that_only_habit_foretells(learned: bool, disk_dir: Path) -> None:
+    """Of groups that change, their user says what comes next. Of others, the store learns it."""
+    with open_store(disk_dir, ram=4 * PAGE) as store:
+        keys = [f"g{i}" for i in range(6)]
+        for key in keys:
+            if learned:
+                store.put(key, {"a": pages(1)}, durable=False)
+            else:
+                store.settle(key, {"a": pages(1)})
+        for key in keys * 6:
+            store.acquire(key).release()
+            wait_until_idle(store)
+        stats = store.stats()
+        assert stats.misses > 0
+        assert (stats.bytes_read > stats.misses * PAGE) == learned
+
+
+@on_both
+def test_nobody_waits_for_a_lease_for_good(device: str, disk_dir: Path) -> None:
+    """Its room does not come back: who needs it is told, though its holder is not waiting."""
+    with open_store(disk_dir, ram=4 * PAGE, device=device) as store:
+        store.put("kept", pages(1, 3))
+        store.put("other", pages(2, 3))
+        with store.acquire_for_good("kept", Access.UPDATE) as lease:
+            assert isinstance(Caller(lambda: store.get("other")).ended(), BudgetError)
+            assert_same(lease.tensor.cpu(), pages(1, 3))
+        assert_group(store.get("other"), pages(2, 3))
+        assert_at_rest(store)
+
+
+def arriving(store: TierStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """A group that was put away, on its way to memory: it arrives when the gate is opened."""
+    store.settle("coming", {"a": pages(1)})
+    store.put_away(["coming"])
+    gate = Gate(monkeypatch, "preadv")
+    store.expect_in_ram(["coming"])
+    assert gate.reached.wait(PATIENCE)
+    return gate
+
+
+def test_who_waits_for_what_is_on_its_way_is_told_of_the_end(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk_dir)
+    gate = arriving(store, monkeypatch)
+    waiting = Caller(lambda: store.land(["coming"]))
+    wait_for_a_request(store)
+    closing = Caller(store.close)
+    try:
+        assert isinstance(waiting.ended(), ClosedError)
+    finally:
+        gate.opened.set()
+    assert closing.ended() is None
+
+
+def test_what_is_being_put_away_is_put_away_while_a_store_closes(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk_dir)
+    store.put("unsaved", pages(2))
+    reading = arriving(store, monkeypatch)
+    writing = Gate(monkeypatch, "pwrite")
+    away = Caller(lambda: store.put_away(["coming"]))
+    wait_for_a_request(store)
+    closing = Caller(store.close)
+    assert writing.reached.wait(PATIENCE)
+    wait_until(lambda: len(store._waiting.requests()) == 2, "nobody closes it")
+    reading.opened.set()
+    assert away.ended() is None
+    writing.opened.set()
+    assert closing.ended() is None
+
+
+# Leases ------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_nobody_looked_at_is_taken_back_without_a_word(disk_dir: Path) -> None:
+    """It was lost on its way to the caller, as in an interrupt."""
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            lease = store.acquire("key")
+            del lease
+            gc.collect()
+        assert said == []
+        store.acquire("key", Access.UPDATE, timeout=PATIENCE).release()
+        assert_at_rest(store)
+
+
+def test_a_lost_lease_is_told_with_the_line_where_it_was_lost(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        lease = store.acquire("key")
+        assert lease.tensors
+        with pytest.warns(ResourceWarning, match="'key'") as said:
+            del lease
+        assert [warning.filename for warning in said] == [__file__]
+
+
+@pytest.mark.parametrize("end", ["abandon", "release of a closed store"])
+def test_what_was_given_back_is_lost_without_a_word(end: str, disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        lease = store.acquire("key")
+        assert lease.tensors
+        if "closed" in end:
+            store.close()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            lease.abandon() if end == "abandon" else lease.release()
+            del lease
+            gc.collect()
+        assert said == []
+
+
+def test_an_abandoned_lease_is_over(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        lease = store.acquire("key")
+        assert lease.abandon(), "it had not been given back"
+        assert lease.released
+        with pytest.raises(LeaseError):
+            _ = lease.tensors
+        released = store.acquire("key")
+        released.release()
+        assert not released.abandon()
+        assert_at_rest(store)
+
+
+def test_a_release_says_that_the_file_of_what_was_taken_stays(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        store.flush()
+        lease = store.acquire("key", Access.TAKE)
+        disk = Failing(monkeypatch, "unlink", errno.EIO)
+        with pytest.raises(TransferError):
+            lease.release()
+        disk.broken = False
+        assert "key" not in store
+        assert_at_rest(store)
+
+
+def test_a_release_that_was_interrupted_happens_all_the_same(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        lease = store.acquire("key")
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_release", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                lease.release()
+        assert lease.released
+        store.acquire("key", Access.UPDATE, timeout=PATIENCE).release()
+        assert_at_rest(store)
+
+
+def test_who_is_interrupted_while_it_takes_a_group_has_not_taken_it(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(store._observer, "granted", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.acquire("key", Access.TAKE)
+        assert_group(store.get("key"), pages(1))
+        assert_at_rest(store)
+
+
+def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.settle("key", {"a": pages(1)})
+        with monkeypatch.context() as patch:
+            patch.setattr(store._carrier, "host_view", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.hold("key", Hold.UPDATE)
+        assert_at_rest(store)
+        assert_group(store.get("key"), {"a": pages(1)})
+
+
+def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[Caller] = []
+    with open_store(disk_dir) as store:
+        store.settle("key", {"a": pages(1)})
+        host_view = store._carrier.host_view
+
+        def interrupted_once(version: str) -> Any:
+            if not others:
+                others.append(Caller(lambda: store.hold("key", Hold.UPDATE)))
+                wait_for_a_request(store)
+                raise KeyboardInterrupt
+            return host_view(version)
+
+        monkeypatch.setattr(store._carrier, "host_view", interrupted_once)
+        with pytest.raises(KeyboardInterrupt):
+            store.hold("key", Hold.UPDATE)
+        with others[0].ended() as lease:
+            assert_same(lease.tensors["a"], pages(1))
+        assert_at_rest(store)
+
+
+@needs_pretend
+def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was put by then, and only the file of what it replaced was waited for."""
+    others: list[Caller] = []
+    with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
+        store.put("filler", pages(0, 4))
+        store.put("key", pages(1, 2))
+        store.flush()
+        filler = store.acquire("filler")
+
+        def interrupted_later(removal: object) -> None:
+            others.append(Caller(lambda: store.get("key").cpu()))
+            wait_for_a_request(store)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_see_removed", interrupted_later)
+            with pytest.raises(KeyboardInterrupt):
+                store.put("key", pages(2, 2), durable=False)
+        filler.release()
+        assert_group(others[0].ended(), pages(2, 2))
+
+
+# Saving ------------------------------------------------------------------------------------------
+
+
+def test_a_flush_that_must_not_wait_says_that_it_did_not(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        gate = Gate(monkeypatch, "pwrite")
+        error = Caller(lambda: store.flush(timeout=0)).ended()
+        gate.opened.set()
+        assert isinstance(error, StoreTimeoutError)
+        assert error.seconds == 0
+        store.flush()
+
+
+def test_a_flush_ends_when_its_time_is_over(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        gate = Gate(monkeypatch, "pwrite")
+        error = Caller(lambda: store.flush(timeout=0.05)).ended()
+        gate.opened.set()
+        assert isinstance(error, StoreTimeoutError)
+
+
+def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierstore.books.LOOK_AGAIN", 100 * PATIENCE)  # so that it must be woken
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        store.flush()
+        gate = Gate(monkeypatch, "unlink")
+        discarding = Caller(lambda: store.discard("key"))
+        assert gate.reached.wait(PATIENCE)
+        flushing = Caller(store.flush)
+        wait_for_a_request(store)
+        assert flushing.is_alive()
+        gate.opened.set()
+        assert discarding.ended() is None
+        assert flushing.ended() is None
+
+
+def test_a_flush_ends_though_what_it_saves_is_discarded(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1))
+        gate = Gate(monkeypatch, "pwrite")
+        flushing = Caller(store.flush)
+        assert gate.reached.wait(PATIENCE)
+        wait_for_a_request(store)
+        discarding = Caller(lambda: store.discard("key"))
+        wait_until(lambda: "key" not in store, "it is not discarded")
+        gate.opened.set()
+        assert flushing.ended() is None
+        assert discarding.ended() is None
+        assert_at_rest(store)
+
+
+def test_closing_tries_again_to_remove_what_could_not_be_removed(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk_dir)
+    store.put("key", pages(1))
+    store.flush()
+    disk = Failing(monkeypatch, "unlink", errno.EIO)
+    with pytest.raises(TransferError):
+        store.discard("key")
+    disk.broken = False
+    store.close()
+    with open_store(disk_dir) as again:
+        assert again.keys() == []
+
+
+def test_closing_waits_for_a_removal_and_tries_it_again_if_it_fails(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(disk_dir)
+    store.put("key", pages(1))
+    store.flush()
+    failed = threading.Event()
+    unlink = os.unlink
+
+    def fails_once(*args: Any, **options: Any) -> None:
+        if failed.is_set():
+            return unlink(*args, **options)
+        failed.set()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "unlink", fails_once)
+    gate = Gate(monkeypatch, "unlink")
+    discarding = Caller(lambda: store.discard("key"))
+    assert gate.reached.wait(PATIENCE)
+    closing = Caller(store.close)
+    wait_for_a_request(store)
+    gate.opened.set()
+    assert isinstance(discarding.ended(), TransferError)
+    assert failed.is_set()
+    assert closing.ended() is None
+    with open_store(disk_dir) as again:
+        assert again.keys() == []
+
+
+# Traces ------------------------------------------------------------------------------------------
+
+
+def test_a_trace_begins_with_what_was_there_when_the_store_was_opened(
+    disk_dir: Path, tmp_path: Path
+) -> None:
+    with open_store(disk_dir) as store:
+        store.put("key", pages(1, 3))
+    with open_store(disk_dir) as store:
+        store.put("new", pages(2), durable=False)
+        store.trace(tmp_path / "trace.json")
+        events = traces.load(tmp_path / "trace.json")["traceEvents"]
+        used = {tier: [] for tier in ("HOST", "DISK")}
+        for event in events:
+            if event["ph"] == "C" and "used" in event["args"]:
+                used[event["name"]].append((event["ts"], event["args"]["used"]))
+        assert min(used["HOST"])[1] == 0
+        assert min(used["DISK"])[1] == 3 * PAGE

@@ -1,0 +1,270 @@
+"""One model of a pipeline, offloaded for all pipelines that have it, until none does.
+
+Methods of it that change weights run while its offloading is suspended.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tierstore.adapters.grouping import Cutting, unique_bytes, usual_target
+from tierstore.adapters.modules import OffloadedModule
+from tierstore.adapters.owners import MARKER, refuse_other_offloading
+from tierstore.store import TierStore
+
+logger = logging.getLogger("tierstore")
+
+_CHANGES_WEIGHTS = (
+    "load_lora_weights",
+    "unload_lora_weights",
+    "fuse_lora",
+    "unfuse_lora",
+    "delete_adapters",
+    "load_lora_adapter",
+    "unload_lora",
+    "load_ip_adapter",
+    "unload_ip_adapter",
+    "load_textual_inversion",
+    "unload_textual_inversion",
+    "load_attn_procs",
+    "fuse_qkv_projections",
+    "unfuse_qkv_projections",
+    "load_state_dict",
+    "enable_layerwise_casting",
+    "add_adapter",
+)
+"""Methods of pipelines and models that change weights or modules: they run suspended."""
+
+# A component does not hold its model, so that an entry goes with it.
+_components: weakref.WeakKeyDictionary[nn.Module, Component] = weakref.WeakKeyDictionary()
+
+
+class Component:
+    """One model that is offloaded, for as long as any pipeline uses it.
+
+    A model that is offloaded by itself is its own user. It keeps neither the model nor its users
+    alive; the `OffloadedModule` is kept by the model, whose methods it wraps.
+    """
+
+    def __init__(
+        self, module: nn.Module, store: TierStore, prefix: str, settings: dict[str, Any]
+    ) -> None:
+        self.store = store
+        self._prefix = prefix
+        self._settings = settings
+        self._module = weakref.ref(module)
+        self._offloaded: weakref.ref[OffloadedModule] | None = None
+        self._suspensions = 0
+        self._users: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    @property
+    def first_user(self) -> Any:
+        """The first to have come of the pipelines that use it; None if all are gone."""
+        return next(iter(list(self._users)), None)
+
+    def join(self, user: Any) -> None:
+        """Be offloaded for a pipeline, too. If it raises, it is used by those who did before."""
+        module = self._module()
+        if module is None:
+            return
+        try:
+            self._offload(module)
+        except BaseException:
+            self.leave(user)
+            raise
+        self._users[user] = None
+        _components[module] = self
+        wrap_changes(module, self)
+
+    def leave(self, user: Any | None) -> None:
+        """A pipeline has no use for it any more, or is gone."""
+        if user is not None:
+            self._users.pop(user, None)
+        if self.first_user is None:
+            self.end()
+
+    def end(self) -> None:
+        """Let the model be an ordinary one."""
+        module = self._module()
+        if module is None:
+            return
+        if _components.get(module) is self:
+            del _components[module]
+        unwrap(module, self)
+        self._make_ordinary(module)
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether the model is alive and not offloaded at this moment."""
+        return self._module() is not None and self._now() is None
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """The keys of its groups and the names of the tensors in each."""
+        offloaded = self._now()
+        return {} if offloaded is None else offloaded.groups
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the model is an ordinary one."""
+        self._suspensions += 1
+        try:
+            module = self._module()
+            if module is not None:
+                self._make_ordinary(module)
+            yield
+        finally:
+            self._suspensions -= 1
+            self._resume()
+
+    def _resume(self) -> None:
+        module = self._module()
+        if module is None or _components.get(module) is not self:
+            return  # it ended meanwhile
+        if not self.store.closed:
+            self._offload(module)
+
+    def _now(self) -> OffloadedModule | None:
+        return None if self._offloaded is None else self._offloaded()
+
+    def _offload(self, module: nn.Module) -> None:
+        if self._suspensions or self._now() is not None:
+            return
+        refuse_other_offloading(self._prefix.partition("/")[2] or type(module).__name__, module)
+        settings = self._settings
+        before = self.store.stats().bytes_written
+        skip = settings["exclude_kwargs"]
+        if skip is None:
+            skip = getattr(module, "_skip_keys", None) or []
+        blocks = settings["block_modules"]
+        if blocks is None:
+            blocks = getattr(module, "_group_offload_block_modules", None) or []
+        cutting = Cutting(
+            settings["offload_type"],
+            settings["group_size"] or usual_target(settings["offload_type"], self.store, module),
+            tuple(blocks),
+            settings["num_blocks_per_group"],
+        )
+        offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
+        self._offloaded = weakref.ref(offloaded)
+        _mark(module, self.store.device)
+        logger.info(
+            "%s: %d groups, %d bytes of weights; %d bytes written",
+            self._prefix,
+            len(self.groups),
+            unique_bytes(module.parameters()),
+            self.store.stats().bytes_written - before,
+        )
+
+    def _make_ordinary(self, module: nn.Module) -> None:
+        offloaded = self._now()
+        if offloaded is not None:
+            _unmark(module)
+            offloaded.disable()
+            self._offloaded = None
+
+
+def component_of(module: nn.Module) -> Component | None:
+    """What offloads a model for pipelines that are there. What was for others only, ends."""
+    component = _components.get(module)
+    if component is not None and component.first_user is None:
+        component.end()
+        return None
+    return component
+
+
+class Suspending(Protocol):
+    """An offloading that can be suspended."""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Inside, the weights are ordinary tensors."""
+
+
+class SuspendingMethod:
+    """Stands in for a method that changes weights: it runs while the offloading is suspended.
+
+    A copy or a pickle of its owner gets the ordinary method back.
+    """
+
+    def __init__(self, by: Suspending, name: str, method: types.MethodType) -> None:
+        self.by = by
+        self._name = name
+        self._function = method.__func__
+        self._owner = weakref.ref(method.__self__)
+        # Not its attributes: they would be in the way of ours.
+        functools.update_wrapper(self, self._function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.by.suspended():
+            return self._function(self._owner(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        owner = self._owner()
+        return types.MethodType(self._function, memo.get(id(owner), owner))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner(), self._name)  # of an owner whose attributes come later
+
+
+def wrap_changes(owner: Any, by: Suspending) -> None:
+    """Have the methods that change weights run suspended, those for which this is not done yet."""
+    for name in _CHANGES_WEIGHTS:
+        method = getattr(owner, name, None)
+        if inspect.ismethod(method):
+            object.__setattr__(owner, name, SuspendingMethod(by, name, method))
+
+
+def unwrap(owner: Any, by: Suspending) -> None:
+    """Give the owner its own methods back."""
+    for name in _CHANGES_WEIGHTS:
+        method = owner.__dict__.get(name)
+        if isinstance(method, SuspendingMethod) and method.by is by:
+            del owner.__dict__[name]
+
+
+def _mark(module: nn.Module, device: torch.device) -> None:
+    """Let diffusers see that the model is offloaded, and to where."""
+    try:
+        from diffusers.hooks import HookRegistry
+    except ImportError:
+        return  # without diffusers nobody asks
+    # Not register_hook: its wrapper around forward would make a deep copy run this model's weights.
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    mark = SimpleNamespace(
+        config=SimpleNamespace(onload_device=device, offload_device=torch.device("cpu"))
+    )
+    registry.hooks = _Marked({**registry.hooks, MARKER: mark})
+
+
+def _unmark(module: nn.Module) -> None:
+    registry = getattr(module, "_diffusers_hook", None)
+    if registry is not None and isinstance(registry.hooks, _Marked):
+        registry.hooks = registry.hooks.others()
+
+
+class _Marked(dict[str, Any]):
+    """The hooks of a model, with the mark among them.
+
+    A copy or a pickle of the model is an ordinary model: its hooks are the others.
+    """
+
+    def others(self) -> dict[str, Any]:
+        return {name: hook for name, hook in self.items() if name != MARKER}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.others(), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.others(),)
