@@ -176,13 +176,19 @@ class Component:
             self._offloaded = None
 
 
-def component_of(module: nn.Module) -> Component | None:
-    """What offloads a model for pipelines that are there. What was for others only, ends."""
+def component_of(module: nn.Module, store: TierStore) -> Component | None:
+    """What offloads a model to a store for pipelines that are there.
+
+    What did so for pipelines that are gone ends, and what is suspended on another store, too.
+    """
     component = _components.get(module)
-    if component is not None and component.first_user is None:
+    if component is None:
+        return None
+    elsewhere = component.store is not store
+    if component.first_user is None or (elsewhere and component.ordinary):
         component.end()
         return None
-    return component
+    return None if elsewhere else component
 
 
 class Suspending(Protocol):

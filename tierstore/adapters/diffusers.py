@@ -6,24 +6,18 @@ The idea of group offloading, and the names of its arguments, are those of diffu
 
 from __future__ import annotations
 
-import copy
-import functools
-import inspect
 import itertools
 import logging
-import types
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierstore.adapters.grouping import Cutting, unique_bytes, usual_target
-from tierstore.adapters.modules import OffloadedModule
-from tierstore.adapters.owners import MARKER, refuse_other_offloading
+from tierstore.adapters.components import Component, component_of, unwrap, wrap_changes
 from tierstore.metrics import Stats
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
@@ -52,14 +46,14 @@ class OffloadHandle:
         self._settings = settings
         self._suspensions = 0
         self._parts: dict[str, Component] = {}
-        self._number = next(_numbers)
         self._enabled = False
         self._enable()
 
     @property
     def enabled(self) -> bool:
         """Whether weights are offloaded now."""
-        return self._enabled and not any(part.ordinary for part in self._parts.values())
+        suspended = self._suspensions > 0 or any(part.ordinary for part in self._parts.values())
+        return self._enabled and not suspended
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -85,8 +79,8 @@ class OffloadHandle:
             if _handles.get(target) is self:
                 del _handles[target]
             unwrap(target, self)
-        while self._parts:
-            self._parts.popitem()[1].leave(target)
+        self._leave(self._parts, {})
+        self._parts.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -94,15 +88,12 @@ class OffloadHandle:
 
         Afterwards they are offloaded again: what changed is stored anew, the rest is not.
         """
-        self._suspensions += 1
-        try:
-            with ExitStack() as stack:
-                for part in list(self._parts.values()):
-                    stack.enter_context(part.suspended())
-                yield
-        finally:
-            self._suspensions -= 1
-            self._resume()
+        with ExitStack() as stack:
+            for part in list(self._parts.values()):
+                stack.enter_context(part.suspended())
+            self._suspensions += 1
+            stack.callback(self._end_suspension)  # first: what was replaced need not come back
+            yield
 
     def __enter__(self) -> OffloadHandle:
         return self
@@ -115,9 +106,13 @@ class OffloadHandle:
     ) -> None:
         self.disable()
 
-    def again(self) -> None:
+    def _again(self) -> None:
         """Offload what was offloaded until `disable`, as it was."""
         self._enabled = True
+        self._resume()
+
+    def _end_suspension(self) -> None:
+        self._suspensions -= 1
         self._resume()
 
     def _resume(self) -> None:
@@ -131,37 +126,33 @@ class OffloadHandle:
             return  # what is left of its components see to themselves
         chosen, staying = _models(target, self._settings)
         before, self._parts = self._parts, {}
+        # Another each time: a component of that name may be there still, for other pipelines.
+        prefix = f"{type(target).__name__}-{next(_numbers)}"
         try:
             for name, module in chosen.items():
-                self._parts[name] = self._part(target, name, module)
+                part = component_of(module, self.store) or Component(
+                    module, self.store, f"{prefix}/{name}" if name else prefix, self._settings
+                )
+                part.join(target)
+                self._parts[name] = part
             for name, module in staying.items():
                 if name not in (self._settings["exclude_modules"] or []):
                     logger.warning("%s cannot be offloaded in groups: it stays on the device", name)
                 module.to(self.store.device)
         except BaseException:
-            self._leave(set(self._parts.values()).difference(before.values()))
+            self._leave(self._parts, before)
             self._parts = before
             raise
-        self._leave(set(before.values()).difference(self._parts.values()))
+        self._leave(before, self._parts)
         self._enabled = True
         _handles[target] = self
         if not isinstance(target, nn.Module):
             wrap_changes(target, self)
 
-    def _part(self, target: Any, name: str, module: nn.Module) -> Component:
-        """The component that a model is, which others who have it may have offloaded already."""
-        part = component_of(module)
-        if part is None or part.store is not self.store:
-            prefix = f"{type(target).__name__}-{self._number}"
-            part = Component(
-                module, self.store, f"{prefix}/{name}" if name else prefix, self._settings
-            )
-        part.join(target)
-        return part
-
-    def _leave(self, parts: set[Component]) -> None:
-        for part in parts:
-            part.leave(self._target())
+    def _leave(self, parts: dict[str, Component], but: dict[str, Component]) -> None:
+        for part in parts.values():
+            if part not in but.values():
+                part.leave(self._target())
 
 
 def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffusers
@@ -229,7 +220,7 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
     try:
         return OffloadHandle(target, store, settings)
     except BaseException:
-        before.again()
+        before._again()
         raise
 
 

@@ -241,7 +241,7 @@ class OffloadedModule:
                 tied = self._used_by(unit) & own
                 self._wrap_with(unit, other, functools.partial(_visit_of, other, tied))
 
-    def _wrap_with(self, unit: Unit, owner: Owner, visit: Callable[[], Visit]) -> None:
+    def _wrap_with(self, unit: Unit, owner: Owner, visit: Callable[[], Visit | None]) -> None:
         move = self._move if self._aligned else None
         for name in self._entries() if unit.module is self.root else ["forward"]:
             if has_method(unit.module, name):
@@ -441,6 +441,7 @@ class OffloadedModule:
         self.groups.clear()
 
 
-def _visit_of(lender: Owner, tensors: set[int]) -> Visit:
-    """A visit of the tensors (by id) that somebody else offloads, where they are now."""
-    return Visit(lender.loan(tensors))
+def _visit_of(lender: Owner, tensors: set[int]) -> Visit | None:
+    """A visit of those of the tensors (by id) that somebody else offloads, where they are now."""
+    loan = lender.loan(tensors)
+    return Visit(loan) if loan.bindings else None

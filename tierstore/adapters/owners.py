@@ -95,7 +95,9 @@ def disown(offloaded: Owner) -> None:
     for module in given_up:
         del _owners[module]
     for other in everyone():
-        if not given_up.isdisjoint(other.root.modules()):
+        tensors = {id(t) for t in [*other.root.parameters(), *other.root.buffers()]}
+        alone = tensors.isdisjoint(offloaded.tensor_ids())  # no weight of it is tied to one of ours
+        if not (alone and given_up.isdisjoint(other.root.modules())):
             other.changed = True
 
 

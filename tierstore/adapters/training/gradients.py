@@ -78,6 +78,7 @@ class Gradients:
                 "build the module with sparse=False"
             )
         target = self.opened()[name]
+        self._await(target)
         with torch.no_grad():
             if add:
                 target.add_(gradient.to(target.device))
@@ -94,6 +95,20 @@ class Gradients:
             target.copy_(gradient.detach(), non_blocking=True)
         gradient.record_stream(stream)
         self._events.append((stream.record_event(), target))
+
+    def _await(self, target: torch.Tensor | None = None) -> None:
+        """Wait for what is on its way to `target` (None: to any), before it is changed or read.
+
+        A weight that is used twice gets its second gradient while the first one may be copied yet.
+        """
+        for event, place in self._events:
+            if target is None or place is target:
+                event.synchronize()
+        self._events = [
+            (event, place)
+            for event, place in self._events
+            if target is not None and place is not target
+        ]
 
     def opened(self) -> dict[str, torch.Tensor]:
         """The stored gradients, to be changed, until `close`."""
@@ -132,8 +147,7 @@ class Gradients:
     def close(self) -> None:
         """Nobody adds to them for now."""
         if self._open is not None:
-            while self._events:
-                self._events.pop()[0].synchronize()
+            self._await()
             self._open = None
             self._closing.close()
 
