@@ -209,8 +209,17 @@ class OffloadModel(nn.Module):
         if type(self.module).forward is nn.Sequential.forward:
             self._wrappers.append(Chain(self.module, chain(self.module, self.slices, aside)))
             return
-        for module in regions_in(self.module):
+        for module in dict.fromkeys(map(self._visited_for, regions_in(self.module))):
             self._wrappers.append(Recomputed(module, aside))
+
+    def _visited_for(self, module: nn.Module) -> nn.Module:
+        """The module whose visit brings this one's weights: they must come again with it, too."""
+        weights = {id(parameter) for parameter in module.parameters()}
+        for unit in (unit for slice_ in self.slices for unit in slice_.units):
+            brought = {id(tensor) for tensor in unit.tensors.values()}
+            if not brought.isdisjoint(weights) and any(m is module for m in unit.module.modules()):
+                return unit.module
+        return module
 
     # Running -----------------------------------------------------------------------------------
 
