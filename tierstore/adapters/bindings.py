@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -189,9 +188,12 @@ def _memory_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _first(tensors: Mapping[str, torch.Tensor]) -> Iterable[torch.Tensor]:
-    """One of a group's tensors that has bytes: all of them lie in the same memory."""
-    return islice((tensor for tensor in tensors.values() if tensor.numel()), 1)
+def _memory_of_all(tensors: Mapping[str, torch.Tensor]) -> int | None:
+    """The address of a group's memory, in which all of its tensors lie."""
+    for tensor in tensors.values():
+        if found := _memory_of(tensor):
+            return found
+    return None
 
 
 class Kept(threading.local):
@@ -315,21 +317,19 @@ class Visit:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, result: Any, given: Arguments) -> Any:
         """After the forward: put everything back. Returns its result, safe to keep."""
-        tensors = list(tensors_in(result))
-        if any(tensor.grad_fn is not None for tensor in tensors):
-            self._with_grad = True  # it may have turned gradients on by itself
-            refuse_to_go_back(tensors, given)
-        if tensors and self._leases:
-            result = self._without_leased(result, tensors)
-        self.end()
+        tensors = [result] if type(result) is torch.Tensor else list(tensors_in(result))
+        leased = [_memory_of_all(lease.tensors) for lease in self._leases]
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                self._with_grad = True  # it may have turned gradients on by itself
+                refuse_to_go_back(tensors, given)
+                break
+        for tensor in tensors:
+            if _memory_of(tensor) in leased:  # which others may use soon
+                result = with_tensors(result, lambda t: t.clone() if _memory_of(t) in leased else t)
+                break
+        self._end()
         return result
-
-    def _without_leased(self, result: Any, tensors: list[torch.Tensor]) -> Any:
-        """The result, with copies of what shows leased memory, which others may use soon."""
-        leased = {_memory_of(t) for lease in self._leases for t in _first(lease.tensors)}
-        if leased.isdisjoint(map(_memory_of, tensors)):
-            return result
-        return with_tensors(result, lambda t: t.clone() if _memory_of(t) in leased else t)
 
     def _show(self, *, unless_edited: bool) -> list[Binding] | None:
         """Let the tensors show leased memory. Returns those that do not, as they were edited; then
@@ -379,6 +379,9 @@ class Visit:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """Put everything back. To be called again if it was interrupted."""
+        self._end()
+
+    def _end(self) -> None:
         loan, kept = self._loan, self._loan.shared.kept
         with loan.shared.lock:
             self._put_back()

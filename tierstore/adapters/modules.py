@@ -71,6 +71,8 @@ from tierstore.transfer.maps import AddressSpace, WriteWatch, give_back_free_mem
 ENTRIES = ("forward", "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
 
+MANY_UNITS = 8
+"""A part of a model that has so many is looked at as a whole when it is called by itself."""
 ON_DEVICE, IN_RAM, ANYWHERE = "device", "cpu", "disk"
 """Where a weight should stay between its uses: for good on the device; in RAM, given up last; or
 wherever the store finds it best."""
@@ -249,17 +251,16 @@ class OffloadedModule:
                 self._wrappers.append(wrapper)
 
     def _wrap_entries(self, units: set[nn.Module]) -> None:
-        """Whichever part of the model is called, its units run in one run, and what changed is
-        seen before."""
+        """Larger parts of the model may be called by themselves: their units run in one run, too,
+        and what changed is looked for once."""
         move = self._move if self._aligned else None
         for module in self.root.modules():
-            parts = (part for part in module.modules() if part is not module)
             if (
                 module is not self.root
                 and module not in units
                 and owner_of(module) is self
                 and type(module).forward is not nn.Module.forward
-                and not units.isdisjoint(parts)
+                and len(units.intersection(module.modules())) >= MANY_UNITS
             ):
                 wrapper = OffloadedForward(module, "forward", self.look, self._run, move)
                 self._wrappers.append(wrapper)
