@@ -196,6 +196,25 @@ def test_computing_may_be_the_limit(inspect: Inspect, checkpoint: Path) -> None:
     assert step["stalled_seconds"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--compute", "nan"),
+        ("--compute", "inf"),
+        ("--compute", "-1"),
+        ("--compute", "soon"),
+        ("--disk-bandwidth", f"{'9' * 320}GB/s"),
+    ],
+)
+def test_what_is_no_time_and_no_speed_is_refused(
+    option: str, value: str, inspect: Inspect, checkpoint: Path
+) -> None:
+    result = inspect("plan", checkpoint, "--ram", "2MB", option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr
+    assert value[:10] in result.stderr
+
+
 def test_seconds_are_told_only_if_the_disk_is_known(inspect: Inspect, checkpoint: Path) -> None:
     plain = inspect("plan", checkpoint, "--ram", "2MB")
     assert "takes" not in plain.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import click
 
 from tierstore.model.sizes import PAGE, parse_size
@@ -27,7 +29,21 @@ def speed(text: str) -> float:
     size, _, unit = text.partition("/")
     if unit.strip().lower() != "s":
         raise click.BadParameter(f"{text!r} is no speed: write it like 3GB/s.")
-    return float(_size(size))
+    try:
+        return float(_size(size))
+    except OverflowError as error:
+        raise click.BadParameter(f"{text:.20}... is no speed that a disk can have.") from error
+
+
+def seconds(text: str) -> float:
+    """A time that is over some day, in seconds."""
+    try:
+        found = float(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no number of seconds.") from error
+    if not 0 <= found < math.inf:
+        raise click.BadParameter(f"{text!r}: write seconds, such as 1.5.")
+    return found
 
 
 def _size(text: str) -> int:

@@ -42,7 +42,7 @@ COMFORTABLE = 3
 @click.option("--component", help="Only this component of a pipeline.")
 @click.option(
     "--compute",
-    type=click.FloatRange(min=0),
+    type=options.seconds,
     metavar="SECONDS",
     help="Seconds that a step takes when all weights are in place. Left out: no time at all, so "
     "that the disk (or the link) is the limit.",

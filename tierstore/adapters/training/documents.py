@@ -1,7 +1,8 @@
 """TRAINING, the document of a saved training: whatever is part of its state and is no tensor.
 
 JSON, sealed by a checksum. Values that JSON does not have are dicts of one item that says what they
-are: {"tensor": name}, {"tuple": [...]}, and so also {"dict": {...}}. A document that has its
+are: {"tensor": name}, {"tuple": [...]}, and so also {"dict": {...}}; {"items": [[key, value], ...]}
+where keys are no text, {"counter": [[key, value], ...]} for a Counter. A document that has its
 checksum may still be none that `save_training` writes: it is looked at as a whole before any of it
 is used.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +26,7 @@ from tierstore.transfer.views import blocks_of
 FORMAT = 1
 MAX_TRAINING_BYTES = 1 << 30
 
-KINDS = {"tensor": str, "tuple": list, "dict": dict}
+KINDS = {"tensor": str, "tuple": list, "dict": dict, "items": list, "counter": list}
 """What a dict of one item says that it is, and of what type that is in JSON."""
 
 
@@ -40,18 +42,36 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError(f"{name!r} is a dict with keys that are no text: it cannot be saved")
-        return {"dict": {k: encoded(v, f"{name}.{k}", tensors) for k, v in value.items()}}
+        return _encoded_mapping(value, name, tensors)
     if isinstance(value, (list, tuple)):
         found = [encoded(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
         return found if isinstance(value, list) else {"tuple": found}
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if _is_plain(value):
         return value
     raise TypeError(
         f"{name!r} is a {type(value).__name__}, which cannot be saved: make it a tensor, a number "
         "or text, or leave it out and pass what it takes to make it again as `extra`"
     )
+
+
+def _encoded_mapping(
+    value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    if all(isinstance(key, str) for key in value) and not isinstance(value, Counter):
+        return {"dict": {k: encoded(v, f"{name}.{k}", tensors) for k, v in value.items()}}
+    for key in value:
+        if not _is_plain(key):
+            raise TypeError(f"{name!r} is a dict with the key {key!r:.80}: it cannot be saved")
+    found = [
+        [key, encoded(each, f"{name}.{place}", tensors)]
+        for place, (key, each) in enumerate(value.items())
+    ]
+    return {"counter" if isinstance(value, Counter) else "items": found}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has it as it is."""
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def decoded(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
@@ -65,6 +85,9 @@ def decoded(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
         return tensor_of(inner)
     if kind == "tuple":
         return tuple(decoded(each, tensor_of) for each in inner)
+    if kind in ("items", "counter"):
+        items = {key: decoded(each, tensor_of) for key, each in inner}
+        return Counter(items) if kind == "counter" else items
     return {key: decoded(each, tensor_of) for key, each in inner.items()}
 
 
@@ -145,6 +168,7 @@ def _check(document: dict[str, Any]) -> None:
     for name, value in _dict("model", document.get("model")).items():
         _check_encoded(name, value)
     _expect("extra" in document, "extra is missing")
+    _check_encoded("extra", document["extra"])
     optimizer = document.get("optimizer")
     expected = {MODEL} if optimizer is None else {MODEL, OPTIMIZER}
     _expect(files.keys() == expected, f"its files are not {sorted(expected)}")
@@ -193,9 +217,18 @@ def _check_encoded(name: str, value: Any) -> None:
             _expect(inner == name, f"{name!r:.80} has the tensor of another place")
         elif kind == "tuple":
             _check_encoded(name, inner)
+        elif kind in ("items", "counter"):
+            _check_items(name, inner)
         else:
             for key, each in inner.items():
                 _check_encoded(f"{name}.{key}", each)
+
+
+def _check_items(name: str, items: list[Any]) -> None:
+    for place, item in enumerate(items):
+        pair = isinstance(item, list) and len(item) == 2 and _is_plain(item[0])
+        _expect(pair, f"{name!r:.80} has what is no item")
+        _check_encoded(f"{name}.{place}", item[1])
 
 
 def _dict(what: str, found: Any, keys: set[str] | None = None) -> dict[str, Any]:

@@ -61,13 +61,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.store = store
         self.master_dtype = master_dtype
         # torch's optimizer itself, which is given the tensors of one tile after the other.
-        self._inner = optimizer_class([nn.Parameter(torch.zeros(1))], **kwargs)
+        self._inner, looks = _made(optimizer_class, kwargs)
         self._key = f"optimizer/{next(_numbers)}"
         self._tiles: list[Tile] = []
         params = model_or_params
         if isinstance(model_or_params, nn.Module):
             params = model_or_params.parameters()
         super().__init__(params, dict(self._inner.defaults))
+        if looks:
+            like = [_like(p) for group in self.param_groups for p in group["params"]]
+            optimizer_class(like, **kwargs)  # raises what it has to say of them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with arguments of their own."""
@@ -215,6 +218,21 @@ def _portions(parameters: list[nn.Parameter], target: int) -> Iterator[list[nn.P
 
 def _model_of_tile(tile: Tile) -> OffloadModel | None:
     return model_of(tile.parameters[0]) if tile.weights is not None else None
+
+
+def _made(
+    optimizer_class: type[torch.optim.Optimizer], kwargs: dict[str, Any]
+) -> tuple[torch.optim.Optimizer, bool]:
+    """An optimizer of nothing, and whether its class looks at its parameters (Muon: matrices)."""
+    try:
+        return optimizer_class([nn.Parameter(torch.zeros(1))], **kwargs), False
+    except ValueError:
+        return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs), True
+
+
+def _like(parameter: torch.Tensor) -> nn.Parameter:
+    """Of the same shape and dtype, and without memory."""
+    return nn.Parameter(torch.empty(1, dtype=parameter.dtype).expand(parameter.shape))
 
 
 def _refuse_class(optimizer_class: Any) -> None:

@@ -67,13 +67,13 @@ def save_training(
         path: a directory that is not there yet, is empty, or holds what this function has saved.
         model: an `OffloadModel`, or any other module.
         optimizer: an `OffloadOptimizer`, or one of torch, over parameters of the model.
-        extra: what else is needed to go on, as JSON has it: text, numbers, lists, dicts.
+        extra: what else is needed to go on: text, numbers, lists, tuples, dicts.
 
     Raises ValueError for a path with other files or an optimizer of other parameters, TypeError for
     what cannot be saved, DiskFullError or TransferError.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {MODEL: {}}
-    document: dict[str, Any] = {"format": FORMAT, "extra": extra}
+    document: dict[str, Any] = {"format": FORMAT, "extra": _encoded_extra(extra)}
     document["model"] = _encoded_model(model, tensors[MODEL])
     if optimizer is not None:
         tensors[OPTIMIZER] = {}
@@ -113,10 +113,18 @@ def load_training(
         model.load_state_dict(saved.model_state())
         if optimizer is not None:
             optimizer.load_state_dict(saved.optimizer_state(model, optimizer))
-        return saved.document["extra"]
+        return decoded(saved.document["extra"], lambda name: torch.empty(0))
 
 
 # What is saved ------------------------------------------------------------------------------------
+
+
+def _encoded_extra(extra: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    found = encoded(extra, "extra", tensors)
+    if tensors:
+        raise TypeError(f"{min(tensors)!r} is a tensor: save it as a list, by its tolist()")
+    return found
 
 
 def _encoded_model(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -184,8 +184,9 @@ class Tile:
         self, number: int, shadow: torch.Tensor, value: torch.Tensor, state: dict[str, Any]
     ) -> None:
         parameter = self._by_id[number]
-        if shadow.dtype is not value.dtype:
+        if shadow.data_ptr() != value.data_ptr():  # a master, or the optimizer gave it new memory
             value.copy_(shadow)
+        if shadow.dtype is not value.dtype:
             state[MASTER] = shadow
         if value.device != parameter.device and self.weights is None:
             parameter.copy_(value)

@@ -1,0 +1,142 @@
+"""Optimizers that look at their parameters or give them new memory, and schedules that go on.
+
+The reference is plain torch: the same optimizer, the same steps, without a store and a break.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.conftest import DEVICES, Traffic, store_for
+from tierstore import load_training, save_training
+from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+
+WIDTH, STEPS = 64, 6
+
+
+def matrices() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
+
+
+def take_steps(model: Any, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x.to(device)).square().mean().backward()
+        optimizer.step()
+
+
+class Renewing(torch.optim.Optimizer):
+    """Gives each parameter other memory instead of changing what it has."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter - group["lr"] * parameter.grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [Renewing, torch.optim.Muon])
+def test_it_trains_as_in_plain_torch(
+    kind: type[torch.optim.Optimizer], device: str, disk_dir: Path
+) -> None:
+    model = matrices()
+    plain = copy.deepcopy(model)
+    before = copy.deepcopy(plain)
+    take_steps(plain, kind(plain.parameters(), lr=0.1))
+    with store_for(model, disk_dir, device) as store:
+        traffic = Traffic(store)
+        offloaded = OffloadModel(model, store)
+        take_steps(offloaded, OffloadOptimizer(offloaded, store, kind, lr=0.1), device)
+        for found, expected, first in zip(
+            model.parameters(), plain.parameters(), before.parameters(), strict=True
+        ):
+            assert torch.equal(found, expected)
+            assert not torch.equal(found, first)
+        assert traffic.read > 0
+
+
+def test_what_an_optimizer_refuses_is_refused(disk_dir: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # with a bias, which is no matrix
+    with pytest.raises(ValueError) as plain:
+        torch.optim.Muon(model.parameters())
+    with store_for(model, disk_dir) as store, pytest.raises(ValueError) as ours:
+        OffloadOptimizer(OffloadModel(model, store), store, torch.optim.Muon)
+    assert str(ours.value) == str(plain.value)
+
+
+Schedule = torch.optim.lr_scheduler.LRScheduler
+
+
+def milestones(optimizer: torch.optim.Optimizer) -> Schedule:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 7], gamma=0.1)
+
+
+def sequence(optimizer: torch.optim.Optimizer) -> Schedule:
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, milestones(optimizer)], [3])
+
+
+def rates(optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+@pytest.mark.parametrize("make", [milestones, sequence])
+def test_a_schedule_goes_on(
+    make: Callable[[torch.optim.Optimizer], Schedule], tmp_path: Path
+) -> None:
+    model = nn.Linear(4, 4)
+    without_a_break = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = rates(without_a_break, make(without_a_break), 12)
+    first = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = make(first)
+    found = rates(first, schedule, 4)
+    save_training(tmp_path / "run", model, first, extra={"schedule": schedule.state_dict()})
+    again = torch.optim.SGD(model.parameters(), lr=1.0)
+    resumed = make(again)
+    resumed.load_state_dict(load_training(tmp_path / "run", model, again)["schedule"])
+    assert found + rates(again, resumed, 8) == expected
+    assert len(set(expected)) > 3
+
+
+def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+    extra = {
+        "numbers": {1: "a", 2.5: None, None: [True], "text": {False: ()}},
+        "counted": Counter({3: 2, "x": 1}),
+        "tensor": "a name, no tensor",
+        "pair": (1, [2.0, (3,)]),
+    }
+    save_training(tmp_path / "run", nn.Linear(2, 2), extra=extra)
+    found = load_training(tmp_path / "run", nn.Linear(2, 2))
+    assert found == extra
+    assert type(found["counted"]) is Counter
+    assert type(found["pair"]) is tuple
+
+
+@pytest.mark.parametrize("extra", [{(1, 2): 3}, {"deep": [torch.zeros(2)]}, {"object": object()}])
+def test_what_cannot_be_extra_is_refused_before_anything_is_written(
+    extra: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match="extra"):
+        save_training(tmp_path / "run", nn.Linear(2, 2), extra=extra)
+    assert not list(tmp_path.iterdir())
