@@ -9,7 +9,7 @@ The second time, a region works on copies of its buffers: statistics are updated
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.checkpointing import checkpoint
 from tierstore.adapters.training.gradients import Shipping
+from tierstore.adapters.training.weights import others_are_around
 
 Call = Callable[..., Any]
 
@@ -40,7 +41,7 @@ class Region:
             return self._run(*args, **kwargs)
         if self._inplace:  # what was given is wanted again, as it was
             args, kwargs = tree_map(_apart, (args, kwargs))
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if others_are_around():  # they see to what is given
             return checkpoint(_Twice(self), *args, **kwargs)
         with self._aside:
             return checkpoint(_Twice(self), *args, **kwargs)
@@ -142,6 +143,28 @@ class _Part:
         args, kwargs = tree_unflatten(leaves, self._structure)
         return self._run(*args, **kwargs)
 
+    def go_back(self, gradients: Sequence[Any], before: list[int], *, again: bool) -> None:
+        """Go back through this part; `again` if there may be another time.
+
+        `before` tells how many rows of each gradient are those of earlier parts, and is counted on.
+        """
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                leaf.grad = None  # what an earlier time left
+        pairs = []
+        for i, (tensor, gradient) in enumerate(zip(self.found, gradients, strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            start, before[i] = before[i], before[i] + tensor.size(0)
+            if gradient is not None and tensor.requires_grad:
+                pairs.append((tensor, gradient[start : before[i]]))
+        if not again:
+            self.found = []
+        if pairs:
+            torch.autograd.backward(
+                [t for t, _ in pairs], [g for _, g in pairs], retain_graph=again
+            )
+
 
 def joined(results: list[Any]) -> Any:
     """The results of parts of a batch as that of the whole batch."""
@@ -203,19 +226,16 @@ class _InParts(torch.autograd.Function):
                 "microbatches cannot be differentiated by torch.autograd.grad() or with inputs=: "
                 "use loss.backward(), or num_microbatches=1"
             )
+        if not all(call.found for call in ctx.calls):
+            raise RuntimeError(
+                "this backward goes through the graph of microbatches a second time: give "
+                "retain_graph=True to the backward before it"
+            )
         ctx.whole.shipping.begin()
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
         before = [0] * len(gradients)
         for call in ctx.calls:
-            pairs = []
-            for i, (tensor, gradient) in enumerate(zip(call.found, gradients, strict=True)):
-                if not isinstance(tensor, torch.Tensor):
-                    continue
-                start, before[i] = before[i], before[i] + tensor.size(0)
-                if gradient is not None and tensor.requires_grad:
-                    pairs.append((tensor, gradient[start : before[i]]))
-            call.found = []
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            call.go_back(gradients, before, again=again)
         rows = [[x.grad for x in c.leaves if isinstance(x, torch.Tensor)] for c in ctx.calls]
         found = [
             _input_gradient(list(column), cut)

@@ -305,6 +305,15 @@ class Watching:
         return saved.unpack()
 
 
+def others_are_around() -> bool:
+    """Whether somebody else's hooks are on for what autograd saves. A module around this one whose
+    own weights are in use has ours on."""
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    while top is not None and isinstance(getattr(top[0], "__self__", None), Watching):
+        top = top[0].__self__._outer
+    return top is not None
+
+
 class _Saved(Protocol):
     """What the graph holds instead of a tensor."""
 
