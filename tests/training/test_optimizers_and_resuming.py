@@ -79,6 +79,24 @@ def test_what_an_optimizer_refuses_is_refused(disk_dir: Path) -> None:
     assert str(ours.value) == str(plain.value)
 
 
+@pytest.mark.parametrize("norm_type", [1, 2.0, "inf", float("inf")])
+def test_gradients_are_clipped_by_any_norm(norm_type: float | str, disk_dir: Path) -> None:
+    model = matrices()
+    plain = copy.deepcopy(model)
+    x = torch.randn(4, WIDTH)
+    plain(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-4, norm_type)  # type: ignore[arg-type]
+    with store_for(model, disk_dir) as store:
+        offloaded = OffloadModel(model, store)
+        optimizer = OffloadOptimizer(offloaded, store, torch.optim.SGD, lr=0.1)
+        offloaded(x).square().mean().backward()
+        assert torch.equal(optimizer.clip_grad_norm_(1e-4, norm_type), expected)
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert found.grad is not None
+            assert wanted.grad is not None
+            assert torch.equal(found.grad, wanted.grad)
+
+
 Schedule = torch.optim.lr_scheduler.LRScheduler
 
 

@@ -125,13 +125,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale all gradients so that their norm, taken together, is at most `max_norm`.
 
-        Returns the norm that they had. As `torch.nn.utils.clip_grad_norm_`, to the last bit; raises
-        its RuntimeError if `error_if_nonfinite`.
+        Returns the norm that they had. As `torch.nn.utils.clip_grad_norm_` of the parameters in the
+        order of the groups: to the last bit, if all of them have one dtype. Raises its RuntimeError
+        if `error_if_nonfinite`.
         """
+        norm_type = float(norm_type)  # "inf" is one, too
         self._settle_down()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         norms: dict[int, torch.Tensor] = {}
