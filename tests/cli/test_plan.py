@@ -203,10 +203,15 @@ def test_computing_may_be_the_limit(inspect: Inspect, checkpoint: Path) -> None:
         ("--compute", "inf"),
         ("--compute", "-1"),
         ("--compute", "soon"),
+        ("--compute", "1e308"),
         ("--disk-bandwidth", f"{'9' * 320}GB/s"),
+        ("--disk-bandwidth", f"{'9' * 320}.5GB/s"),
+        ("--ram", f"{'9' * 320}.5GB"),
+        ("--ram", f"{'9' * 320}GB"),
+        ("--ram", f"{'9' * 5000}GB"),
     ],
 )
-def test_what_is_no_time_and_no_speed_is_refused(
+def test_what_no_machine_can_have_is_refused(
     option: str, value: str, inspect: Inspect, checkpoint: Path
 ) -> None:
     result = inspect("plan", checkpoint, "--ram", "2MB", option, value)

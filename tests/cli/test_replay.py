@@ -184,6 +184,16 @@ def test_a_trace_without_uses_cannot_be_replayed(
     assert "nothing to replay" in result.stderr
 
 
+def test_times_without_end_are_in_no_document(
+    inspect: Inspect, trace: Path, tmp_path: Path
+) -> None:
+    path = edited(trace, tmp_path / "slow.json", bandwidth={"DISK>HOST": 5e-324})
+    result = inspect("replay", path, "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "without end" in result.stderr
+
+
 def test_replay_leaves_torch_alone(trace: Path) -> None:
     tell = "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
     run = start("replay", trace, "--ram", "600KB", "--json", after=tell)

@@ -27,6 +27,15 @@ def matrices() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)))
 
 
+def by_shape(model: nn.Module, name: str, value: Any) -> list[dict[str, Any]]:
+    """Two groups: matrices, and all others with an option of their own."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() == 2]},
+        {"params": [p for p in parameters if p.dim() != 2], name: value},
+    ]
+
+
 def take_steps(model: Any, optimizer: torch.optim.Optimizer, device: str = "cpu") -> None:
     for step in range(STEPS):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -68,6 +77,63 @@ def test_it_trains_as_in_plain_torch(
             assert torch.equal(found, expected)
             assert not torch.equal(found, first)
         assert traffic.read > 0
+
+
+def test_a_master_may_be_given_new_memory(disk_dir: Path) -> None:
+    model = matrices().bfloat16()
+    plain = copy.deepcopy(model)
+    masters = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
+    with store_for(model, disk_dir) as store:
+        offloaded = OffloadModel(model, store)
+        ours = OffloadOptimizer(offloaded, store, Renewing, master_dtype=torch.float32)
+        usual = Renewing(masters)
+        for step in range(STEPS):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            for each in (plain, offloaded):
+                each.zero_grad()
+                each(x).float().square().mean().backward()
+            for parameter, master in zip(plain.parameters(), masters, strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+            usual.step()
+            ours.step()
+            for parameter, master in zip(plain.parameters(), masters, strict=True):
+                parameter.data.copy_(master.data)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        for parameter, master in zip(model.parameters(), masters, strict=True):
+            assert torch.equal(ours.state[parameter]["master"], master)
+
+
+class Choosy(torch.optim.SGD):
+    """Takes matrices only, but for groups that say otherwise."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            if any(p.dim() != 2 for p in group["params"]) and not group.get("any"):
+                raise ValueError("only matrices")
+
+
+def test_an_optimizer_looks_at_each_group(disk_dir: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    take_steps(plain, Choosy(by_shape(plain, "any", True)))
+    with store_for(model, disk_dir) as store:
+        offloaded = OffloadModel(model, store)
+        groups = by_shape(offloaded, "any", True)
+        take_steps(offloaded, OffloadOptimizer(groups, store, Choosy))
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        with pytest.raises(ValueError, match="only matrices"):
+            OffloadOptimizer(offloaded, store, Choosy)
+
+
+def test_a_matrix_of_integers_is_looked_at_too(disk_dir: Path) -> None:
+    model = matrices()
+    model.register_parameter("table", nn.Parameter(torch.ones(2, 2, dtype=torch.int64), False))
+    torch.optim.Muon(model.parameters())
+    with store_for(model, disk_dir) as store:
+        OffloadOptimizer(OffloadModel(model, store), store, torch.optim.Muon)
 
 
 def test_what_an_optimizer_refuses_is_refused(disk_dir: Path) -> None:

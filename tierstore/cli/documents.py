@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from tierstore.cli.failures import Code, Failure
 from tierstore.cli.report import Contents, Group, Item, Problem, total
 from tierstore.cli.tensors import StoredTensor
 
@@ -20,7 +21,14 @@ Document = dict[str, Any]
 
 def text_of(document: Document) -> str:
     """The document as text. Whatever is not ASCII is escaped, so keys cannot steer a terminal."""
-    return json.dumps({"schema": SCHEMA, **document}, indent=2)
+    try:
+        return json.dumps({"schema": SCHEMA, **document}, indent=2, allow_nan=False)
+    except ValueError as error:  # Python would write NaN, which no other reader takes
+        raise Failure(
+            "some of what is to be told is a number without end",
+            "Give speeds and times that a machine can have.",
+            Code.USAGE,
+        ) from error
 
 
 def listing(contents: Contents, shown: Iterable[Group]) -> Document:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ class Column:
 
 def _console() -> Console:
     console = Console(highlight=False, emoji=False, markup=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
+    if not console.file.isatty():  # rich takes some pipes for terminals: FORCE_COLOR
         console.width = 10_000  # a file or another program gets whole names
     return console
 

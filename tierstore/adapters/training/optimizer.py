@@ -68,9 +68,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if isinstance(model_or_params, nn.Module):
             params = model_or_params.parameters()
         super().__init__(params, dict(self._inner.defaults))
-        if looks:
-            like = [_like(p) for group in self.param_groups for p in group["params"]]
-            optimizer_class(like, **kwargs)  # raises what it has to say of them
+        if looks:  # it raises what it has to say of them
+            optimizer_class([_like(group) for group in self.param_groups], **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with arguments of their own."""
@@ -229,12 +228,17 @@ def _made(
     try:
         return optimizer_class([nn.Parameter(torch.zeros(1))], **kwargs), False
     except ValueError:
-        return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs), True
+        pass  # what it says of arguments that cannot be, it says again
+    return optimizer_class([nn.Parameter(torch.zeros(1, 1))], **kwargs), True
 
 
-def _like(parameter: torch.Tensor) -> nn.Parameter:
-    """Of the same shape and dtype, and without memory."""
-    return nn.Parameter(torch.empty(1, dtype=parameter.dtype).expand(parameter.shape))
+def _like(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with parameters of the same shapes and dtypes, and without memory."""
+    like = [
+        nn.Parameter(torch.empty(1, dtype=p.dtype).expand(p.shape), p.requires_grad)
+        for p in group["params"]
+    ]
+    return {**group, "params": like}
 
 
 def _refuse_class(optimizer_class: Any) -> None:
