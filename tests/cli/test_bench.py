@@ -55,7 +55,7 @@ def test_the_table_for_people(there: Path, inspect: Inspect) -> None:
     result = inspect("bench", there, *SMALL)
     assert result.exit_code == 0
     head, *rows = result.stdout.splitlines()
-    assert head.split() == ["READS", "OF", "4", "THREADS", "8", "THREADS"]
+    assert head.split() == ["READS", "OF", "6", "THREADS", "12", "THREADS"]
     assert [row.split()[:2] for row in rows[:4]] == [[f"{n}.0", "MiB"] for n in (4, 8, 16, 32)]
     assert all(row.count("/s") == 2 for row in rows[:4])
     assert rows[4].startswith("writes ")

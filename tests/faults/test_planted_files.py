@@ -46,6 +46,7 @@ from tierstore import (
 from tierstore.checkpoints import read_checkpoint
 from tierstore.cli.commands import inspector
 from tierstore.transfer.figures import (
+    DEFAULT_THREADS,
     DiskFigures,
     cache_file,
     disk_threads,
@@ -320,7 +321,7 @@ def test_figures_of_disks_that_were_planted(kind: str, tmp_path: Path, victims: 
     try:
         found: list[object] = []
         in_time(lambda: found.extend([known_figures(tmp_path), disk_threads()]))
-        assert found == [None, 4]
+        assert found == [None, DEFAULT_THREADS]
         with contextlib.suppress(OSError):  # a directory stays where it is
             remember(tmp_path, DiskFigures(1 << 20, 8, 1e9, 1e9, 1e9))
         victims.check()

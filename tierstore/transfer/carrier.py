@@ -78,16 +78,17 @@ class ThreadCarrier:
         self._cargo: dict[str, Cargo] = {}
         self._removing: dict[int, str] = {}
         self._moving: dict[tuple[str, Tier], Copy] = {}
-        self._clerk = Clerk()
         self.arenas = {Tier.HOST: host_arena(budgets[Tier.HOST], device)}
+        if self.top is Tier.DEVICE:  # before there are threads: there may be no such device
+            self._up, self._down = torch.Stream(device), torch.Stream(device)
+            self.arenas[Tier.DEVICE] = device_arena(budgets[Tier.DEVICE], device, self._up)
+            self.times = DeviceTimes(device, self._up)
+        self._clerk = Clerk()
         self._disk = Workers(disk_threads(), "disk")
         self.saver = Saver(directory, self.files, self._disk)
         self._reader = Reader(self.arenas[Tier.HOST], self.files, self._disk, verify)
         self._links: dict[Tier, Workers] = {}
         if self.top is Tier.DEVICE:
-            self._up, self._down = torch.Stream(device), torch.Stream(device)
-            self.arenas[Tier.DEVICE] = device_arena(budgets[Tier.DEVICE], device, self._up)
-            self.times = DeviceTimes(device, self._up)
             self._links = {Tier.DEVICE: Workers(1, "onload"), Tier.HOST: Workers(1, "offload")}
 
     # Books, kept by the clerk ------------------------------------------------------------------

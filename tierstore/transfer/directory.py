@@ -28,8 +28,8 @@ from pathlib import Path
 
 from tierstore.model.errors import TierStoreError, TransferError
 from tierstore.model.groups import Block, Packing
-from tierstore.model.header import NO_SUM, build_header, digest
-from tierstore.model.objects import SINGLE, StoredObject
+from tierstore.model.header import NO_SUM, digest
+from tierstore.model.objects import StoredObject, header_of, refuse_unreadable
 from tierstore.model.sizes import PAGE
 from tierstore.progress import bar
 from tierstore.transfer.disk import (
@@ -78,6 +78,8 @@ class ObjectDirectory:
     """
 
     def __init__(self, disk_dir: str | Path) -> None:
+        if not os.fspath(disk_dir):
+            raise ValueError("disk_dir is empty: name a directory, '.' for the current one")
         self.path = os.path.abspath(disk_dir)
         with self._explained("opening", None), contextlib.ExitStack() as undo:
             _make_directory(self.path)
@@ -178,6 +180,10 @@ class ObjectDirectory:
         `data` holds the packed group in page-aligned memory. `together` does the parts of the work,
         such as `Workers.together`. Raises DiskFullError or TransferError; nothing has changed then.
         """
+        try:
+            refuse_unreadable(key, packing, single=single)  # before what is there is replaced
+        except ValueError as error:
+            raise TransferError(str(error), key=key, path=self.path) from error
         writing = _Writing(key, packing, data, single)
         temporary = f"object-{os.urandom(8).hex()}"
         try:
@@ -291,8 +297,7 @@ class _Writing:
         self.nbytes = self._start + packing.dense_nbytes
 
     def _header(self) -> bytes:
-        extra = {SINGLE: "1"} if self._single else None
-        return build_header(self._key, self._packing, self._digests, extra)
+        return header_of(self._key, self._packing, self._digests, single=self._single)
 
     def _blocks(self) -> Iterator[tuple[Block, int, int]]:
         """Each block, and where it lies in memory and in the file's data."""

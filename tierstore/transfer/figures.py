@@ -4,11 +4,12 @@
 user's cache directory, for the owner only. It holds hints and no more: where it is missing, damaged
 or of another machine, the defaults apply.
 
-The defaults (four threads, 16 MiB for each read) keep a disk busy, since the kernel cuts one large
-direct read into many requests by itself; where it was tried, other settings were as good within the
-noise (see docs/benchmarks). That is why a store does not measure on its own: it would have to try
-settings that are worse, on reads that somebody waits for, to gain next to nothing. Disks that want
-more threads (a network, an array) are worth one run of the command.
+The defaults (six threads, 16 MiB for each read) keep a disk busy, since the kernel cuts one large
+direct read into many requests by itself, and since some threads can wait for fsync meanwhile.
+Where it was tried, other settings were as good within the noise (see docs/benchmarks). That is
+why no store measures on its own: it would have to try settings that are worse, on reads that
+somebody is waiting for, to gain next to nothing. Disks that want more threads (a network, an
+array) are worth one run of the command.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tierstore.model.sizes import PAGE
 
 MIB = 1 << 20
 DEFAULT_BLOCK = 16 * MIB
-DEFAULT_THREADS = 4
+DEFAULT_THREADS = 6
 
 _LARGEST_FILE = MIB
 _BLOCKS = range(PAGE, 1024 * MIB + 1, PAGE)

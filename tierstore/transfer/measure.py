@@ -37,7 +37,7 @@ from tierstore.transfer.workers import Workers
 
 BLOCKS = tuple(n * MIB for n in (4, 8, 16, 32))
 
-THREADS = (4, 8)
+THREADS = (DEFAULT_THREADS, 2 * DEFAULT_THREADS)
 """Not fewer: while cores are idle, as here, two may look best. Beside a model that computes on all
 of them, a thread whose read is done waits for its turn, and the disk should not wait with it."""
 

@@ -30,7 +30,7 @@ import torch
 from tierstore.model.sizes import PAGE, round_up
 
 HUGE_PAGE = 2 * 1024**2
-PATIENCE = 0.1
+PATIENCE = 0.5
 """Seconds to wait for pages whose last view is just going, before memory above the budget is
 taken."""
 
@@ -75,8 +75,13 @@ class _Room:
     """
 
     def __init__(self, whole: int) -> None:
-        self.floor = _reserve(_ROOM_TO_GROW * whole + HUGE_PAGE)
-        self.boundary = self.floor + _ROOM_TO_GROW * whole
+        growth = _ROOM_TO_GROW * whole
+        try:
+            self.floor = _reserve(growth + HUGE_PAGE)
+        except OSError:  # addresses are limited
+            growth = whole
+            self.floor = _reserve(growth + HUGE_PAGE)
+        self.boundary = self.floor + growth
         self.low = self.high = self.begin = self.end = self.boundary
 
     def lay_out(self, whole: int, tail: int) -> None:
@@ -218,7 +223,7 @@ class RecycledPages:
             if above <= self._overdue or time.monotonic() > until:
                 self._overdue = max(above, 0)
                 return
-            time.sleep(PATIENCE / 200)
+            time.sleep(PATIENCE / 1000)
 
     def _sort_in(self) -> None:
         with contextlib.suppress(IndexError):

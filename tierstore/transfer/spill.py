@@ -88,13 +88,23 @@ class Spill:
         more = size - self._size
         if more <= 0:
             return
-        if max(more, GROWTH) <= self._spare() // 2:
-            more = max(more, GROWTH)
+        if more < GROWTH <= self._spare() // 2:
+            with contextlib.suppress(OSError):  # a limit for files or a quota allows less, maybe
+                self._grow_by(GROWTH)
+                return
+        try:
+            self._grow_by(more)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            # The file system cannot reserve room: writes make the file longer.
+
+    def _grow_by(self, more: int) -> None:
         try:
             os.posix_fallocate(self._file.cached, self._size, more)
-        except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):
-                return  # the file system cannot reserve room: writes make the file longer
+        except OSError:
+            with contextlib.suppress(OSError):  # some file systems keep what they got until then
+                os.ftruncate(self._file.cached, self._size)
             raise
         self._size += more
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +73,18 @@ def view_one(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tenso
     return flat.as_strided(spec.shape, spec.stride)
 
 
+def show_block(views: Sequence[TensorSpec], memory: Any, offset: int) -> dict[str, torch.Tensor]:
+    """The tensors of a block that lies in `memory` (a buffer) from byte `offset` on.
+
+    Those that overlap share a storage, as they did when they came.
+    """
+    if len(views) == 1:
+        return {views[0].name: show_one(replace(views[0], offset=offset + views[0].offset), memory)}
+    stop = max(view.offset + view.nbytes for view in views)
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=stop, offset=offset)
+    return {view.name: view_one(view, whole, view.offset) for view in views}
+
+
 def show_one(spec: TensorSpec, memory: Any) -> torch.Tensor:
     """One tensor over `memory` (a buffer), as a storage of its own that ends with the tensor."""
     dtype = DTYPES[spec.dtype]
@@ -119,9 +132,9 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
             members = {name: plain[name] for name in names}
             # Where dtypes meet, the first tensor's start may be none that the largest can have.
             start -= start % max(member.element_size() for member in members.values())
-            blocks.append(
-                (_block(members, start, stop), byte_view(members[names[0]], start, stop - start))
-            )
+            # Storages of one address may end at different places, as those of two numpy arrays.
+            whole = max(members.values(), key=lambda t: t.untyped_storage().nbytes())
+            blocks.append((_block(members, start, stop), byte_view(whole, start, stop - start)))
     return blocks
 
 

@@ -152,6 +152,7 @@ class Answer(Generic[T]):
         self._answers: list[T] = []
         self._error: BaseException | None = None
         self._bell = Bell()
+        self._next: list[Job] = []
         give(self._job)
 
     def _job(self) -> None:
@@ -160,6 +161,14 @@ class Answer(Generic[T]):
         except BaseException as error:  # raised where somebody waits for the answer
             self._error = error
         self._bell.ring()
+        for job in self._next:
+            job()
+
+    def then(self, job: Job) -> None:
+        """Have `job` done when there is an answer; twice, maybe. It must not raise."""
+        self._next.append(job)
+        if self._bell.wait(0.0):  # maybe too late for who answers to see it
+            job()
 
     def wait(self) -> T:
         """Wait for the answer, once.
