@@ -63,8 +63,11 @@ def test_nothing_grows(device: str, disk_dir: Path) -> None:
     assert all(not any(step["used"].values()) for step in measured)
     assert all(step["files"] == measured[0]["files"] for step in measured)
     warm, rest = measured[: WARM // stepping.EVERY], measured[WARM // stepping.EVERY :]
-    for name in ("device", "pinned", "slab"):
-        assert max(step[name] for step in rest) <= max(step[name] for step in warm), name
+    # How many slots a step needs at once depends on how fast the disk is; budgets do not.
+    matrices = (2 * stepping.LAYERS + 2) * stepping.SIZE**2 * 4  # and gradients
+    assert all(step["device"] <= matrices + stepping.BUDGET for step in measured)
+    assert all(step["pinned"] <= stepping.BUDGET for step in measured)
+    assert max(step["slab"] for step in rest) <= max(step["slab"] for step in warm)
     # A leak of one saved tensor of each step would be 37 MiB.
     grown = max(step["host"] for step in rest[-4:]) - max(step["host"] for step in warm)
     assert grown < 8 * 1024 * 1024

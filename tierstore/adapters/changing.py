@@ -68,12 +68,14 @@ class Conversion(StandIn):
 class Copying:
     """Lets deep copies and pickles of the model be ordinary models, all of it on the CPU.
 
-    Needed where some of its tensors stay on another device.
+    They hold what the weights are, also while another thread runs the model, which lends them
+    memory that is used again.
     """
 
-    def __init__(self, root: nn.Module, residents: list[torch.Tensor]) -> None:
-        self._root = root
-        self._residents = residents
+    def __init__(self, offloaded: Owner) -> None:
+        self._offloaded = offloaded
+        self._root = offloaded.root
+        self._lock = threading.RLock()
         self._put()
 
     def _put(self) -> None:
@@ -85,19 +87,39 @@ class Copying:
             self._root.__dict__.pop(name, None)
 
     def _copy(self, memo: dict[int, Any]) -> nn.Module:
-        for tensor in self._residents:
+        return self._as_ordinary(memo, lambda shown: copy.deepcopy(shown, memo))
+
+    def _reduce(self, protocol: int) -> tuple[Any, ...]:
+        # No copies of the weights: a model may be larger than RAM, and is pickled bit by bit.
+        return same, (self._as_ordinary({}, lambda shown: shown),)
+
+    def _as_ordinary(
+        self, memo: dict[int, Any], made: Callable[[torch.Tensor], torch.Tensor]
+    ) -> nn.Module:
+        """A deep copy of the model, its weights being what is `made` of their values."""
+        for tensor in self._offloaded.residents:
             alike: torch.Tensor = tensor.detach().to("cpu", copy=True)
             if isinstance(tensor, nn.Parameter):
                 alike = nn.Parameter(alike, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = alike
-        self.remove()
-        try:
-            return copy.deepcopy(self._root, memo)
-        finally:
-            self._put()
+        for binding in self._offloaded.bindings_of(self._root, recurse=True):
+            if id(binding.tensor) not in memo:
+                with self._offloaded.shared.lock:
+                    value = binding.value(binding.tensor).detach()
+                memo[id(binding.tensor)] = made(showing(value, binding.tensor))
+        with self._lock:
+            self.remove()
+            try:
+                return copy.deepcopy(self._root, memo)
+            finally:
+                self._put()
 
-    def _reduce(self, protocol: int) -> tuple[Any, ...]:
-        return same, (copy.deepcopy(self._root),)
+
+def showing(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, a Parameter for instance, of other memory."""
+    alike: torch.Tensor = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
+    alike.__dict__.update(tensor.__dict__)
+    return alike
 
 
 class Hook:

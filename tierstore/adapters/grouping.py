@@ -22,6 +22,7 @@ from tierstore.model.outline import (
 )
 from tierstore.model.tiers import Tier
 from tierstore.store import TierStore
+from tierstore.transfer.views import NAMES
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -32,7 +33,7 @@ def usual_target(offload_type: str, store: TierStore, module: nn.Module) -> int:
     """How large a group should be at most, in bytes, given the store's budgets."""
     budgets = store.stats().budget_bytes
     smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
-    return target_bytes(offload_type, smallest, sum(map(tensor_bytes, module.parameters())))
+    return target_bytes(offload_type, smallest, sum(map(_bytes_of, module.parameters())))
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,16 @@ class GroupPlan:
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, each address counted once."""
-    return sum({t.data_ptr(): tensor_bytes(t) for t in tensors}.values())
+    return sum({t.data_ptr(): tensor_bytes(t) for t in tensors if _has_address(t)}.values())
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor_bytes(tensor) if _has_address(tensor) else 0
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie somewhere: those of sparse or nested tensors lie in others."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -140,6 +150,8 @@ class ModuleBranch:
 
     def children(self) -> list[ModuleBranch]:
         """The modules in it."""
+        if isinstance(self.module, torch.jit.ScriptModule):
+            return []
         prefix = f"{self.name}." if self.name else ""
         named = self.module.named_children()
         return [ModuleBranch(child, prefix + name, self._classes) for name, child in named]
@@ -147,6 +159,8 @@ class ModuleBranch:
     def tensors(self, *, whole: bool) -> dict[str, torch.Tensor]:
         """Its own tensors that can be offloaded, by full name; all in it if `whole`."""
         module, prefix = self.module, f"{self.name}." if self.name else ""
+        if isinstance(module, torch.jit.ScriptModule):
+            return {}  # what runs it does not call the forward that one sees: its weights stay
         found: dict[str, torch.Tensor] = {}
         for key, parameter in module.named_parameters(recurse=whole, remove_duplicate=False):
             if is_plain(parameter):
@@ -155,7 +169,16 @@ class ModuleBranch:
         for key, buffer in module.named_buffers(recurse=whole, remove_duplicate=False):
             if key in kept and is_plain(buffer) and tensor_bytes(buffer) >= RESIDENT_BUFFER_BYTES:
                 found[prefix + key] = buffer
-        return found
+        return {name: found[name] for name in found if not self._is_scripted(name)}
+
+    def _is_scripted(self, name: str) -> bool:
+        """Whether a tensor (by full name) is of a module that TorchScript runs."""
+        here: nn.Module | None = self.module
+        for part in name.removeprefix(f"{self.name}." if self.name else "").split(".")[:-1]:
+            here = None if here is None else here._modules[part]
+            if isinstance(here, torch.jit.ScriptModule):
+                return True
+        return False
 
 
 def _is_adapter(module: nn.Module) -> bool:
@@ -169,11 +192,16 @@ def _own_persistent(module: nn.Module) -> set[str]:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor has bytes that can be moved; wrappers (quantised weights) stay put."""
+    return is_storable(tensor) and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Whether a store can hold such a tensor: strided, of a dtype that safetensors knows."""
     return (
-        tensor.numel() > 0
-        and tensor.device.type != "meta"
-        and tensor.layout is torch.strided
+        _has_address(tensor)
+        and not tensor.is_quantized
         and not hasattr(tensor, "__tensor_flatten__")
+        and tensor.dtype in NAMES
     )
 
 

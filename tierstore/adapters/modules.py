@@ -156,8 +156,7 @@ class OffloadedModule:
             self._wrap(unit)
         self._wrap_entries({unit.module for unit in units})
         self._wrappers.append(Conversion(self))
-        if self.residents:
-            self._wrappers.append(Copying(self.root, self.residents))
+        self._wrappers.append(Copying(self))
         loading, saving = Loading(self), Saving(self)
         for module in self.root.modules():
             holds = bool(self.bindings_of(module, recurse=False))
@@ -259,8 +258,8 @@ class OffloadedModule:
                 module is not self.root
                 and module not in units
                 and owner_of(module) is self
-                and type(module).forward is not nn.Module.forward
                 and len(units.intersection(module.modules())) >= MANY_UNITS
+                and type(module).forward is not nn.Module.forward
             ):
                 wrapper = OffloadedForward(module, "forward", self.look, self._run, move)
                 self._wrappers.append(wrapper)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import assign
-from tierstore.adapters.grouping import tensor_bytes
+from tierstore.adapters.grouping import is_storable, tensor_bytes
 from tierstore.adapters.lending import over
 from tierstore.lease import Lease
 from tierstore.model.tiers import Access
@@ -49,7 +49,7 @@ class Staying:
         portions: list[dict[str, torch.Tensor]] = []
         nbytes = 0
         for name, tensor in tensors.items():
-            if hasattr(tensor, "__tensor_flatten__"):
+            if not is_storable(tensor):
                 self._swap(tensor)
                 continue
             nbytes += tensor_bytes(tensor)
@@ -72,7 +72,7 @@ class Staying:
             assign(tensor, over(shown, shown.untyped_storage()))
 
     def _swap(self, tensor: torch.Tensor) -> None:
-        """Move a wrapper around other tensors (a quantised weight): `.data` would not do."""
+        """Move what no store holds, such as a quantised weight: `.data` would not do."""
         moved = tensor.detach().to(self._store.device)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)

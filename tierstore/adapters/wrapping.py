@@ -7,6 +7,7 @@ module is an ordinary module: it gets its ordinary method back.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -196,6 +197,24 @@ def with_tensors(
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
         return _mapping_with(value, change, skip)
+    return _record_with(value, change, skip) if is_record(value) else value
+
+
+def is_record(value: object) -> bool:
+    """Whether a value is an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _record_with(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], skip: frozenset[str]
+) -> Any:
+    before = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    after = {n: v if n in skip else with_tensors(v, change, skip) for n, v in before.items()}
+    changed = {name: item for name, item in after.items() if item is not before[name]}
+    if changed:
+        value = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(value, name, item)  # it may be frozen
     return value
 
 
@@ -223,6 +242,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, MutableMapping):
         for item in value.values():
             yield from tensors_in(item)
+    elif is_record(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 def device_of(value: Any) -> torch.device | None:

@@ -33,6 +33,9 @@ from tierstore.transfer.views import byte_view
 AHEAD = 8
 """Pieces that the store is told are wanted next."""
 
+TRAIL = 256
+"""Pieces, gone or not, that a trail may have in any case."""
+
 WAITING = 64 << 20
 """Bytes, at most, that stay on the device until they are copied, ..."""
 WAITING_SHARE = 32
@@ -100,9 +103,9 @@ class Piece:
     def cut_out(self) -> None:
         """Keep a copy of these few bytes, so that they do not keep the whole storage."""
         storage = self.original
-        if storage is not None:  # else another thread has done it
-            self._copy = self.part_of(storage).clone().untyped_storage()
-            self.original = None
+        assert storage is not None
+        self._copy = self.part_of(storage).clone().untyped_storage()
+        self.original = None
 
     def build(self, geometry: Geometry) -> torch.Tensor:
         """A tensor that was saved. Fetches the bytes if they are nowhere else."""
@@ -147,13 +150,24 @@ class Trail:
 
     def __init__(self) -> None:
         self._pieces: list[weakref.ref[Piece]] = []
+        self._most = TRAIL
 
     def add(self, piece: Piece) -> None:
         """The newest one."""
         while self._pieces and self._pieces[-1]() is None:
             self._pieces.pop()
+        if len(self._pieces) >= self._most:
+            self._close_up()
         piece.trail, piece.place = self, len(self._pieces)
         self._pieces.append(weakref.ref(piece))
+
+    def _close_up(self) -> None:
+        """Forget those that are gone. Where forward passes overlap, they are not at the end."""
+        found = [piece for ref in self._pieces if (piece := ref()) is not None]
+        for place, piece in enumerate(found):
+            piece.place = place
+        self._pieces = [weakref.ref(piece) for piece in found]
+        self._most = max(2 * len(found), TRAIL)  # so that it is not done for each
 
     def before(self, place: int) -> list[Piece]:
         """Those that came just before it, the newest first."""
@@ -223,16 +237,17 @@ class Shelf:
             piece.seen(geometry)
             reason = self._why_kept(piece, min_size)
             piece.leaving = not reason
-        if not reason:
+            storage = piece.original
+            if reason == "small" and storage is not None and storage.nbytes() >= max(min_size, 1):
+                piece.cut_out()
+        if reason:
+            self.keep(piece, reason)
+        else:
             self._ship(piece)
-            return
-        self.keep(piece, reason)
-        storage = piece.original
-        if reason == "small" and storage is not None and storage.nbytes() >= max(min_size, 1):
-            piece.cut_out()
 
     def _why_kept(self, piece: Piece, min_size: int) -> str:
-        if piece.nbytes < max(min_size, 1):
+        # What was cut out is copied already, even if it is large enough for this `min_size`.
+        if piece.nbytes < max(min_size, 1) or piece.original is None:
             return "small"
         if round_up(piece.nbytes, PAGE) > self.store.largest_aside():
             return "no_room"

@@ -78,6 +78,12 @@ class Gradients:
                 "build the module with sparse=False"
             )
         target = self.opened()[name]
+        if gradient.dtype is not target.dtype:
+            raise RuntimeError(
+                f"the gradient of {name!r} is {gradient.dtype}, but it is stored as "
+                f"{target.dtype}: set grad_dtype={gradient.dtype} for this parameter before its "
+                "first gradient"
+            )
         self._await(target)
         with torch.no_grad():
             if add:
@@ -132,7 +138,7 @@ class Gradients:
         values = {
             name: stored[name]
             if name in stored
-            else torch.empty_strided(p.size(), p.stride(), dtype=p.dtype)
+            else torch.empty_strided(p.size(), p.stride(), dtype=_dtype_of_gradient(p))
             for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
         }
         key = f"{self._weights.key}/gradient.{next(_numbers)}"
@@ -172,6 +178,12 @@ class Gradients:
                 parameter.grad = parameter.grad.clone()
         if self.place is not None:
             self.place.discard()
+
+
+def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
+    """That of the parameter, if nobody says otherwise. (torch before 2.9 lets nobody do that.)"""
+    chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return parameter.dtype if chosen is None else chosen
 
 
 class _Afterwards:

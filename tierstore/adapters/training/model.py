@@ -140,6 +140,11 @@ class OffloadModel(nn.Module):
         self.settle_down()
         return self.module.load_state_dict(state_dict, strict=strict)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also what a backward pass that failed has left in the store."""
+        self.settle_down()
+        super().zero_grad(set_to_none)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         probe = next(iter(self.parameters()), torch.empty(0))[:0].detach()
         changed = fn(probe)

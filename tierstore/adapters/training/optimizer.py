@@ -17,7 +17,7 @@ from torch import nn
 
 from tierstore.adapters.training.model import OffloadModel, model_of
 from tierstore.adapters.training.places import packed_bytes, rooms_of
-from tierstore.adapters.training.tiles import Tile
+from tierstore.adapters.training.tiles import Groups, Tile
 from tierstore.adapters.training.weights import Weights
 from tierstore.store import TierStore
 
@@ -113,14 +113,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._settle_down()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
+        groups = Groups(self.param_groups)
         try:
             for place, tile in enumerate(busy):
                 self._expect(busy[place : place + 1 + AHEAD])
-                tile.step(self._inner)
+                tile.step(self._inner, groups)
+            groups.finish(self._inner)
         finally:
             for tile in busy:
                 tile.settle_down()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also what a backward pass that failed has left in the store."""
+        self._settle_down()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(

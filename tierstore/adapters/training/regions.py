@@ -3,13 +3,13 @@
 Of a *region* only what it was given is kept, in the store: see `tierstore.checkpoint`, which is
 `torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so the
 order in which gradients are added up; what is computed again goes as soon as the graph has used it.
-The second time, a region works on copies of its buffers: statistics are updated once.
+The second time, a region works on copies of its buffers as they were before the first: what it
+computes is the same, and statistics are updated once.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.checkpointing import checkpoint
+from tierstore.adapters.training.before import Buffers, Caches
 from tierstore.adapters.training.gradients import Shipping
 from tierstore.adapters.training.weights import others_are_around
 
@@ -41,48 +42,34 @@ class Region:
             return self._run(*args, **kwargs)
         if self._inplace:  # what was given is wanted again, as it was
             args, kwargs = tree_map(_apart, (args, kwargs))
+        caches = Caches()
+        args, kwargs = caches.taken_out_of((args, kwargs))
+        twice = _Twice(self._modules, self._run, caches)
         if others_are_around():  # they see to what is given
-            return checkpoint(_Twice(self), *args, **kwargs)
+            return checkpoint(twice, *args, **kwargs)
         with self._aside:
-            return checkpoint(_Twice(self), *args, **kwargs)
-
-    def first(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute it."""
-        return self._run(*args, **kwargs)
-
-    def again(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute it, leaving its buffers as they are."""
-        with self._buffers_apart():
-            return self._run(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _buffers_apart(self) -> Iterator[None]:
-        held = [
-            (module._buffers, name, buffer)
-            for part in self._modules
-            for module in part.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        for buffers, name, buffer in held:
-            buffers[name] = buffer.clone()
-        try:
-            yield
-        finally:
-            for buffers, name, buffer in held:
-                buffers[name] = buffer
+            return checkpoint(twice, *args, **kwargs)
 
 
 class _Twice:
     """One call of a region: computed once, and later again."""
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._next = region.first
+    def __init__(self, modules: list[nn.Module], run: Call, caches: Caches) -> None:
+        self._modules = modules
+        self._run = run
+        self._caches = caches
+        self._buffers: Buffers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run, self._next = self._next, self._region.again
-        return run(*args, **kwargs)
+        again = self._buffers is not None
+        args, kwargs = self._caches.put_into((args, kwargs), again=again)
+        if self._buffers is not None:
+            with self._buffers.put_back():
+                return self._run(*args, **kwargs)
+        self._buffers = Buffers(self._modules)
+        result = self._run(*args, **kwargs)
+        self._buffers.keep_changed()
+        return result
 
 
 def _apart(leaf: Any) -> Any:

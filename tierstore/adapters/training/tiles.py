@@ -6,6 +6,7 @@ it any longer: memory that somebody still looks at would be in RAM beside what t
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from tierstore.store import TierStore
 
 MASTER = "master"
 """The name of the state that is a parameter in a higher precision."""
+PIECE = 1 << 18
+"""Numbers that are compared at a time."""
 
 
 class Whole(Protocol):
@@ -29,8 +32,68 @@ class Whole(Protocol):
 
     store: TierStore
     master_dtype: torch.dtype | None
-    param_groups: list[dict[str, Any]]
     state: Any
+
+
+class Groups:
+    """The groups of an optimizer during one step.
+
+    What a group says besides its parameters (a rate, a counter) is taken once, before the step.
+    Each part of the step is given a copy of it, and what it leaves counts after the last part: so
+    a counter counts steps, not parts.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+        self._before = [_without_parameters(group) for group in groups]
+        self._after: dict[int, dict[str, Any]] = {}
+        self._order = {
+            id(parameter): (number, place)
+            for number, group in enumerate(groups)
+            for place, parameter in enumerate(group["params"])
+        }
+
+    def step(self, inner: torch.optim.Optimizer, stand_ins: dict[int, torch.Tensor]) -> None:
+        """Have `inner` do its step on what stands for some of the parameters, by their ids."""
+        members: dict[int, list[torch.Tensor]] = {}
+        still_there = filter(self._order.__contains__, stand_ins)
+        for parameter in sorted(still_there, key=self._order.__getitem__):
+            members.setdefault(self._order[parameter][0], []).append(stand_ins[parameter])
+        self._run(inner, members)
+
+    def finish(self, inner: torch.optim.Optimizer) -> None:
+        """All parts are done. Groups without any gradient still have their turn, as in torch."""
+        idle = {
+            number: list(group["params"])
+            for number, group in enumerate(self._groups)
+            if number not in self._after
+        }
+        if idle:
+            self._run(inner, idle)
+        for number, left in self._after.items():
+            before = self._before[number]
+            for name, value in left.items():
+                if name not in before or not _same(before[name], value):
+                    self._groups[number][name] = value
+
+    def _run(self, inner: torch.optim.Optimizer, members: dict[int, list[torch.Tensor]]) -> None:
+        numbers = sorted(members)
+        inner.param_groups = [
+            {**_copied(self._before[number]), "params": members[number]} for number in numbers
+        ]
+        # Not its wrapper, which tells those who listen of a step: this is a part of one.
+        step: Any = type(inner).step
+        getattr(step, "__wrapped__", step)(inner)
+        done, inner.param_groups = inner.param_groups, []
+        for number, group in zip(numbers, done, strict=True):
+            left = _without_parameters(group)
+            if not _same(self._after.setdefault(number, left), left):
+                raise TypeError(
+                    f"{type(inner).__name__} computes something from all parameters of a group "
+                    "together, but is given one part of them after the other; this step was given "
+                    "up halfway. Use one that treats each parameter by itself, such as "
+                    "torch.optim.AdamW"
+                )
 
 
 class Tile:
@@ -51,6 +114,8 @@ class Tile:
         self._keys = itertools.count()
         self._places: list[Place] = []
         self._where: dict[tuple[int, str], tuple[Place, str]] = {}
+        # What the optimizer's state was given to show it. Another tensor there is somebody else's.
+        self._shown: dict[tuple[int, str], torch.Tensor] = {}
         self._names = {}
         if weights is not None:
             self._names = {id(p): name for name, p in weights.parameters.items()}
@@ -78,8 +143,24 @@ class Tile:
             place.settle_down()
         for place in self._places:
             place.ready()
-        for (number, name), (place, inner) in self._where.items():
-            self._optimizer.state[self._by_id[number]][name] = place.tensors[inner]
+        for number, name in self._where:
+            self._show(number, name)
+        used = {place for place, _ in self._where.values()}
+        while unused := [place for place in self._places if place not in used]:
+            self._places.remove(unused[0])
+            unused[0].discard()
+
+    def _show(self, number: int, name: str) -> None:
+        """Let the optimizer's state show what is stored, unless somebody removed or replaced it."""
+        key, parameter = (number, name), self._by_id[number]
+        shown = self._shown.get(key)
+        if shown is not None:
+            state = self._optimizer.state.get(parameter, {})
+            if state.get(name) is not shown:
+                return
+        place, inner = self._where[key]
+        tensor = self._shown[key] = place.tensors[inner]
+        self._optimizer.state[parameter][name] = tensor
 
     def norms(self, norm_type: float) -> dict[int, torch.Tensor]:
         """The norm of each gradient, by the id of its parameter."""
@@ -91,11 +172,12 @@ class Tile:
         with ExitStack() as stack:
             _scale(self._gradients(stack, Hold.UPDATE), factor)
 
-    def step(self, inner: torch.optim.Optimizer) -> None:
+    def step(self, inner: torch.optim.Optimizer, groups: Groups) -> None:
         """Have `inner` do its step on the tensors of this tile."""
         with ExitStack() as stack:
             self._step(
                 inner,
+                groups,
                 self._values(stack),
                 self._gradients(stack, Hold.READ),
                 {place: place.enter(stack, Hold.UPDATE) for place in self._places},
@@ -111,6 +193,7 @@ class Tile:
         }
         if large != self._where.keys():
             self._where.clear()
+            self._shown.clear()
             while self._places:
                 self._places.pop().discard()
         with ExitStack() as stack, torch.no_grad():
@@ -135,6 +218,7 @@ class Tile:
     def _step(
         self,
         inner: torch.optim.Optimizer,
+        groups: Groups,
         values: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
         held: dict[Place, dict[str, torch.Tensor]],
@@ -144,40 +228,31 @@ class Tile:
         for number, gradient in gradients.items():
             state = self._state_of(number, held)
             shadow = self._worked_on(values[number], state)
-            shadow.grad = gradient.to(dtype=shadow.dtype, device=shadow.device)
+            _give_gradient(shadow, gradient, values[number].dtype)
             shadows[number] = shadow
             if state:
                 inner.state[shadow] = state
-        groups = self._optimizer.param_groups
-        inner.param_groups = [
-            {**group, "params": [shadows[id(p)] for p in group["params"] if id(p) in shadows]}
-            for group in groups
-        ]
-        # Not its wrapper, which tells those who listen of a step: this is a part of one.
-        step: Any = type(inner).step
-        getattr(step, "__wrapped__", step)(inner)
-        for group, done in zip(groups, inner.param_groups, strict=True):
-            group.update({name: value for name, value in done.items() if name != "params"})
+        groups.step(inner, shadows)
         states = {number: dict(inner.state[shadow]) for number, shadow in shadows.items()}
         for number, shadow in shadows.items():
             self._give_back(number, shadow.detach(), values[number], states[number])
         self._keep(states, held)
         inner.state = defaultdict(dict)
-        inner.param_groups = []
 
     def _state_of(self, number: int, held: dict[Place, dict[str, torch.Tensor]]) -> dict[str, Any]:
         state = dict(self._optimizer.state.get(self._by_id[number], {}))
-        for name in state:
-            where = self._where.get((number, name))
-            if where is not None:
-                state[name] = held[where[0]][where[1]]
+        for name, value in state.items():
+            shown = self._shown.get((number, name))
+            if shown is not None and value is shown:  # what else is there, somebody assigned
+                place, inner = self._where[number, name]
+                state[name] = held[place][inner]
         return state
 
     def _worked_on(self, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
         """What the optimizer is to change: the value, or its master."""
         master = self._optimizer.master_dtype
         if master is not None and value.dtype is not master:
-            value = state.pop(MASTER, None) if MASTER in state else value.to(master)
+            value = _up_to_date(state.pop(MASTER), value) if MASTER in state else value.to(master)
         return value.detach().requires_grad_()
 
     def _give_back(
@@ -207,13 +282,15 @@ class Tile:
         for number, state in states.items():
             for name, value in state.items():
                 where = self._where.get((number, name))
-                if where is not None:
+                self._shown.pop((number, name), None)
+                if where is not None and _is_like(held[where[0]][where[1]], value):
                     target = held[where[0]][where[1]]
                     if value.data_ptr() != target.data_ptr():
                         target.copy_(value)
                 elif _is_large(value):
                     fresh[number, name] = value
                 else:
+                    self._where.pop((number, name), None)
                     self._optimizer.state[self._by_id[number]][name] = value
         if fresh:
             self._store(fresh)
@@ -226,6 +303,74 @@ class Tile:
         self._places.append(place)
         for number, name in fresh:
             self._where[number, name] = place, f"{index[number]}.{name}"
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of what a group says, with copies of what may be changed in place."""
+    copies = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor):
+            value = value.detach().clone()
+        elif isinstance(value, (dict, list, set)):
+            value = copy.copy(value)
+        copies[name] = value
+    return copies
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two values of a group are equal, also if they are tensors, or no numbers."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.shape == right.shape and not bool(_unlike(left, right).any())
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[n], right[n]) for n in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right or (left != left and right != right))
+
+
+def _unlike(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Where they differ. What is no number is like itself."""
+    return (left != right) & ~(left.isnan() & right.isnan())
+
+
+def _up_to_date(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A master with what somebody has changed in the value since.
+
+    Each step leaves the value as the rounded master. Where it is something else, it was changed.
+    """
+    for exact, now in zip(_pieces(master), _pieces(value), strict=True):
+        rounded = exact.to(now.dtype)
+        if not torch.equal(rounded, now):
+            exact.copy_(torch.where(_unlike(rounded, now), now.to(exact.dtype), exact))
+    return master
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of all of it, small enough that work on them stays in the processor's caches."""
+    rows: torch.Tensor = torch.atleast_1d(tensor)
+    pieces: tuple[torch.Tensor, ...] = rows.split(max(PIECE * len(rows) // max(rows.numel(), 1), 1))
+    return pieces
+
+
+def _give_gradient(shadow: torch.Tensor, gradient: torch.Tensor, of_value: torch.dtype) -> None:
+    """A master has gradients of its own dtype; any other has them as they are."""
+    dtype = gradient.dtype if shadow.dtype is of_value else shadow.dtype
+    if dtype is not shadow.dtype:
+        stand_in: Any = shadow  # torch before 2.9 has no grad_dtype, and never comes here
+        stand_in.grad_dtype = dtype
+    shadow.grad = gradient.to(dtype=dtype, device=shadow.device)
+
+
+def _is_like(target: torch.Tensor, value: Any) -> bool:
+    return _is_large(value) and value.shape == target.shape and value.dtype is target.dtype
 
 
 def _norms(gradients: dict[int, torch.Tensor], norm_type: float) -> dict[int, torch.Tensor]:

@@ -1,0 +1,64 @@
+"""Pieces of memory that are looked at in more than one way, or in passes that overlap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.activations.helpers import (
+    MIB,
+    assert_equal,
+    assert_nothing_left,
+    offloading,
+    on_both,
+    open_store,
+)
+
+LENGTH = 2000
+TRAIL = 2000
+"""Far more pieces than are alive at a time."""
+
+
+@on_both
+def test_a_slice_that_is_small_for_one_and_large_for_another(device: str, disk_dir: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    large = torch.randn(512 * 512, generator=generator).to(device)
+    weight = torch.randn(LENGTH, generator=generator).to(device).requires_grad_()
+    (expected,) = torch.autograd.grad((large[:LENGTH] * weight).sum() * 3, weight)
+    with open_store(disk_dir, 8 * MIB, device=device) as store:
+        total = torch.zeros((), device=device)
+        for min_size in ("1MB", 4096, "1MB"):
+            with offloading(store, min_size):
+                total = total + (large[:LENGTH] * weight).sum()
+        saved = store.stats().activations
+        assert saved.saved_bytes == saved.shipped_bytes + saved.kept_bytes
+        del large
+        assert_equal(torch.autograd.grad(total, weight), [expected])
+        del total
+        assert_nothing_left(store)
+
+
+@on_both
+def test_passes_that_overlap_leave_no_traces(device: str, disk_dir: Path) -> None:
+    weight = torch.randn(16, 16).to(device).requires_grad_()
+    with open_store(disk_dir, 8 * MIB, device=device) as store:
+        context = offloading(store, 1)
+
+        def forward() -> torch.Tensor:
+            with context:
+                value = weight * 1
+                for _ in range(10):
+                    value = (value * weight).sin()
+                return value.sum()
+
+        first = forward()  # stays to the end
+        before = forward()
+        for _ in range(TRAIL // 20):
+            now = forward()
+            before.backward()
+            before = now
+        assert len(context._shelf._local.trail._pieces) < TRAIL // 4
+        first.backward()
+        del first, before, now
+        assert_nothing_left(store)

@@ -1,0 +1,264 @@
+"""Blocks that change what they find: buffers that they read as well, and caches that they fill.
+
+With `checkpoint_activation=True` they run twice. Compared with the plain model, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrizations
+
+from tests.training.conftest import DEVICES
+from tierstore import TierStore
+from tierstore.adapters.training import OffloadModel
+
+WIDTH, ROWS, BLOCKS = 64, 8, 4
+TOKENS = 12
+MANY = 1 << 16
+"""Elements of a buffer that is not copied unless it changes."""
+
+ON_BOTH = pytest.mark.parametrize("device", DEVICES)
+
+
+def store_on(device: str, disk_dir: Path) -> TierStore:
+    return TierStore("64MB", disk_dir, device=device, device_budget=budget_of(device))
+
+
+def budget_of(device: str) -> str | None:
+    return None if device == "cpu" else "64MB"
+
+
+def assert_same_gradients(found: nn.Module, plain: nn.Module) -> None:
+    for name, parameter in plain.named_parameters():
+        gradient = found.get_parameter(name).grad
+        assert parameter.grad is not None and gradient is not None, name
+        assert torch.equal(gradient.cpu(), parameter.grad), name
+
+
+def assert_same_buffers(found: nn.Module, plain: nn.Module) -> None:
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(found.get_buffer(name).cpu(), buffer), name
+
+
+# Buffers ------------------------------------------------------------------------------------------
+
+
+class Averaging(nn.Module):
+    """Reads an average of what it was given, and counts this in. `how` says in which way."""
+
+    average: Any
+
+    def __init__(self, how: str, elements: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+        self.register_buffer("average", None if how == "made" else torch.ones(elements))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._count_in(x.detach().mean(0))
+        found: torch.Tensor = torch.tanh(self.linear(x)) * self.average[:WIDTH].clone()
+        return found
+
+    def _count_in(self, mean: torch.Tensor) -> None:
+        if self.how == "made":
+            self.average = mean if self.average is None else 0.5 * self.average + mean
+        elif self.how == "assigned":
+            self.average = 0.5 * self.average + mean
+        elif self.how == "in place":
+            self.average[:WIDTH].mul_(0.5).add_(mean)
+        elif self.how == "data":
+            self.average.data[:WIDTH].mul_(0.5).add_(mean)
+
+
+def spectral() -> nn.Module:
+    linear = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(linear, nn.GELU())
+
+
+BUFFERS: dict[str, Callable[[], nn.Module]] = {
+    "spectral norm": spectral,
+    "in place": lambda: Averaging("in place"),
+    "in place, large": lambda: Averaging("in place", MANY),
+    "through data": lambda: Averaging("data"),
+    "through data, large": lambda: Averaging("data", MANY),
+    "assigned": lambda: Averaging("assigned"),
+    "made by the first call": lambda: Averaging("made"),
+    "unchanged, large": lambda: Averaging("not", MANY),
+}
+
+
+class Stack(nn.Module):
+    """Blocks, each of them called `times` times."""
+
+    def __init__(self, build: Callable[[], nn.Module], times: int = 2) -> None:
+        super().__init__()
+        self.times = times
+        self.blocks = nn.ModuleList(build() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in [*self.blocks] * self.times:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@ON_BOTH
+def test_buffers_that_are_read_and_changed(kind: str, device: str, disk_dir: Path) -> None:
+    torch.manual_seed(0)
+    # On an accelerator the gradients of one call are added up before those of another, and a
+    # spectral norm uses its weight more than once in a call: the last bit would differ.
+    once = kind == "spectral norm" and device != "cpu"
+    plain = Stack(BUFFERS[kind], 1 if once else 2)
+    model = copy.deepcopy(plain)
+    with store_on(device, disk_dir) as store:
+        offloaded = OffloadModel(model, store, checkpoint_activation=True)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            x = torch.randn(ROWS, WIDTH)
+            plain(x).square().sum().backward()
+            loss = offloaded(x.to(device)).square().sum()
+            assert_same_buffers(model, plain)
+            loss.backward(retain_graph=True)
+            assert_same_buffers(model, plain)
+            assert_same_gradients(model, plain)
+            model.zero_grad()
+            loss.backward()  # computed again once more
+            assert_same_buffers(model, plain)
+            assert_same_gradients(model, plain)
+            model.zero_grad()
+            plain.zero_grad()
+
+
+def test_passes_that_overlap_each_find_their_own_buffers(disk_dir: Path) -> None:
+    torch.manual_seed(0)
+    plain = Stack(BUFFERS["spectral norm"])
+    model = copy.deepcopy(plain)
+    batches = [torch.randn(ROWS, WIDTH) for _ in range(2)]
+    with store_on("cpu", disk_dir) as store:
+        offloaded = OffloadModel(model, store, checkpoint_activation=True)
+        for run in (plain, offloaded):
+            losses = [run(x).square().sum() for x in batches]
+            for loss in losses:
+                loss.backward()
+        assert_same_buffers(model, plain)
+        assert_same_gradients(model, plain)
+
+
+# Caches -------------------------------------------------------------------------------------------
+
+SHAPE: dict[str, Any] = {"vocab_size": 100, "pad_token_id": 0}
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=1, **SHAPE
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bloom() -> Any:
+    return transformers.BloomForCausalLM(
+        transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **SHAPE)
+    )
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **SHAPE,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0, **SHAPE
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+WITH_CACHES = pytest.mark.parametrize("build", [gpt2, bloom, llama, t5], ids=lambda b: b.__name__)
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 99, (2, TOKENS))
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :4] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    """In training, but without dropout, whose numbers differ from device to device."""
+    torch.manual_seed(0)
+    model = build().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.__dict__["dropout"] = 0.0
+    return model
+
+
+@WITH_CACHES
+@ON_BOTH
+def test_a_cache_is_filled_once(
+    build: Callable[[], nn.Module], device: str, disk_dir: Path
+) -> None:
+    plain = built(build)
+    model = copy.deepcopy(plain)
+    batch = tokens()
+    expected = plain(**batch)
+    expected.loss.backward()
+    with store_on(device, disk_dir) as store:
+        offloaded = OffloadModel(model, store, checkpoint_activation=True)
+        found = offloaded(**{name: each.to(device) for name, each in batch.items()})
+        found.loss.backward(retain_graph=True)
+        assert torch.equal(found.loss.cpu(), expected.loss)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        found.loss.backward()
+        assert_same_gradients(model, plain)
+        assert found.past_key_values.get_seq_length() == TOKENS
+
+
+def test_a_cache_that_is_full_already_is_used(disk_dir: Path) -> None:
+    plain = built(llama)
+    model = copy.deepcopy(plain)
+    batch = tokens()
+    with torch.no_grad():
+        before = plain(input_ids=batch["input_ids"]).past_key_values
+    inputs = {name: batch[name] for name in ("input_ids", "labels")}
+    expected = plain(**inputs, past_key_values=copy.deepcopy(before))
+    expected.loss.backward()
+    with store_on("cpu", disk_dir) as store:
+        offloaded = OffloadModel(model, store, checkpoint_activation=True)
+        found = offloaded(**inputs, past_key_values=before)
+        found.loss.backward()
+        assert torch.equal(found.loss, expected.loss)
+        assert_same_gradients(model, plain)
+        assert found.past_key_values.get_seq_length() == 2 * TOKENS
+
+
+def test_a_graph_with_a_cache_goes_without_a_backward_pass(disk_dir: Path) -> None:
+    with store_on("cpu", disk_dir) as store:
+        offloaded = OffloadModel(built(llama), store, checkpoint_activation=True)
+        found = offloaded(**tokens())
+        keys = [StorageWeakRef(x.keys.untyped_storage()) for x in found.past_key_values.layers]
+        assert keys
+        del found
+        gc.collect()
+        assert all(key.expired() for key in keys)
