@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
+from tierstore.plan.matching import Numbers
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
 from tierstore.plan.records import State
-from tierstore.plan.schedule import LearnedOrder, Numbers
+from tierstore.plan.schedule import LearnedOrder
 
 Way = tuple[Tier, Tier]
 """Where a move goes from, and to."""

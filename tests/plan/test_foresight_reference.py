@@ -17,8 +17,9 @@ import pytest
 
 from tierstore.model.tiers import Tier
 from tierstore.plan.foresight import Foresight
+from tierstore.plan.matching import Numbers
 from tierstore.plan.residents import Residents, Seconds
-from tierstore.plan.schedule import LearnedOrder, Numbers
+from tierstore.plan.schedule import LearnedOrder
 
 MIB = 1 << 20
 

@@ -16,8 +16,9 @@ import pytest
 
 from tierstore.model.groups import name_of, version_id
 from tierstore.model.tiers import Tier
+from tierstore.plan.matching import Numbers
 from tierstore.plan.policy import FarthestNextUse, LeastRecentlyUsed, Policy
-from tierstore.plan.schedule import LearnedOrder, Numbers, Ranks
+from tierstore.plan.schedule import LearnedOrder, Ranks
 
 Value = tuple[bool, bool, float, int]
 """What is given up first has the largest: whether it is there twice for long, whether it is not

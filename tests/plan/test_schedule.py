@@ -79,6 +79,28 @@ def test_prompts_of_two_lengths_are_told_apart_as_soon_as_they_can_be() -> None:
     assert right_predictions(order, long).count(False) <= 3
 
 
+def test_a_loop_that_begins_with_a_key_used_twice_keeps_that_key_when_it_begins_again() -> None:
+    loop = ["a", "b", "a", *cycle(5, 1)]
+    order = learned(["text", *loop, "a"])
+    # Behind either use of "a", which differ in what was before them as now does from both.
+    assert list(order.upcoming(2)) == ["g0", "g1"]
+    assert [order.steps_until(key) for key in ("a", "b", "g0", "g1")] == [2, 1, 1, 2]
+    order.advance_past("b")  # so it was the first of them
+    assert list(order.upcoming(3)) == ["a", "g0", "g1"]
+    assert [order.steps_until(key) for key in ("a", "g0", "b")] == [1, 2, 8]
+    assert not any(order.steps_until(key) == math.inf for key in loop)
+
+
+def test_two_places_that_fit_foretell_together_until_one_is_wrong() -> None:
+    order = learned([*"pabcx", *"qabcy", *"rab"])
+    assert [order.steps_until(key) for key in "cxyq"] == [1, 2, 2, 3]
+    order.advance_past("c")
+    assert [order.steps_until(key) for key in "xyr"] == [1, 1, 2]
+    order.advance_past("y")
+    assert order.steps_until("x") == math.inf
+    assert [order.steps_until(key) for key in "ra"] == [1, 2]
+
+
 def test_forward_and_backward_are_told_apart() -> None:
     order = learned([*forward_backward(4, 2), "g0", "g1"])
     assert next(order.upcoming(1)) == "g2"

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tierstore.plan.schedule import LearnedOrder, Numbers
+from tierstore.plan.matching import Numbers
+from tierstore.plan.schedule import LearnedOrder
 
 RATE_OF_LEARNING = 0.1
 RATE_OF_GUESSES = 0.05
@@ -31,6 +32,7 @@ class SlowOrder:
     room: int = 0
     uses: list[str] = field(default_factory=list)
     place: int | None = None
+    rival: int | None = None
     confidence: float = 1.0
     guessing: bool = True
     clock: int = 0
@@ -101,19 +103,26 @@ class SlowOrder:
             self.confidence += rate * (foreseen - self.confidence)
         self.guessing = not foreseen
         self.uses.append(key)
-        self.place = self.place + 1 if foreseen and self.place is not None else self.best_match()
+        if not foreseen or self.place is None:
+            self.place, self.rival = self.best_match()
+            return
+        self.place += 1
+        if self.rival is not None:
+            self.rival = self.rival + 1 if self.uses[self.rival + 1] == key else None
 
-    def best_match(self) -> int | None:
+    def best_match(self) -> tuple[int | None, int | None]:
         lengths = [self.common(end) for end in range(len(self.uses) - 1)]
         longest = max(lengths, default=0)
         if not longest:
-            return None
+            return None, None
         ends = [end for end, length in enumerate(lengths) if length == longest]
         end = ends.pop()
         gap = end - ends[-1] if ends else 0
+        if gap > longest:
+            return end, ends[-1]
         while ends and gap <= longest and end - ends[-1] == gap:
             end = ends.pop()  # a loop: the pass with as many before it
-        return end
+        return end, None
 
     def common(self, end: int) -> int:
         """How many uses up to this place equal the newest ones."""
@@ -128,6 +137,8 @@ class SlowOrder:
         self.uses, self.room = self.uses[gone:], 2 * kept
         if self.place is not None:
             self.place = self.place - gone if self.place >= gone else None
+        if self.rival is not None:
+            self.rival = self.rival - gone if self.rival >= gone else None
         needed = {*self.uses, *self.told, *(key for key, _ in self.expected)}
         for key in self.known - needed:
             self.rates.pop(key, None)
@@ -149,7 +160,9 @@ class SlowOrder:
         if self.learning:
             return math.inf
         if self.trusted:
-            return self.future().index(key) + 1 if key in self.future() else math.inf
+            rivals = [] if self.rival is None else self.uses[self.rival + 1 :]
+            ahead = [self.future(), rivals]
+            return min((uses.index(key) + 1 for uses in ahead if key in uses), default=math.inf)
         return self.span / self.rate(key) if self.rate(key) else math.inf
 
     def upcoming(self, count: int) -> list[str]:
@@ -161,8 +174,8 @@ class SlowOrder:
         return self.named() + hints[: min(count, HINTS)]
 
     def round(self, key: str) -> int:
-        known = self.trusted and not self.expected and key in self.future()
-        return self.future().index(key) + 1 if known else 0
+        steps = self.steps_until(key) if self.trusted and not self.expected else math.inf
+        return int(steps) if math.isfinite(steps) else 0
 
     def repeats(self, length: int) -> bool:
         ahead = self.future()[:length]
@@ -182,6 +195,8 @@ class Pair:
         quiet = act == "advance_past" and not self.slow.expected
         quiet = quiet and self.slow.future()[:1] == [arguments[0]]
         quiet = quiet and len(self.slow.uses) < self.slow.room
+        rival = self.slow.rival
+        quiet = quiet and (rival is None or self.slow.uses[rival + 1] == arguments[0])
         told = getattr(self.order, act)(*arguments)
         getattr(self.slow, act)(*arguments)
         if act == "number":

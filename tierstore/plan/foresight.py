@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.model.tiers import Tier
+from tierstore.plan.matching import Numbers
 from tierstore.plan.residents import Residents
-from tierstore.plan.schedule import Numbers, Schedule
+from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
 """Uses that are looked ahead at."""

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sized
 from tierstore.model.moves import Forget, Reserve
 from tierstore.model.tiers import Hold, Tier
 from tierstore.plan.foresight import Foresight
+from tierstore.plan.matching import Numbers
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import GroupRecord, State
-from tierstore.plan.schedule import Numbers
 from tierstore.plan.shelves import Shelves
 
 

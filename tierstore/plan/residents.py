@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.plan.schedule import Numbers, Schedule
+from tierstore.plan.matching import Numbers
+from tierstore.plan.schedule import Schedule
 
 WORTH = 0.9
 """An even load is worth its while if it takes at most this share of the time a round takes now."""

@@ -3,12 +3,14 @@
 A denoising loop, a training step or a token loop repeats itself. `LearnedOrder` predicts by the
 longest suffix match: it looks for the place in its history that was preceded by the longest run
 of keys equal to the newest ones, and expects what followed there. (The idea is that of prediction
-by partial matching, Cleary and Witten, 1984.) While it has nothing to go by, keys are expected in
-the order in which they were registered; that is good enough for a prefetch, and for nothing else.
+by partial matching, Cleary and Witten, 1984.) Where another place fits as well, a key is ranked by
+the sooner of its next uses: to keep it for nothing costs less than to read it again. While there is
+nothing to go by, keys are expected in the order in which they were registered; that is good enough
+for a prefetch, and for nothing else.
 
 Keys have numbers, so that whole histories are looked at by numpy. While predictions come true, the
 match moves on by one place and only the key just used changes its rank; all ranks are computed
-anew only when the prediction was wrong. Then `epoch` changes.
+anew only when one of the two places foretold something else. Then `epoch` changes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from tierstore.plan.matching import NOWHERE, Numbers, best_matches
 
 MEMORY = 8192
 LEARNING_RATE = 0.1
@@ -33,12 +37,8 @@ HINTS = 4
 SOON = -1e15
 """What the caller expects ranks above it by its steps; all other ranks are far above that."""
 
-_NOWHERE = -1
-_SHALLOW = 16
-_ODD = np.uint64(0x9E3779B97F4A7C15)
 _ROOM = 16
 
-Numbers = npt.NDArray[np.int64]
 _NOBODY: Numbers = np.zeros(0, dtype=np.int64)
 Ranks = npt.NDArray[np.float64]
 
@@ -120,12 +120,13 @@ class LearnedOrder:
         self._following = self._history  # place -> where its key comes next
         self._length = 0
         self._latest: str | None = None  # the key used last
-        self._place = _NOWHERE  # where in the history we believe to be; negative: nowhere
+        self._place = NOWHERE  # where in the history we believe to be; negative: nowhere
+        self._rival = NOWHERE  # an older place that fits as well
         self._tested = False  # whether a prediction came true since we believe that
         self._confidence = 1.0
         self._clock = 0
         # By number: the last place in the history, the next place ahead, the rate of use.
-        self._last = np.full(_ROOM, _NOWHERE)
+        self._last = np.full(_ROOM, NOWHERE)
         self._next: Ranks | None = None  # made when somebody asks
         self._log_rate, self._counted_at = np.zeros((2, _ROOM))
         self._span = 1.0  # uses in which a rate decays to 1 / e
@@ -173,7 +174,7 @@ class LearnedOrder:
     def _make_room(self) -> None:
         """For twice as many numbers."""
         more = len(self._last)
-        self._last = np.append(self._last, np.full(more, _NOWHERE))
+        self._last = np.append(self._last, np.full(more, NOWHERE))
         self._next = None
         self._log_rate = np.append(self._log_rate, np.zeros(more))
         self._counted_at = np.append(self._counted_at, np.zeros(more))
@@ -246,7 +247,9 @@ class LearnedOrder:
             self._learn(number)
 
     def _learn(self, number: int) -> None:
-        foreseen = self._place >= 0 and self._history.item(self._place + 1) == number
+        foreseen = self._foretells(self._place, number)
+        both = self._foretells(self._rival, number)
+        changed = not foreseen or (self._rival >= 0 and not both)
         before = (self.trusted, self.learning)
         if self._place >= 0:
             weight = LEARNING_RATE if foreseen or self._tested else GUESSED * LEARNING_RATE
@@ -254,15 +257,18 @@ class LearnedOrder:
         self._tested = foreseen
         seen = self._last.item(number) >= 0
         self._append(number)
-        if foreseen:
-            self._place += 1
-            if self._next is not None:
-                self._next[number] = self._following[self._place]
+        if not foreseen:
+            newest = self._history[: self._length]
+            self._place, self._rival = best_matches(newest) if seen else (NOWHERE, NOWHERE)
         else:
-            self._place = self._best_match(number) if seen else _NOWHERE
+            self._place += 1
+            self._rival = self._rival + 1 if both else NOWHERE
+        if changed:
             self._next = None
+        elif self._next is not None:
+            self._next[number] = self._place_again()
         # Where nothing is ranked by places, only the key just used has another rank than before.
-        if (self.trusted, self.learning) != before or (self.trusted and not foreseen):
+        if (self.trusted, self.learning) != before or (self.trusted and changed):
             self._rank_anew()
 
     def come(self, key: str) -> None:
@@ -295,61 +301,6 @@ class LearnedOrder:
         self._last[number] = here
         self._length += 1
 
-    def _best_match(self, number: int) -> int:
-        """Where the newest uses came before, the longest run of them.
-
-        Several runs may be as long. The newest is taken; but where a loop was gone through again
-        and again, the pass in it that has as many before it as there are now: so the end of the
-        loop is expected when it is as long as it was then, and not after every pass.
-        """
-        ends, length = self._longest_matches(
-            np.flatnonzero(self._history[: self._length - 1] == number)
-        )
-        gaps = np.diff(ends)[::-1]
-        if not len(gaps) or gaps[0] > length:
-            return int(ends[-1])
-        passes = int(np.append(gaps != gaps[0], True).argmax())
-        return int(ends[-1 - passes])
-
-    def _longest_matches(self, ends: Numbers) -> tuple[Numbers, int]:
-        """Of the places where the newest key came before, those with the longest run of equal keys
-        up to there, and how long it is (or at least: if there is but one)."""
-        now, history = self._length - 1, self._history
-        for depth in range(1, _SHALLOW):
-            if len(ends) == 1:
-                return ends, depth
-            longer = ends[ends >= depth]
-            longer = longer[history[longer - depth] == history[now - depth]]
-            if not len(longer):
-                return ends, depth
-            ends = longer
-        return self._longest_of_many(ends)
-
-    def _longest_of_many(self, ends: Numbers) -> tuple[Numbers, int]:
-        """`_longest_matches` where they are long: by halving, with sums that tell runs apart.
-
-        (Karp and Rabin, 1987.) Step by step, a long loop of few keys would take many milliseconds.
-        """
-        length, now = self._length, self._length - 1
-        powers = np.full(length, _ODD)
-        powers[0] = 1
-        powers = np.cumprod(powers)  # all of it modulo 2**64
-        sums = np.zeros(length + 1, dtype=np.uint64)
-        np.cumsum(self._history[:length].astype(np.uint64) * powers, out=sums[1:])
-        equal, more = _SHALLOW, length + 1  # the longest is at least, and less than
-        while more - equal > 1 and len(ends) > 1:
-            tried = (equal + more) // 2
-            longer = ends[ends >= tried - 1]
-            there, here = (
-                sums[end + 1] - sums[end + 1 - tried] for end in (longer, np.array([now]))
-            )
-            longer = longer[there * powers[now - longer] == here]
-            if len(longer):
-                ends, equal = longer, tried
-            else:
-                more = tried
-        return ends, equal
-
     def _forget_the_oldest(self) -> None:
         """Make room, and keep the newest half, or enough for twice the registered keys."""
         kept = max(self._memory, 2 * len(self._registered))
@@ -361,6 +312,7 @@ class LearnedOrder:
         self._history, self._following = history, following
         self._last -= gone
         self._place -= gone
+        self._rival -= gone
         self._next = None
         self._rank_anew()
         for key, number in list(self._numbers.items()):
@@ -401,9 +353,12 @@ class LearnedOrder:
         else:
             # All rates decay alike, so this order holds until a key is used.
             ranks = -(self._log_rate[numbers] + self._counted_at[numbers] / self._span)
-        for steps, key in enumerate(self._expected, 1):
-            ranks[numbers == self._numbers[key]] = SOON + steps
-        return ranks
+        if not self._expected:
+            return ranks
+        soon = np.full(len(self._last), np.inf)
+        soon[self._named()] = SOON + np.arange(1, len(self._expected) + 1)
+        sooner: Ranks = np.minimum(soon[numbers], ranks)  # than anything that was learned
+        return sooner
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         if self.trusted:
@@ -413,13 +368,30 @@ class LearnedOrder:
         return np.where(ranks < SOON / 2, SOON + times * (ranks - SOON), farther)
 
     def _places(self) -> Ranks:
-        """For every number, the place of its next use in the history that repeats itself."""
+        """For every number, the place of its next use in the history that repeats itself: seen from
+        where we believe to be, or from the rival, whichever is sooner."""
         if self._next is None:
-            self._next = np.full(len(self._last), np.inf)
-            future = self._history[self._place + 1 : self._length]
-            # Assigned backwards, so that the first occurrence is what remains.
-            self._next[future[::-1]] = np.arange(self._length - 1, self._place, -1)
+            self._next = self._places_after(self._place)
+            if self._rival >= 0:
+                nearer = self._places_after(self._rival) + (self._place - self._rival)
+                np.minimum(self._next, nearer, out=self._next)
         return self._next
+
+    def _places_after(self, place: int) -> Ranks:
+        found = np.full(len(self._last), np.inf)
+        future = self._history[place + 1 : self._length]
+        # Assigned backwards, so that the first occurrence is what remains.
+        found[future[::-1]] = np.arange(self._length - 1, place, -1)
+        return found
+
+    def _place_again(self) -> int:
+        """The place of the next use of the key in use."""
+        place, rival = self._place, self._rival
+        again = self._following.item(place)
+        return again if rival < 0 else min(again, self._following.item(rival) + place - rival)
+
+    def _foretells(self, place: int, number: int) -> bool:
+        return place >= 0 and self._history.item(place + 1) == number
 
     def upcoming(self, count: int) -> Iterator[str]:
         for number in self.ahead(count).tolist():
@@ -427,10 +399,12 @@ class LearnedOrder:
 
     def ahead(self, count: int) -> Numbers:
         learned = self._learned(count)
-        if not self._expected:
-            return learned
-        expected = [self._numbers[key] for key in self._expected]
-        return np.concatenate([np.array(expected, dtype=np.int64), learned])
+        return np.concatenate([self._named(), learned]) if self._expected else learned
+
+    def _named(self) -> Numbers:
+        """The numbers of the keys that the caller expects, in order."""
+        named = [self._numbers[key] for key in self._expected]
+        return np.array(named, dtype=np.int64)
 
     def _learned(self, count: int) -> Numbers:
         if self.trusted:
