@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import xxhash
@@ -25,7 +25,7 @@ from tierstore.model.groups import (
 from tierstore.model.objects import StoredObject
 from tierstore.transfer.disk import FileStamp, transfer_error
 from tierstore.transfer.maps import AddressSpace, map_file
-from tierstore.transfer.views import DTYPES, blocks_of, dtype_name, show_one
+from tierstore.transfer.views import DTYPES, blocks_of, dtype_name, show_block
 
 WEIGHTS = "weights/"
 """Objects under this prefix hold weights that no checkpoint holds, named by their content."""
@@ -60,6 +60,8 @@ def checkpoint_groups(
         for name in names:
             if name not in tensors:
                 raise UnknownKeyError(name)
+        if len(set(names)) != len(names):
+            raise ValueError(f"group {key!r} names a tensor twice: name each once")
         placement = place([tensors[name] for name in names])
         spec = group_of(prefix + key, placement.specs, placement.end)
         found[prefix + key] = (spec, Source(placement.segments, placement.moves))
@@ -78,6 +80,9 @@ def adopt(
             rest[name] = tensor.detach()
         else:
             in_files.append(found)
+    if rest and in_files:
+        _take_what_overlaps(tensors, rest)
+        in_files = [found for found in in_files if found.name not in rest]
     homes = {name: tensor.detach() for name, tensor in tensors.items() if name not in rest}
     stamps = {path: _stamp(path) for path in {t.extent.path for t in in_files}}
     placement = place(in_files)
@@ -95,6 +100,14 @@ def adopt(
     by_name = {spec.name: spec for spec in specs}
     spec = group_of("", [by_name[name] for name in tensors], end)
     return Adoption(spec, Source(segments, moves, checks), homes, stamps)
+
+
+def _take_what_overlaps(tensors: Mapping[str, torch.Tensor], rest: dict[str, torch.Tensor]) -> None:
+    """Add the tensors to `rest` that share memory with those in it, as they go on sharing it."""
+    for block, _ in blocks_of(tensors):
+        names = [view.name for view in block.views]
+        if not rest.keys().isdisjoint(names):
+            rest.update({name: tensors[name].detach() for name in names})
 
 
 def _stamp(path: str) -> FileStamp:
@@ -137,13 +150,8 @@ def object_views(path: str, stored: StoredObject) -> dict[str, torch.Tensor]:
     mapped = map_file(path, stored.data_start, packing.dense_nbytes)
     views = {}
     for block, dense in zip(packing.blocks, packing.dense, strict=True):
-        for view in block.views:
-            views[view.name] = _mapped(view, mapped, dense + view.offset)
+        views.update(show_block(block.views, mapped, dense))
     return views
-
-
-def _mapped(view: TensorSpec, mapped: memoryview, offset: int) -> torch.Tensor:
-    return show_one(replace(view, offset=offset), mapped)
 
 
 def _empty(view: TensorSpec) -> torch.Tensor:

@@ -9,6 +9,7 @@ what it wants next.
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from tierstore.observer import ActivationCounts
 from tierstore.serving import Serving
 from tierstore.settings import Settings
 from tierstore.steps import step
+from tierstore.transfer.objects import check_key
 from tierstore.waiting import Request, Want
 
 PREFIX = "activation/"
@@ -39,6 +41,9 @@ def key_of(number: int) -> str:
     'activation/000007'
     """
     return f"{PREFIX}{number:06}"
+
+
+_OF_THE_STORE = re.compile(PREFIX + "[0-9]{6,}")
 
 
 class Giver(Protocol):
@@ -74,6 +79,12 @@ class PuttingAside(Serving):
                 gone = True
         if gone:
             self._deliver()
+
+    @staticmethod
+    def _check_key(key: str) -> None:
+        """Raise TypeError or ValueError if it cannot be a caller's key."""
+        if _OF_THE_STORE.fullmatch(check_key(key)):
+            raise ValueError(f"{key!r} is a name for saved activations: use another key")
 
     def _tidy_up(self) -> None:
         """Take back what finalizers have left, so that one sees what really is there."""
@@ -114,7 +125,7 @@ class PuttingAside(Serving):
         Returns its number, and an event: the caller neither changes `memory` nor lets it go before
         the event has passed. None: it is copied. Raises what `put` raises.
         """
-        number = next(self._fresh)
+        number = next(n for n in self._fresh if key_of(n) not in self._versions)
         request = Request(key_of(number), Want.ROOM)
         try:
             data = self._claim(request, memory, False, guided=True)

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
@@ -86,21 +86,16 @@ class Books:
         self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
         self._directory = ObjectDirectory(settings.disk_dir)
-        # Carrier threads must not keep a forgotten store alive.
-        report, ending = (weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
-        self._carrier = ThreadCarrier(
-            settings.device,
-            settings.budgets,
-            self._directory,
-            settings.verify,
-            report,
-            ending,
-        )
-        self._observer = Observer(self._carrier.journal, self._carrier.times)
+        try:
+            self._carrier = self._new_carrier()
+        except BaseException:
+            self._directory.close()
+            raise
         self._finalizer = weakref.finalize(
             self, _shut_down, self._carrier, self._directory, self._pid
         )
         try:
+            self._observer = Observer(self._carrier.journal, self._carrier.times)
             self._recover()
             self._observer.level(self._planner.used)
         except BaseException:
@@ -111,6 +106,14 @@ class Books:
         schedule = LearnedOrder()
         policy = policy_named(self._settings.policy, schedule)
         return Planner(self._settings.budgets, policy, schedule, time.perf_counter)
+
+    def _new_carrier(self) -> ThreadCarrier:
+        # Its threads must not keep a forgotten store alive.
+        report, ending = (weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
+        given = self._settings
+        return ThreadCarrier(
+            given.device, given.budgets, self._directory, given.verify, report, ending
+        )
 
     def _recover(self) -> None:
         for stored in self._directory.objects():
@@ -130,6 +133,12 @@ class Books:
                 budget,
                 "raise disk_budget, or remove groups with tierstore-inspect rm",
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a TierStore belongs to its process: open another one, with a disk_dir of its own, in "
+            "the process that is to have it"
+        )
 
     # Keys and versions -------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -13,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from tierstore.books import Books, Lent
+from tierstore.copiers import Copiers
 from tierstore.lease import Lease, OpenLease
 from tierstore.model.errors import (
     BudgetError,
@@ -23,6 +25,7 @@ from tierstore.model.errors import (
     TransferError,
 )
 from tierstore.model.groups import name_of
+from tierstore.model.objects import refuse_unreadable
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.records import State
 from tierstore.progress import bar
@@ -30,7 +33,7 @@ from tierstore.settings import Settings
 from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.views import laid_out, packed
-from tierstore.transfer.workers import Answer
+from tierstore.transfer.workers import Answer, weakly
 from tierstore.waiting import Request, Want
 
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class Serving(Books):
         # What was garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[Lent] = deque()
         self._lost_groups: deque[str] = deque()
+        self._copiers = Copiers()
         super().__init__(settings)
 
     # Putting -----------------------------------------------------------------------------------
@@ -63,6 +67,8 @@ class Serving(Books):
         key, single = request.key, isinstance(tensors, torch.Tensor)
         named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
         packing, sources = packed(key, named)
+        if durable:
+            refuse_unreadable(key, packing, single=single)
         version = self._new_version(key)
         spec = laid_out(version, packing, named)
         self._enter(request, Cargo(version, spec, None, packing, durable, single, guided=guided))
@@ -119,21 +125,14 @@ class Serving(Books):
         return None if durable else self._carrier.remove(key, newest, was_durable)
 
     async def _off_the_loop(self, job: Callable[[], T]) -> T:
-        """Run `job` on another thread, in order with the device work of this one.
-
-        Whoever awaits it may be cancelled, and the loop may end: the job runs to its end.
-        """
-        loop, here = asyncio.get_running_loop(), self._stream()
+        """Run `job` on a thread of ours, in order with the device work of this one."""
+        here = self._stream()
 
         def in_order() -> T:
             with here:
                 return job()
 
-        try:
-            running = loop.run_in_executor(None, in_order)
-        except RuntimeError:  # the loop is ending, and has no threads any more
-            return job()
-        return await asyncio.shield(running)
+        return await self._copiers.run(in_order)
 
     def _stream(self) -> AbstractContextManager[object]:
         """The stream of the caller's device work; entered on another thread, it is used there."""
@@ -298,7 +297,13 @@ class Serving(Books):
         return self._carrier.remove(key, self._newest_so_far(), cargo.durable)
 
     def _see_removed(self, removal: Answer[None]) -> None:
-        """Wait for a removal, and wake who flushes: they wait for it, too."""
+        """Wait for a removal, and wake who flushes: they wait for it, too.
+
+        Where an event loop runs, nothing waits: `flush` and `close` tell if it fails.
+        """
+        if asyncio._get_running_loop() is not None:
+            removal.then(weakly(weakref.WeakMethod(self._stir)))
+            return
         try:
             removal.wait()
         finally:

@@ -27,7 +27,7 @@ from tierstore.steps import step
 from tierstore.trace import load, merged, save
 from tierstore.tracks import Notes, document
 from tierstore.transfer.maps import AddressSpace
-from tierstore.transfer.objects import check_key, intact_object
+from tierstore.transfer.objects import intact_object
 from tierstore.transfer.views import clone_all
 from tierstore.transfer.workers import Answer
 from tierstore.waiting import Request, Want
@@ -44,15 +44,15 @@ class TierStore(KeepingState):
         disk_dir: a directory of the store's own, made if missing. One live store per directory.
         device: where leases are; None for the current accelerator, else `cpu`. On `cpu`, device
             and host memory are one and `ram_budget` covers it.
-        device_budget: memory of the accelerator, written like `ram_budget`; None for half of what
-            is free.
+        device_budget: memory of the accelerator, like `ram_budget`; None for half of what is free.
         disk_budget: what may be written to `disk_dir`; None for no limit. Checkpoints that are
             used where they lie do not count.
         policy: `"next-use"` (give up what is needed last, by a learned order) or `"lru"`.
         verify: check the checksums of what is read `"first"` time only, `"always"` or `"never"`.
 
     Raises StoreLockedError if another live store has the directory, ValueError or TypeError for
-    arguments that cannot be, BudgetError if `disk_dir` already holds more than `disk_budget`.
+    arguments that cannot be, BudgetError if `disk_dir` holds more than `disk_budget`, TransferError
+    if it cannot be used. Its methods raise UnknownKeyError for keys of no group, ClosedError later.
     Thread-safe. Use it as a context manager, or call `close`.
     """
 
@@ -92,12 +92,13 @@ class TierStore(KeepingState):
         removed, `flush` and `close` try again, and tell). Waits for room in host memory, for up to
         `timeout` seconds (None: as long as it takes).
 
-        Raises BudgetError if the group is larger than the budget, TypeError for what cannot be
-        stored, DiskFullError or TransferError if room can only be made by a write that failed,
-        StoreTimeoutError if it does not come in time; then nothing was put.
+        Raises BudgetError if the group is larger than the budget, TypeError or ValueError for what
+        cannot be stored, DiskFullError or TransferError if room can only be made by a write that
+        failed, StoreTimeoutError if it does not come in time; then nothing was put.
         """
         request = Request(key, Want.ROOM)
         try:
+            self._check_key(key)
             data = self._claim(request, tensors, durable)
             self._wait(request, self._granted, timeout)
             self._fill(request, data, durable)
@@ -112,9 +113,10 @@ class TierStore(KeepingState):
         *,
         durable: bool = True,
     ) -> None:
-        """`put` for coroutines. Cancelled, it still happens wholly or not at all."""
+        """`put` for coroutines. Cancelled, it is whole or not there, and over when told."""
         request = Request(key, Want.ROOM)
         try:
+            self._check_key(key)
             data = self._claim(request, tensors, durable)
             await self._wait_async(request, self._granted)
         except BaseException:
@@ -138,8 +140,8 @@ class TierStore(KeepingState):
         together. Returns the keys. From now on a change of a file raises StaleCheckpointError.
 
         Raises InvalidHeaderError, TransferError, DuplicateKeyError, UnknownKeyError for a name in
-        `groups` that the checkpoint does not hold, or ValueError for a name that cannot be a key;
-        then nothing was registered.
+        `groups` that the checkpoint does not hold, or ValueError for a name that cannot be a key or
+        is there twice; then nothing was registered.
         """
         return self._register_files(read_checkpoint(path), prefix, groups)
 
@@ -158,8 +160,8 @@ class TierStore(KeepingState):
         key = WEIGHTS + content_hash(tensors)
         if key not in self:
             self.put(key, tensors)
-            self._flush_one(key)
-            self.offload(key)
+        self._flush_one(key)  # another thread may have put it, or a write may have failed before
+        self.offload(key)
         path = self._directory.path_of(key)
         return path, intact_object(path)
 
@@ -171,7 +173,7 @@ class TierStore(KeepingState):
     ) -> list[str]:
         found = checkpoint_groups(files, prefix, groups)
         for key in found:
-            check_key(key)
+            self._check_key(key)
         self._know_files(files, found, groups is None)
         return list(found)
 
@@ -208,7 +210,7 @@ class TierStore(KeepingState):
 
         Raises DuplicateKeyError, BudgetError, TypeError, DiskFullError or TransferError.
         """
-        check_key(key)
+        self._check_key(key)
         self._check_open()
         self._refuse_duplicate(key)
         adoption = adopt(tensors, space or AddressSpace(), self._write_once)
@@ -418,6 +420,7 @@ class TierStore(KeepingState):
             self._flush_before_end()
         finally:
             self._end()
+            self._copiers.stop()
             self._finalizer()
 
     @step

@@ -24,11 +24,12 @@ import io
 import json
 import os
 import re
+import uuid
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tierstore.metrics import Stats
 from tierstore.model.errors import InvalidTraceError
@@ -122,7 +123,8 @@ def load(path: str | os.PathLike[str]) -> Document:
     """Any Chrome trace, unpacked if need be. Raises InvalidTraceError or OSError."""
     raw = Path(path).read_bytes()
     try:
-        document = json.loads(_unpacked(raw, str(path)) if raw.startswith(_GZIP) else raw)
+        text = _unpacked(raw, str(path)) if raw.startswith(_GZIP) else raw
+        document = json.loads(text, parse_constant=_refuse_number)
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         raise InvalidTraceError(str(path), f"it is no whole JSON file ({error})") from error
     if isinstance(document, list):  # the format's short form
@@ -130,6 +132,10 @@ def load(path: str | os.PathLike[str]) -> Document:
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise InvalidTraceError(str(path), "it has no list of traceEvents")
     return document
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number in JSON")
 
 
 def _unpacked(raw: bytes, path: str) -> bytes:
@@ -167,7 +173,8 @@ def _recorded(document: Document) -> Recorded:
     stats = _stats(ours)
     for name in ("peak_bytes", "busy_seconds"):
         _expect(all(map(_is_amount, stats[name].values())), f"{name!r} holds what is no number")
-    slices, counters = _events(document["traceEvents"])
+    # Merged with the trace of another store, it has the other's events too.
+    slices, counters = _events(document["traceEvents"], ours.get("process"))
     return Recorded(
         groups,
         uses,
@@ -244,8 +251,11 @@ def _is_hop(name: str) -> bool:
     return _HOP.fullmatch(name) is not None
 
 
-def _events(events: list[Any]) -> tuple[tuple[Slice, ...], dict[str, list[tuple[float, float]]]]:
+def _events(
+    events: list[Any], process: object
+) -> tuple[tuple[Slice, ...], dict[str, list[tuple[float, float]]]]:
     ours = [e for e in events if isinstance(e, dict) and _kind_of(e) is not None]
+    ours = [e for e in ours if process is None or e.get("pid") == process]
     tracks = {_place(e): _args(e).get("name") for e in ours if e.get("name") == "thread_name"}
     timed = [event for event in ours if event.get("ph") in ("X", "C")]
     for event in timed:
@@ -289,11 +299,23 @@ def _args(event: Document) -> Document:
 
 def save(document: Document, path: str | os.PathLike[str]) -> None:
     """Write a trace: wholly, or not at all. Raises OSError."""
-    target = Path(path)
     raw = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    if target.name.endswith(".gz"):
+    if Path(path).name.endswith(".gz"):
         raw = gzip.compress(raw, compresslevel=5)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    write_whole(path, raw)
+
+
+def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
+    """Write a file so that there is the old one, or the whole new one. Raises OSError.
+
+    What is no regular file, such as a pipe, is written to.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_bytes(raw)
+        return
+    # A name that no other thread has, and no longer than others may be.
+    draft = target.with_name(f".{uuid.uuid4()}.trace")
     try:
         draft.write_bytes(raw)
         os.replace(draft, target)
@@ -309,6 +331,6 @@ def merged(document: Document, profile: Document) -> Document:
         {**event, "ts": event["ts"] + later} if "ts" in event else event
         for event in document["traceEvents"]
     ]
-    pids = {event["pid"] for event in ours}
+    pids = list({event["pid"] for event in ours})  # no set: theirs may be anything
     others = [e for e in profile["traceEvents"] if isinstance(e, dict) and e.get("pid") not in pids]
     return {**profile, CATEGORY: document[CATEGORY], "traceEvents": [*others, *ours]}

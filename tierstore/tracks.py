@@ -72,7 +72,7 @@ def document(notes: Notes) -> Document:
     return {
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": clock.base * 1000,
-        CATEGORY: _in_words(notes),
+        CATEGORY: {**_in_words(notes), "process": pid},
         "traceEvents": [{"cat": f"{CATEGORY},", "pid": pid, **event} for event in events],
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,6 +205,23 @@ def test_a_picture_that_cannot_be_written_is_a_failure(
     assert result.exit_code == 1
     assert "run.png" in result.stderr
     assert result.stdout == ""
+
+
+def test_a_picture_that_fails_leaves_the_one_that_is_there(
+    run: Run, inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    picture = tmp_path / "run.png"
+    picture.write_bytes(b"the one of yesterday")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", full)
+        assert inspect("trace", run.path, "--png", picture).exit_code == 1
+    assert picture.read_bytes() == b"the one of yesterday"
+    assert os.listdir(tmp_path) == ["run.png"]
+    assert inspect("trace", run.path, "--png", picture).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_it_says_what_to_install(run: Run, tmp_path: Path) -> None:

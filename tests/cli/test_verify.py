@@ -216,6 +216,9 @@ def test_an_error_of_the_disk_is_reported_but_is_no_damage(
     problems = inspect.json("verify", store, "--data", code=3)["problems"]
     assert [problem["state"] for problem in problems] == ["unreadable"] * 3
     assert all("Input/output error" in problem["reason"] for problem in problems)
+    path_of(store, "b").write_bytes(b"short")
+    result = inspect("verify", store, "--data")
+    assert result.stdout.endswith("3 groups: 1 damaged, 2 unreadable\n")
 
 
 # How it reads ------------------------------------------------------------------------------------

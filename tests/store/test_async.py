@@ -7,7 +7,6 @@ import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +37,7 @@ from tierstore import (
     TierStoreError,
     UnknownKeyError,
 )
+from tierstore.copiers import COUNT
 
 T = TypeVar("T")
 TICKS = 200
@@ -382,23 +382,22 @@ def test_a_call_that_is_cancelled_just_when_it_is_woken_is_cancelled(disk_dir: P
 
 
 def test_a_get_that_timed_out_is_not_in_the_way_of_who_asked(disk_dir: Path) -> None:
-    """A thread still copies for it. Nobody is told that it waits for itself."""
+    """A thread copies for it. That is over when the time is over, and nobody holds anything."""
 
     async def main(store: TierStore) -> None:
         stop = threading.Event()
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(ThreadPoolExecutor(1))
-        busy = loop.run_in_executor(None, stop.wait)
+        copiers = [asyncio.create_task(store._copiers.run(stop.wait)) for _ in range(COUNT)]
+        await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.3, stop.set)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await store.aget("large")
-        loop.call_later(0.2, stop.set)
+        assert stop.is_set()
         async with asyncio.timeout(PATIENCE):
             lease = await store.aacquire("other")
-        assert stop.is_set()
         with lease:
             assert_group(lease.tensor, pages(2, 7))
-        await busy
+        await asyncio.gather(*copiers)
 
     with open_store(disk_dir, 8 * PAGE) as store:
         store.put("other", pages(2, 7))
@@ -484,35 +483,6 @@ def test_cancelling_at_random_leaves_nothing_behind(seed: int, device: str, disk
             assert_whole(key, lease.tensors)
     assert store.stats().bytes_read > 0
     assert_at_rest(store)
-    store.close()
-
-
-def test_a_put_that_is_cancelled_while_it_copies_happens_wholly_or_not_at_all(
-    disk_dir: Path,
-) -> None:
-    store = open_store(disk_dir)
-    store.put("key", value(1, 1))
-    fill, reached, go_on = store._carrier.fill, threading.Event(), threading.Event()
-
-    def slow(version: str, blocks: Any) -> None:
-        reached.set()
-        assert go_on.wait(PATIENCE)
-        fill(version, blocks)
-
-    store._carrier.fill = slow
-
-    async def main() -> None:
-        putting = asyncio.ensure_future(store.aput("key", value(1, 2)))
-        assert await asyncio.to_thread(reached.wait, PATIENCE)
-        putting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await putting
-        assert_group(await store.aget("key"), value(1, 1))
-        go_on.set()
-
-    run(store, main)  # waits for the threads that it started
-    assert_at_rest(store)
-    assert_group(store.get("key"), value(1, 2))
     store.close()
 
 

@@ -373,6 +373,43 @@ def test_two_stores_have_processes_of_their_own(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a real process has that number"
 
 
+def test_of_two_stores_in_one_trace_the_newer_one_is_read(tmp_path: Path) -> None:
+    with open_store(tmp_path / "a") as one, open_store(tmp_path / "b") as other:
+        one.put("first", torch.zeros(8))
+        for _ in range(3):
+            one.get("first")
+        other.put("second", torch.zeros(8))
+        other.get("second")
+        one.trace(tmp_path / "one.json")
+        other.trace(tmp_path / "other.json")
+        other.trace(tmp_path / "both.json", merge=tmp_path / "one.json")
+    alone, both = read_trace(tmp_path / "other.json"), read_trace(tmp_path / "both.json")
+    assert [s.name for s in both.slices] == [s.name for s in alone.slices]
+    assert both.slices
+    assert {n: len(v) for n, v in both.counters.items()} == {
+        n: len(v) for n, v in alone.counters.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"traceEvents": [{"ts": NaN}]}', '[{"ts": -Infinity}]'],
+)
+def test_numbers_that_no_trace_may_have_are_told_of(
+    text: str, disk_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "odd.json").write_text(text)
+    with open_store(disk_dir) as store, pytest.raises(InvalidTraceError, match="no number"):
+        store.trace(tmp_path / "trace.json", merge=tmp_path / "odd.json")
+
+
+def test_others_may_have_any_kind_of_process(disk_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text('{"traceEvents": [{"pid": [1], "ph": "X"}]}')
+    with open_store(disk_dir) as store:
+        store.trace(tmp_path / "trace.json", merge=tmp_path / "odd.json")
+    assert {"pid": [1], "ph": "X"} in traces.load(tmp_path / "trace.json")["traceEvents"]
+
+
 # An accelerator --------------------------------------------------------------------------------
 
 

@@ -116,10 +116,16 @@ def _places(checkpoint: str, only: str | None) -> dict[str, tuple[str, tuple[str
     places: dict[str, tuple[str, tuple[str, ...]]] = {}
     for name, kind in _entries(index):
         place = index.parent / name
-        if place.is_dir() and any(place.glob("*.safetensors")):
+        if place.is_dir() and _has_weights(place):
             autoencoder = kind.startswith("AutoencoderKL")
             places[name] = (str(place), _AUTOENCODER_BLOCKS if autoencoder else ())
     return places if only is None else {only: places[only]}
+
+
+def _has_weights(place: Path) -> bool:
+    """Whether there is a checkpoint, or the index of one: then all of it has to be there."""
+    names = os.listdir(place)  # unlike glob, it tells that it may not look
+    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
 
 
 def _entries(index: Path) -> list[tuple[str, str]]:

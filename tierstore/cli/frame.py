@@ -44,6 +44,10 @@ class Inspector(click.Group):
             remark(f"Error: {failure}")
             remark(failure.advice)
             code = failure.code
+        except OSError as error:
+            remark(f"Error: {error}")
+            remark("Check that there is room for what is printed or written, and try again.")
+            code = Code.UNEXPECTED
         sys.exit(int(code))
 
 

@@ -20,7 +20,7 @@ from tierstore.cli.frame import (
     remark,
     unknown_keys,
 )
-from tierstore.cli.report import Contents, Group, Item, find_group, survey, total
+from tierstore.cli.report import Contents, Group, Item, find_group, survey, told_by_state, total
 from tierstore.cli.tensors import tensors_of
 
 
@@ -81,7 +81,7 @@ def _summary(contents: Contents, shown: int) -> str:
     if shown < groups:
         parts.append(f"{shown:,} shown")
     if contents.unusable:
-        parts.append(f"{len(contents.unusable):,} damaged")
+        parts.append(told_by_state(contents.unusable))
     parts += _rest(contents.temporary, "temporary file") + _rest(contents.stray, "stray file")
     if contents.quarantine:
         nbytes = words.size(total(contents.quarantine))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tierstore.cli import words
-from tierstore.trace import COMPUTE, KINDS, STALLS, Recorded, Slice
+from tierstore.trace import COMPUTE, KINDS, STALLS, Recorded, Slice, write_whole
 
 _COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
     STALLS: "#d55e00",
@@ -40,7 +41,9 @@ def draw(recorded: Recorded, path: str) -> None:
     _draw_lanes(axes[-1], lanes)
     axes[-1].set_xlabel("seconds since the beginning of the trace")
     axes[-1].set_xlim(0, recorded.seconds or 1)
-    figure.savefig(path, format="png", dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write_whole(path, drawn.getvalue())
 
 
 def _was_used(recorded: Recorded, tier: str) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli import documents, options, words
-from tierstore.cli.failures import Code, Failure
+from tierstore.cli.failures import Code, Failure, system_failure
 from tierstore.cli.frame import as_json_option, data, examples, remark
 from tierstore.model.errors import TierStoreError
 from tierstore.model.outline import OFFLOAD_TYPES
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # it brings numpy: only who plans shall wait for that
 
 COMFORTABLE = 3
 """So many of the largest groups should have room: one in use, one arriving, one beside."""
+
+_NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @click.command(
@@ -122,14 +124,8 @@ def _components(
             "Leave --component out to see which there are.",
             Code.USAGE,
         ) from error
-    except TierStoreError as error:
-        raise Failure(str(error), "Give another CHECKPOINT.", Code.USAGE) from error
-    except (OSError, ValueError) as error:
-        raise Failure(
-            f"{checkpoint} cannot be planned with: {error}",
-            "Give one file, or a directory that holds each tensor once.",
-            Code.USAGE,
-        ) from error
+    except (TierStoreError, OSError, ValueError) as error:
+        raise _no_plan(checkpoint, error) from error
     if not any(component.groups for component in components):
         raise Failure(
             f"{checkpoint} holds no weights in safetensors files",
@@ -137,6 +133,19 @@ def _components(
             Code.USAGE,
         )
     return components
+
+
+def _no_plan(checkpoint: str, error: Exception) -> Failure:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(cause, OSError) and not isinstance(cause, _NOTHING_THERE):
+        return system_failure(cause, f"reading {checkpoint}")
+    if isinstance(error, TierStoreError):
+        return Failure(str(error), "Give another CHECKPOINT.", Code.USAGE)
+    return Failure(
+        f"{checkpoint} cannot be planned with: {error}",
+        "Give one file, or a directory that holds each tensor once.",
+        Code.USAGE,
+    )
 
 
 def _refuse_what_never_fits(components: Sequence[Component], budgets: options.Budgets) -> None:

@@ -7,6 +7,7 @@ link, whenever it was planted, can lead to another file.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
@@ -51,15 +52,25 @@ def _take(descriptor: int, directory: str) -> None:
             "Close that store first (end that process), then try again.",
             Code.LOCKED,
         )
-    sign_lock(descriptor)
+    try:
+        sign_lock(descriptor)
+    except OSError as error:
+        # A full disk has no room for our name, and must not keep anybody from making room. The lock
+        # is ours, and each removal is synced by itself.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise system_failure(error, f"writing {directory}/{LOCK}") from error
 
 
 def remove(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
     """Remove files for good. Returns those that were removed; the others were gone already."""
-    try:
-        return [item for item in items if _remove_one(root, item)]
-    except OSError as error:
-        raise system_failure(error, f"removing from {directory}") from error
+    removed: list[Item] = []
+    for item in items:
+        try:
+            removed += [item] if _remove_one(root, item) else []
+        except OSError as error:
+            before = f" (after {len(removed)} of them were removed)" if removed else ""
+            raise system_failure(error, f"removing from {directory}{before}") from error
+    return removed
 
 
 def _remove_one(root: int, item: Item) -> bool:

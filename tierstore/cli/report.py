@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,6 +162,12 @@ class Contents:
     def put_away(self) -> list[Item]:
         """What is in quarantine, without the notes on it."""
         return [item for item in self.quarantine if not item.name.endswith(NOTE_SUFFIX)]
+
+
+def told_by_state(groups: Iterable[Group]) -> str:
+    """How many of some groups are in which state, such as "2 damaged, 1 unreadable"."""
+    count = Counter(group.state for group in groups)
+    return ", ".join(f"{count[state]:,} {state}" for state in sorted(count))
 
 
 def total(items: Iterable[Item]) -> int:
@@ -348,14 +355,18 @@ def _owner(directory: str) -> str | None:
 def find_group(directory: str, key: str) -> Group | None:
     """The group of a key, or what is left of it; None if no file has the name of that key."""
     with opened_store(directory) as root:
-        try:
-            return find_group_below(directory, root, key)
-        except OSError as error:
-            raise system_failure(error, f"reading {directory}") from error
+        return find_group_below(directory, root, key)
 
 
 def find_group_below(directory: str, root: int, key: str) -> Group | None:
     """As `find_group`, in a directory that is open."""
+    try:
+        return _find_group(directory, root, key)
+    except OSError as error:
+        raise system_failure(error, f"reading {directory}") from error
+
+
+def _find_group(directory: str, root: int, key: str) -> Group | None:
     shard, _, leaf = object_name(key).partition("/")
     with opened_below(root, OBJECTS) as objects:
         if objects is None:

@@ -22,7 +22,7 @@ from tierstore.cli.frame import (
 )
 from tierstore.cli.quarantine import Damage, Kept, Outcome, kept, put_away
 from tierstore.cli.removal import only_user
-from tierstore.cli.report import Contents, Group, Item, Problem, survey, total
+from tierstore.cli.report import Contents, Group, Item, Problem, survey, told_by_state, total
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,15 @@ def _print_lines(*lines: tuple[str, str | None]) -> None:
 
 def _verdict(findings: _Findings) -> str:
     groups = words.count(len(findings.contents.groups), "group")
-    bad, moved = len(findings.damaged), len(findings.moved)
-    if not bad:
+    if not findings.problems:
         return f"{groups}: no damage found"
-    return f"{groups}: {bad:,} damaged" + (f", {moved:,} put away" if findings.outcomes else "")
+    # What cannot be read in one place and is damaged in another is damaged.
+    worst = sorted(findings.problems, key=lambda group: group.state == "damaged")
+    bad = {group.item.name: group for group in worst}
+    moved = len(findings.moved)
+    return f"{groups}: {told_by_state(bad.values())}" + (
+        f", {moved:,} put away" if findings.outcomes else ""
+    )
 
 
 def _remark_on_the_rest(contents: Contents) -> None:

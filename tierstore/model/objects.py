@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NoReturn
 
-from tierstore.model.errors import CorruptDataError
+from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.groups import (
     DTYPE_SIZES,
     Block,
@@ -27,10 +27,15 @@ from tierstore.model.header import (
     FORMAT,
     FORMAT_KEY,
     KEY,
+    LENGTH_BYTES,
     MAX_TENSORS,
+    NO_SUM,
     SUM_PREFIX,
     VIEWS,
     Header,
+    build_header,
+    header_length,
+    parse_header,
     shown,
 )
 from tierstore.model.scanning import TEXT, Scanner
@@ -69,6 +74,29 @@ class StoredObject:
             return Source((), (), checks)
         extent = Extent(path, self.data_start, self.packing.dense_nbytes)
         return Source((Segment(extent, base),), self.packing.moves(base), checks)
+
+
+def header_of(key: str, packing: Packing, digests: Iterable[str], *, single: bool) -> bytes:
+    """The bytes before the data of the object file of a group."""
+    return build_header(key, packing, digests, {SINGLE: "1"} if single else None)
+
+
+def refuse_unreadable(key: str, packing: Packing, *, single: bool) -> None:
+    """Raise ValueError if a file of this group would break one of the rules by which it is read.
+
+    To write it would be to lose it: more tensors or longer names than a header may have, sizes that
+    no other reader of safetensors takes.
+    """
+    raw = header_of(key, packing, [NO_SUM] * len(packing.blocks), single=single)
+    name, size = f"the file of group {shown(key)}", len(raw) + packing.dense_nbytes
+    try:
+        header_length(raw[:LENGTH_BYTES], size, name)
+        decode_object(parse_header(raw[LENGTH_BYTES:], size, name), name)
+    except TransferError as error:
+        raise ValueError(
+            f"group {shown(key)} could not be read again once it was on disk: put fewer tensors "
+            f"into a group, with shorter names, or of other shapes ({error})"
+        ) from error
 
 
 def decode_object(header: Header, path: str) -> StoredObject:

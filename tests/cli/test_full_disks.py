@@ -1,0 +1,168 @@
+"""On a full disk the command makes room; where it may not read or write, it says so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.conftest import Inspect, command, environment
+from tierstore import TierStore
+from tierstore.cli import removal, report
+from tierstore.transfer import locking
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_keeps_nobody_from_removing(
+    number: int, store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no room for the name of who has the lock."""
+
+    def full(*arguments: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locking.os, "pwrite", full)
+    assert inspect("rm", store, "a", "-y").exit_code == 0
+    assert [group["key"] for group in inspect.json("ls", store)["groups"]] == ["b", "layers/0"]
+
+
+def test_a_lock_that_cannot_be_written_is_told_of(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(locking.os, "pwrite", broken)
+    result = inspect("rm", store, "a", "-y")
+    assert result.exit_code == 1
+    assert "LOCK failed" in result.stderr
+    assert len(inspect.json("ls", store)["groups"]) == 3
+
+
+def test_what_was_removed_before_a_failure_is_counted(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, done = os.unlink, []
+
+    def once(*arguments: Any, **options: Any) -> None:
+        if done:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        done.append(arguments)
+        unlink(*arguments, **options)
+
+    monkeypatch.setattr(removal.os, "unlink", once)
+    result = inspect("rm", store, "a", "b", "-y")
+    assert result.exit_code == 1
+    assert "after 1 of them" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["df"], ["env"], ["--help"]])
+def test_an_output_that_is_full_is_told_of(arguments: list[str], store: Path) -> None:
+    words = command([*arguments, *([store] if arguments[0] in ("ls", "df") else [])])
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(), timeout=60
+        )
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr
+    assert done.returncode
+
+
+def test_rm_tells_of_what_it_may_not_read(
+    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*arguments: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(report, "look_at", denied)  # who runs this may be one who may do anything
+    result = inspect("rm", store, "a", "-y")
+    assert result.exit_code == 1
+    assert "Permission denied" in result.stderr
+
+
+def pipeline(place: Path) -> Path:
+    for name in ("transformer", "vae"):
+        (place / name).mkdir(parents=True)
+        save_file({"blocks.0.w": torch.zeros(1024)}, place / name / "model.safetensors")
+    index = {"_class_name": "P", "transformer": ["d", "FluxTransformer2DModel"]}
+    (place / "model_index.json").write_text(json.dumps({**index, "vae": ["d", "AutoencoderKL"]}))
+    return place
+
+
+def test_a_component_whose_shards_are_missing_is_not_left_out(
+    tmp_path: Path, inspect: Inspect
+) -> None:
+    place = pipeline(tmp_path / "pipe")
+    assert inspect("plan", place, "--ram", "1MB").exit_code == 0
+    (place / "transformer" / "model.safetensors").unlink()
+    weights = {"metadata": {}, "weight_map": {"blocks.0.w": "model-00001-of-00001.safetensors"}}
+    (place / "transformer" / "model.safetensors.index.json").write_text(json.dumps(weights))
+    result = inspect("plan", place, "--ram", "1MB")
+    assert result.exit_code != 0
+    assert "model-00001-of-00001.safetensors" in result.stderr
+
+
+def test_a_checkpoint_that_may_not_be_read_is_no_wrong_use(
+    tmp_path: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = pipeline(tmp_path / "pipe")
+    opened = os.open
+
+    def denied(path: Any, *rest: Any, **options: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", denied)
+    result = inspect("plan", place / "vae", "--ram", "1MB")
+    assert (result.exit_code, "Permission denied" in result.stderr) == (1, True), result.stderr
+    assert inspect("plan", tmp_path / "missing", "--ram", "1MB").exit_code == 2
+
+
+# --- where a trace goes ---------------------------------------------------------------------------
+
+
+def test_traces_that_are_written_at_the_same_time_are_whole(tmp_path: Path, disk_dir: Path) -> None:
+    path, errors = tmp_path / "t.json", []
+
+    def write(store: TierStore) -> None:
+        try:
+            for _ in range(20):
+                store.trace(path)
+                json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            errors.append(error)
+
+    with TierStore("1MiB", disk_dir, device="cpu") as store:
+        threads = [threading.Thread(target=write, args=(store,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+    assert os.listdir(tmp_path) == ["t.json"] or set(os.listdir(tmp_path)) == {"t.json", "store"}
+
+
+def test_a_trace_goes_to_where_a_link_leads_and_into_a_pipe(tmp_path: Path, disk_dir: Path) -> None:
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "target.json")
+    os.mkfifo(pipe)
+    reader = subprocess.Popen([sys.executable, "-c", f"print(len(open({str(pipe)!r}).read()))"],
+                              stdout=subprocess.PIPE)  # fmt: skip
+    with TierStore("1MiB", disk_dir, device="cpu") as store:
+        store.trace(link)
+        store.trace(pipe)
+    assert int(reader.communicate(timeout=60)[0]) > 100
+    assert link.is_symlink()
+    assert json.loads((tmp_path / "target.json").read_text())["traceEvents"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)

@@ -1,0 +1,257 @@
+"""What is put can be read again; who is cancelled, refused or too late leaves all as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.store.helpers import PATIENCE, assert_at_rest, assert_group, open_store, pages
+from tests.store.test_faults import Failing
+from tierstore import Access, DiskFullError, TierStore, TransferError, offload_activations
+from tierstore.model import header
+
+
+@pytest.fixture
+def short_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a header might have 64 KiB only, so that little is too much."""
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", 1 << 16)
+
+
+def many(count: int) -> dict[str, torch.Tensor]:
+    return {f"{'long' * 20}{i}": torch.full((1,), float(i)) for i in range(count)}
+
+
+@pytest.mark.usefixtures("short_headers")
+def test_a_group_whose_names_fill_more_than_a_header_is_refused(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        store.put("k", many(40))
+        with pytest.raises(ValueError, match="fewer tensors"):
+            store.put("k", many(400))
+        store.put("never on disk by itself", many(400), durable=False)
+        assert len(store.get("never on disk by itself")) == 400
+    with open_store(disk_dir) as store:
+        assert_group(store.get("k"), many(40))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros([1] * 65), torch.zeros(2**61, 0), torch.zeros(1).expand(2**61, 2)],
+    ids=["rank", "product before a zero", "expanded"],
+)
+def test_a_shape_that_no_file_may_have_is_refused(tensor: torch.Tensor, disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        store.put("k", pages(1))
+        with pytest.raises(ValueError, match="could not be read again"):
+            store.put("k", {"t": tensor})
+        assert_group(store.get("k"), pages(1))
+    with open_store(disk_dir) as store:
+        assert_group(store.get("k"), pages(1))
+
+
+@pytest.mark.usefixtures("short_headers")
+def test_a_changed_group_of_a_checkpoint_that_no_header_can_list_is_told_of(
+    tmp_path: Path, disk_dir: Path
+) -> None:
+    """It is not lost: the checkpoint's own is there as before."""
+    save_file(many(300), tmp_path / "c.safetensors")
+    store = open_store(disk_dir, "4MiB")
+    store.register_checkpoint(tmp_path / "c.safetensors", groups={"all": many(300)})
+    with store.acquire("all", Access.UPDATE) as lease:
+        next(iter(lease.tensors.values())).fill_(7)
+    with pytest.raises(TransferError, match="fewer tensors"):
+        store.flush()
+    with pytest.raises(TransferError, match="fewer tensors"):
+        store.close()
+    with open_store(disk_dir) as store:
+        assert "all" not in store
+
+
+def test_a_tensor_that_is_named_twice_is_refused(tmp_path: Path, disk_dir: Path) -> None:
+    save_file({"a": pages(1)}, tmp_path / "c.safetensors")
+    with open_store(disk_dir) as store:
+        with pytest.raises(ValueError, match="twice"):
+            store.register_checkpoint(tmp_path / "c.safetensors", groups={"k": ["a", "a"]})
+        assert not store.keys()
+
+
+def test_numpy_arrays_that_begin_at_one_address_are_tied(disk_dir: Path) -> None:
+    whole = np.arange(8, dtype=np.float32)
+    tied = {"short": torch.from_numpy(whole[:4]), "whole": torch.from_numpy(whole)}
+    with open_store(disk_dir) as store:
+        store.put("k", tied)
+    with open_store(disk_dir) as store:
+        found = store.get("k")
+        assert_group(found, tied)
+        found["short"][0] = 9
+        assert found["whole"][0] == 9
+
+
+# --- cancelled ------------------------------------------------------------------------------------
+
+
+def test_who_is_cancelled_while_it_is_copied_has_its_tensor_back_when_it_is_told(
+    disk_dir: Path,
+) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+    source = pages(1, 4)
+
+    async def main(store: TierStore) -> None:
+        fill = store._carrier.fill
+
+        def gated(*arguments: Any) -> None:
+            copying.set()
+            assert go_on.wait(PATIENCE)
+            fill(*arguments)
+
+        store._carrier.fill = gated
+        putting = asyncio.create_task(store.aput("k", source))
+        assert await asyncio.to_thread(copying.wait, PATIENCE)
+        putting.cancel()
+        await asyncio.sleep(0.05)
+        putting.cancel()
+        assert not putting.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        source.fill_(7)  # it is the caller's again
+
+    with open_store(disk_dir) as store:
+        asyncio.run(main(store))
+        assert_group(store.get("k"), pages(1, 4))
+        assert_at_rest(store)
+
+
+def test_a_get_needs_none_of_the_threads_that_wait_for_who_gets(disk_dir: Path) -> None:
+    async def main(store: TierStore) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        with await store.aacquire("a", Access.UPDATE):
+            waiting = [asyncio.create_task(asyncio.to_thread(store.get, "a")) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            async with asyncio.timeout(PATIENCE):
+                assert_group(await store.aget("b"), pages(2))
+        for found in await asyncio.gather(*waiting):
+            assert_group(found, pages(1))
+
+    with open_store(disk_dir) as store:
+        store.put("a", pages(1))
+        store.put("b", pages(2))
+        asyncio.run(main(store))
+
+
+def test_a_discard_never_makes_an_event_loop_wait(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removing, go_on = threading.Event(), threading.Event()
+
+    async def main(store: TierStore) -> None:
+        store.discard("a")  # would wait for itself here
+        assert "a" not in store
+        flushing = asyncio.create_task(asyncio.to_thread(store.flush))
+        assert await asyncio.to_thread(removing.wait, PATIENCE)
+        await asyncio.sleep(0.05)
+        assert not flushing.done()
+        go_on.set()
+        await flushing
+
+    with open_store(disk_dir) as store:
+        store.put("a", pages(1))
+        store.flush()
+        remove = store._directory.remove
+
+        def gated(key: str) -> None:
+            removing.set()
+            assert go_on.wait(PATIENCE)
+            remove(key)
+
+        monkeypatch.setattr(store._directory, "remove", gated)
+        asyncio.run(main(store))
+    with open_store(disk_dir) as store:
+        assert not store.keys()
+
+
+# --- names of the store's own ---------------------------------------------------------------------
+
+
+def test_nobody_can_put_what_saved_activations_are_called(disk_dir: Path) -> None:
+    with open_store(disk_dir, "4MiB") as store:
+        with pytest.raises(ValueError, match="another key"):
+            store.put("activation/000000", pages(1))
+        store.put("activation/mine", pages(2))
+        weight = torch.full((64, 64), 3.0, requires_grad=True)
+        with offload_activations(store, min_size=1):
+            loss = (weight * weight).sum()
+        loss.backward()
+        assert torch.equal(weight.grad, torch.full((64, 64), 6.0))
+        assert_group(store.get("activation/mine"), pages(2))
+
+
+# --- opening and the process ----------------------------------------------------------------------
+
+
+def test_a_store_that_could_not_be_opened_leaves_its_directory_to_others(disk_dir: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises((RuntimeError, ValueError)):
+        TierStore("1MiB", disk_dir, device="xpu:0", device_budget=1 << 20)
+    with open_store(disk_dir) as store:
+        store.put("a", pages(1))
+    assert threading.active_count() == before
+
+
+def test_a_store_is_not_pickled_and_has_a_directory(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store, pytest.raises(TypeError, match="open another one"):
+        pickle.dumps(store)
+    with pytest.raises(ValueError, match="disk_dir is empty"):
+        TierStore("1MiB", "", device="cpu")
+
+
+def test_weights_whose_first_write_failed_are_registered_once_it_works(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"w": torch.arange(1024.0)}
+    with open_store(disk_dir, "1MiB") as store:
+        disk = Failing(monkeypatch, "pwrite", errno.ENOSPC)
+        with pytest.raises(DiskFullError):
+            store.register("k", weights)
+        assert disk.failed
+        disk.broken = False
+        homes = store.register("k", weights)
+        assert torch.equal(homes["w"], weights["w"])
+
+
+LIMITED = """
+import resource, sys, torch
+from tierstore import TierStore
+limit = sys.argv[1]
+if limit == "files":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 20, 32 << 20))
+with TierStore("2MiB" if limit == "files" else "300MiB", sys.argv[2], device="cpu") as store:
+    if limit == "addresses":
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
+    each = 1 << 20 if limit == "files" else 200 << 20
+    for number in range(6 if limit == "files" else 1):
+        store.put(f"g{number}", torch.full((each,), number, dtype=torch.uint8), durable=False)
+    for key in store.keys():
+        assert (store.get(key) == int(key[1:])).all()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("limit", ["files", "addresses"])
+def test_limits_of_the_process_leave_room_for_what_is_needed(limit: str, disk_dir: Path) -> None:
+    """Not for what is reserved in advance: 64 MiB of a spill file, eight times the addresses."""
+    words = [sys.executable, "-c", LIMITED, limit, str(disk_dir)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "done\n", done.stderr[-2000:]

@@ -1,0 +1,45 @@
+"""Threads that copy for coroutines, whose event loop must not wait for memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+COUNT = 4
+"""Threads, at most."""
+
+
+class Copiers:
+    """They are not those of the loop: all of these may wait for a lease that is released next."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(COUNT, thread_name_prefix="tierstore-copy")
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run `job` on one of the threads.
+
+        Whoever awaits it may be cancelled: that shows once the job is at its end, so that it reads
+        nothing any more that was lent to it.
+        """
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job)
+        except RuntimeError:  # the interpreter is ending, and there are no new threads any more
+            return job()
+        cancelled = None
+        while not running.done():
+            try:
+                await asyncio.wait([running])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            running.exception()  # nobody else asks for it
+            raise cancelled
+        return running.result()
+
+    def stop(self) -> None:
+        """End the threads, once they have done what they were given. Does not wait."""
+        self._threads.shutdown(wait=False)
