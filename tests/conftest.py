@@ -9,6 +9,7 @@ import fcntl
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+
+from tests import lanes
 
 # Processes that run tests at once have a core each: with more threads, they would wait for it.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
@@ -29,19 +32,22 @@ os.environ["OMP_NUM_THREADS"] = str(THREADS)
 if "torch" in sys.modules:  # too late for the variable above
     sys.modules["torch"].set_num_threads(THREADS)
 
+# Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--long", action="store_true", help="run the tests of faults at their full length (hours)"
-    )
+pytest_addoption = lanes.pytest_addoption
+pytest_configure = lanes.pytest_configure
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked cuda where there is no CUDA GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the lane leaves out; skip the tests marked cuda where there is no CUDA GPU."""
+    lanes.pytest_collection_modifyitems(config, items)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked or importlib.import_module("torch").cuda.is_available():
         return

@@ -1,10 +1,15 @@
-"""Run every check that guards a change: `python tools/check.py [--fast]`.
+"""Run the checks that guard a change: `python tools/check.py [--full | --long | --changed]`.
 
-The checks run in a fixed order, cheapest first, and pytest runs last, so that the last line
-printed is pytest's own summary. It runs the tests in two processes at once, and watches that no
-branch of the code that decides and of the code that keeps bytes goes without a test. A failing
-check does not hide the ones after it, except with `--fast`, which stops at the first failure and
-leaves out the tests marked slow, and that watch.
+- Without an option: format, lint, types, layers, and the default lane of tests. Minutes.
+- `--full`: the same checks, and every test; what lands has passed it. It watches, too, that no
+  branch of the code that decides and of the code that keeps bytes goes without a test.
+- `--long`: every test, with each search at full length. Hours, before a release.
+- `--changed`: the same checks, and those tests of the default lane that mirror the files that
+  differ from the branch `main` (on `main`: from the last commit). Seconds, while one works.
+
+tests/lanes.py says what belongs to which lane. The checks run in a fixed order, cheapest first, and
+pytest runs last, so that the last line printed is pytest's own summary. A failing check does not
+hide the ones after it. The tests run in two processes at once.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +40,13 @@ STEPS: dict[str, list[str]] = {
 # Each process begins with half of the tests, in their order, so that what several neighbours need
 # is mostly made once; whichever is done first then takes over what the other has not begun.
 TWO_AT_ONCE = ["--numprocesses=2", "--dist=worksteal"]
+
+# The gates add no test: they look at tests that run anyway (see their docstrings).
+LANES: dict[str, list[str]] = {
+    "default": ["-p", "durations"],
+    "full": ["--full", "-p", "coverage_gate"],
+    "long": ["--long"],
+}
 
 
 @dataclass
@@ -74,34 +87,92 @@ def run_step(name: str, command: list[str]) -> bool:
     return status == 0
 
 
-def run_tests(tally: Tally, fast: bool) -> bool:
+def run_tests(tally: Tally, arguments: Sequence[str]) -> bool:
     heading("pytest")
-    # The gate adds no test: it watches some of those that run anyway (see tools/coverage_gate.py).
-    how = ["-m", "not slow", "--exitfirst"] if fast else ["-p", "coverage_gate"]
-    return pytest.main([*TWO_AT_ONCE, *how], plugins=[tally]) == pytest.ExitCode.OK
+    return pytest.main([*TWO_AT_ONCE, *arguments], plugins=[tally]) == pytest.ExitCode.OK
 
 
-def run_all(fast: bool) -> bool:
+# What a change concerns --------------------------------------------------------------------------
+
+
+def changed_files() -> list[str]:
+    """What differs from where this branch left `main`, and what git does not know yet."""
+    base = git("merge-base", "HEAD", "main") or ["HEAD"]
+    return sorted(
+        {*git("diff", "--name-only", base[0]), *git("ls-files", "-o", "--exclude-standard")}
+    )
+
+
+def git(*words: str) -> list[str]:
+    command = ["git", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.split("\n")[:-1]
+
+
+def tests_of(files: Iterable[str], root: Path = ROOT) -> list[str]:
+    """The tests that mirror these files, as paths for pytest.
+
+    A test stands for itself, and what tests share for the tests of its folder. `tierstore/a/b.py`
+    is mirrored by `tests/b`, or by `tests/a/test_b*.py`, or by `tests/a`, whichever there is; a
+    module of the package itself by `tests/store`. Documents are mirrored by `tests/docs`, what
+    measures by `tests/bench`, other tools by `tests/architecture`. Whatever else it is has no tests
+    of its own.
+    """
+    found: dict[str, None] = {}
+    for name in files:
+        path = Path(name)
+        places = [place for place in _mirrors(path, root) if (root / place).exists()]
+        found.update(dict.fromkeys(map(str, places)))
+    inside = [place for place in found if any(str(p) in found for p in Path(place).parents)]
+    return [place for place in found if place not in inside]
+
+
+def _mirrors(path: Path, root: Path) -> list[Path]:
+    tests = Path("tests")
+    match path.parts:
+        case ("tests", _):
+            return [tests] if path.name in ("conftest.py", "lanes.py") else []
+        case ("tests", *_):
+            return [path if path.name.startswith("test_") else path.parent]
+        case ("tierstore", *_) if (root / tests / path.stem).is_dir():
+            return [tests / path.stem]
+        case ("tierstore", *folders, _):
+            folder = tests.joinpath(folders[-1] if folders else "store")
+            named = sorted((root / folder).glob(f"test_{path.stem}*.py"))
+            return [each.relative_to(root) for each in named] or [folder]
+        case ("docs", *_) | ("README.md",):
+            return [tests / "docs"]
+        case ("tools", *_):
+            return [tests / "bench"] if "bench" in path.parts else [tests / "architecture"]
+    return []
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def run_all(arguments: Sequence[str]) -> bool:
     tally = Tally()
     for name, command in STEPS.items():
-        succeeded = run_step(name, command)
-        tally.record(name, succeeded)
-        if fast and not succeeded:
-            print("\n" + "\n".join(tally.lines()))
-            return False
-    return run_tests(tally, fast) and not tally.failed
+        tally.record(name, run_step(name, command))
+    return run_tests(tally, arguments) and not tally.failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run every check that guards a change.")
-    parser.add_argument(
-        "--fast",
-        action="store_true",
-        help="leave out the tests marked slow and stop at the first failure",
+    parser = argparse.ArgumentParser(description="Run the checks that guard a change.")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--full", action="store_true", help="run every test (half an hour)")
+    choice.add_argument("--long", action="store_true", help="run each search at length (hours)")
+    choice.add_argument(
+        "--changed", action="store_true", help="only the tests that mirror the changed files"
     )
-    arguments = parser.parse_args()
+    chosen = parser.parse_args()
     os.chdir(ROOT)  # each tool finds pyproject.toml, and so what to look at, from here
-    return 0 if run_all(arguments.fast) else 1
+    lane = "long" if chosen.long else "full" if chosen.full else "default"
+    tests = tests_of(changed_files()) if chosen.changed else []
+    if chosen.changed and not tests:
+        print("no test mirrors what was changed: only format, lint, types and layers are checked")
+        return 0 if all([run_step(*step) for step in STEPS.items()]) else 1
+    return 0 if run_all([*LANES[lane], *tests]) else 1
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ import pytest
 from tests.activations import stepping
 from tests.store.helpers import PATIENCE, files_below, on_both, open_store
 
-pytestmark = pytest.mark.slow
-
 STEPS = 200
 WARM = 50
 """Steps after which pools, caches and learned orders are as large as they get."""
@@ -55,6 +53,7 @@ SAVED = 9 * stepping.SIZE**2 * 4
 """Bytes that a step saves."""
 
 
+@pytest.mark.full("hundreds of steps; a few leave nothing behind in test_training_steps.py")
 @on_both
 def test_nothing_grows(device: str, disk_dir: Path) -> None:
     measured = measure(device, disk_dir, STEPS, "measure")
@@ -75,6 +74,7 @@ def test_nothing_grows(device: str, disk_dir: Path) -> None:
     assert min(step["tensors"] for step in rest[-4:]) <= max(step["tensors"] for step in warm)
 
 
+@pytest.mark.full("hundreds of steps; a few leave nothing behind in test_training_steps.py")
 @on_both
 def test_what_grows_would_be_noticed(device: str, disk_dir: Path) -> None:
     """The control: the graphs of all steps are kept, and so is what they saved."""

@@ -13,7 +13,6 @@ import pytest
 from tests.activations import limited
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         not sys.platform.startswith("linux"),
         reason="only Linux counts private memory for RLIMIT_DATA",

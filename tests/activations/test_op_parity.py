@@ -4,7 +4,8 @@ Covered on the CPU, at every RAM budget: the first three samples of all operator
 modules of `module_db` in float32, and the first sample of each operator in float64. On the pretend
 accelerator, whose copies run only when something waits for them: the first of each. Left out is
 what does not run there without the store, what has no gradient, and what differs between two plain
-runs. A chunk of samples makes one step: all forwards, then all backwards.
+runs. In the default lane it is the first sample of each, on the CPU, at one budget. A chunk of
+samples makes one step: all forwards, then all backwards.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.activations.helpers import (
     offloading,
     open_store,
 )
+from tests.lanes import by_lane
 from tests.store.helpers import PAGE, assert_sound
 from tierstore.model.sizes import round_up
 
@@ -32,10 +34,18 @@ pytest.importorskip("expecttest", reason="torch's samples need the package expec
 
 from tests.activations import cases
 
-pytestmark = pytest.mark.slow
-
-CHUNKS = 6
+CHUNKS = 12
 MODULE_CHUNKS = 2
+
+
+def on_one_budget(chunks: int) -> pytest.MarkDecorator:
+    """Every operator in the default lane, but only on the CPU, and with most of it on disk."""
+    return pytest.mark.full(
+        "budgets and devices change what is moved, which is the same for all operators",
+        keep=[f"cpu-{chunk}-0.1" for chunk in range(chunks)],
+    )
+
+
 at_every_budget = pytest.mark.parametrize("fraction", FRACTIONS)
 everywhere = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("pretend", marks=needs_pretend)], ids=["cpu", "pretend"]
@@ -55,7 +65,7 @@ def one_thread() -> Iterator[None]:
 # The budgets of one chunk come one after the other: the plain runs are done once.
 @functools.lru_cache(maxsize=1)
 def plain(kind: str, chunk: int, device: str) -> tuple[list[cases.Plain], Saved, int]:
-    most = 3 if device == "cpu" else 1
+    most = by_lane(1, 3) if device == "cpu" else 1
     if kind == "op":
         return cases.run_plainly(cases.op_cases(chunk, CHUNKS, device, most))
     return cases.run_plainly(cases.module_cases(chunk, MODULE_CHUNKS, device, most))
@@ -78,6 +88,7 @@ def check(kind: str, chunk: int, device: str, fraction: float, disk_dir: Path) -
     return len(compared)
 
 
+@on_one_budget(CHUNKS)
 @at_every_budget
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @everywhere
@@ -87,6 +98,7 @@ def test_operators(device: str, chunk: int, fraction: float, disk_dir: Path) -> 
     assert ran > operators / 2, "most of the samples did not run at all"
 
 
+@on_one_budget(MODULE_CHUNKS)
 @at_every_budget
 @pytest.mark.parametrize("chunk", range(MODULE_CHUNKS))
 @everywhere

@@ -29,8 +29,6 @@ from tests.activations.models import Trained, trained
 from tests.store.helpers import PAGE, PATIENCE, assert_sound
 from tierstore.model.sizes import round_up
 
-pytestmark = pytest.mark.slow
-
 WAYS = [(how, fraction) for how in ("none", "ours") for fraction in FRACTIONS] + [("theirs", 0.1)]
 """How a model is checkpointed, and the RAM budget as a share of what it saves then."""
 

@@ -95,6 +95,7 @@ with TierStore(int(budget), disk_dir, device="cpu") as store:
 """
 
 
+@pytest.mark.full("a process of its own; another store in this process writes nothing, either")
 def test_another_process_writes_nothing(checkpoint: Checkpoints, disk_dir: Path) -> None:
     directory = checkpoint("llama")
     model = pipelines.load("llama", directory, torch_dtype=CAST)

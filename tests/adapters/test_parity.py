@@ -26,7 +26,10 @@ from tierstore import TierStore, enable_group_offload
 from tierstore.metrics import Stats
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full(
+        "how a pipeline is cut and how much of it stays have nothing to do with each other",
+        keep="pairs",
+    ),
     pytest.mark.parametrize("share", (0.15, 0.4, 1.5)),
     pytest.mark.parametrize("offload_type", OFFLOAD_TYPES),
     pytest.mark.parametrize("kind", pipelines.KINDS),

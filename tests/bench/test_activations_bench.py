@@ -15,7 +15,7 @@ from tools.bench.training import Saved
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_a_short_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     place = tmp_path / "stores"

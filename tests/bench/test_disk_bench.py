@@ -14,8 +14,6 @@ from tools.bench import fio, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.slow
-
 
 def run(*command: object) -> str:
     if not fio.available():
@@ -27,6 +25,7 @@ def run(*command: object) -> str:
     return done.stdout
 
 
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 @pytest.mark.parametrize("start", [["tools/bench/disk.py"], ["-m", "tools.bench.disk"]])
 def test_a_short_run(start: list[str], tmp_path: Path) -> None:
     page = tmp_path / "page.md"

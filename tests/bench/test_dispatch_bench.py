@@ -11,7 +11,7 @@ from tests.bench.test_speed_benches import cells, number, run
 WEIGHTS = 19.9  # MB, of the small model
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_a_short_run(tmp_path: Path) -> None:
     text = run("dispatch", tmp_path)
     below, found, above = text.partition("Above the working set")

@@ -47,7 +47,7 @@ def number(cell: str) -> float:
     return float(found[0].replace(",", ""))
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_denoising(tmp_path: Path) -> None:
     text = run("denoise", tmp_path)
     rows = cells(text)
@@ -62,14 +62,14 @@ def test_denoising(tmp_path: Path) -> None:
     assert "the image is the same bit for bit" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_overhead(tmp_path: Path) -> None:
     text = run("overhead", tmp_path)
     assert cells(text)["tiny"][-1] == "equal"
     assert "acquire and release take at most 30 us" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_overlap(tmp_path: Path) -> None:
     rows = cells(run("overlap", tmp_path))
     for ratio in ("1", "1.5", "2"):
@@ -78,7 +78,7 @@ def test_overlap(tmp_path: Path) -> None:
         assert number(read) >= 1, "less was read than can be missed"
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

@@ -14,7 +14,7 @@ PEERS = ("FairScale OffloadModel", "FSDP2, CPUOffloadPolicy", "torchao CPUOffloa
 AGAIN = ", checkpoint_activation"
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_a_short_run_of_the_optimizer(tmp_path: Path) -> None:
     text = run("optimizer", tmp_path)
     in_ram, found, on_disk = text.partition("## On disk")
@@ -37,7 +37,7 @@ def test_a_short_run_of_the_optimizer(tmp_path: Path) -> None:
     assert "held: parameters and states are torch's, bit for bit" in text
 
 
-@pytest.mark.slow
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 @pytest.mark.timeout(900)
 def test_a_short_run_of_training(tmp_path: Path) -> None:
     text = run("train_offload", tmp_path)

@@ -14,7 +14,9 @@ import pytest
 
 from tests import pipelines
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full(
+    "20 steps of 500 MB; tests/dispatch/test_memory.py has a small model, under a limit"
+)
 
 BUDGET = "128MB"
 

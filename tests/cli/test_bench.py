@@ -142,12 +142,15 @@ def test_nothing_is_left_behind_if_it_is_interrupted(number: int, there: Path) -
         stderr=subprocess.PIPE,
         env=environment(),
     )
-    deadline = time.monotonic() + 60
-    while not _is_measuring(process.pid, there) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert _is_measuring(process.pid, there)
-    process.send_signal(number)
-    process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 60
+        while not _is_measuring(process.pid, there) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert _is_measuring(process.pid, there)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()  # or else it would go on reading for hours
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert os.listdir(there) == []
     assert known_figures(there) is None

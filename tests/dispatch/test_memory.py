@@ -22,7 +22,6 @@ from tools.bench import llama, memory_group
 from tools.bench.memory_group import MemoryGroup
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         not sys.platform.startswith("linux"), reason="only Linux says what memory is no file's"
     ),
@@ -102,6 +101,7 @@ needs_groups = pytest.mark.skipif(
 )
 
 
+@pytest.mark.full("a large model; a small one has a limit that is kept to the byte")
 @needs_groups
 def test_a_model_of_2_gb_writes_the_same_in_900_mib(large: Checkpoint, tmp_path: Path) -> None:
     assert large.nbytes > 2e9 > 2 * LIMIT
@@ -116,6 +116,7 @@ def test_a_model_of_2_gb_writes_the_same_in_900_mib(large: Checkpoint, tmp_path:
     assert sum(result["files"].values()) < MIB, result["files"]
 
 
+@pytest.mark.full("the control of a large model")
 @needs_groups
 def test_the_usual_model_of_2_gb_does_not_fit_into_900_mib(
     large: Checkpoint, tmp_path: Path
@@ -145,6 +146,7 @@ def test_the_usual_model_does_not_keep_that_limit(small: Checkpoint, tmp_path: P
     assert "can't allocate memory" in done.stderr or "MemoryError" in done.stderr, done.stderr
 
 
+@pytest.mark.full("a process that is measured for long; one under a limit is in each lane")
 def test_a_larger_budget_is_seen_in_the_memory(small: Checkpoint, tmp_path: Path) -> None:
     """The control of what is measured here: it is the weights' memory."""
     result = run("write", small, tmp_path, budget=2 * small.nbytes)
@@ -152,6 +154,7 @@ def test_a_larger_budget_is_seen_in_the_memory(small: Checkpoint, tmp_path: Path
     assert gained(result) > small.nbytes > BUDGETS[SMALL] + SHARD + MARGIN
 
 
+@pytest.mark.full("a process that is measured for long; one under a limit is in each lane")
 def test_saving_takes_the_budget_and_one_shard(small: Checkpoint, tmp_path: Path) -> None:
     target = tmp_path / "saved"
     result = run("save", small, tmp_path, target=str(target))
@@ -172,6 +175,7 @@ def contents(checkpoint: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.full("a process that is measured for long; one under a limit is in each lane")
 def test_other_weights_are_loaded_within_the_budget(small: Checkpoint, tmp_path: Path) -> None:
     other = Checkpoint.of(OTHER, tmp_path / "other")
     assert other.tokens != small.tokens
@@ -181,6 +185,7 @@ def test_other_weights_are_loaded_within_the_budget(small: Checkpoint, tmp_path:
     assert result["written"] <= 1.01 * other.nbytes
 
 
+@pytest.mark.full("a process that is measured for long; one under a limit is in each lane")
 @pytest.mark.parametrize("how", ["halve", "cast"])
 def test_a_dtype_is_converted_within_the_budget(
     how: str, small: Checkpoint, tmp_path: Path

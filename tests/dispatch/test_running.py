@@ -33,7 +33,6 @@ SHARE = 0.3
 # Compiled -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_compiled(disk_dir: Path) -> None:
     plain, model, x = models.Tower(), models.Tower(), models.rows()

@@ -7,15 +7,14 @@ compiled only. Blocks in other languages are left alone. The examples in docstri
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.fresh import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_FILE = 300
@@ -92,17 +91,11 @@ def name_in_repository(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def run_python(arguments: list[str], directory: Path) -> None:
-    """Run the interpreter as a reader would, save that the hub of models is out of reach."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS_PER_FILE,
-        check=False,
+def run_python(program: Path, *words: str, directory: Path) -> None:
+    """Run a program as a reader would, save that the hub of models is out of reach."""
+    environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    run = run_fresh(
+        program, *words, directory=directory, seconds=SECONDS_PER_FILE, environment=environment
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
 
@@ -118,7 +111,7 @@ def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     program.write_text(program_of(blocks), encoding="utf-8")
     directory = tmp_path / "empty"
     directory.mkdir()
-    run_python([str(program)], directory)
+    run_python(program, directory=directory)
 
 
 @pytest.mark.parametrize("module", modules_with_examples(), ids=name_in_repository)
@@ -126,12 +119,13 @@ def test_docstring_examples_run(module: Path, tmp_path: Path) -> None:
     parts = list(module.relative_to(ROOT).with_suffix("").parts)
     if parts[-1] == "__init__":
         parts.pop()
-    check = (
+    check = tmp_path / "check.py"
+    check.write_text(
         "import doctest, importlib, sys\n"
         "result = doctest.testmod(importlib.import_module(sys.argv[1]))\n"
         "sys.exit(result.failed > 0 or result.attempted == 0)\n"
     )
-    run_python(["-c", check, ".".join(parts)], tmp_path)
+    run_python(check, ".".join(parts), directory=tmp_path)
 
 
 MARKDOWN = """\

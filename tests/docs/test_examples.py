@@ -44,7 +44,7 @@ def test_all_of_them_are_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SMALLER)
 
 
-@pytest.mark.slow
+@pytest.mark.full("whole runs of models: the blocks of the documentation use the same calls")
 @pytest.mark.parametrize("name", SMALLER)
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     done = run(name, *SMALLER[name], temporary=tmp_path)
@@ -53,7 +53,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tierstore-*"))  # (torch may leave things of its own)
 
 
-@pytest.mark.slow
+@pytest.mark.full("two whole runs of a model, for a convenience of an example")
 def test_a_checkpoint_in_a_directory_is_kept(tmp_path: Path) -> None:
     """The second run finds it, whatever the budget is."""
     directory, temporary = tmp_path / "kept", tmp_path / "temporary"

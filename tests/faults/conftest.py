@@ -6,12 +6,13 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults.facilities import missing
+from tests.lanes import LONG, lane
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -19,17 +20,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         for name in mark.args:
             if (reason := missing(name)) is not None:
                 pytest.skip(f"{name}: {reason}")
-
-
-@pytest.fixture(scope="session")
-def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
-    """How often to do something: `rounds(usually, with --long)`."""
-    long = request.config.getoption("long")
-
-    def choose(usually: int, at_length: int) -> int:
-        return at_length if long else usually
-
-    return choose
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +34,10 @@ def quick_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def first_seed(request: pytest.FixtureRequest) -> int:
+def first_seed() -> int:
     """The same every time, but in a long run, which is to look where nobody did before.
 
     `TIERSTORE_SEED` repeats one of those. Tests print it.
     """
-    new = random.randrange(10**6) if request.config.getoption("long") else 0
+    new = random.randrange(10**6) if lane() == LONG else 0
     return int(os.environ.get("TIERSTORE_SEED", new))

@@ -12,31 +12,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.cancelling import Tasks
+from tests.lanes import by_lane
 from tests.store.helpers import PATIENCE, on_both
 from tierstore import CorruptDataError
-
-pytestmark = pytest.mark.slow
-
-Rounds = Callable[[int, int], int]
 
 
 @on_both
 @pytest.mark.timeout(7200)
 def test_tasks_that_are_cancelled_at_random_leave_nothing_behind(
-    device: str, tmp_path: Path, rounds: Rounds, first_seed: int
+    device: str, tmp_path: Path, first_seed: int
 ) -> None:
     seed = first_seed
-    for number in range(rounds(1, 10)):
+    for number in range(by_lane(1, 1, 10)):
         print(f"Tasks({seed + number}, {device!r}, directory)")
         tasks = Tasks(seed + number, device, tmp_path / str(number))
-        tasks.play(rounds(5, 30))
+        tasks.play(by_lane(5, 5, 30))
         assert tasks.outcomes["CancelledError"] > 20
         assert tasks.outcomes["NoneType"] > 20
         assert tasks.outcomes["TimeoutError"] > 0
@@ -138,11 +134,11 @@ def failure(process: subprocess.Popen[bytes]) -> str:
 
 @pytest.mark.timeout(3600)
 def test_a_process_that_is_interrupted_hundreds_of_times_goes_on(
-    tmp_path: Path, rounds: Rounds, first_seed: int
+    tmp_path: Path, first_seed: int
 ) -> None:
     seed = first_seed
-    count = rounds(200, 1000)
-    for number in range(rounds(1, 10)):
+    count = by_lane(60, 200, 1000)
+    for number in range(by_lane(1, 1, 10)):
         print(f"interrupted(directory, {seed + number}, {count})")
         found = interrupted(tmp_path / str(number), seed + number, count)
         assert found["interrupts"] > count / 2

@@ -35,12 +35,11 @@ from tests.faults.promised import (
     without_syncs,
 )
 from tests.faults.recording import Recorder
+from tests.lanes import by_lane
 from tierstore import TierStore
 from tierstore.model.errors import TierStoreError, TransferError
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-
-Rounds = Callable[[int, int], int]
+pytestmark = pytest.mark.timeout(3600)
 
 
 # States -------------------------------------------------------------------------------------------
@@ -68,9 +67,9 @@ def wrong_with(state: State, place: Path) -> list[str]:
 
 
 def test_no_state_that_posix_allows_after_a_power_cut_breaks_a_promise(
-    quick_dir: Path, rounds: Rounds, first_seed: int
+    quick_dir: Path, first_seed: int
 ) -> None:
-    wanted, seen, told = rounds(500, 20_000), 0, Counter[str]()
+    wanted, seen, told = by_lane(100, 500, 20_000), 0, Counter[str]()
     for number in itertools.count(first_seed):
         events = record(quick_dir / f"recorded-{number}", number)
         told.update(event.words[0] for event in events if isinstance(event, Told))

@@ -7,34 +7,33 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.crowds import Throng, Watch
 from tests.faults.values import Torn, fill, group, tag_for, tag_of
+from tests.lanes import by_lane
 from tests.store.helpers import PAGE, assert_group, on_both, open_store, pages, push_out
 from tierstore import Access, CorruptDataError, TransferError
 from tierstore.model.tiers import Tier
 from tierstore.transfer import reading
 
-pytestmark = pytest.mark.slow
-
 STEPS = 25  # of each thread in a round
 
 
+@pytest.mark.full("eight threads on the CPU see each kind of disorder", keep=["8-cpu"])
 @on_both
 @pytest.mark.parametrize("threads", [8, 64])
 @pytest.mark.timeout(14400)
 def test_what_many_threads_see_has_an_order(
-    threads: int, device: str, tmp_path: Path, rounds: Callable[[int, int], int], first_seed: int
+    threads: int, device: str, tmp_path: Path, first_seed: int
 ) -> None:
-    seed, stores = first_seed, rounds(1, 8)
+    seed, stores = first_seed, by_lane(1, 1, 8)
     for number in range(stores):
         print(f"Throng({seed + number}, {device!r}, directory, {threads})")
         throng = Throng(seed + number, device, tmp_path / str(number), threads)
-        throng.play(rounds(12 if threads == 8 else 3, 800) // stores, STEPS)
+        throng.play(by_lane(3, 12 if threads == 8 else 3, 800) // stores, STEPS)
         assert throng.watch.samples > 10
         for step in throng.players[0].STEPS:
             assert throng.done[step] > 0, f"nobody did {step}"

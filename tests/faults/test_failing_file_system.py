@@ -11,6 +11,7 @@ import pytest
 from tests.faults.failing_fs import FailingFileSystem, failing_file_system
 from tests.faults.scenarios import SCENARIOS, World
 from tests.faults.sweeping import Sweep, no_fault
+from tests.lanes import by_lane
 
 pytestmark = pytest.mark.needs("root", "fuse")
 
@@ -79,14 +80,14 @@ def test_files_without_a_name_and_reserved_room_are_not_needed(
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(SCENARIOS)))
 def test_every_operation_in_every_scenario(
-    number: int, name: str, file_system: FailingFileSystem, rounds: Callable[[int, int], int]
+    number: int, name: str, file_system: FailingFileSystem
 ) -> None:
     """Usually one of them in each, besides those above."""
     kinds = sorted({(operation, error) for operation, error, _ in ERRORS})
     if name in LOOKS_AT_MAPS:
         kinds = [kind for kind in kinds if kind[0] != "read" and kind != ("write", "short")]
     sweep = Sweep(name, file_system.at)
-    for operation, error in kinds[rounds(number, 0) :: rounds(len(kinds), 1)]:
+    for operation, error in kinds[by_lane(number, number, 0) :: by_lane(len(kinds), len(kinds), 1)]:
         sweep.surely_meets(f"{operation}: {error}", failing(file_system, operation, error))
 
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from tests.faults.mutating import KEY, edit, mutants, object_file, parsed, tensors, written
 from tests.faults.watching import watched
+from tests.lanes import by_lane
 from tests.store.helpers import object_file as object_path
 from tests.store.helpers import open_store, pages
 from tierstore import TierStoreError
@@ -96,9 +97,7 @@ def tried(contents: list[bytes], use: Callable[[bytes], str], *places: Path) -> 
 # Indexes of checkpoints --------------------------------------------------------------------------
 
 
-def test_an_index_leads_to_nothing_outside_its_directory(
-    tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_an_index_leads_to_nothing_outside_its_directory(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     place.mkdir()
     shards = {name: f"{name}-of-the-model.safetensors" for name in tensors()}
@@ -122,7 +121,7 @@ def test_an_index_leads_to_nothing_outside_its_directory(
         return "accepted"
 
     assert use(whole) == "accepted"
-    contents = variants(whole, rounds(400, 20_000), random.Random(SEED))
+    contents = variants(whole, by_lane(400, 400, 20_000), random.Random(SEED))
     outcomes = tried(contents, use, place)
     assert min(outcomes["accepted"], outcomes["InvalidHeaderError"]) > 20, outcomes
     for odd in ("../a", "/etc/passwd", "..", ".", "", "a/../../a", "\udcff", "\ud800", "x" * 5000):
@@ -132,9 +131,7 @@ def test_an_index_leads_to_nothing_outside_its_directory(
 # A store's own small files ------------------------------------------------------------------------
 
 
-def test_a_marker_is_of_this_format_or_refused(
-    disk_dir: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_a_marker_is_of_this_format_or_refused(disk_dir: Path) -> None:
     open_store(disk_dir).close()
     marker = disk_dir / "STORE.json"
     whole = marker.read_bytes()
@@ -152,13 +149,11 @@ def test_a_marker_is_of_this_format_or_refused(
         return "accepted"
 
     assert use(whole) == "accepted"
-    outcomes = tried(variants(whole, rounds(400, 20_000), random.Random(SEED)), use, disk_dir)
+    outcomes = tried(variants(whole, by_lane(400, 400, 20_000), random.Random(SEED)), use, disk_dir)
     assert min(outcomes.values()) > 20 and len(outcomes) == 2, outcomes
 
 
-def test_whoever_holds_the_lock_can_be_told_whatever_is_in_it(
-    tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_whoever_holds_the_lock_can_be_told_whatever_is_in_it(tmp_path: Path) -> None:
     whole = b'{"pid": 1234567, "host": "a machine"}'
     path = tmp_path / "LOCK"
 
@@ -173,13 +168,11 @@ def test_whoever_holds_the_lock_can_be_told_whatever_is_in_it(
         return "unknown" if told == "an unknown process" else "known"
 
     assert use(whole) == "known"
-    outcomes = tried(variants(whole, rounds(400, 20_000), random.Random(SEED)), use, tmp_path)
+    outcomes = tried(variants(whole, by_lane(400, 400, 20_000), random.Random(SEED)), use, tmp_path)
     assert set(outcomes) == {"known", "unknown"}
 
 
-def test_figures_of_disks_are_usable_or_nothing(
-    tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_figures_of_disks_are_usable_or_nothing(tmp_path: Path) -> None:
     path = remember(tmp_path, DiskFigures(1 << 20, 8, 1e9, 1e9, 1e9))
     assert path == cache_file()
     whole = path.read_bytes()
@@ -196,7 +189,7 @@ def test_figures_of_disks_are_usable_or_nothing(
 
     try:
         assert use(whole) == "figures"
-        contents = variants(whole, rounds(400, 20_000), random.Random(SEED))
+        contents = variants(whole, by_lane(400, 400, 20_000), random.Random(SEED))
         outcomes = tried(contents, use, tmp_path, path.parent)
     finally:
         path.unlink()
@@ -206,9 +199,7 @@ def test_figures_of_disks_are_usable_or_nothing(
 # Saved trainings ----------------------------------------------------------------------------------
 
 
-def test_what_a_saved_training_says_is_as_it_is_written_or_refused(
-    tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_what_a_saved_training_says_is_as_it_is_written_or_refused(tmp_path: Path) -> None:
     place = tmp_path / "saved"
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = torch.optim.Adam([{"params": [p], "lr": 0.1} for p in model.parameters()])
@@ -236,7 +227,7 @@ def test_what_a_saved_training_says_is_as_it_is_written_or_refused(
     assert use(whole) == "accepted"
     assert use(whole.replace(b'"format":1', b'"format":2', 1)) == "refused"
     assert use(b'{"format":1,"extra":' + b"[" * 100_000 + b"]" * 100_000 + b"}") == "refused"
-    outcomes = tried(variants(whole, rounds(400, 20_000), random.Random(SEED)), use, place)
+    outcomes = tried(variants(whole, by_lane(400, 400, 20_000), random.Random(SEED)), use, place)
     assert min(outcomes.values()) > 20 and len(outcomes) == 2, outcomes
 
 
@@ -265,9 +256,7 @@ def trace_of(tmp_path: Path) -> bytes:
 
 
 @pytest.mark.timeout(1800)
-def test_a_trace_is_whole_or_refused(
-    tmp_path: Path, rounds: Callable[[int, int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = trace_of(tmp_path)
     path = tmp_path / "changed.json"
     rnd = random.Random(SEED)
@@ -290,15 +279,13 @@ def test_a_trace_is_whole_or_refused(
     path.write_bytes(gzip.compress(b" " * (len(whole) * 100 + 1)))
     with pytest.raises(InvalidTraceError, match="unpacks to more"):
         read_trace(path)
-    outcomes = tried(variants(whole, rounds(200, 10_000), rnd), use, tmp_path)
+    outcomes = tried(variants(whole, by_lane(60, 200, 10_000), rnd), use, tmp_path)
     assert min(outcomes["accepted"], outcomes["refused"]) > 10, outcomes
-    tried(variants(whole, rounds(30, 1000), rnd), run, tmp_path, cache_file())
+    tried(variants(whole, by_lane(6, 30, 1000), rnd), run, tmp_path, cache_file())
 
 
 @pytest.mark.timeout(1800)
-def test_the_index_of_a_pipeline_is_planned_with_or_refused(
-    tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_the_index_of_a_pipeline_is_planned_with_or_refused(tmp_path: Path) -> None:
     place = tmp_path / "pipeline"
     for name in ("transformer", "vae"):
         (place / name).mkdir(parents=True)
@@ -322,20 +309,20 @@ def test_the_index_of_a_pipeline_is_planned_with_or_refused(
 
     assert use(whole) == "0"
     outcomes = tried(
-        variants(whole, rounds(80, 1500), random.Random(SEED)), use, place, cache_file()
+        variants(whole, by_lane(20, 80, 1500), random.Random(SEED)), use, place, cache_file()
     )
     assert {"0", "2"} <= set(outcomes), outcomes
 
 
 @pytest.mark.timeout(1800)
-def test_the_command_looks_at_any_object(tmp_path: Path, rounds: Callable[[int, int], int]) -> None:
+def test_the_command_looks_at_any_object(tmp_path: Path) -> None:
     disk_dir = tmp_path / "store"
     with open_store(disk_dir) as store:
         store.put("other", pages(1))
     path = object_path(disk_dir, KEY)
     path.parent.mkdir(exist_ok=True)
     checkpoint = tmp_path / "model.safetensors"
-    known = [m for m in mutants(random.Random(SEED), rounds(80, 4000)) if m.seed.ours]
+    known = [m for m in mutants(random.Random(SEED), by_lane(20, 80, 4000)) if m.seed.ours]
     path.write_bytes(object_file(KEY, tensors()))
 
     def use(content: bytes) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import torch
 
 from tests.faults.mutating import KEY, Mutant, mutants, seeds
 from tests.faults.watching import watched
+from tests.lanes import LONG, by_lane, lane
 from tests.store.helpers import assert_group, object_file, open_store, pages
 from tierstore import CorruptDataError, TierStoreError, TransferError
 from tierstore.model import header as headers
@@ -159,12 +160,10 @@ def test_every_seed_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_whatever_is_believed_safetensors_believes_too(
-    part: int, rounds: Callable[[int, int], int]
-) -> None:
+def test_whatever_is_believed_safetensors_believes_too(part: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with watched() as seen:
-        tally = judged(rounds(2_000, 20_000), SEED + part)
+        tally = judged(by_lane(2_000, 2_000, 20_000), SEED + part)
     assert seen.events == [], "reading a header does something to files, or loads code"
     assert 0.02 < tally.accepted < 0.5, tally.outcomes
     assert set(tally.outcomes) == {"accepted", "InvalidHeaderError", "CorruptDataError"}
@@ -300,12 +299,10 @@ def _explained(mutant: Mutant, error: TierStoreError) -> str:
 
 
 @pytest.mark.timeout(1800)
-def test_a_store_serves_nothing_else_and_opens_nothing_else(
-    rounds: Callable[[int, int], int], tmp_path: Path, warm: None
-) -> None:
+def test_a_store_serves_nothing_else_and_opens_nothing_else(tmp_path: Path, warm: None) -> None:
     outcomes: Counter[str] = Counter()
     with watched() as seen:
-        for mutant in mutants(random.Random(SEED), rounds(150, 5000)):
+        for mutant in mutants(random.Random(SEED), by_lane(50, 150, 5000)):
             outcomes[in_a_store(mutant, tmp_path)] += 1
             figures = [e for e in seen.outside(tmp_path) if "disks.json" not in str(e)]
             expect(not figures, mutant, f"it did something elsewhere: {figures}")
@@ -444,12 +441,9 @@ WORST = [
 """Looked at each time; all others with `--long`."""
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_what_is_large_costs_neither_memory_nor_time(
-    tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
-    wanted = WORST[: rounds(len(WORST), 0)]
+def test_what_is_large_costs_neither_memory_nor_time(tmp_path: Path) -> None:
+    wanted = WORST if lane() != LONG else []
     done = subprocess.run(
         [sys.executable, "-c", LARGE, tmp_path, *wanted],
         cwd=ROOT,

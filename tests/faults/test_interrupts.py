@@ -1,6 +1,7 @@
 """Ctrl-C at any instruction of the library leaves a store whole and usable.
 
-In usual runs every so many instructions are tried, each time other ones; with `--long` all.
+Every so many instructions are tried, each time other ones, in the default lane a fifth of those of
+the full one; with `--long` all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from tests.faults.interrupting import PACKAGE, Interrupter
+from tests.lanes import by_lane
 from tests.store.helpers import assert_at_rest, on_both
 from tierstore import Access, BudgetError, TierStore, UnknownKeyError
 from tierstore.model.locks import under
@@ -161,12 +163,17 @@ def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 @on_both
+@pytest.mark.full(
+    "a put, a get and an update go through every hop that the others have, on an accelerator, too",
+    keep=[f"cpu-{action.__name__}" for action in ACTIONS]
+    + [f"pretend-{action.__name__}" for action in (Scene.put, Scene.get, Scene.update)],
+)
 @pytest.mark.timeout(4 * 3600)
 def test_an_interrupt_at_any_instruction_leaves_the_store_whole(
-    device: str, action: Callable[[Scene], Any], quick_dir: Path, rounds: Callable[[int, int], int]
+    device: str, action: Callable[[Scene], Any], quick_dir: Path
 ) -> None:
     budget = {"device_budget": BUDGET} if device != "cpu" else {}
-    stride = rounds(STRIDE, 1)
+    stride = by_lane(5 * STRIDE, STRIDE, 1)
     with TierStore(BUDGET, quick_dir, device=device, **budget) as store:
         scene = Scene(store)
         count = 0

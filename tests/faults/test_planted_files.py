@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from tests.cli.conftest import tree
 from tests.faults.watching import watched
+from tests.lanes import LONG, lane
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -172,9 +173,9 @@ USUAL = (
 
 
 @pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, rounds: Callable[[int, int], int]) -> str:
+def kind(request: pytest.FixtureRequest) -> str:
     found = str(request.param)
-    if rounds(0, 1) < 1 and found not in USUAL:
+    if lane() != LONG and found not in USUAL:
         pytest.skip("with --long")
     return found
 
@@ -376,7 +377,6 @@ def open_place() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-@pytest.mark.slow
 @pytest.mark.needs("other-users")
 def test_a_directory_of_its_own_is_used_and_closed_to_others(open_place: Path) -> None:
     open_place.chmod(0o777)
@@ -388,7 +388,6 @@ def test_a_directory_of_its_own_is_used_and_closed_to_others(open_place: Path) -
         assert stat.S_IMODE(status.st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-@pytest.mark.slow
 @pytest.mark.needs("other-users")
 def test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all(open_place: Path) -> None:
     disk_dir = open_place / "store"
@@ -399,13 +398,10 @@ def test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all(open_place
     assert list(disk_dir.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.needs("other-users")
 @pytest.mark.parametrize("name", ["LOCK", MARKER, "objects", "tmp"])
-def test_a_part_that_belongs_to_somebody_else(
-    name: str, open_place: Path, rounds: Callable[[int, int], int]
-) -> None:
-    if rounds(0, 1) < 1:
+def test_a_part_that_belongs_to_somebody_else(name: str, open_place: Path) -> None:
+    if lane() != LONG:
         pytest.skip("with --long")
     disk_dir = open_place / "store"
     made(disk_dir)

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,13 +24,13 @@ from tests.faults.block_device import Device, block_device
 from tests.faults.facilities import cut_power, loop_mounted, make_image
 from tests.faults.power import HOW, Cut
 from tests.faults.promised import BUDGET, contents, syncing_again, value
+from tests.lanes import by_lane
 from tierstore import TierStore
 from tierstore.model.errors import TransferError
 from tierstore.transfer import directory as directory_module
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
-Rounds = Callable[[int, int], int]
 PATIENCE = 3000
 ON_EACH = ("ext4", "xfs")
 CONTROLS = ("files", "directories")
@@ -74,14 +74,14 @@ Found = dict[str | None, list[Cut]]
 @pytest.fixture(
     scope="module", params=[pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ON_EACH]
 )
-def cuts(request: pytest.FixtureRequest, quick_dir: Path, rounds: Rounds, first_seed: int) -> Found:
+def cuts(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) -> Found:
     """What came of power cuts on one kind of file system: with all syncs, and without some."""
     kind, place, seed = request.param, str(quick_dir), first_seed * 1000
-    plans = {None: power.Plan(kind, place, rounds(24, 200), seed)}
+    plans = {None: power.Plan(kind, place, by_lane(8, 24, 200), seed)}
     for without in CONTROLS:
-        plans[without] = power.Plan(kind, place, rounds(3, 20), seed, 1, "stopped", without)
+        plans[without] = power.Plan(kind, place, by_lane(3, 3, 20), seed, 1, "stopped", without)
     if kind == "xfs":  # on ext4, any sync syncs every name
-        plans["doubts"] = power.Plan(kind, place, rounds(6, 20), seed, 1, "killed", "doubts")
+        plans["doubts"] = power.Plan(kind, place, by_lane(2, 6, 20), seed, 1, "killed", "doubts")
     found = dict(zip(plans, results("tests.faults.power", list(plans.values())), strict=True))
     assert {key: len(of_it) for key, of_it in found.items()} == {
         key: plan.cuts for key, plan in plans.items()
@@ -168,12 +168,10 @@ def test_who_believes_a_sync_of_xfs_that_has_shut_down_loses_what_it_acknowledge
     scope="module",
     params=[pytest.param(kind, marks=pytest.mark.needs("fuse", kind)) for kind in ON_EACH],
 )
-def replays(
-    request: pytest.FixtureRequest, quick_dir: Path, rounds: Rounds, first_seed: int
-) -> Found:
+def replays(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) -> Found:
     """What came of replayed states of one kind of file system: with all syncs, without some."""
-    kind, place, count = request.param, str(quick_dir), rounds(8, 30)
-    seeds = range(first_seed, first_seed + rounds(1, 10))
+    kind, place, count = request.param, str(quick_dir), by_lane(4, 8, 30)
+    seeds = range(first_seed, first_seed + by_lane(1, 1, 10))
     plans = [replaying.Plan(kind, place, count, seed) for seed in seeds]
     controls = [replaying.Plan(kind, place, 5, first_seed, without) for without in CONTROLS]
     found = results("tests.faults.replaying", plans + controls)

@@ -16,6 +16,7 @@ import torch
 from tests.faults.facilities import mounted, program, run
 from tests.faults.scenarios import SCENARIOS, World, tensors_of, value_of
 from tests.faults.sweeping import Sweep, no_fault
+from tests.lanes import by_lane
 from tests.store.helpers import files_below
 from tierstore import TierStore
 
@@ -56,14 +57,12 @@ def room_left(at: Path, what: str, spare: int) -> Callable[[World], object]:
 
 @pytest.mark.needs("root", "tmpfs")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_disk_that_is_full_is_told_and_nothing_is_lost(
-    name: str, tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_a_disk_that_is_full_is_told_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small") as at:
         sweep = Sweep(name, at)
-        for spare in range(0, 12, rounds(5, 1)):
+        for spare in range(0, 12, by_lane(11, 5, 1)):
             sweep.surely_meets(f"{spare} pages left", room_left(at, "pages", spare))
-        for spare in range(0, 6, rounds(4, 1)):
+        for spare in range(0, 6, by_lane(4, 4, 1)):
             sweep.surely_meets(f"{spare} names left", room_left(at, "names", spare))
 
 
@@ -93,23 +92,19 @@ def next_descriptor() -> int:
 
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_process_with_too_few_descriptors_is_told(
-    name: str, tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_a_process_with_too_few_descriptors_is_told(name: str, tmp_path: Path) -> None:
     sweep = Sweep(name, tmp_path)
     sweep.surely_meets("nothing", no_fault)  # what is imported late is imported by now
-    for spare in range(0, 12, rounds(4, 1)):
+    for spare in range(0, 12, by_lane(8, 4, 1)):
         lower = limited(resource.RLIMIT_NOFILE, lambda spare=spare: next_descriptor() + spare)
         sweep.surely_meets(f"{spare} descriptors left", lower)
 
 
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SYNCED)
-def test_files_that_may_not_grow_are_told(
-    name: str, tmp_path: Path, rounds: Callable[[int, int], int]
-) -> None:
+def test_files_that_may_not_grow_are_told(name: str, tmp_path: Path) -> None:
     sweep = Sweep(name, tmp_path)
-    for size in range(0, 6 * PAGE, rounds(3 * PAGE, 1000)):
+    for size in range(0, 6 * PAGE, by_lane(3 * PAGE, 3 * PAGE, 1000)):
         lower = limited(resource.RLIMIT_FSIZE, lambda size=size: size)
         sweep.surely_meets(f"files of up to {size} bytes", lower)
 

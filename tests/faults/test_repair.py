@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.conftest import ROOT, environment, flip, path_of, put
 from tests.faults.facilities import cut_power, loop_mounted, make_image, mounted, program, run
+from tests.lanes import by_lane
 from tierstore.transfer.directory import ObjectDirectory
 
 NOBODY = 65534
@@ -161,10 +162,8 @@ def repaired(scratch: Path, kind: str, code: str) -> tuple[bool, list[str]]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ("ext4", "xfs")]
 )
-def test_a_repair_survives_a_power_cut(
-    scratch: Path, kind: str, rounds: Callable[[int, int], int]
-) -> None:
-    for _ in range(rounds(1, 20)):
+def test_a_repair_survives_a_power_cut(scratch: Path, kind: str) -> None:
+    for _ in range(by_lane(1, 1, 20)):
         in_place, away = repaired(scratch, kind, COMMAND)
         assert not in_place
         assert len(away) == 2

@@ -7,18 +7,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.soak import FAULT_EVERY, PARTS, Note, Told, slope
+from tests.lanes import by_lane
 from tests.store.helpers import assert_group, open_store, pages
 from tierstore import TransferError
-
-pytestmark = pytest.mark.slow
-
-Rounds = Callable[[int, int], int]
 
 STEADY = 1.0
 """Bytes that an operation may add to the memory of the process: 1 MB for a million."""
@@ -41,11 +37,10 @@ def soaked(place: Path, gets: int, *, faults: bool = True, leak: int = 0, seed: 
     return Told(**told)
 
 
+@pytest.mark.full("hundreds of thousands of calls")
 @pytest.mark.timeout(4 * 3600)
-def test_memory_files_and_threads_stay_the_same_with_faults_and_without(
-    tmp_path: Path, rounds: Rounds
-) -> None:
-    gets = rounds(300_000, 10_000_000)
+def test_memory_files_and_threads_stay_the_same_with_faults_and_without(tmp_path: Path) -> None:
+    gets = by_lane(30_000, 300_000, 10_000_000)
     told = soaked(tmp_path / "store", gets)
 
     later = told.notes[PARTS // 2 :]
@@ -64,6 +59,7 @@ def test_memory_files_and_threads_stay_the_same_with_faults_and_without(
     assert told.failed
 
 
+@pytest.mark.full("the control of hundreds of thousands of calls")
 @pytest.mark.timeout(1800)
 def test_a_leak_of_a_hundred_bytes_is_noticed(tmp_path: Path) -> None:
     """The control."""

@@ -26,6 +26,10 @@ AT_ONCE = 200
 STEPS = 50
 
 
+@pytest.mark.full(
+    "the first histories show each fault of test_seeded_faults.py",
+    keep=["next-use-0", "lru-0"],
+)
 @pytest.mark.parametrize("first", range(0, HISTORIES, AT_ONCE))
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
 def test_every_promise_holds_in_random_histories(policy: str, first: int) -> None:

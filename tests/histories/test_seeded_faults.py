@@ -6,9 +6,11 @@ import pytest
 
 from tests.histories import mutants
 from tests.histories.machine import play
+from tests.histories.test_planner_histories import AT_ONCE
 from tierstore.plan.planner import Planner
 
-SEEDS = 300
+SEEDS = AT_ONCE
+"""As many as the default lane plays, of the same kind: so it notices each of these faults."""
 # These have a test of their own in test_known_faults.py: the first is rare, the second only slow.
 ELSEWHERE = {mutants.HopesTakeNeededRoom, mutants.GivesUpItsSource}
 

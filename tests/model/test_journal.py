@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,19 +86,20 @@ def test_a_journal_adds_up_more_than_it_keeps() -> None:
 
 def test_what_is_still_going_counts_and_is_not_settled_without_it() -> None:
     journal = Journal()
-    wait, move = Span(STALL, "a", start=1.0), Span("DISK>HOST", "a", start=1.0)
+    began = monotonic() - 3000  # all of it is over, also where the clock has just begun
+    wait, move = Span(STALL, "a", start=began + 1), Span("DISK>HOST", "a", start=began + 1)
     journal.begin(wait)
     journal.begin(move)
     for i in range(2000):
-        journal.end(Span("HOST>DISK", "b", start=2.0 + i, end=2.5 + i))
+        journal.end(Span("HOST>DISK", "b", start=began + 2 + i, end=began + 2.5 + i))
     assert journal.summary().stalled > 0
     assert journal.summary().overlap == 0.0
-    wait.end = 2.0
+    wait.end = began + 2
     journal.end(wait)
-    move.end = 3.0
+    move.end = began + 3
     journal.end(move)
     summary = journal.summary()
-    assert summary.stalled == 1.0
+    assert summary.stalled == pytest.approx(1.0)
     assert summary.busy["DISK>HOST"] == pytest.approx(2.0)
 
 

@@ -74,7 +74,7 @@ def test_a_trace_uses_the_groups_that_it_has(trace: Trace) -> None:
     assert len(trace.keys) > 3 * len(trace.groups), "or nothing could be learned"
 
 
-@pytest.mark.slow
+@pytest.mark.full("a whole benchmark; its planner and its carrier are in test_simulation.py")
 def test_what_is_claimed_of_the_policies_holds() -> None:
     """Bytes and virtual seconds only: the cost of planning is measured by the bench itself."""
     parts = [word for part in ("missed", "hierarchy", "prefetch") for word in ("--only", part)]

@@ -863,7 +863,6 @@ else:
 """
 
 
-@pytest.mark.slow
 def test_a_second_process_on_the_same_directory(disk_dir: Path) -> None:
     def second() -> str:
         command = [sys.executable, "-c", SECOND, str(disk_dir)]

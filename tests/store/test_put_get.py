@@ -419,7 +419,6 @@ def lasting() -> dict[str, Group]:
     }
 
 
-@pytest.mark.slow
 def test_what_was_flushed_survives_a_kill(disk_dir: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DIES, str(disk_dir)], cwd=ROOT, capture_output=True, text=True

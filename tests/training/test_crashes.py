@@ -14,8 +14,7 @@ import pytest
 
 from tests.training.crashing import STEPS, Crash
 
-pytestmark = pytest.mark.slow
-
+pytestmark = pytest.mark.full("dozens of processes; tests/training/test_saving.py has a save fail")
 
 POINTS = {"exchange": 50, "two renames": 20, "torch.save": 6}
 

@@ -278,7 +278,7 @@ def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.full("a process that trains for long; tests/activations/test_memory_limit.py has one")
 @needs_the_limit
 def test_four_times_the_memory_is_trained_to_the_last_bit(tmp_path: Path) -> None:
     state = limited.COPIES * limited.PARAMETERS
@@ -291,7 +291,7 @@ def test_four_times_the_memory_is_trained_to_the_last_bit(tmp_path: Path) -> Non
     assert result["written"] >= limited.STEPS * (state - limited.BUDGET)
 
 
-@pytest.mark.slow
+@pytest.mark.full("the control of a process that trains for long")
 @needs_the_limit
 def test_plain_training_does_not_keep_that_limit(tmp_path: Path) -> None:
     """The control."""

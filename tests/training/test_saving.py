@@ -970,7 +970,7 @@ def limited(how: str, place: Path) -> dict[str, int]:
     return json.loads(last.removeprefix("RESULT "))
 
 
-@pytest.mark.slow
+@pytest.mark.full("processes of their own that are measured")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells this memory")
 def test_saving_and_loading_take_a_chunk_of_memory_and_not_the_model(tmp_path: Path) -> None:
     found = limited("streaming", tmp_path / "ours")

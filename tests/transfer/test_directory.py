@@ -51,6 +51,9 @@ def object_path(disk_dir: Path, key: str = KEY) -> Path:
 # Dying at any moment -----------------------------------------------------------------------------
 
 
+WHOLE = pytest.mark.full("a whole store, which commits by the protocol of the cases above")
+
+
 def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]]:
     """For each call of a protocol: its name, and what is found if the process dies there."""
     begin = "over an old group" if existing else "in an empty directory"
@@ -68,8 +71,8 @@ def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]
         ("remove", True, "old", "absent"),
         ("open", True, "old", "old"),
         ("open", False, "absent", "absent"),
-        pytest.param("store", True, "old", "new", marks=pytest.mark.slow),
-        pytest.param("store", False, "absent", "new", marks=pytest.mark.slow),
+        pytest.param("store", True, "old", "new", marks=WHOLE),
+        pytest.param("store", False, "absent", "new", marks=WHOLE),
     ],
 )
 def test_a_process_that_dies_leaves_the_old_group_or_the_new_one(

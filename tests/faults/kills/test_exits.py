@@ -9,14 +9,17 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.kills.exiting import Ending
+from tests.lanes import LONG, lane
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.full("fifteen processes; what one leaves is in tests/transfer/test_directory.py"),
+    pytest.mark.timeout(3600),
+]
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON = 30.0
@@ -50,10 +53,8 @@ OTHERS = ["have a dead disk"]  # for ten seconds
 
 
 @pytest.fixture(scope="module")
-def endings(
-    rounds: Callable[[int, int], int], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Ending]:
-    ways = ["use no store", *CODES, *(OTHERS if rounds(0, 1) else [])]
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
+    ways = ["use no store", *CODES, *(OTHERS if lane() == LONG else [])]
     root = tmp_path_factory.mktemp("exits")
     command = [sys.executable, "-m", "tests.faults.kills.exiting", str(root), json.dumps(ways)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -127,10 +128,8 @@ def test_the_exit_of_a_forked_child_leaves_the_parent_its_lock(endings: dict[str
     assert endings["fork a child that ends"].told["locked"]
 
 
-def test_a_dead_disk_does_not_keep_the_process_alive(
-    endings: dict[str, Ending], rounds: Callable[[int, int], int]
-) -> None:
-    if not rounds(0, 1):
+def test_a_dead_disk_does_not_keep_the_process_alive(endings: dict[str, Ending]) -> None:
+    if lane() != LONG:
         pytest.skip("takes ten seconds: with --long")
     ending = endings["have a dead disk"]
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,14 @@ import pytest
 from tests.faults.kills.killing import DOINGS, Outcome
 from tests.faults.kills.mutants import MUTANTS
 from tests.faults.kills.oracle import FLUSH, KEEP, LOSE, WRITE, Oracle
+from tests.lanes import LONG, by_lane, lane
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
+pytestmark = [
+    pytest.mark.full(
+        "hundreds of processes; tests/transfer/test_directory.py has one die at each call"
+    ),
+    pytest.mark.timeout(4 * 3600),
+]
 
 ROOT = Path(__file__).resolve().parents[3]
 IN_MEMORY = Path("/dev/shm")
@@ -35,6 +41,7 @@ SIGNS = {
     "remove nothing": (r"and not one of \[None", ""),
     "write elsewhere": ("outside", ""),
 }
+KILLS = by_lane(60, 300, 5000)
 ENOUGH = 500
 """Kills within which one shows what is wrong; the first few do."""
 
@@ -52,16 +59,14 @@ def all_outcomes(runs: list[dict[str, Any]]) -> list[list[Outcome]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    rounds: Callable[[int, int], int], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, list[Outcome]]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
     """What came of everybody who was killed, by mutant ("" for the store itself)."""
     disk = str(tmp_path_factory.mktemp("kills"))
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as memory:
         runs: list[dict[str, Any]] = [
             {
                 "places": {"memory": memory, "disk": disk},
-                "kills": rounds(300, 5000),
+                "kills": KILLS,
                 "seed": "kills",
             }
         ]
@@ -80,18 +85,16 @@ def outcomes(
 
 
 def test_whoever_is_killed_has_lost_torn_and_left_nothing(
-    outcomes: dict[str, list[Outcome]], rounds: Callable[[int, int], int]
+    outcomes: dict[str, list[Outcome]],
 ) -> None:
     found = outcomes[""]
 
     assert [outcome for outcome in found if outcome.wrong] == []
     killed = [outcome for outcome in found if outcome.killed]
-    assert len(killed) == rounds(300, 5000)
+    assert len(killed) == KILLS
 
 
-def test_the_kills_come_in_the_middle_of_everything(
-    outcomes: dict[str, list[Outcome]], rounds: Callable[[int, int], int]
-) -> None:
+def test_the_kills_come_in_the_middle_of_everything(outcomes: dict[str, list[Outcome]]) -> None:
     killed = [outcome for outcome in outcomes[""] if outcome.killed]
 
     assert {outcome.place for outcome in killed} == {"memory", "disk"}
@@ -103,7 +106,7 @@ def test_the_kills_come_in_the_middle_of_everything(
     assert died_at & {"before unlink", "after unlink"}
     during = {doing for outcome in killed for doing in outcome.during}
     assert {"open", "flush", "register", "close"} <= during
-    if rounds(0, 1):
+    if lane() == LONG:
         assert {"open", *DOINGS} <= during
         calls = ("open", "rename", "unlink", "fsync", "pwrite", "mkdir", "ftruncate", "flock")
         assert {f"{when} {call}" for when in ("before", "after") for call in calls} <= died_at

@@ -8,17 +8,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.kills.racing import Round
+from tests.lanes import by_lane
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.full("dozens of processes; tests/store/test_bad_input.py has two on one directory"),
+    pytest.mark.timeout(3600),
+]
 
 ROOT = Path(__file__).resolve().parents[3]
+TURNS = by_lane(5, 10, 300)
+RACES = by_lane(8, 25, 1000)
 RACERS = 8
 AT_ONCE = 10.0
 """Seconds within which an opening is refused, however busy the machine. Alone, it is 0.1."""
@@ -32,12 +37,10 @@ def lines_of(module: str, *arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def scenes(
-    rounds: Callable[[int, int], int], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each scene has found."""
     root = tmp_path_factory.mktemp("sharing")
-    lines = lines_of("sharing", str(root), str(rounds(10, 300)))
+    lines = lines_of("sharing", str(root), str(TURNS))
     found = (json.loads(line.removeprefix("SCENE ")) for line in lines if line[:6] == "SCENE ")
     return {name: scene for name, scene in found}
 
@@ -67,12 +70,10 @@ def races(root: Path, rounds: int, *mutant: str) -> list[Round]:
     return [Round(**json.loads(line)) for line in lines]
 
 
-def test_of_those_who_race_for_a_directory_exactly_one_wins(
-    rounds: Callable[[int, int], int], tmp_path: Path
-) -> None:
-    found = races(tmp_path, rounds(25, 1000))
+def test_of_those_who_race_for_a_directory_exactly_one_wins(tmp_path: Path) -> None:
+    found = races(tmp_path, RACES)
 
-    assert len(found) == rounds(25, 1000)
+    assert len(found) == RACES
     for each in found:
         assert len(each.winners) == 1
         assert [whose(told) for told in each.told] == each.winners * RACERS
@@ -88,13 +89,11 @@ def test_without_the_lock_several_win(tmp_path: Path) -> None:
     assert all(each.wrong for each in found)
 
 
-def test_processes_that_take_turns_lose_nothing(
-    scenes: dict[str, dict[str, Any]], rounds: Callable[[int, int], int]
-) -> None:
+def test_processes_that_take_turns_lose_nothing(scenes: dict[str, dict[str, Any]]) -> None:
     scene = scenes["counting"]
 
-    assert scene["done"] == [rounds(10, 300)] * 2
-    assert scene["then"]["found"] == {"count": [2 * rounds(10, 300)]}
+    assert scene["done"] == [TURNS] * 2
+    assert scene["then"]["found"] == {"count": [2 * TURNS]}
 
 
 # Owners that die, and children that do not --------------------------------------------------------

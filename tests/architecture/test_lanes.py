@@ -1,0 +1,288 @@
+"""The lanes of tests are what docs/testing.md says: no promise is left out, and none is slow."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_reliability import NAMED, PAGE, named
+from tests.lanes import covering
+from tierstore.plan import planner
+from tools import check, durations
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "testing.md"
+
+
+# What each lane runs ------------------------------------------------------------------------------
+
+CONFTEST = """
+import sys
+sys.path.insert(0, {root!r})
+from tests import lanes
+pytest_addoption = lanes.pytest_addoption
+pytest_configure = lanes.pytest_configure
+pytest_collection_modifyitems = lanes.pytest_collection_modifyitems
+"""
+TESTS = """
+import subprocess, sys
+import pytest
+from tests.lanes import by_lane
+
+@pytest.mark.full("searches for hours")
+def test_whole(): pass
+
+@pytest.mark.full("every one", keep=["b"])
+@pytest.mark.parametrize("x", ["a", "b", "c"])
+def test_some(x): pass
+
+@pytest.mark.full("all of the product", keep="pairs")
+@pytest.mark.parametrize("third", ["3", "4"])
+@pytest.mark.parametrize("other", ["x", "y"])
+@pytest.mark.parametrize("one", ["1", "2"])
+def test_pairs(one, other, third): pass
+
+def test_sizes():
+    told = subprocess.run(
+        [sys.executable, "-c", "from tests.lanes import lane; print(lane())"],
+        capture_output=True, text=True, check=True, cwd={root!r},
+    )
+    print("SIZE", by_lane(1, 2, 3), by_lane(4, 5), told.stdout.strip())
+"""
+EVERY_PAIR = {f"test_pairs[{'-'.join(ids)}]" for ids in itertools.product("12", "xy", "34")}
+EVERYTHING = {
+    "test_whole",
+    "test_some[a]",
+    "test_some[b]",
+    "test_some[c]",
+    "test_sizes",
+} | EVERY_PAIR
+
+
+def run_pytest(place: Path, *words: str, tests: str = TESTS) -> str:
+    """What pytest prints in a directory with such tests."""
+    place.joinpath("conftest.py").write_text(CONFTEST.format(root=str(ROOT)))
+    place.joinpath("test_it.py").write_text(tests.replace("{root!r}", repr(str(ROOT))))
+    place.joinpath("pytest.ini").write_text(
+        "[pytest]\nmarkers = full\naddopts = -p no:cacheprovider --strict-markers -rA"
+    )
+    command = [sys.executable, "-m", "pytest", "-s", *words]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def passed(text: str) -> set[str]:
+    return {line.partition("::")[2] for line in text.splitlines() if line.startswith("PASSED ")}
+
+
+def test_the_default_lane_leaves_out_what_is_marked_but_for_its_sentinels(tmp_path: Path) -> None:
+    text = run_pytest(tmp_path)
+    ran = passed(text)
+    assert ran - EVERY_PAIR == {"test_some[b]", "test_sizes"}
+    assert 4 <= len(ran & EVERY_PAIR) < len(EVERY_PAIR)
+    assert "SIZE 1 4 default" in text
+
+
+@pytest.mark.parametrize(("option", "told"), [("--full", "2 5 full"), ("--long", "3 5 long")])
+def test_the_other_lanes_run_everything(option: str, told: str, tmp_path: Path) -> None:
+    text = run_pytest(tmp_path, option)
+    assert passed(text) == EVERYTHING
+    assert f"SIZE {told}" in text
+
+
+@pytest.mark.parametrize(
+    ("mark", "why"),
+    [
+        ("@pytest.mark.full", "needs one argument, its reason"),
+        ("@pytest.mark.full('')", "needs one argument, its reason"),
+        ("@pytest.mark.full('why', keep=['a', 'd'])", "no case that is called ['d']"),
+        ("@pytest.mark.full('why', keep='most')", "is none of ['pairs', 'values']"),
+    ],
+)
+def test_a_mark_that_is_wrong_is_refused(mark: str, why: str, tmp_path: Path) -> None:
+    cases = "@pytest.mark.parametrize('x', 'ab')\ndef test_it(x): pass\n"
+    text = run_pytest(tmp_path, tests=f"import pytest\n{mark}\n{cases}")
+    assert why in text
+    assert not passed(text)
+
+
+SIZES = [(2, 2), (3, 2, 2), (4, 3, 2, 5), (5, 1, 3), (7,), ()]
+
+
+def product(sizes: Sequence[int]) -> list[dict[str, int]]:
+    names = "abcd"
+    return [dict(zip(names, row, strict=False)) for row in itertools.product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_each_two_values_of_two_parameters_meet(sizes: Sequence[int]) -> None:
+    cases = product(sizes)
+    chosen = covering(cases, 2)
+    for one, other in itertools.combinations("abcd"[: len(sizes)], 2):
+        met = {(cases[number][one], cases[number][other]) for number in chosen}
+        assert met == {(case[one], case[other]) for case in cases}
+    largest = sorted([1, 1, *sizes])[-2:]
+    assert len(chosen) <= largest[0] * largest[1] + 4, "hardly fewer than the whole product"
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_each_value_of_each_parameter_occurs_and_none_much_oftener(sizes: Sequence[int]) -> None:
+    cases = product(sizes)
+    chosen = [cases[number] for number in covering(cases, 1)]
+    assert len(chosen) == max([1, *sizes])
+    for name, size in zip("abcd", sizes, strict=False):
+        counts = [sum(case[name] == value for case in chosen) for value in range(size)]
+        assert min(counts) >= 1
+        assert max(counts) - min(counts) <= 1
+
+
+def test_what_there_is_not_need_not_be_covered() -> None:
+    cases = [case for case in product((3, 3)) if case["a"] <= case["b"]]
+    assert len(covering(cases, 2)) == len(cases) == 6
+    assert len(covering(cases, 1)) == 3
+
+
+# How long the default lane takes ------------------------------------------------------------------
+
+
+def test_no_test_of_the_default_lane_is_slow() -> None:
+    """By what was measured on a quiet machine: see tools/durations.py."""
+    tests = durations.measured("default")
+    assert len(tests) > 1000
+    assert durations.too_slow(tests) == []
+
+
+def test_one_that_is_slow_is_told() -> None:
+    """The control."""
+    told = durations.too_slow({"a": durations.MOST, "b": durations.MOST + 1, "c": 60.0})
+    assert [line.split()[0] for line in told] == ["c", "b"]
+
+
+def test_one_that_nobody_measured_fails_the_run_in_which_it_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "import time\ndef test_slow(): time.sleep(0.3)\ndef test_quick(): pass\n"
+    gate = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tools import durations\n"
+        "durations.MOST = 0.2\n"
+        "from tools.durations import pytest_configure\n"
+    )
+    tmp_path.joinpath("gate.py").write_text(gate)
+    told = run_pytest(tmp_path, "-p", "gate", tests=slow)
+    assert "FAILED: test_it.py::test_slow takes 0.3 s" in told
+    assert "test_it.py::test_quick takes" not in told
+    assert "2 passed" in told
+
+
+# Which promise has which sentinel -----------------------------------------------------------------
+
+
+def promises() -> list[str]:
+    """What docs/reliability.md and the planner promise, as they number it."""
+    page = re.findall(r"^### (P\d): ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    stated = planner.__doc__ or ""
+    numbered = re.findall(r"^(\d)\. ", stated, re.MULTILINE)
+    assert "And one of liveness" in stated
+    return [*page, *(f"planner {number}" for number in numbered), "planner, liveness"]
+
+
+def sentinels() -> dict[str, list[tuple[str, str]]]:
+    """The table's rows: each promise, and the tests that are named beside it."""
+    rows = {}
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and NAMED.search(cells[-1]):
+            rows[cells[0]] = named(cells[-1])
+    return rows
+
+
+def left_out_of_the_default_lane(path: str, name: str, root: Path = ROOT) -> str | None:
+    """Why no case of a test runs in the default lane; None if one does."""
+    tree = ast.parse((root / path).read_text(encoding="utf-8"))
+    marks = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    found = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+    ]
+    if not found:
+        return f"{path} has no {name}"
+    own = [mark for mark in found[0].decorator_list if "mark.full(" in ast.unparse(mark)]
+    for mark in own or [mark for mark in marks if "mark.full(" in ast.unparse(mark)]:
+        if "keep=" not in ast.unparse(mark):
+            return f"{path}::{name} is left to the full lane, all of it"
+    return None
+
+
+def test_every_promise_has_a_sentinel() -> None:
+    assert len(promises()) == 6 + 5 + 1
+    assert list(sentinels()) == promises()
+
+
+def test_every_sentinel_runs_in_the_default_lane() -> None:
+    tests = [test for row in sentinels().values() for test in row]
+    assert len(tests) >= len(promises())
+    assert [why for test in tests if (why := left_out_of_the_default_lane(*test))] == []
+
+
+def test_what_proves_a_promise_is_not_left_to_the_full_lane() -> None:
+    """At least two in three of the tests and controls that docs/reliability.md names for each."""
+    page = PAGE.read_text(encoding="utf-8")
+    for number in range(1, 7):
+        section = page.partition(f"### P{number}: ")[2].partition("\n#")[0]
+        tests = named(section)
+        left_out = [why for test in tests if (why := left_out_of_the_default_lane(*test))]
+        assert 3 * len(left_out) <= len(tests), f"P{number}: {left_out}"
+
+
+MARKED = """
+import pytest
+pytestmark = [pytest.mark.full("all of it"), pytest.mark.timeout(3)]
+def test_left_out(): ...
+@pytest.mark.full("some", keep=["a"])
+def test_some(): ...
+"""
+
+
+def test_one_that_is_left_out_is_noticed(tmp_path: Path) -> None:
+    """The control."""
+    tmp_path.joinpath("test_it.py").write_text(MARKED)
+    assert left_out_of_the_default_lane("test_it.py", "test_left_out", tmp_path) is not None
+    assert left_out_of_the_default_lane("test_it.py", "test_nowhere", tmp_path) is not None
+    assert left_out_of_the_default_lane("test_it.py", "test_some", tmp_path) is None
+
+
+# What a change concerns ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        (["tests/plan/test_policy.py"], ["tests/plan/test_policy.py"]),
+        (["tests/store/helpers.py", "tests/store/test_async.py"], ["tests/store"]),
+        (["tierstore/transfer/spill.py"], ["tests/transfer/test_spill.py"]),
+        (["tierstore/adapters/training/tiles.py"], ["tests/training"]),
+        (["tierstore/adapters/dispatch.py"], ["tests/dispatch"]),
+        (["tierstore/simulation.py"], ["tests/simulation"]),
+        (["tierstore/store.py"], ["tests/store"]),
+        (["docs/why.md", "README.md"], ["tests/docs"]),
+        (["tools/bench/disk.py"], ["tests/bench"]),
+        (["tests/conftest.py", "tests/plan/test_policy.py"], ["tests"]),
+        (["LICENSE", "tests/nowhere/test_gone.py"], []),
+    ],
+)
+def test_the_tests_that_mirror_a_change(changed: list[str], tests: list[str]) -> None:
+    assert check.tests_of(changed) == tests

@@ -1,0 +1,140 @@
+"""Three lanes of tests: what guards each change, what guards a landing, what guards a release.
+
+- **default**, `pytest`: every test that is not marked `full`, searches with a few seeds. Minutes.
+- **full**, `pytest --full`: every test, searches as long as they have to be to find what they are
+  for.
+- **long**, `pytest --long`: every test, each search at full length. Hours.
+
+A test says itself where it runs:
+
+    @pytest.mark.full("every pipeline at every budget", keep=["flux-0.4"])
+
+leaves all cases of a parametrised test to the full lane but those that `keep` names: a list of ids,
+or a rule by which they are chosen.
+
+- `keep="pairs"`: cases in which each two values of two parameters meet. Enough where no three
+  parameters have to do with each other.
+- `keep="values"`: cases in which each value of each parameter occurs. Enough where no two have.
+
+By a rule, a test without parameters is kept. Without `keep`, all of it is left to the full lane. A
+mark of a function counts before one of its module (`pytestmark`).
+
+`by_lane(3, 40, 1000)` is how often to search. Seeds are the same each time, but in the long lane.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+DEFAULT, FULL, LONG = LANES = ("default", "full", "long")
+VARIABLE = "TIERSTORE_TEST_LANE"
+"""In the environment, so that processes that a test starts know it, too."""
+
+
+def lane() -> str:
+    """The lane that runs now."""
+    return os.environ.get(VARIABLE, DEFAULT)
+
+
+def by_lane(default: T, full: T, long: T | None = None) -> T:
+    """What holds in the lane that runs now; `long` is that of the full lane if it is not given."""
+    return {DEFAULT: default, FULL: full, LONG: full if long is None else long}[lane()]
+
+
+# Which tests run: hooks that tests/conftest.py gives to pytest ------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run every test (half an hour)")
+    parser.addoption("--long", action="store_true", help="run every test at full length (hours)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the lane of this process, and of those that it starts, before anything is collected."""
+    chosen = LONG if config.getoption("long") else FULL if config.getoption("full") else DEFAULT
+    os.environ[VARIABLE] = chosen
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what the lane leaves out. Raises UsageError for marks that are wrong."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    # Where single cases were asked for, what others a test has is not known here.
+    some = any("::" in argument for argument in config.args)
+    left_out: dict[int, pytest.Item] = {}
+    for name, cases in functions.items():
+        kept = kept_cases(name, cases, some)
+        left_out |= {id(item): item for item in cases if item not in kept}
+    if lane() == DEFAULT and left_out:
+        items[:] = [item for item in items if id(item) not in left_out]
+        config.hook.pytest_deselected(items=list(left_out.values()))
+
+
+def kept_cases(name: str, cases: Sequence[pytest.Item], some: bool) -> Sequence[pytest.Item]:
+    """The cases of one test function that run in the default lane, too.
+
+    If `some` says so, these are not all of its cases. Raises UsageError for a mark that has no
+    reason, an unknown rule, or names a case that there is not, as after a renaming.
+    """
+    mark = cases[0].get_closest_marker("full")
+    if mark is None:
+        return cases
+    if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):
+        raise pytest.UsageError(f"{name}: the mark `full` needs one argument, its reason")
+    keep = mark.kwargs.get("keep", ())
+    if isinstance(keep, str):
+        if keep not in RULES:
+            raise pytest.UsageError(f"{name}: keep={keep!r} is none of {sorted(RULES)}, nor ids")
+        parameters = [_parameters(case) for case in cases]
+        return [cases[number] for number in covering(parameters, RULES[keep])]
+    ids = {_case(case): case for case in cases}
+    if not some and (missing := sorted(set(keep) - ids.keys())):
+        raise pytest.UsageError(f"{name} has no case that is called {missing}")
+    return [case for key, case in ids.items() if key in keep]
+
+
+def _case(item: pytest.Item) -> str:
+    """What stands in brackets behind the name of a parametrised test."""
+    call = getattr(item, "callspec", None)
+    return "" if call is None else str(call.id)
+
+
+def _parameters(item: pytest.Item) -> dict[str, int]:
+    """The parameters of a case. The same value is the same object in each case that has it."""
+    call = getattr(item, "callspec", None)
+    return {} if call is None else {name: id(value) for name, value in call.params.items()}
+
+
+RULES = {"values": 1, "pairs": 2}
+"""How many parameters are looked at together."""
+
+
+def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:
+    """The numbers of a few cases in which all combinations of `strength` parameters occur.
+
+    That is all combinations that occur in any of the cases. Case by case, always the one with the
+    most that are still missing; of equal ones the one whose values were chosen least, then the
+    first. What has fewer parameters than that is covered by its combinations of all of them.
+    """
+    parts = [set(itertools.combinations(sorted(c.items()), min(strength, len(c)))) for c in cases]
+    missing = set().union(*parts)
+    used: Counter[tuple[str, int]] = Counter()
+    chosen = []
+    while missing:
+        number = max(
+            range(len(cases)),
+            key=lambda n: (len(missing & parts[n]), -sum(used[v] for v in cases[n].items()), -n),
+        )
+        chosen.append(number)
+        missing -= parts[number]
+        used.update(cases[number].items())
+    return sorted(chosen)

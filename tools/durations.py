@@ -1,0 +1,124 @@
+"""How long each test takes, so that the default lane stays quick.
+
+`python tools/durations.py [--full]` runs a lane, in two processes as `tools/check.py` does, and
+writes what it measured into `tests/durations.json`: for each test function its slowest case, in
+seconds, with what it needed to be set up. Run it on a machine that does nothing else.
+
+As a pytest plugin, which `tools/check.py` loads, it fails a run of the default lane in which a test
+that was never measured took more than `MOST` seconds. What was measured is judged by the file alone
+(tests/architecture/test_lanes.py), since a busy machine makes any test slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "tests" / "durations.json"
+MOST = 5.0
+"""Seconds that a test of the default lane may take."""
+
+Seconds = dict[str, float]
+
+
+def measured(lane: str) -> Seconds:
+    """What the file says of a lane: seconds by test function."""
+    return dict(json.loads(FILE.read_text())[lane]["tests"]) if FILE.exists() else {}
+
+
+def too_slow(tests: Mapping[str, float]) -> list[str]:
+    """A line for each test that takes longer than the default lane allows, the slowest first."""
+    slow = sorted((seconds, name) for name, seconds in tests.items() if seconds > MOST)
+    return [f"{name} takes {seconds:.1f} s, more than {MOST:g}" for seconds, name in reversed(slow)]
+
+
+class Recorder:
+    """As a pytest plugin: how long each case took, all its phases together."""
+
+    def __init__(self) -> None:
+        self.cases: Seconds = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.cases[report.nodeid] += report.duration
+
+    def functions(self) -> Seconds:
+        """The slowest case of each test function."""
+        found: Seconds = {}
+        for case, seconds in self.cases.items():
+            function = case.partition("[")[0]
+            found[function] = max(seconds, found.get(function, 0.0))
+        return found
+
+
+class Gate(Recorder):
+    """Fails a run in which a test that the file does not know was too slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: list[str] = []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        known = measured("default")
+        self._told = too_slow({n: s for n, s in self.functions().items() if n not in known})
+        if self._told and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._told:
+            terminalreporter.section("tools/durations.py: too slow for the default lane")
+            for line in self._told:
+                terminalreporter.write_line(f"FAILED: {line}")
+            terminalreporter.write_line(
+                "Mark what is slow as `full`, with its reason, or make it quicker. If only the "
+                "machine was busy, measure again: python tools/durations.py"
+            )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Gate(), "durations-gate")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure how long each test takes.")
+    parser.add_argument("--full", action="store_true", help="those of the full lane")
+    full = parser.parse_args().full
+    os.chdir(ROOT)
+    recorder, started = Recorder(), time.monotonic()
+    options = ["--numprocesses=2", "--dist=worksteal", *(["--full"] if full else [])]
+    status = pytest.main(options, plugins=[recorder])
+    if status != pytest.ExitCode.OK:
+        print(f"nothing was written to {FILE}: the tests failed", file=sys.stderr)
+        return int(status)
+    write("full" if full else "default", time.monotonic() - started, recorder)
+    return 0
+
+
+def write(lane: str, seconds: float, recorder: Recorder) -> None:
+    lanes: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    tests = {name: round(took, 2) for name, took in sorted(recorder.functions().items())}
+    lanes[lane] = {
+        "measured": f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}",
+        "seconds": round(seconds),
+        "cases": len(recorder.cases),
+        "tests": tests,
+    }
+    FILE.write_text(json.dumps(lanes, indent=1) + "\n")
+    print(f"wrote {FILE.relative_to(ROOT)}: {len(tests)} tests, {lanes[lane]['seconds']} s in all")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
