@@ -24,7 +24,8 @@ import torch
 
 from tests.faults.mutating import KEY, Mutant, mutants, seeds
 from tests.faults.watching import watched
-from tests.store.helpers import assert_group, object_file, open_store, pages
+from tests.helpers.files import object_file
+from tests.store.helpers import assert_group, open_store, pages
 from tierstore import CorruptDataError, TierStoreError, TransferError
 from tierstore.model import header as headers
 from tierstore.model import objects

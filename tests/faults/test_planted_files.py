@@ -25,13 +25,13 @@ from safetensors.torch import save_file
 
 from tests.cli.conftest import tree
 from tests.faults.watching import watched
+from tests.helpers.files import object_file
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
     assert_group,
     assert_same,
     join,
-    object_file,
     open_store,
     pages,
     push_out,

@@ -16,7 +16,6 @@ import torch
 from tests.device import pretend
 from tierstore import TierStore
 from tierstore.model.tiers import Tier
-from tierstore.transfer.objects import object_name
 
 REASON = pretend.ready()
 PAGE = 4096
@@ -100,11 +99,6 @@ def push_out(store: TierStore, *keys: str) -> None:
         for key in keys:
             assert tiers_of(store, key) == ("DISK",), f"{key} is still nearer than the disk"
     store.discard("filler")
-
-
-def object_file(store_dir: Path, key: str) -> Path:
-    """Where the object file of a key is, if there is one."""
-    return Path(store_dir) / "objects" / object_name(key)
 
 
 def files_below(directory: Path) -> set[str]:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.files import object_file
 from tests.store.helpers import (
     PAGE,
     assert_at_rest,
@@ -24,7 +25,6 @@ from tests.store.helpers import (
     files_below,
     join,
     needs_pretend,
-    object_file,
     on_both,
     open_store,
     pages,

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierstore
+from tests.helpers.files import flip_bit
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
@@ -600,12 +601,6 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         yield pair
 
 
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("name", PARTS)
 def test_every_flipped_bit_is_refused_and_nothing_is_changed(
     name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
@@ -618,11 +613,11 @@ def test_every_flipped_bit_is_refused_and_nothing_is_changed(
     anywhere = [chosen.randrange(bits) for _ in range(30)]
     with unchanged(*target):
         for bit in [*chosen.sample(head, 10), *anywhere, bits - 1]:
-            flip(path, bit)
+            flip_bit(path, *divmod(bit, 8))
             with pytest.raises((CorruptDataError, TruncatedFileError)) as caught:
                 load_training(run, *target)
             assert str(path) in str(caught.value)
-            flip(path, bit)
+            flip_bit(path, *divmod(bit, 8))
     load_training(run, *target)  # it was the flipped bit each time
 
 
@@ -632,7 +627,7 @@ def test_other_libraries_take_a_flipped_bit_for_a_weight(
     run = shutil.copytree(saves[0], tmp_path / "run")
     path = run / "model.safetensors"
     before = copied(load_file(path))
-    flip(path, path.stat().st_size * 8 - 2)
+    flip_bit(path, -1, 6)
 
     found = load_file(path)
 
