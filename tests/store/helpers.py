@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from tests.device import pretend
+from tests.helpers.threads import PATIENCE
 from tierstore import TierStore
 from tierstore.model.tiers import Tier
 
 REASON = pretend.ready()
 PAGE = 4096
 FLOATS_PER_PAGE = PAGE // 4
-PATIENCE = 60
-"""Seconds after which something that should have happened never will. Nothing is timed."""
 
 needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 on_both = pytest.mark.parametrize(
