@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.conftest import ROOT, Inspect, on_terminal, put, tree
+from tests.cli.conftest import Inspect, on_terminal, put, tree
 from tests.cli.damage import empty, extend, flip_header, truncate
 from tests.cli.repairing import by_deleting
 from tests.helpers.files import flip_bit, object_file
+from tests.helpers.processes import output_of, run_python
 from tierstore import TierStore, UnknownKeyError
 from tierstore.cli import checking, quarantine
 from tierstore.model.errors import CorruptDataError, TransferError
@@ -431,13 +430,7 @@ def test_the_lock_is_held_while_moving(
 
     def look_first(*args: Any) -> None:
         code = "import sys; from tierstore.transfer.directory import ObjectDirectory as Directory\n"
-        opened = subprocess.run(
-            [sys.executable, "-c", code + "Directory(sys.argv[1])", store],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        opened = run_python("-c", code + "Directory(sys.argv[1])", store)
         assert "StoreLockedError" in opened.stderr
         move(*args)
 
@@ -554,16 +547,8 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 def dying(way: str, place: Path) -> list[tuple[str, str, str]]:
     """Where the repair died, what was found then, and after the next repair."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.cli.repairing", str(place / "store"), way],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return [(call, found, after) for call, found, after in map(json.loads, run.stdout.splitlines())]
+    output = output_of("-m", "tests.cli.repairing", place / "store", way, timeout=300)
+    return [(call, found, after) for call, found, after in map(json.loads, output.splitlines())]
 
 
 def test_it_dies_at_any_system_call_and_nothing_is_lost(in_memory: Path) -> None:

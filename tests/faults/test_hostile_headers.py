@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ import torch
 from tests.faults.mutating import KEY, Mutant, mutants, seeds
 from tests.faults.watching import watched
 from tests.helpers.files import object_file
+from tests.helpers.processes import output_of
 from tests.store.helpers import assert_group, open_store, pages
 from tierstore import CorruptDataError, TierStoreError, TransferError
 from tierstore.model import header as headers
@@ -451,17 +451,9 @@ def test_what_is_large_costs_neither_memory_nor_time(
     tmp_path: Path, rounds: Callable[[int, int], int]
 ) -> None:
     wanted = WORST[: rounds(len(WORST), 0)]
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE, tmp_path, *wanted],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|") for line in done.stdout.splitlines()]
-    print(done.stdout)
+    output = output_of("-c", LARGE, tmp_path, *wanted, timeout=600)
+    rows = [line.split("|") for line in output.splitlines()]
+    print(output)
     assert {row[0] for row in rows} >= set(wanted)
     believed = {row[0] for row in rows if row[1] == "accepted"}
     assert believed == {row[0] for row in rows} & BELIEVED

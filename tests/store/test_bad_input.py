@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.files import flip_bit, object_file, open_files
+from tests.helpers.processes import output_of
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -847,10 +847,7 @@ else:
 @pytest.mark.slow
 def test_a_second_process_on_the_same_directory(disk_dir: Path) -> None:
     def second() -> str:
-        command = [sys.executable, "-c", SECOND, str(disk_dir)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return output_of("-c", SECOND, disk_dir)
 
     with open_store(disk_dir) as store:
         store.put("key", pages(1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.files import object_file
+from tests.helpers.processes import run_python
 from tests.store.helpers import (
     PAGE,
     assert_at_rest,
@@ -421,9 +420,7 @@ def lasting() -> dict[str, Group]:
 
 @pytest.mark.slow
 def test_what_was_flushed_survives_a_kill(disk_dir: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DIES, str(disk_dir)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python("-c", DIES, disk_dir)
     assert (done.stdout, done.returncode) == ("flushed\n", -signal.SIGKILL), done.stderr
     with open_store(disk_dir) as store:
         assert set(store.keys()) == set(lasting())

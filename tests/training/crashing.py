@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from tests.helpers.processes import Tell, forked
 from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, save_training
 from tierstore.adapters.training import replacing
 
@@ -39,9 +39,6 @@ LAYERS = 4
 WIDTH = 96
 BUDGET = 48 * 4096  # of 590 kB of parameters, gradients and states
 ADAMW = {"lr": 1e-2}
-FAILED = 3
-
-Tell = Callable[[Any], None]
 
 
 # Ways to save -------------------------------------------------------------------------------------
@@ -235,23 +232,11 @@ class BetweenRenames(Killer):
         replacing.sync_names = die_between
 
 
-def forked(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
-    """Do it in a child. Returns how that ended, and what it told."""
-    source, drain = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(source)
-        code = FAILED
-        with contextlib.suppress(BaseException):
-            try:
-                do(lambda told: os.write(drain, json.dumps(told).encode() + b"\n") and None)
-                code = 0
-            except BaseException:
-                os.write(drain, json.dumps(traceback.format_exc()).encode() + b"\n")
-        os._exit(code)
-    os.close(drain)
+def done_in_a_child(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
+    """Returns how it ended, and what it told: the traceback last, if it raised something."""
+    child, source = forked(do)
     with os.fdopen(source) as lines:
-        told = [json.loads(line) for line in lines]
+        told = [json.loads(line)[-1] for line in lines]
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), told
 
@@ -260,11 +245,11 @@ def crash(place: Path, way: str, expected: Path, killer: Killer) -> Crash:
     """Train, be killed, go on."""
     place.mkdir()
     found = Crash(killer.only_saves)
-    code, told = forked(lambda tell: train(place, way, killer, tell))
+    code, told = done_in_a_child(lambda tell: train(place, way, killer, tell))
     found.killed = code == -signal.SIGKILL
     found.saved = max((each for each in told if isinstance(each, int)), default=0)
     found.left = sorted(p.name for p in place.iterdir())
-    code, told = forked(lambda tell: go_on(place, way, expected, tell))
+    code, told = done_in_a_child(lambda tell: go_on(place, way, expected, tell))
     if code:
         found.error = str(told[-1:])
     else:
@@ -277,14 +262,16 @@ def main(told: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     root = Path(told["place"])
     expected = root / "expected"
-    code, said = forked(lambda _: uninterrupted(expected))
+    code, said = done_in_a_child(lambda _: uninterrupted(expected))
     assert code == 0, said
     for way, points in told["points"].items():
         if way == "two renames":
             replacing._exchange = lambda *_: False  # as where the file system cannot
         chosen = random.Random(way)
         (root / way).mkdir()
-        code, said = forked(lambda tell, way=way: train(root / way, way, Killer(way), tell))
+        code, said = done_in_a_child(
+            lambda tell, way=way: train(root / way, way, Killer(way), tell)
+        )
         assert code == 0, said
         in_all, in_saves = said[-1]
         for number in range(points):

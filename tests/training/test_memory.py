@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import pretend
+from tests.helpers.processes import results_in, run_python, without_kept_memory
 from tests.training import limited
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
@@ -259,22 +258,13 @@ needs_the_limit = pytest.mark.skipif(
 
 
 def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
-    # Without a threshold of its own, the allocator keeps freed memory and would be limited for it.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "tests.training.limited", how, str(place / how)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
+    words = ["-m", "tests.training.limited", how, place / how]
+    return run_python(*words, environment=without_kept_memory(), timeout=600)
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    (found,) = results_in(done.stdout)
     return found
 
 

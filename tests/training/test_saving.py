@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import tierstore
 from tests.helpers.files import flip_bit
+from tests.helpers.processes import output_of, results_in, with_the_usual_allocator
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
@@ -952,17 +952,8 @@ def test_a_draft_that_another_save_takes_for_left_behind_is_made_again(
 
 
 def limited(how: str, place: Path) -> dict[str, int]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.saving_limited", how, str(place)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    last = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(last.removeprefix("RESULT "))
+    words = ["-m", "tests.training.saving_limited", how, place]
+    return results_in(output_of(*words, environment=with_the_usual_allocator()))[0]
 
 
 @pytest.mark.slow

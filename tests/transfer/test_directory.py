@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.helpers.files import flip_bit, object_file, open_files, with_flipped_bit
+from tests.helpers.processes import output_of
 from tests.transfer.dying import FLOATS, KEY, NEW, OLD, data_of, look, packing
 from tierstore.model.errors import (
     CorruptDataError,
@@ -51,10 +50,8 @@ def made(disk_dir: Path, *keys: str) -> Path:
 def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]]:
     """For each call of a protocol: its name, and what is found if the process dies there."""
     begin = "over an old group" if existing else "in an empty directory"
-    command = [sys.executable, "-m", "tests.transfer.dying", str(disk_dir), protocol, begin]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [(name, found) for name, found in map(json.loads, done.stdout.splitlines())]
+    output = output_of("-m", "tests.transfer.dying", disk_dir, protocol, begin)
+    return [(name, found) for name, found in map(json.loads, output.splitlines())]
 
 
 @pytest.mark.parametrize(
