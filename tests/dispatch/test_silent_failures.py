@@ -26,10 +26,10 @@ from tests.dispatch.conftest import (
     Checkpoints,
     Weights,
     assert_ordinary,
-    assert_same,
     store_for,
 )
 from tests.helpers.files import flip_bit
+from tests.helpers.tensors import assert_same
 from tierstore import (
     CorruptDataError,
     TierStore,

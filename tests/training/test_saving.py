@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import tierstore
 from tests.helpers.files import flip_bit
 from tests.helpers.processes import output_of, results_in, with_the_usual_allocator
+from tests.helpers.tensors import assert_same
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
@@ -35,7 +36,6 @@ from tests.training.conftest import (
     Moved,
     Traffic,
     Trained,
-    assert_same,
     clip,
     copied,
     full_state_bytes,

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from tests.faults.kills.sharing import numbers
 from tests.helpers.threads import hold_calls, start_thread
 from tierstore import Access, TierStore
 from tierstore.transfer.directory import ObjectDirectory
@@ -19,10 +19,6 @@ from tierstore.transfer.directory import ObjectDirectory
 OLD, NEW, NEWER = 1, 2, 3
 PATIENCE = 60.0
 KEY = "group"
-
-
-def numbers(number: int) -> torch.Tensor:
-    return torch.full((1000,), number, dtype=torch.int32)
 
 
 def on_disk(disk_dir: Path) -> int | None:
