@@ -12,26 +12,18 @@ import json
 import resource
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tierstore
+from tests.helpers.processes import data_bytes
 
 MIB = 1 << 20
 HEADROOM = 64 * MIB
 LAYERS = 80
 NUMBERS = MIB  # float32: 4 MiB are saved by each layer
 BUDGET = 16 * MIB
-
-
-def data_bytes() -> int:
-    """Private memory of this process that may be written, as RLIMIT_DATA counts it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmData")
 
 
 def step(context: AbstractContextManager[Any], layers: int) -> torch.Tensor:

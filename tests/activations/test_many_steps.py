@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.activations import stepping
+from tests.helpers.processes import results_in, without_kept_memory
 from tests.store.helpers import PATIENCE, files_below, on_both, open_store
 
 STEPS = 200
@@ -24,14 +24,12 @@ WARM = 50
 
 @contextmanager
 def started(device: str, disk_dir: Path, steps: int, what: str) -> Iterator[subprocess.Popen[str]]:
-    # Without a threshold of its own, the allocator keeps freed memory and would be counted.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     arguments = [device, str(disk_dir), str(steps), what]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.activations.stepping", *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=without_kept_memory(),
     )
     try:
         yield process
@@ -44,9 +42,9 @@ def measure(device: str, disk_dir: Path, steps: int, what: str) -> list[dict[str
     with started(device, disk_dir, steps, what) as process:
         output, _ = process.communicate(timeout=5 * PATIENCE)
     assert process.returncode == 0
-    lines = [line for line in output.splitlines() if line.startswith("STEP ")]
-    assert len(lines) == steps // stepping.EVERY
-    return [json.loads(line.removeprefix("STEP ")) for line in lines]
+    measured = results_in(output, "STEP")
+    assert len(measured) == steps // stepping.EVERY
+    return measured
 
 
 SAVED = 9 * stepping.SIZE**2 * 4

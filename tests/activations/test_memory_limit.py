@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.activations import limited
+from tests.helpers.processes import results_in, run_python, without_kept_memory
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,23 +20,14 @@ pytestmark = [
 
 
 def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
-    # Without a threshold of its own, the allocator keeps freed memory and would be limited for it.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "tests.activations.limited", how, str(place / "store")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
+    words = ["-m", "tests.activations.limited", how, place / "store"]
+    return run_python(*words, environment=without_kept_memory(), timeout=300)
 
 
 def test_a_step_of_five_times_the_memory_finishes(tmp_path: Path) -> None:
     done = run("store", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    result = json.loads(line.removeprefix("RESULT "))
+    (result,) = results_in(done.stdout)
     activations = limited.LAYERS * limited.NUMBERS * 4
     assert activations >= 5 * limited.HEADROOM
     assert result["right"]

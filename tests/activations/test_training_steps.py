@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from tests.activations.helpers import (
     plain_gradients,
 )
 from tests.activations.models import Trained, trained
-from tests.store.helpers import PAGE, PATIENCE, assert_sound
+from tests.store.helpers import PAGE, assert_sound, wait_until
 from tierstore.model.sizes import round_up
 
 WAYS = [(how, fraction) for how in ("none", "ours") for fraction in FRACTIONS] + [("theirs", 0.1)]
@@ -120,7 +119,7 @@ def test_memory_on_the_device_and_page_locked(
             loss = step.loss()
         pretend.synchronize()
         most = before[0] + saved.small_bytes + loss.nbytes + saved.nbytes // 20
-        assert eventually_at_most(pretend, most)
+        wait_until(lambda: pretend.memory_allocated() <= most, "the device holds more")
         assert pretend.peak_pinned_bytes() - before[1] <= budget
         assert_equal(torch.autograd.grad(loss, step.leaves), wanted)
         assert pretend.peak_pinned_bytes() - before[1] <= budget
@@ -128,13 +127,3 @@ def test_memory_on_the_device_and_page_locked(
         held = step.loss()
         assert pretend.memory_allocated() - before[0] > 0.8 * saved.nbytes
         del held, loss
-
-
-def eventually_at_most(pretend: Any, nbytes: int) -> bool:
-    """Whether the device holds no more than this once what is on its way has arrived."""
-    pause = threading.Event()
-    for _ in range(int(PATIENCE / 0.05)):
-        if pretend.memory_allocated() <= nbytes:
-            return True
-        pause.wait(0.05)
-    return False

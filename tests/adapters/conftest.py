@@ -17,6 +17,7 @@ from torch import nn
 
 from tests import pipelines
 from tests.device import pretend
+from tests.store.helpers import open_store
 from tierstore import TierStore
 
 REASON = pretend.ready()
@@ -122,14 +123,7 @@ def called_modules(*roots: nn.Module) -> Iterator[set[nn.Module]]:
 
 def a_third_of(target: Any, disk_dir: Path, device: str) -> TierStore:
     """A store whose budgets are a third of the weights."""
-    return store_on(device, disk_dir, pipelines.weight_bytes(target) // 3)
-
-
-def store_on(device: str, disk_dir: Path, budget: int) -> TierStore:
-    """A store with one budget for every tier in memory."""
-    if device == "cpu":
-        return TierStore(budget, disk_dir, device=device)
-    return TierStore(budget, disk_dir, device=device, device_budget=budget)
+    return open_store(disk_dir, pipelines.weight_bytes(target) // 3, device)
 
 
 def diffusers_offload(target: Any, directory: Path, offload_type: str = "block_level") -> None:

@@ -18,9 +18,9 @@ from tests.adapters.conftest import (
     References,
     a_third_of,
     diffusers_offload,
-    store_on,
 )
 from tests.adapters.models import BLOCK_BYTES, Caching, Enclosing, Tower, given
+from tests.store.helpers import open_store
 from tierstore import BudgetError, TierStore, enable_group_offload
 
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
@@ -46,7 +46,7 @@ def assert_right(model: nn.Module, made: type[nn.Module], device: str) -> None:
 def test_leaf_level_cuts_between_modules(device: str, disk_dir: Path) -> None:
     model = Tower()
     with (
-        store_on(device, disk_dir, PLENTY) as store,
+        open_store(disk_dir, PLENTY, device) as store,
         enable_group_offload(model, store, offload_type="leaf_level", group_size=1) as handle,
     ):
         assert layers(handle.groups) == [
@@ -75,7 +75,7 @@ def test_num_blocks_per_group(
 ) -> None:
     model = Tower()
     with (
-        store_on(device, disk_dir, PLENTY) as store,
+        open_store(disk_dir, PLENTY, device) as store,
         enable_group_offload(model, store, num_blocks_per_group=count) as handle,
     ):
         groups = layers(handle.groups)
@@ -175,7 +175,7 @@ def test_excluded_keywords_are_not_moved(named_by: str, disk_dir: Path) -> None:
         model._skip_keys = ["cache", "listed"]
     excluded = ["cache", "listed"] if named_by == "argument" else None
     with (
-        store_on("pretend", disk_dir, PLENTY) as store,
+        open_store(disk_dir, PLENTY, "pretend") as store,
         enable_group_offload(model, store, exclude_kwargs=excluded),
     ):
         model(given(), cache=cache, other=other, listed=listed)
@@ -250,7 +250,7 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str, disk_
 
 @NEEDS_PRETEND
 def test_the_onload_device_is_the_store_s(disk_dir: Path) -> None:
-    with store_on("pretend", disk_dir, PLENTY) as store:
+    with open_store(disk_dir, PLENTY, "pretend") as store:
         model = Tower()
         handle = enable_group_offload(model, store, onload_device="pretend")
         assert enable_group_offload(model, store, onload_device="pretend:0") is handle
@@ -357,7 +357,7 @@ def test_a_budget_below_the_largest_group(
 ) -> None:
     pipe = pipelines.load(kind, checkpoint(kind))
     largest = max(tensor.nbytes for _, tensor in pipelines.weights(pipe))
-    with store_on(device, disk_dir, largest - 4096) as store:
+    with open_store(disk_dir, largest - 4096, device) as store:
         with pytest.raises(BudgetError, match=r"raise (ram|device)_budget") as caught:
             enable_group_offload(pipe, store)
         error = caught.value
@@ -387,13 +387,13 @@ def test_a_budget_below_what_one_call_needs_at_once(device: str, disk_dir: Path)
     """A weight around blocks is in use while each of them is: one budget must hold both."""
     model = Enclosing()
     expected = Enclosing()(given())
-    with store_on(device, disk_dir, BLOCK_BYTES + 8192) as store:
+    with open_store(disk_dir, BLOCK_BYTES + 8192, device) as store:
         handle = enable_group_offload(model, store, num_blocks_per_group=1)
         for _ in range(2):
             with pytest.raises(BudgetError, match="raise the budget"):
                 model(given())
         handle.disable()
     assert torch.equal(model(given()), expected)
-    with store_on(device, disk_dir, 2 * BLOCK_BYTES + 8192) as store:
+    with open_store(disk_dir, 2 * BLOCK_BYTES + 8192, device) as store:
         enable_group_offload(model, store, num_blocks_per_group=1)
         assert_right(model, Enclosing, device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from safetensors import safe_open
 
 from tests import pipelines
 from tests.adapters.conftest import DEVICES, OFFLOAD_TYPES, Checkpoints, a_third_of
+from tests.helpers.processes import output_of
 from tierstore import enable_group_offload
 
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
@@ -100,17 +99,8 @@ def test_another_process_writes_nothing(checkpoint: Checkpoints, disk_dir: Path)
     directory = checkpoint("llama")
     model = pipelines.load("llama", directory, torch_dtype=CAST)
     budget = pipelines.weight_bytes(model) // 3
-    written = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN, directory, disk_dir, str(budget)],
-                capture_output=True,
-                check=True,
-                text=True,
-            ).stdout.split()[-1]
-        )
-        for _ in range(2)
-    ]
+    words = ["-c", IN_A_PROCESS_OF_ITS_OWN, directory, disk_dir, budget]
+    written = [int(output_of(*words).split()[-1]) for _ in range(2)]
     assert written[0] >= pipelines.weight_bytes(model)
     assert written[1] == 0
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.tensors import pickled, saved
 from tests.store.helpers import PATIENCE, on_both, open_store
 from tierstore import enable_group_offload
 
@@ -39,17 +38,6 @@ class Pausing(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "inside": None, "go_on": None}
-
-
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def copied_at_once(value: Any) -> Any:
@@ -83,8 +71,7 @@ def test_copies_of_a_model_that_runs_hold_its_weights(
     plain = copy.deepcopy(model)
     x = torch.randn(3, WIDTH)
     wanted = plain(x)
-    options = {} if device == "cpu" else {"device_budget": 3 * LAYER}
-    with open_store(disk_dir, 3 * LAYER, device, **options) as store:
+    with open_store(disk_dir, 3 * LAYER, device) as store:
         enable_group_offload(model, store, offload_type="leaf_level")
         pausing.inside, pausing.go_on = threading.Event(), threading.Event()
         results: list[torch.Tensor] = []

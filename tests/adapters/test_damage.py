@@ -17,6 +17,7 @@ import torch
 
 from tests import pipelines
 from tests.adapters.conftest import Checkpoints, diffusers_offload
+from tests.helpers.files import flip_bit
 from tierstore import (
     CorruptDataError,
     StaleCheckpointError,
@@ -37,14 +38,8 @@ def store_at(disk_dir: Path, verify: str = "first") -> TierStore:
 
 
 def flip(path: Path) -> None:
-    """Change the exponent of the last number in place, and set the time of modification back."""
-    before = path.stat()
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        high = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([high ^ 0x40]))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    """Change the exponent of the last number."""
+    flip_bit(path, -1, 6)
 
 
 def flip_every_file(directory: Path) -> set[str]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.device import pretend
+from tests.store.helpers import open_store
 from tierstore import TierStore, enable_group_offload
 from tierstore.transfer.maps import WriteWatch
 
@@ -79,9 +80,8 @@ def run(layers: nn.Sequential, device: str) -> torch.Tensor:
         return layers(x.to(device)).cpu()
 
 
-def open_store(tmp_path: Path, device: str) -> TierStore:
-    budgets = {} if device == "cpu" else {"device_budget": 6 * LAYER_BYTES}
-    return TierStore(6 * LAYER_BYTES, tmp_path / "store", device=device, **budgets)
+def store_in(tmp_path: Path, device: str) -> TierStore:
+    return open_store(tmp_path / "store", 6 * LAYER_BYTES, device)
 
 
 def expected(file: Path, device: str, change: Change) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,7 @@ def test_the_next_forward_sees_it(change: Change, device: str, tmp_path: Path) -
     before, after = expected(file, device, change)
     assert not torch.equal(before, after)
     layers = model(file)
-    with open_store(tmp_path, device) as store, enable_group_offload(layers, store) as handle:
+    with store_in(tmp_path, device) as store, enable_group_offload(layers, store) as handle:
         assert torch.equal(run(layers, device), before)
         assert store.stats().bytes_written == 0
         change(layers)
@@ -117,7 +117,7 @@ def test_the_next_forward_sees_it(change: Change, device: str, tmp_path: Path) -
 
 def test_only_what_changed_is_written(tmp_path: Path) -> None:
     layers = model(tmp_path / "model.safetensors")
-    with open_store(tmp_path, "cpu") as store, enable_group_offload(layers, store):
+    with store_in(tmp_path, "cpu") as store, enable_group_offload(layers, store):
         run(layers, "cpu")
         in_place(layers)
         run(layers, "cpu")
@@ -133,7 +133,7 @@ def test_the_watch_is_what_notices_uncounted_writes(
     file = tmp_path / "model.safetensors"
     before, _ = expected(file, "cpu", uncounted)
     layers = model(file)
-    with open_store(tmp_path, "cpu") as store, enable_group_offload(layers, store):
+    with store_in(tmp_path, "cpu") as store, enable_group_offload(layers, store):
         run(layers, "cpu")
         uncounted(layers)
         assert torch.equal(run(layers, "cpu"), before)
@@ -155,7 +155,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_a_forward_changes_itself_is_kept(device: str, tmp_path: Path) -> None:
     module = Counting()
-    with open_store(tmp_path, device) as store, enable_group_offload(module, store):
+    with store_in(tmp_path, device) as store, enable_group_offload(module, store):
         x = torch.zeros(1, WIDTH, device=device)
         with torch.no_grad():
             for _ in range(3):
@@ -170,7 +170,7 @@ def test_what_a_forward_changes_itself_is_kept(device: str, tmp_path: Path) -> N
 
 def test_a_backward_through_weights_that_are_away_raises(tmp_path: Path) -> None:
     layers = model(tmp_path / "model.safetensors").requires_grad_(True)
-    with open_store(tmp_path, "cpu") as store, enable_group_offload(layers, store):
+    with store_in(tmp_path, "cpu") as store, enable_group_offload(layers, store):
         loss = layers(torch.ones(1, WIDTH)).sum()
         with pytest.raises(RuntimeError, match="have left the device"):
             loss.backward()

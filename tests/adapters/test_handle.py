@@ -20,8 +20,9 @@ from tests.adapters.conftest import (
     References,
     a_third_of,
     acquires,
-    store_on,
 )
+from tests.helpers.tensors import assert_same
+from tests.store.helpers import open_store
 from tierstore import ClosedError, enable_group_offload
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -29,12 +30,6 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 def values(pipe: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in pipelines.weights(pipe)}
-
-
-def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name].cpu(), value.cpu()) for name, value in expected.items()
-    )
 
 
 def replaced_methods(pipe: Any) -> dict[str, set[str]]:
@@ -75,7 +70,7 @@ def test_disabled_a_pipeline_is_what_it_was(
         assert not handle.enabled and not handle.groups
         assert not any(key in store for key in groups)
         assert not replaced_methods(pipe)
-        assert equal(values(pipe), true)
+        assert_same(values(pipe), true)
         assert {tensor.device.type for _, tensor in pipelines.weights(pipe)} == {"cpu"}
         asked = acquires(store)  # not bytes: a prefetch may still be on its way from the disk
         assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
@@ -92,7 +87,7 @@ def test_disabled_cast_weights_are_true_after_the_store_is_closed(
     with a_third_of(model, disk_dir, device) as store, enable_group_offload(model, store):
         pipelines.run("llama", model, device=device)
         assert store.stats().bytes_written > 0
-    assert equal(values(model), true)
+    assert_same(values(model), true)
 
 
 def test_stats_are_the_store_s(
@@ -272,8 +267,8 @@ def test_on_a_closed_store_a_call_is_an_error_and_weights_are_true(
     store.close()
     with pytest.raises(ClosedError, match="open a new TierStore"):
         pipelines.run("flux", pipe, device=device)
-    assert equal(values(pipe), true)
-    with store_on(device, tmp_path / "another", store.stats().budget_bytes["HOST"]) as another:
+    assert_same(values(pipe), true)
+    with open_store(tmp_path / "another", store.stats().budget_bytes["HOST"], device) as another:
         enable_group_offload(pipe, another)
         assert not handle.enabled
         output = pipelines.run("flux", pipe, device=device)
@@ -364,4 +359,4 @@ def test_a_model_given_on_the_device(
             output = pipelines.run("llama", model, device=device)
             assert torch.equal(output, reference("llama").output)
         handle.disable()
-        assert equal(values(model), true)
+        assert_same(values(model), true)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +20,10 @@ from tests.adapters.conftest import (
     References,
     a_third_of,
     diffusers_offload,
-    store_on,
 )
 from tests.adapters.models import BLOCK_BYTES, Tower, given
+from tests.helpers.tensors import pickled, saved
+from tests.store.helpers import open_store
 from tierstore import (
     BudgetError,
     ClosedError,
@@ -192,7 +191,9 @@ def test_a_component_that_is_kept_keeps_no_others(
         true = {name: value.clone() for name, value in transformer.state_dict().items()}
         transformer.load_state_dict(true)
         assert offloaded(store) == {"transformer"}
-        with store_on(device, tmp_path / "another", store.stats().budget_bytes["HOST"]) as another:
+        with open_store(
+            tmp_path / "another", store.stats().budget_bytes["HOST"], device
+        ) as another:
             with enable_group_offload(transformer, another):
                 assert groups_in(another) and not groups_in(store)
             assert not groups_in(another)
@@ -206,7 +207,7 @@ def test_components_of_a_dropped_pipeline_run_and_are_changed(device: str, disk_
     changed = {name: value * 2 for name, value in other.encoder.state_dict().items()}
     other.encoder.load_state_dict(changed)
     expected = other.decoder.to(device)(other.encoder.to(device)(given().to(device))).cpu()
-    with store_on(device, disk_dir, 4 * BLOCK_BYTES) as store, torch.no_grad():
+    with open_store(disk_dir, 4 * BLOCK_BYTES, device) as store, torch.no_grad():
         handle = enable_group_offload(pipe, store)
         del pipe
         encoder.load_state_dict(changed)
@@ -224,17 +225,6 @@ def test_components_of_a_dropped_pipeline_run_and_are_changed(device: str, disk_
 
 
 # Copies and pickles -------------------------------------------------------------------------------
-
-
-def pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @ON_BOTH
@@ -308,14 +298,14 @@ def test_after_a_second_call_that_fails_the_first_holds(
     model = Tower(8)
     expected = model.to(device)(given().to(device)).cpu()
     model.to("cpu")
-    with store_on(device, disk_dir, 4 * BLOCK_BYTES) as store, torch.no_grad():
+    with open_store(disk_dir, 4 * BLOCK_BYTES, device) as store, torch.no_grad():
         handle = enable_group_offload(model, store)
         groups = list(handle.groups.values())
         if fails == "a group":
             with pytest.raises(BudgetError, match="budget"):
                 enable_group_offload(model, store, num_blocks_per_group=8)
         else:
-            another = store_on(device, tmp_path / "another", 4 * BLOCK_BYTES)
+            another = open_store(tmp_path / "another", 4 * BLOCK_BYTES, device)
             another.close()
             with pytest.raises(ClosedError):
                 enable_group_offload(model, another)
@@ -333,7 +323,7 @@ def test_after_a_second_call_that_fails_within_it_a_suspended_block_ends_as_any(
     device: str, disk_dir: Path
 ) -> None:
     model = Tower(8)
-    with store_on(device, disk_dir, 4 * BLOCK_BYTES) as store:
+    with open_store(disk_dir, 4 * BLOCK_BYTES, device) as store:
         handle = enable_group_offload(model, store)
         groups = list(handle.groups.values())
         with handle.suspended():
@@ -346,7 +336,7 @@ def test_after_a_second_call_that_fails_within_it_a_suspended_block_ends_as_any(
 @ON_BOTH
 def test_after_a_first_call_that_fails_nothing_was_moved(device: str, disk_dir: Path) -> None:
     pipe = Pair()
-    with store_on(device, disk_dir, 3 * BLOCK_BYTES) as store:
+    with open_store(disk_dir, 3 * BLOCK_BYTES, device) as store:
         with pytest.raises(BudgetError, match="budget"):
             enable_group_offload(pipe, store, num_blocks_per_group=4, exclude_modules="encoder")
         assert not groups_in(store)
@@ -364,14 +354,14 @@ def test_after_a_second_dispatch_that_fails_the_first_holds(
     model = Tower(8)
     expected = model.to(device)(given().to(device)).cpu()
     model.to("cpu")
-    with store_on(device, disk_dir, 4 * BLOCK_BYTES) as store, torch.no_grad():
+    with open_store(disk_dir, 4 * BLOCK_BYTES, device) as store, torch.no_grad():
         dispatch_model(model, store)
         keys = groups_in(store)
         if fails == "a group":
             with pytest.raises(BudgetError, match="budget"):
                 dispatch_model(model, store, preload_module_classes=["Tower"])
         else:
-            another = store_on(device, tmp_path / "another", 4 * BLOCK_BYTES)
+            another = open_store(tmp_path / "another", 4 * BLOCK_BYTES, device)
             another.close()
             with pytest.raises(ClosedError):
                 dispatch_model(model, another)
@@ -386,7 +376,7 @@ def test_after_a_second_dispatch_that_fails_a_model_of_a_closed_store_is_ordinar
     disk_dir: Path, tmp_path: Path
 ) -> None:
     model = Tower(8)
-    first, second = (store_on("cpu", tmp_path / name, 4 * BLOCK_BYTES) for name in ("a", "b"))
+    first, second = (open_store(tmp_path / name, 4 * BLOCK_BYTES, "cpu") for name in ("a", "b"))
     dispatch_model(model, first)
     first.close()
     second.close()
@@ -471,7 +461,7 @@ def test_a_weight_tied_to_a_component_that_is_offloaded_no_more(
     encoder, decoder = pipe.encoder, pipe.decoder
     decoder.blocks[1].weight = encoder.blocks[1].weight
     expected = copy.deepcopy(decoder).to(device)(given().to(device)).cpu()
-    with store_on(device, disk_dir, 4 * BLOCK_BYTES) as store, torch.no_grad():
+    with open_store(disk_dir, 4 * BLOCK_BYTES, device) as store, torch.no_grad():
         if ended == "disabled":
             handle = enable_group_offload(encoder, store)
         enable_group_offload(pipe, store)

@@ -23,9 +23,9 @@ from tests.adapters.conftest import (
     Checkpoints,
     References,
     a_third_of,
-    store_on,
 )
 from tests.adapters.models import BLOCK_BYTES, Tower, given
+from tests.store.helpers import open_store
 from tierstore import Access, LeaseError, OffloadHandle, TierStore, adapters, enable_group_offload
 
 ADAPTERS = Path(adapters.__file__).parent
@@ -107,7 +107,7 @@ def test_an_error_while_the_weights_are_brought_in(device: str, disk_dir: Path) 
     x = given()
     expected = model(x)
     with (
-        store_on(device, disk_dir, 3 * BLOCK_BYTES) as store,
+        open_store(disk_dir, 3 * BLOCK_BYTES, device) as store,
         enable_group_offload(model, store, num_blocks_per_group=1) as handle,
     ):
         model(x)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
+from tests.helpers.tensors import parameter_bytes
 from tierstore import TierStore, enable_group_offload
 
 LAYERS = 20
@@ -49,7 +50,7 @@ def test_a_lease_is_shared_by_the_layers_of_a_group(
     model = stack(source, tmp_path)
     x = torch.randn(2, 16)
     expected = model(x)
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights = parameter_bytes(model)
     with (
         TierStore((20 if roomy else 2) * weights, tmp_path / "store", device="cpu") as store,
         enable_group_offload(model, store, offload_type="leaf_level"),

@@ -81,9 +81,7 @@ def test_slices_of_a_parameter(where: str, how: str, device: str, disk_dir: Path
         memory = load_file(disk_dir.with_suffix(".safetensors"))["memory"]
     model = made(memory)
     x = torch.randn(3, WIDTH)
-    budget = 6 * LAYER
-    options = {} if device == "cpu" else {"device_budget": budget}
-    with open_store(disk_dir, budget, device, **options) as store:
+    with open_store(disk_dir, 6 * LAYER, device) as store:
         if how == "dispatch":
             dispatch_model(model, store)
         else:

@@ -21,8 +21,8 @@ from tests.adapters.conftest import (
     References,
     a_third_of,
     diffusers_offload,
-    store_on,
 )
+from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
 KINDS_WITH_TIES = {"flux": "text_encoder_2", "wan": "text_encoder"}
@@ -166,7 +166,7 @@ def test_3_any_parameter_tied_across_groups(
     expected = model.to(device)(x.to(device)).cpu()
     model.to("cpu")
     with (
-        store_on(device, disk_dir, 3 * 24576) as store,
+        open_store(disk_dir, 3 * 24576, device) as store,
         enable_group_offload(model, store, **cut) as handle,
     ):
         assert len(handle.groups) >= 3

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.adapters.conftest import DEVICES, store_on
+from tests.adapters.conftest import DEVICES
 from tests.adapters.models import WIDTH, Tower
+from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
 LEVELS = (
@@ -60,7 +61,7 @@ def test_unusual_use(
     model, x = make().eval(), torch.randn(2, 7, WIDTH)
     expected = model.to(device)(x.to(device)).cpu()
     model.to("cpu")
-    with store_on(device, disk_dir, PLENTY) as store, enable_group_offload(model, store, **level):
+    with open_store(disk_dir, PLENTY, device) as store, enable_group_offload(model, store, **level):
         for _ in range(2):
             assert torch.equal(model(x).cpu(), expected)
         assert store.stats().bytes_read > 0
@@ -77,7 +78,7 @@ def test_weights_that_wrap_others_stay_where_they_are(
     wrapped = TwoTensor(model.blocks[1].weight.detach(), model.blocks[1].weight.detach().clone())
     model.blocks[1].weight = nn.Parameter(wrapped, requires_grad=False)
     with (
-        store_on("cpu", disk_dir, PLENTY) as store,
+        open_store(disk_dir, PLENTY, "cpu") as store,
         enable_group_offload(model, store, **level) as handle,
     ):
         named = [name for names in handle.groups.values() for name in names]

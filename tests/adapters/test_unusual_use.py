@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapters.conftest import DEVICES, store_on
+from tests.adapters.conftest import DEVICES
 from tests.adapters.models import BLOCK_BYTES, WIDTH, Tower, given
+from tests.store.helpers import open_store
 from tierstore import TierStore, dispatch_model, enable_group_offload, undispatch
 
 Offload = Callable[[nn.Module], object]
@@ -32,7 +33,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
     """With room for three of the layers."""
-    with store_on(device, disk_dir, 3 * BLOCK_BYTES) as opened:
+    with open_store(disk_dir, 3 * BLOCK_BYTES, device) as opened:
         yield opened
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import output_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tierstore"
 
@@ -172,15 +174,8 @@ def test_no_file_is_too_long() -> None:
 
 def modules_after(statement: str) -> set[str]:
     """The top-level modules loaded in a fresh interpreter once it has run the statement."""
-    run = subprocess.run(
-        [sys.executable, "-c", f"import sys; {statement}; print(*sys.modules)"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return {name.partition(".")[0] for name in run.stdout.split()}
+    output = output_of("-c", f"import sys; {statement}; print(*sys.modules)")
+    return {name.partition(".")[0] for name in output.split()}
 
 
 def test_the_package_imports_no_optional_library() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.bench.test_speed_benches import cells, number
+from tests.helpers.processes import output_of
 from tools.bench.training import Saved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,18 +20,11 @@ def test_a_short_run(tmp_path: Path) -> None:
     place = tmp_path / "stores"
     place.mkdir()
     script = ["tools/bench/activations.py", "--small", "--rounds", "1"]
-    done = subprocess.run(
-        [sys.executable, *script, "--dir", str(place), "--markdown", str(page)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() in page.read_text()
-    assert str(place) not in done.stdout
+    output = output_of(*script, "--dir", place, "--markdown", page, timeout=600)
+    assert output.strip() in page.read_text()
+    assert str(place) not in output
     assert list(place.iterdir()) == [], "files are left behind"
-    on_cpu = cells(done.stdout.partition("On the pretend accelerator")[0])
+    on_cpu = cells(output.partition("On the pretend accelerator")[0])
     assert on_cpu["no hooks"][-1] == "equal"
     for name in ("tierstore, 2 x", "tierstore, 0.5 x", "tierstore, 0.1 x"):
         budget, copied, written, read, peak, seconds, ratio, gradients = on_cpu[name]

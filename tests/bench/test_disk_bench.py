@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import output_of
 from tools.bench import fio, machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,11 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(*command: object) -> str:
     if not fio.available():
         pytest.skip("fio is not installed: it is the reference")
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(*command, timeout=300)
 
 
 @pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")

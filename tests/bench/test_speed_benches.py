@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import output_of
 from tools.bench import memory_group
 from tools.bench.memory_group import MemoryGroup
 from tools.bench.report import Claim
@@ -20,18 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(name: str, place: Path) -> str:
     """What the script prints for a short run, which must be what it puts into the page."""
     page = place / "page.md"
-    done = subprocess.run(
-        [sys.executable, f"tools/bench/{name}.py", "--small", "--dir", place, "--markdown", page],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    words = [f"tools/bench/{name}.py", "--small", "--dir", place, "--markdown", page]
+    output = output_of(*words, timeout=300)
     if page.exists():
-        assert done.stdout.strip() in page.read_text()
-        assert str(place) not in done.stdout
-    return done.stdout
+        assert output.strip() in page.read_text()
+        assert str(place) not in output
+    return output
 
 
 def cells(text: str) -> dict[str, list[str]]:
@@ -81,16 +76,9 @@ def test_overlap(tmp_path: Path) -> None:
 @pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "tools/bench/cuda.py", "--small", "--dir", tmp_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "There is no CUDA GPU here: nothing was measured.\n"
+    words = ["tools/bench/cuda.py", "--small", "--dir", tmp_path]
+    output = output_of(*words, environment=environment, timeout=300)
+    assert output == "There is no CUDA GPU here: nothing was measured.\n"
 
 
 def test_a_claim_is_held_within_its_bounds() -> None:

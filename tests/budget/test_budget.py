@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import pipelines
+from tests.helpers.processes import results_in, run_python, without_kept_memory
 
 pytestmark = pytest.mark.full(
     "20 steps of 500 MB; tests/dispatch/test_memory.py has a small model, under a limit"
@@ -22,20 +19,14 @@ BUDGET = "128MB"
 
 
 def denoise(checkpoint: Path, place: Path, budget: str, policy: str = "next-use") -> dict[str, Any]:
-    # Without a threshold of its own, the allocator keeps freed activations and would be counted.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "2"}
-    arguments = [str(checkpoint), str(place / "store"), budget, policy]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.budget.denoise", *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=500,
-        check=False,
+    arguments = [checkpoint, place / "store", budget, policy]
+    environment = without_kept_memory(threads=2)
+    done = run_python(
+        "-m", "tests.budget.denoise", *arguments, environment=environment, timeout=500
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("RESULT "))
+    results = results_in(done.stdout)
+    assert results, done.stderr[-3000:]
+    return results[-1]
 
 
 @pytest.fixture(scope="module")

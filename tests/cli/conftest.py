@@ -25,7 +25,6 @@ from tierstore.model.groups import Block, TensorSpec, contiguous_stride, pack
 from tierstore.model.objects import StoredObject
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.objects import object_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,20 +41,6 @@ def put(directory: ObjectDirectory, key: str, *blocks: Block, version: int = 0) 
     room = memoryview(mmap.mmap(-1, max(round_up(packing.nbytes, PAGE), PAGE)))
     room[: packing.nbytes] = hashlib.shake_128(f"{version} {key}".encode()).digest(packing.nbytes)
     return directory.write(key, packing, room, single=False)
-
-
-def path_of(store: Path, key: str) -> Path:
-    """The object file of a key."""
-    return store / "objects" / object_name(key)
-
-
-def flip(path: Path, offset: int) -> None:
-    """Change one bit of a file, and neither its size nor its time."""
-    times = path.stat()
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 1
-    path.write_bytes(raw)
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def tree(directory: Path) -> dict[str, tuple[Any, ...]]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.transfer.dying import DEAD, DONE, KEY, NEW, data_of, die_at, packing
+from tests.transfer.dying import DEAD, DONE, KEY, NEW, attempt, data_of, packing
 from tierstore.cli import quarantine
 from tierstore.cli.quarantine import Damage
 from tierstore.cli.removal import only_user
@@ -67,23 +67,6 @@ def prepare(directory: Path) -> None:
     (directory / PLACE).write_bytes(DAMAGED)
 
 
-def attempt(directory: Path, number: int) -> tuple[int, str]:
-    """Repair in a child that dies at its `number`-th call; how it ended, and where."""
-    listening, report = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            die_at(number, report)
-            repair(str(directory))
-            os._exit(DONE)
-        finally:
-            os._exit(1)
-    os.close(report)
-    with os.fdopen(listening) as pipe:
-        name = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), name
-
-
 def look(directory: Path) -> str:
     """Where the damaged object is, and whether a store can be opened and serves the other one."""
     store = ObjectDirectory(directory)
@@ -111,7 +94,7 @@ def main(directory: Path, way: str) -> None:
     for number in range(1, 1000):
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(first, directory)
-        status, name = attempt(directory, number)
+        status, name = attempt(lambda: repair(str(directory)), number)
         if status not in (DEAD, DONE):
             raise SystemExit(f"the repair ended with {status} at call {number}")
         found = look(directory)

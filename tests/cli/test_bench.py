@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Inspect, command, environment, on_terminal, start
+from tests.helpers.files import open_files
 from tierstore.transfer import measure
 from tierstore.transfer.figures import known_figures
 from tierstore.transfer.measure import BLOCKS, THREADS, measured_bandwidth
@@ -144,9 +145,9 @@ def test_nothing_is_left_behind_if_it_is_interrupted(number: int, there: Path) -
     )
     try:
         deadline = time.monotonic() + 60
-        while not _is_measuring(process.pid, there) and time.monotonic() < deadline:
+        while not open_files(there, process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert _is_measuring(process.pid, there)
+        assert open_files(there, process.pid)
         process.send_signal(number)
         process.communicate(timeout=60)
     finally:
@@ -154,14 +155,3 @@ def test_nothing_is_left_behind_if_it_is_interrupted(number: int, there: Path) -
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert os.listdir(there) == []
     assert known_figures(there) is None
-
-
-def _is_measuring(pid: int, directory: Path) -> bool:
-    """Whether the process holds a file in the directory open."""
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if os.readlink(entry).startswith(str(directory)):
-                return True
-        except OSError:
-            continue
-    return False

@@ -15,14 +15,13 @@ import xxhash
 
 from tests.cli.conftest import (
     Inspect,
-    flip,
     float_block,
     on_terminal,
-    path_of,
     put,
     start,
     tree,
 )
+from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import machine
 from tierstore.model.groups import Block, TensorSpec
 from tierstore.model.header import LENGTH_BYTES
@@ -45,10 +44,10 @@ def test_ls_lists_each_group_with_its_size(store: Path, inspect: Inspect) -> Non
     document = inspect.json("ls", store)
     assert [group["key"] for group in document["groups"]] == ["a", "b", "layers/0"]
     for group in document["groups"]:
-        status = path_of(store, group["key"]).stat()
+        status = object_file(store, group["key"]).stat()
         assert group == {
             "key": group["key"],
-            "path": str(path_of(store, group["key"])),
+            "path": str(object_file(store, group["key"])),
             "nbytes": status.st_size,
             "modified": status.st_mtime,
             "tensors": 2,
@@ -83,7 +82,7 @@ def test_a_directory_alone_means_ls(store: Path, inspect: Inspect) -> None:
 def test_ls_sorts_limits_and_filters(store: Path, inspect: Inspect) -> None:
     add(store, "layers/10", float_block("weight", 8192))
     add(store, "layers/9", float_block("weight", 4))
-    os.utime(path_of(store, "b"), (2e9, 2e9))
+    os.utime(object_file(store, "b"), (2e9, 2e9))
 
     def keys(*options: object) -> list[str]:
         return [group["key"] for group in inspect.json("ls", store, *options)["groups"]]
@@ -137,7 +136,7 @@ def test_a_vanished_file_is_left_out(
     read = report.read_object
 
     def removed_meanwhile(path: str, *rest: Any) -> Any:
-        if path == str(path_of(store, "b")):
+        if path == str(object_file(store, "b")):
             os.unlink(path)
         return read(path, *rest)
 
@@ -150,7 +149,7 @@ def test_a_vanished_file_is_left_out(
 
 def test_keys_can_neither_steer_the_terminal_nor_the_table(store: Path, inspect: Inspect) -> None:
     add(store, EVIL, float_block(EVIL, 4))
-    flip(path_of(store, EVIL), 4096)
+    flip_bit(object_file(store, EVIL), 4096)
     for args in (
         ("ls", store),
         ("show", store, EVIL),
@@ -208,7 +207,7 @@ def test_a_narrow_terminal_loses_no_column(store: Path) -> None:
 
 
 def test_colours_can_be_turned_off(store: Path) -> None:
-    os.truncate(path_of(store, "a"), 5000)
+    os.truncate(object_file(store, "a"), 5000)
     red = "\x1b[1;31mdamaged"
     assert red in on_terminal("ls", store, COLUMNS="100").output
     plain = on_terminal("ls", store, COLUMNS="100", NO_COLOR="1").output
@@ -222,7 +221,7 @@ def test_colours_can_be_turned_off(store: Path) -> None:
 def test_show_tells_where_each_tensor_lies(store: Path, inspect: Inspect) -> None:
     document = inspect.json("show", store, "a")
     assert [tensor["name"] for tensor in document["tensors"]] == ["weight", "bias"]
-    raw = path_of(store, "a").read_bytes()
+    raw = object_file(store, "a").read_bytes()
     for tensor in document["tensors"]:
         data = raw[tensor["offset"] :][: tensor["nbytes"]]
         assert xxhash.xxh3_64_hexdigest(data) == tensor["xxh3"]
@@ -271,7 +270,7 @@ def test_show_of_an_unknown_key(store: Path, inspect: Inspect) -> None:
 
 
 def test_show_of_a_damaged_group(store: Path, inspect: Inspect) -> None:
-    os.truncate(path_of(store, "a"), 5000)
+    os.truncate(object_file(store, "a"), 5000)
     result = inspect("show", store, "a")
     assert result.exit_code == 3
     assert result.stderr.startswith("Error: the group 'a' is damaged: ")
@@ -286,7 +285,7 @@ def test_what_cannot_be_a_key_is_wrong_usage(store: Path, inspect: Inspect, key:
 
 
 def test_df_tells_what_is_held_and_what_can_go(store: Path, inspect: Inspect) -> None:
-    size = path_of(store, "a").stat().st_size
+    size = object_file(store, "a").stat().st_size
     before = inspect.json("df", store, store)["directories"]
     for described in before:
         assert described.pop("free") > 0  # others use the same file system meanwhile
@@ -294,7 +293,7 @@ def test_df_tells_what_is_held_and_what_can_go(store: Path, inspect: Inspect) ->
     assert before[0]["nbytes"] == 3 * size
     assert before[0]["reclaimable"]["nbytes"] == 0
     assert before[0]["file_system"]
-    os.truncate(path_of(store, "b"), size - 1)
+    os.truncate(object_file(store, "b"), size - 1)
     (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(100))
     (after,) = inspect.json("df", store)["directories"]
     assert after["reclaimable"]["damaged"] == size - 1
@@ -446,7 +445,7 @@ def plant_directory(at: Path, valid: Path) -> None:
 def test_what_is_planted_at_an_objects_name_is_stray(
     store: Path, tmp_path: Path, plant: Callable[[Path, Path], None]
 ) -> None:
-    place = path_of(store, "a")
+    place = object_file(store, "a")
     valid = tmp_path / place.name
     shutil.move(place, valid)
     plant(place, valid)
@@ -464,7 +463,7 @@ def test_what_is_planted_at_an_objects_name_is_stray(
 
 def test_what_is_planted_among_temporary_files_is_stray(store: Path, inspect: Inspect) -> None:
     place = store / "tmp" / "object-0123456789abcdef"
-    place.symlink_to(path_of(store, "a"))
+    place.symlink_to(object_file(store, "a"))
     document = inspect.json("ls", store)
     assert document["temporary"] == []
     assert document["stray"] == [{"path": str(place), "kind": "link", "nbytes": 0}]
@@ -482,7 +481,7 @@ def test_a_file_made_to_trip_the_reader_hides_no_other(
     directory = ObjectDirectory(store)
     stored = put(directory, "evil")
     directory.close()
-    path = path_of(store, "evil")
+    path = object_file(store, "evil")
     header = path.read_bytes()[LENGTH_BYTES : stored.data_start]
     document = json.loads(header)
     document["__metadata__"]["tierstore.views"] = views
@@ -502,7 +501,7 @@ def test_a_file_made_to_trip_the_reader_hides_no_other(
 def test_linked_directories_are_not_followed(
     store: Path, tmp_path: Path, inspect: Inspect, name: str
 ) -> None:
-    place = store / "objects" if name == "objects" else path_of(store, "a").parent
+    place = store / "objects" if name == "objects" else object_file(store, "a").parent
     elsewhere = tmp_path / "elsewhere"
     shutil.move(place, elsewhere)
     place.symlink_to(elsewhere)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.conftest import Inspect, flip, path_of
+from tests.cli.conftest import Inspect
+from tests.helpers.files import flip_bit, object_file
 from tierstore import TierStore
 
 
@@ -45,7 +46,7 @@ def test_ties_and_strides_are_shown(live: TierStore, disk_dir: Path, inspect: In
     assert rows["turned"]["stride"] == [1, 3]
     assert rows["bias"]["tied"] is None
     begin = rows["weight"]["offset"]
-    raw = path_of(disk_dir, "tied").read_bytes()[begin:][: rows["weight"]["nbytes"]]
+    raw = object_file(disk_dir, "tied").read_bytes()[begin:][: rows["weight"]["nbytes"]]
     assert torch.frombuffer(bytearray(raw), dtype=torch.float32).tolist() == [*range(6)]
 
 
@@ -65,9 +66,9 @@ def test_damage_that_the_store_would_meet_is_found(
     live: TierStore, disk_dir: Path, inspect: Inspect
 ) -> None:
     live.close()
-    path = path_of(disk_dir, "tied")
+    path = object_file(disk_dir, "tied")
     shutil.copy(path, whole := disk_dir.parent / "whole")
-    flip(path, path.stat().st_size - 1)
+    flip_bit(path, path.stat().st_size - 1)
     assert inspect("verify", disk_dir, "--data").exit_code == 3
     shutil.copy(whole, path)
     assert inspect("verify", disk_dir, "--data").exit_code == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.conftest import ROOT, Inspect, flip, on_terminal, path_of, put, tree
+from tests.cli.conftest import Inspect, on_terminal, put, tree
+from tests.cli.damage import empty, extend, flip_header, truncate
 from tests.cli.repairing import by_deleting
+from tests.helpers.files import flip_bit, object_file
+from tests.helpers.processes import output_of, run_python
 from tierstore import TierStore, UnknownKeyError
 from tierstore.cli import checking, quarantine
 from tierstore.model.errors import CorruptDataError, TransferError
@@ -55,23 +56,7 @@ def lost(before: dict[str, tuple[Any, ...]], after: dict[str, tuple[Any, ...]]) 
 
 
 def flip_data(path: Path, _: Path) -> None:
-    flip(path, path.stat().st_size - 100)
-
-
-def flip_header(path: Path, _: Path) -> None:
-    flip(path, 50)
-
-
-def truncate(path: Path, _: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def extend(path: Path, _: Path) -> None:
-    os.truncate(path, path.stat().st_size + 1)
-
-
-def empty(path: Path, _: Path) -> None:
-    os.truncate(path, 0)
+    flip_bit(path, path.stat().st_size - 100)
 
 
 def another_key(path: Path, other: Path) -> None:
@@ -134,8 +119,8 @@ def test_what_is_damaged_is_put_away_and_all_else_is_served(
     store: Path, inspect: Inspect, damage: Callable[[Path, Path], None]
 ) -> None:
     whole = served(store)
-    path = path_of(store, "b")
-    damage(path, path_of(store, "a"))
+    path = object_file(store, "b")
+    damage(path, object_file(store, "a"))
     before = tree(store)
     found = inspect.json("verify", store, "--data", code=3)
     assert not found["repair"]
@@ -223,7 +208,7 @@ def test_without_its_damaged_marker_a_store_has_all_its_groups(
 
 
 def test_until_then_the_store_raises(store: Path, inspect: Inspect) -> None:
-    flip_data(path_of(store, "b"), store)
+    flip_data(object_file(store, "b"), store)
     assert served(store)["b"] is CorruptDataError
     assert inspect("verify", store, "--repair").exit_code == 0, "only --data reads the data"
     assert served(store)["b"] is CorruptDataError
@@ -234,18 +219,18 @@ def test_until_then_the_store_raises(store: Path, inspect: Inspect) -> None:
 def test_without_comparing_checksums_a_flipped_bit_is_not_noticed(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip_data(path_of(store, "b"), store)
+    flip_data(object_file(store, "b"), store)
     with monkeypatch.context() as patch:
         patch.setattr(checking.Checker, "_digests", lambda self, file, stored: stored.digests)
         assert inspect("verify", store, "--data", "--repair").exit_code == 0
-        assert path_of(store, "b").exists()
+        assert object_file(store, "b").exists()
     assert inspect("verify", store, "--data").exit_code == 3
 
 
 def test_a_repair_that_deletes_is_noticed(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip_data(path_of(store, "b"), store)
+    flip_data(object_file(store, "b"), store)
     before = tree(store)
     monkeypatch.setattr(quarantine, "_move", by_deleting)
     assert inspect("verify", store, "--data", "--repair").exit_code == 0
@@ -260,9 +245,9 @@ def test_the_note_says_what_was_wrong(store: Path, inspect: Inspect) -> None:
     directory = ObjectDirectory(store)
     put(directory, key)
     directory.close()
-    path = path_of(store, key)
-    flip(path, path.stat().st_size - 1)
-    flip(path, path.stat().st_size - 100)
+    path = object_file(store, key)
+    flip_bit(path, path.stat().st_size - 1)
+    flip_bit(path, path.stat().st_size - 100)
     result = inspect("verify", store, "--data", "--repair")
     assert result.exit_code == 0
     assert "\x1b" not in result.output
@@ -284,10 +269,10 @@ def test_the_note_says_what_was_wrong(store: Path, inspect: Inspect) -> None:
 
 
 def test_names_never_clash(store: Path, inspect: Inspect) -> None:
-    name = path_of(store, "b").stem
+    name = object_file(store, "b").stem
     contents = []
     for number in (1, 2, 3):
-        path = path_of(store, "b")
+        path = object_file(store, "b")
         path.write_bytes(b"damage %d" % number)
         contents.append(path.read_bytes())
         if number == 2:
@@ -302,7 +287,7 @@ def test_a_note_that_cannot_be_believed_hides_nothing(
     store: Path, tmp_path: Path, inspect: Inspect
 ) -> None:
     for key in ("a", "b", "layers/0"):
-        path_of(store, key).write_bytes(b"")
+        object_file(store, key).write_bytes(b"")
     assert inspect("verify", store, "--repair").exit_code == 0
     notes = sorted((store / "quarantine").glob("*.note.json"))
     notes[0].write_text('{"key": 7, "since": [], "problems": [1, {"reason": {}}]}')
@@ -324,7 +309,7 @@ def test_a_note_that_cannot_be_believed_hides_nothing(
 @pytest.fixture
 def quarantined(store: Path, inspect: Inspect) -> Path:
     """A store of which b was put away."""
-    truncate(path_of(store, "b"), store)
+    truncate(object_file(store, "b"), store)
     assert inspect("verify", store, "--repair").exit_code == 0
     return store
 
@@ -364,7 +349,7 @@ def test_neither_prune_nor_the_store_touches_it(quarantined: Path, inspect: Insp
 
 def test_it_can_be_put_back_or_removed_by_hand(quarantined: Path, inspect: Inspect) -> None:
     (moved,) = (quarantined / "quarantine").glob("*.safetensors")
-    shutil.move(moved, path_of(quarantined, "b"))
+    shutil.move(moved, object_file(quarantined, "b"))
     assert inspect("verify", quarantined).exit_code == 3
     shutil.rmtree(quarantined / "quarantine")
     assert inspect("verify", quarantined, "--repair").exit_code == 0
@@ -376,9 +361,9 @@ def test_weights_of_a_model_are_read_too(disk_dir: Path, inspect: Inspect) -> No
     with TierStore(1 << 20, disk_dir, device="cpu") as store:
         store.register("model/layer", weights)
         (key,) = store.keys("weights/")
-    path = path_of(disk_dir, key)
+    path = object_file(disk_dir, key)
     assert inspect("verify", disk_dir, "--data").exit_code == 0
-    flip(path, path.stat().st_size - 1)
+    flip_bit(path, path.stat().st_size - 1)
     assert inspect.json("verify", disk_dir, "--data", "--repair")["problems"][0]["key"] == key
     with TierStore(1 << 20, disk_dir, device="cpu") as store:
         store.register("model/layer", weights)  # written again: it is not there
@@ -394,7 +379,7 @@ def test_weights_of_a_model_are_read_too(disk_dir: Path, inspect: Inspect) -> No
 def test_strangers_and_leftovers_are_told_of_and_left_alone(store: Path, inspect: Inspect) -> None:
     (store / "mine.txt").write_text("mine")
     (store / "objects" / "notes").write_text("mine")
-    (path_of(store, "a").parent / "backup").symlink_to("/etc/passwd")
+    (object_file(store, "a").parent / "backup").symlink_to("/etc/passwd")
     (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(1000))
     before = tree(store)
     result = inspect("verify", store, "--data", "--repair")
@@ -415,7 +400,7 @@ def test_what_others_may_read_or_change_is_told_of(
 ) -> None:
     assert inspect.json("verify", store)["exposed"] == []
     assert "chmod" not in inspect("verify", store).stderr
-    path = path_of(store, name) if name == "b" else store / name
+    path = object_file(store, name) if name == "b" else store / name
     path.chmod(path.stat().st_mode | 0o020)
     (exposed,) = inspect.json("verify", store)["exposed"]
     assert os.path.normpath(exposed["path"]) == str(path)
@@ -428,7 +413,7 @@ def test_what_others_may_read_or_change_is_told_of(
 
 
 def test_a_store_in_use_is_left_alone(locked: Path, inspect: Inspect) -> None:
-    flip(path_of(locked, "b"), 50)
+    flip_bit(object_file(locked, "b"), 50)
     before = tree(locked)
     result = inspect("verify", locked, "--repair")
     assert result.exit_code == 11
@@ -440,31 +425,25 @@ def test_a_store_in_use_is_left_alone(locked: Path, inspect: Inspect) -> None:
 def test_the_lock_is_held_while_moving(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flip(path_of(store, "b"), 50)
+    flip_bit(object_file(store, "b"), 50)
     move = quarantine._move
 
     def look_first(*args: Any) -> None:
         code = "import sys; from tierstore.transfer.directory import ObjectDirectory as Directory\n"
-        opened = subprocess.run(
-            [sys.executable, "-c", code + "Directory(sys.argv[1])", store],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        opened = run_python("-c", code + "Directory(sys.argv[1])", store)
         assert "StoreLockedError" in opened.stderr
         move(*args)
 
     monkeypatch.setattr(quarantine, "_move", look_first)
     assert inspect("verify", store, "--repair").exit_code == 0
-    assert not path_of(store, "b").exists()
+    assert not object_file(store, "b").exists()
 
 
 @pytest.mark.parametrize("plant", ["link", "file"])
 def test_a_quarantine_that_is_no_directory_is_not_used(
     store: Path, tmp_path: Path, inspect: Inspect, plant: str
 ) -> None:
-    flip(path_of(store, "b"), 50)
+    flip_bit(object_file(store, "b"), 50)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     if plant == "link":
@@ -474,17 +453,17 @@ def test_a_quarantine_that_is_no_directory_is_not_used(
     result = inspect("verify", store, "--repair")
     assert result.exit_code == 1
     assert "quarantine is no directory" in result.stderr
-    assert path_of(store, "b").exists()
+    assert object_file(store, "b").exists()
     assert list(elsewhere.iterdir()) == []
     (store / "quarantine").unlink()
     assert inspect("verify", store, "--repair").exit_code == 0
-    assert not path_of(store, "b").exists()
+    assert not object_file(store, "b").exists()
 
 
 def test_a_quarantine_that_others_may_enter_is_closed_to_them(
     store: Path, inspect: Inspect
 ) -> None:
-    flip(path_of(store, "b"), 50)
+    flip_bit(object_file(store, "b"), 50)
     (store / "quarantine").mkdir()
     (store / "quarantine").chmod(0o755)
     assert inspect("verify", store, "--repair").exit_code == 0
@@ -496,7 +475,7 @@ def test_what_could_not_be_put_away_is_told_of_and_the_rest_goes_on(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     for key in ("a", "b"):
-        truncate(path_of(store, key), store)
+        truncate(object_file(store, key), store)
     original, before = getattr(os, call), tree(store)
     failing: Iterator[bool] = iter([True])
 
@@ -528,7 +507,7 @@ def notes(store: Path) -> list[Path]:
 def test_what_changes_meanwhile_is_left(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = path_of(store, "b")
+    path = object_file(store, "b")
     truncate(path, store)
     free_name, look_at = quarantine._free_name, quarantine.look_at
 
@@ -546,7 +525,7 @@ def test_what_changes_meanwhile_is_left(
 
 
 def test_a_person_sees_where_it_went(store: Path) -> None:
-    flip_data(path_of(store, "b"), store)
+    flip_data(object_file(store, "b"), store)
     shown = on_terminal("verify", store, "--data", "--repair", COLUMNS="200")
     assert shown.exit_code == 0
     assert f"put away  {store}/quarantine/" in shown.output
@@ -568,16 +547,8 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 def dying(way: str, place: Path) -> list[tuple[str, str, str]]:
     """Where the repair died, what was found then, and after the next repair."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.cli.repairing", str(place / "store"), way],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return [(call, found, after) for call, found, after in map(json.loads, run.stdout.splitlines())]
+    output = output_of("-m", "tests.cli.repairing", place / "store", way, timeout=300)
+    return [(call, found, after) for call, found, after in map(json.loads, output.splitlines())]
 
 
 def test_it_dies_at_any_system_call_and_nothing_is_lost(in_memory: Path) -> None:

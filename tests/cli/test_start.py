@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import command, environment, path_of, start
+from tests.cli.conftest import command, environment, start
+from tests.helpers.files import object_file
 
 NAMES = "torch", "numpy", "rich", "tierstore.plan", "tierstore.store"
 TELL = f"print([name for name in {NAMES!r} if name in sys.modules], file=sys.stderr)"
@@ -53,7 +54,7 @@ def test_no_command_loads_torch(store: Path, words: tuple[str, ...]) -> None:
     ],
 )
 def test_exit_codes_of_the_process(store: Path, words: tuple[str, ...], code: int) -> None:
-    path_of(store, "a").write_bytes(b"")
+    object_file(store, "a").write_bytes(b"")
     run = start(*(word.replace("DIR", str(store)) for word in words))
     assert run.returncode == code, run.stderr
 

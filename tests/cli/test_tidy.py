@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Inspect, flip, on_terminal, path_of, put, tree
+from tests.cli.conftest import Inspect, on_terminal, put, tree
+from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import report
 from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.transfer.directory import ObjectDirectory
@@ -56,8 +57,8 @@ def test_prune_tells_what_it_would_remove(store: Path, leftover: Path, inspect: 
 
 
 def test_damaged_objects_go_only_when_asked_for(store: Path, inspect: Inspect) -> None:
-    path = path_of(store, "b")
-    flip(path, 50)
+    path = object_file(store, "b")
+    flip_bit(path, 50)
     assert inspect("prune", store, "-y").exit_code == 0
     assert path.exists()
     document = inspect.json("prune", store, "--damaged", "-y")
@@ -82,7 +83,7 @@ def test_what_could_not_be_read_is_never_pruned(
     monkeypatch.setattr(report, "read_object", fail)
     assert inspect("verify", store).exit_code == 3
     assert inspect("prune", store, "--damaged", "-y").exit_code == 0
-    assert path_of(store, "a").exists() is not goes
+    assert object_file(store, "a").exists() is not goes
 
 
 def test_prune_leaves_alone_what_is_not_the_stores_own(
@@ -96,7 +97,7 @@ def test_prune_leaves_alone_what_is_not_the_stores_own(
     os.mkfifo(store / "tmp" / "object-bbbbbbbbbbbbbbbb")
     (store / "checkpoint.safetensors").write_text("mine")
     (store / "objects" / "notes").write_text("mine")
-    os.mkfifo(path_of(store, "a").with_name("c" * 32 + ".safetensors"))
+    os.mkfifo(object_file(store, "a").with_name("c" * 32 + ".safetensors"))
     before = tree(tmp_path)
     document = inspect.json("prune", store, "--damaged", "-y")
     assert [item["path"] for item in document["removed"]] == [str(leftover)]
@@ -109,7 +110,7 @@ def test_prune_leaves_alone_what_is_not_the_stores_own(
 def test_prune_does_not_follow_links_out_of_the_directory(
     store: Path, leftover: Path, tmp_path: Path, inspect: Inspect, linked: str
 ) -> None:
-    flip(path_of(store, "b"), 50)
+    flip_bit(object_file(store, "b"), 50)
     elsewhere = tmp_path / "elsewhere"
     shutil.move(store / linked, elsewhere)
     (store / linked).symlink_to(elsewhere)
@@ -121,7 +122,7 @@ def test_prune_does_not_follow_links_out_of_the_directory(
     shutil.move(elsewhere, store / linked)
     assert inspect("prune", store, "--damaged", "-y").exit_code == 0
     assert not leftover.exists()
-    assert not path_of(store, "b").exists()
+    assert not object_file(store, "b").exists()
 
 
 def test_a_file_that_was_exchanged_meanwhile_stays(
@@ -169,18 +170,18 @@ def test_a_lock_file_with_another_name_elsewhere_is_not_written(
 def test_rm_removes_groups(store: Path, leftover: Path, inspect: Inspect) -> None:
     document = inspect.json("rm", store, "b", "layers/0", "b", "-y")
     assert [item["path"] for item in document["removed"]] == [
-        str(path_of(store, "b")),
-        str(path_of(store, "layers/0")),
+        str(object_file(store, "b")),
+        str(object_file(store, "layers/0")),
     ]
     assert keys(inspect, store) == ["a"]
     assert leftover.exists(), "rm removes nothing else"
 
 
 def test_rm_removes_a_damaged_group_by_its_key(store: Path, inspect: Inspect) -> None:
-    os.truncate(path_of(store, "b"), 0)
+    os.truncate(object_file(store, "b"), 0)
     assert inspect("show", store, "b").exit_code == 3
     assert inspect("rm", store, "b", "-y").exit_code == 0
-    assert not path_of(store, "b").exists()
+    assert not object_file(store, "b").exists()
     assert inspect("verify", store).exit_code == 0
 
 
@@ -197,21 +198,21 @@ def test_rm_tells_what_it_would_remove(store: Path, inspect: Inspect) -> None:
     before = tree(store)
     document = inspect.json("rm", store, "a", "--dry-run")
     assert document["dry_run"]
-    assert [item["path"] for item in document["removed"]] == [str(path_of(store, "a"))]
+    assert [item["path"] for item in document["removed"]] == [str(object_file(store, "a"))]
     assert tree(store) == before
 
 
 def test_rm_does_not_remove_a_link(store: Path, tmp_path: Path, inspect: Inspect) -> None:
     victim = tmp_path / "victim"
-    shutil.move(path_of(store, "a"), victim)
-    path_of(store, "a").symlink_to(victim)
+    shutil.move(object_file(store, "a"), victim)
+    object_file(store, "a").symlink_to(victim)
     before = tree(tmp_path)
     assert inspect("rm", store, "a", "-y").exit_code == 4
     after = tree(tmp_path)
     del before["store/LOCK"], after["store/LOCK"]  # it names the last process that held it
     assert after == before
-    path_of(store, "a").unlink()
-    shutil.move(victim, path_of(store, "a"))
+    object_file(store, "a").unlink()
+    shutil.move(victim, object_file(store, "a"))
     assert inspect("rm", store, "a", "-y").exit_code == 0
 
 
@@ -235,7 +236,7 @@ def arguments(words: tuple[str, ...], store: Path) -> list[object]:
 
 
 def target(words: tuple[str, ...], store: Path) -> Path:
-    return store / "tmp" / LEFTOVER if words[0] == "prune" else path_of(store, "a")
+    return store / "tmp" / LEFTOVER if words[0] == "prune" else object_file(store, "a")
 
 
 @pytest.mark.parametrize("words", REMOVALS)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Inspect, flip, float_block, on_terminal, path_of, put, start
+from tests.cli.conftest import Inspect, float_block, on_terminal, put, start
+from tests.cli.damage import empty, extend, flip_header, truncate
+from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import checking
 from tierstore.cli.report import survey
 from tierstore.model.header import LENGTH_BYTES
@@ -39,10 +41,10 @@ def data_of(path: Path) -> int:
 def test_a_flipped_bit_in_the_data_is_found_by_reading_it(
     store: Path, inspect: Inspect, where: str
 ) -> None:
-    path = path_of(store, "b")
+    path = object_file(store, "b")
     last = path.stat().st_size - 1
     offset = {"first": data_of(path), "middle": data_of(path) + 5000, "last": last}[where]
-    flip(path, offset)
+    flip_bit(path, offset)
     assert inspect("verify", store).exit_code == 0, "headers and sizes are intact"
     result = inspect("verify", store, "--data")
     assert result.exit_code == 3
@@ -62,9 +64,9 @@ def test_a_flipped_bit_in_the_data_is_found_by_reading_it(
 
 def test_every_damaged_tensor_is_listed(store: Path, inspect: Inspect) -> None:
     for key in ("a", "b"):
-        path = path_of(store, key)
-        flip(path, data_of(path))
-        flip(path, path.stat().st_size - 1)
+        path = object_file(store, key)
+        flip_bit(path, data_of(path))
+        flip_bit(path, path.stat().st_size - 1)
     document = inspect.json("verify", store, "--data", code=3)
     found = [(problem["key"], problem["tensor"]) for problem in document["problems"]]
     assert sorted(found) == [("a", "bias"), ("a", "weight"), ("b", "bias"), ("b", "weight")]
@@ -72,35 +74,19 @@ def test_every_damaged_tensor_is_listed(store: Path, inspect: Inspect) -> None:
 
 
 def test_a_flipped_bit_anywhere_in_the_header_is_found(store: Path) -> None:
-    path = path_of(store, "b")
+    path = object_file(store, "b")
     assert not survey(str(store)).damaged
     for offset in range(0, data_of(path), 13):
-        flip(path, offset)
+        flip_bit(path, offset)
         assert [group.item.name for group in survey(str(store)).damaged] == [
             f"objects/{object_name('b')}"
         ], offset
-        flip(path, offset)
+        flip_bit(path, offset)
     assert not survey(str(store)).damaged
-
-
-def truncate(path: Path, _: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def extend(path: Path, _: Path) -> None:
-    os.truncate(path, path.stat().st_size + 1)
-
-
-def empty(path: Path, _: Path) -> None:
-    os.truncate(path, 0)
 
 
 def cut_header(path: Path, _: Path) -> None:
     os.truncate(path, 100)
-
-
-def flip_header(path: Path, _: Path) -> None:
-    flip(path, 50)
 
 
 def replace_by_another(path: Path, other: Path) -> None:
@@ -115,8 +101,8 @@ def test_structural_damage_is_found_at_once(
     store: Path, inspect: Inspect, damage: Callable[[Path, Path], None]
 ) -> None:
     assert inspect("verify", store).exit_code == 0
-    path = path_of(store, "b")
-    damage(path, path_of(store, "a"))
+    path = object_file(store, "b")
+    damage(path, object_file(store, "a"))
     for options in ([], ["--data"]):
         (problem,) = inspect.json("verify", store, *options, code=3)["problems"]
         assert problem["path"] == str(path)
@@ -131,20 +117,22 @@ def test_structural_damage_is_found_at_once(
 
 
 def test_a_flipped_header_tells_both_checksums(store: Path, inspect: Inspect) -> None:
-    raw = path_of(store, "b").read_bytes()
-    flip(path_of(store, "b"), raw.index(b'"weight"') - 2)
+    raw = object_file(store, "b").read_bytes()
+    flip_bit(object_file(store, "b"), raw.index(b'"weight"') - 2)
     padding = raw.index(b"  ") + 10
-    shutil.copy(path_of(store, "a"), path_of(store, "b"))
+    shutil.copy(object_file(store, "a"), object_file(store, "b"))
     (problem,) = inspect.json("verify", store, code=3)["problems"]
     assert problem["expected"] == f"objects/{object_name('a')}"
     assert problem["found"] == f"objects/{object_name('b')}"
-    path_of(store, "b").write_bytes(raw)
-    flip(path_of(store, "b"), padding)
+    object_file(store, "b").write_bytes(raw)
+    flip_bit(object_file(store, "b"), padding)
     assert inspect("verify", store).exit_code == 3
 
 
 def test_a_renamed_file_is_damage(store: Path, inspect: Inspect) -> None:
-    shutil.move(path_of(store, "b"), path_of(store, "b").with_name("b" * 32 + ".safetensors"))
+    shutil.move(
+        object_file(store, "b"), object_file(store, "b").with_name("b" * 32 + ".safetensors")
+    )
     (problem,) = inspect.json("verify", store, code=3)["problems"]
     assert problem["key"] == "b"
     assert problem["expected"] == f"objects/{object_name('b')}"
@@ -152,7 +140,7 @@ def test_a_renamed_file_is_damage(store: Path, inspect: Inspect) -> None:
 
 
 def test_a_file_in_the_wrong_directory_is_damage(store: Path, inspect: Inspect) -> None:
-    path = path_of(store, "b")
+    path = object_file(store, "b")
     other = path.parent.with_name("00" if path.parent.name != "00" else "01")
     other.mkdir(exist_ok=True)
     shutil.move(path, other / path.name)
@@ -216,7 +204,7 @@ def test_an_error_of_the_disk_is_reported_but_is_no_damage(
     problems = inspect.json("verify", store, "--data", code=3)["problems"]
     assert [problem["state"] for problem in problems] == ["unreadable"] * 3
     assert all("Input/output error" in problem["reason"] for problem in problems)
-    path_of(store, "b").write_bytes(b"short")
+    object_file(store, "b").write_bytes(b"short")
     result = inspect("verify", store, "--data")
     assert result.stdout.endswith("3 groups: 1 damaged, 2 unreadable\n")
 
@@ -235,12 +223,12 @@ def large(disk_dir: Path) -> Path:
 
 def test_blocks_that_span_several_reads_are_checked(large: Path, inspect: Inspect) -> None:
     assert inspect("verify", large, "--data").exit_code == 0
-    path = path_of(large, "large")
+    path = object_file(large, "large")
     for offset in (data_of(path) + (8 << 20), data_of(path) + (40 << 20) - 1):
-        flip(path, offset)
+        flip_bit(path, offset)
         (problem,) = inspect.json("verify", large, "--data", code=3)["problems"]
         assert problem["tensor"] == "a"
-        flip(path, offset)
+        flip_bit(path, offset)
 
 
 def test_memory_is_bounded(large: Path) -> None:

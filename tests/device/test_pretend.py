@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -15,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.device import pretend
+from tests.helpers.processes import run_python
 
 REASON = pretend.ready()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -573,13 +573,12 @@ def test_saving_and_loading(device: ModuleType, tmp_path) -> None:
     assert torch.equal(torch.load(tmp_path / "x.pt", map_location="cpu"), x)
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    code = "import torch; from tests.device import pretend;" + code
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def run_with_pretend(code: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-c", "import torch; from tests.device import pretend;" + code)
 
 
 def test_loading_after_a_backward_pass_is_an_error(device: ModuleType) -> None:
-    done = run_python("torch.ones(1, requires_grad=True).backward(); pretend.load()")
+    done = run_with_pretend("torch.ones(1, requires_grad=True).backward(); pretend.load()")
     assert done.stderr.endswith("must come before the first backward pass\n")
 
 
@@ -590,7 +589,7 @@ def test_a_process_with_queued_work_exits_cleanly(device: ModuleType) -> None:
         "s.__enter__(); y = torch.ones(9).pin_memory().to('pretend', non_blocking=True);"
         "z = s.record_event()"
     )
-    done = run_python(code)
+    done = run_with_pretend(code)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -16,6 +16,8 @@ from torch import nn
 
 from tests.adapters.conftest import DEVICES, NEEDS_PRETEND, called_modules
 from tests.dispatch import models
+from tests.helpers.tensors import parameter_bytes
+from tests.store.helpers import open_store
 from tierstore import TierStore, dispatch_model
 
 __all__ = ["DEVICES", "NEEDS_PRETEND"]
@@ -61,7 +63,7 @@ def reference(checkpoint: Checkpoints) -> References:
     @functools.cache
     def make(kind: str, device: str, built: bool) -> Reference:
         model = models.build(kind) if built else models.load(kind, checkpoint(kind))
-        weights = weight_bytes(model)
+        weights = parameter_bytes(model)
         with called_modules(model) as called:
             outputs = models.run(kind, model.to(device), device)
         used = {id(p): p.nbytes for module in called for p in module.parameters(recurse=False)}
@@ -70,20 +72,8 @@ def reference(checkpoint: Checkpoints) -> References:
     return lambda kind, device="cpu", built=False: make(kind, device, built)
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, tied ones once."""
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
 def on_cpu(outputs: models.Outputs) -> models.Outputs:
     return {name: value.cpu() for name, value in outputs.items()}
-
-
-def assert_same(found: models.Outputs, expected: models.Outputs) -> None:
-    """Bit for bit, wherever they are."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name].cpu(), value.cpu()), name
 
 
 @contextmanager
@@ -91,10 +81,8 @@ def store_for(
     target: nn.Module | int, disk_dir: Path, device: str = "cpu", share: float = 1 / 3
 ) -> Iterator[TierStore]:
     """A store that may hold `share` of a model (or of so many bytes) on each tier in memory."""
-    weights = target if isinstance(target, int) else weight_bytes(target)
-    budget = int(weights * share)
-    budgets = {} if device == "cpu" else {"device_budget": budget}
-    with TierStore(budget, disk_dir, device=device, **budgets) as store:
+    weights = target if isinstance(target, int) else parameter_bytes(target)
+    with open_store(disk_dir, int(weights * share), device) as store:
         yield store
 
 
@@ -118,7 +106,7 @@ def assert_moved(store: TierStore) -> None:
     """A run of `model` read what cannot have been in memory; all but the unused part."""
     stats = store.stats()
     memory = sum(b for tier, b in stats.budget_bytes.items() if tier != "DISK" and b is not None)
-    needed = weight_bytes(models.build("parts")) - models.LAYER_BYTES
+    needed = parameter_bytes(models.build("parts")) - models.LAYER_BYTES
     assert needed > memory
     assert stats.bytes_read >= needed - memory
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, safe_open
 
+from tests.helpers.processes import data_bytes
 from tierstore import TierStore, load_checkpoint_and_dispatch
 from tools.bench import llama
 from tools.bench.anonymous import AnonymousPeak
@@ -26,14 +27,6 @@ MIB = 1 << 20
 MARGIN = 64 * MIB
 TOKENS = 6
 SHARD = 50_000_000
-
-
-def data_bytes() -> int:
-    """Private memory of this process that may be written, as RLIMIT_DATA counts it: maps too."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmData")
 
 
 def only(more: int) -> None:

@@ -16,9 +16,9 @@ from tests.dispatch.conftest import (
     ON_BOTH,
     Checkpoints,
     Weights,
-    assert_same,
     store_for,
 )
+from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import dispatch_model, load_checkpoint_and_dispatch, undispatch
 
 SHARE = 0.25
@@ -74,7 +74,7 @@ def test_a_cast(name: str, device: str, disk_dir: Path) -> None:
             assert store.stats().bytes_read > read
             assert Weights.of(model).objects == objects
             assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-        cast_bytes = sum(parameter.nbytes for parameter in plain.parameters())
+        cast_bytes = parameter_bytes(plain)
         assert store.stats().bytes_written >= written + cast_bytes
         undispatch(model)
     assert_equal_in_form_and_value(model, plain)

@@ -21,10 +21,10 @@ from tests.dispatch.conftest import (
     ON_BOTH,
     Checkpoints,
     Weights,
-    assert_same,
     evict,
     store_for,
 )
+from tests.helpers.tensors import assert_same
 from tierstore import dispatch_model, load_checkpoint_and_dispatch, undispatch
 
 SHARE = 0.2

@@ -17,10 +17,9 @@ from tests.dispatch.conftest import (
     Checkpoints,
     Weights,
     assert_ordinary,
-    assert_same,
     store_for,
-    weight_bytes,
 )
+from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import (
     BudgetError,
     TierStore,
@@ -146,7 +145,7 @@ def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
         rest = (COUNT - stays) * (models.LAYER_BYTES + 4096)
         beside = store.stats().budget_bytes["DEVICE"] - stays * models.LAYER_BYTES
         onloaded = store.stats().bytes_onloaded - onloaded
-        assert onloaded <= runs * rest + beside < runs * weight_bytes(model)
+        assert onloaded <= runs * rest + beside < runs * parameter_bytes(model)
         stats = store.stats()
         assert stats.peak_bytes["DEVICE"] <= stats.budget_bytes["DEVICE"]
         undispatch(model)
@@ -192,7 +191,7 @@ def test_all_of_it_on_the_device(ram_share: float, disk_dir: Path) -> None:
     """Also where RAM would never hold it."""
     model = models.Tower(COUNT)
     weights = Weights.of(model)
-    size = weight_bytes(model)
+    size = parameter_bytes(model)
     ram, on_device = int(ram_share * size), int(1.5 * size)
     with TierStore(ram, disk_dir, device="pretend", device_budget=on_device) as store:
         dispatch_model(model, store, {"": "pretend"})
@@ -228,7 +227,7 @@ def test_maps_that_accelerate_computes(
 def test_a_map_that_accelerate_computed(device: str, checkpoint: Checkpoints, store: Any) -> None:
     """`infer_auto_device_map` of an empty model, for a machine with one device."""
     empty = models.empty("parts")
-    size = weight_bytes(models.build("parts")) // 3
+    size = parameter_bytes(models.build("parts")) // 3
     device_map = accelerate.infer_auto_device_map(
         empty, max_memory={"cpu": size, "disk": 10 * size}, no_split_module_classes=["Linear"]
     )

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.dispatch import models
-from tests.dispatch.conftest import ON_BOTH, Weights, assert_same, store_for, weight_bytes
+from tests.dispatch.conftest import ON_BOTH, Weights, store_for
+from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import dispatch_model, undispatch
 
 pytestmark = ON_BOTH
@@ -199,4 +200,4 @@ def test_an_optimizer_step_on_gradients_from_elsewhere_is_noticed(
                 parameter.grad = torch.ones(parameter.shape)
             optimizer.step()
         assert_same(models.run("parts", model), models.run("parts", plain.to(device), device))
-        assert store.stats().bytes_written >= written + weight_bytes(model)
+        assert store.stats().bytes_written >= written + parameter_bytes(model)

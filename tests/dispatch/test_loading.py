@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.helpers.tensors import assert_same
 from tierstore import InvalidHeaderError, StaleCheckpointError, TransferError
 from tierstore.adapters import loading
 from tierstore.adapters.loading import load_weights
@@ -180,12 +181,6 @@ def assert_own_bytes_of_a_file(tensor: torch.Tensor) -> Path:
     return Path(extent.path)
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-
-
 def maps_of(path: Path) -> int:
     """How many maps of a file this process has."""
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -209,7 +204,7 @@ def test_weights_are_the_files_bytes_in_the_same_objects(known: Any, place: str)
         len(list(model.parameters())) - 1
     )
     assert not first.requires_grad
-    assert_same(after, weights(type(original).from_pretrained(directory)))
+    assert_same(after, weights(type(original).from_pretrained(directory)), same_device=True)
     assert {assert_own_bytes_of_a_file(t) for t in after.values()} == set(
         directory.glob("*.safetensors")
     )
@@ -242,7 +237,7 @@ def test_a_checkpoint_is_a_directory_an_index_a_file_or_links_to_one(tmp_path: P
     for checkpoint in (shards, str(index), single, single / "model.safetensors", linked):
         model = on_meta(llama)
         load_weights(model, checkpoint, strict=True)
-        assert_same(weights(model), weights(original))
+        assert_same(weights(model), weights(original), same_device=True)
 
 
 def test_one_parameter_under_two_names_stays_one(tmp_path: Path) -> None:
@@ -289,7 +284,7 @@ def test_parameters_that_the_file_says_are_one_share_memory(
     if not tied:
         model.last.weight = nn.Parameter(torch.empty_like(model.first.weight))
     load_weights(model, path, strict=True)
-    assert_same(model.state_dict(), original.state_dict())
+    assert_same(model.state_dict(), original.state_dict(), same_device=True)
     assert model.last.weight.data_ptr() == model.first.weight.data_ptr()
     inputs = torch.randn(8, 6)
     assert torch.equal(model(inputs), original(inputs))
@@ -313,7 +308,7 @@ def test_a_parameter_with_a_gradient_and_one_of_another_layout_get_their_values(
     model(torch.randn(4, 6)).sum().backward()
     model.first.weight.data = model.first.weight.data.t()
     load_weights(model, path, strict=True)
-    assert_same(model.state_dict(), original.state_dict())
+    assert_same(model.state_dict(), original.state_dict(), same_device=True)
 
 
 def test_a_module_under_two_names_is_found_under_either(tmp_path: Path) -> None:
@@ -327,7 +322,7 @@ def test_a_module_under_two_names_is_found_under_either(tmp_path: Path) -> None:
         safetensors.torch.save_file({f"{name}.{n}": t for n, t in original.items()}, path)
         model = on_meta(build)
         load_weights(model, path, strict=True)
-        assert_same(model["first"].state_dict(), original)
+        assert_same(model["first"].state_dict(), original, same_device=True)
 
 
 # Dtypes and shapes -------------------------------------------------------------------------------
@@ -339,7 +334,7 @@ def test_the_dtype_that_a_tensor_had_is_returned_where_the_file_has_another(tmp_
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4).half(), nn.BatchNorm1d(4).bfloat16()))
     before = load_weights(model, tmp_path, strict=True)
     assert before == {id(model[0].weight): torch.float16, id(model[0].bias): torch.float16}
-    assert_same(model.state_dict(), original.state_dict())
+    assert_same(model.state_dict(), original.state_dict(), same_device=True)
     for tensor in weights(model).values():
         assert_own_bytes_of_a_file(tensor)
 
@@ -356,7 +351,7 @@ def test_tensors_at_odd_addresses_of_a_file_are_maps_too(tmp_path: Path) -> None
     model = on_meta(lambda: nn.Linear(3, 5, bias=False))
     model.register_buffer("flags", torch.empty(3, dtype=torch.uint8, device="meta"))
     load_weights(model, tmp_path / "odd.safetensors", strict=True)
-    assert_same(model.state_dict(), values)
+    assert_same(model.state_dict(), values, same_device=True)
     assert_own_bytes_of_a_file(model.weight)
     assert model.weight.data_ptr() % 4 == (8 + len(text) + 3) % 4 != 0
     inputs = torch.randn(2, 3)
@@ -394,7 +389,7 @@ def test_a_base_models_checkpoint_loads_into_the_model_around_it(tmp_path: Path)
     assert "layers.0.mlp.up_proj.weight" in safetensors_names(directory)
     model = on_meta(build)
     load_weights(model, directory, strict=True)
-    assert_same(weights(model), weights(original))
+    assert_same(weights(model), weights(original), same_device=True)
 
 
 def test_a_head_that_a_base_models_checkpoint_lacks_is_named(tmp_path: Path) -> None:
@@ -412,7 +407,7 @@ def test_a_base_model_loads_from_the_checkpoint_of_the_model_around_it(tmp_path:
     model = on_meta(lambda: transformers.LlamaModel(llama_config()))
     with pytest.warns(UserWarning, match=r"holds what the model has not: 'lm_head.weight'\. It is"):
         load_weights(model, directory, strict=False)
-    assert_same(weights(model), weights(original.model))
+    assert_same(weights(model), weights(original.model), same_device=True)
     again = on_meta(lambda: transformers.LlamaModel(llama_config()))
     before = state_of(again)
     with pytest.raises(ValueError, match=r"has not: 'lm_head.weight'\. Pass strict=False"):
@@ -683,8 +678,8 @@ def test_tables_of_transformers_models_are_what_they_are_on_the_cpu(
     assert all(buffer.is_meta for buffer in tables(model).values())
     load_weights(model, tmp_path, strict=True)
     assert {name: id(buffer) for name, buffer in tables(model).items()} == objects
-    assert_same(tables(model), tables(original))
-    assert_same(weights(model), weights(original))
+    assert_same(tables(model), tables(original), same_device=True)
+    assert_same(weights(model), weights(original), same_device=True)
 
 
 class Careless(transformers.LlamaForCausalLM):  # type: ignore[misc]
@@ -776,7 +771,7 @@ def test_tables_that_cannot_be_computed_are_named(build: Build, names: str, tmp_
     assert state_of(model) == before
     model = emptied(build)  # the advice helps
     load_weights(model, tmp_path, strict=True)
-    assert_same(tables(model), tables(original))
+    assert_same(tables(model), tables(original), same_device=True)
 
 
 # Around ------------------------------------------------------------------------------------------
@@ -789,7 +784,7 @@ def test_neither_inference_mode_nor_a_default_device_shows_in_the_weights(
     model = on_meta(Small)
     with torch.inference_mode(), torch.device("meta"):
         load_weights(model, path, strict=True)
-    assert_same(model.state_dict(), original.state_dict())
+    assert_same(model.state_dict(), original.state_dict(), same_device=True)
     assert not any(tensor.is_inference() for tensor in model.state_dict().values())
     model.train()(torch.randn(4, 6)).sum().backward()
     assert model.first.weight.grad is not None
@@ -801,7 +796,7 @@ def test_tables_are_computed_on_the_cpu_whatever_the_default_device_is(tmp_path:
     with torch.device("meta"):
         model = llama()
         load_weights(model, directory, strict=True)
-    assert_same(tables(model), tables(original))
+    assert_same(tables(model), tables(original), same_device=True)
 
 
 def test_small_tensors_share_a_map_and_a_large_one_goes_with_its_map(

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.dispatch.limited import MARGIN, MIB, SHARD, TOKENS
+from tests.helpers.processes import results_in, with_the_usual_allocator
 from tools.bench import llama, memory_group
 from tools.bench.memory_group import MemoryGroup
 
@@ -68,15 +69,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
 
 def start(how: str, model: Checkpoint, place: Path, wrapped: Wrapped, **more: Any) -> Any:
     """The process of `limited.py`."""
-    # As users have it: what the allocator keeps of freed memory is memory that is taken.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     told = {"how": how, "checkpoint": str(model.path), "place": str(place / "store")}
     told = {**told, "budget": BUDGETS[model.shape], **more}
     return subprocess.run(
         wrapped([sys.executable, "-m", "tests.dispatch.limited", json.dumps(told)]),
         capture_output=True,
         text=True,
-        env=environment,
+        # What it keeps of freed memory is memory that is taken.
+        env=with_the_usual_allocator(),
         timeout=300,
         check=False,
     )
@@ -87,8 +87,8 @@ def run(
 ) -> dict[str, Any]:
     done = start(how, model, place, wrapped, **more)
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    (result,) = results_in(done.stdout)
+    return result
 
 
 def gained(result: dict[str, Any]) -> int:

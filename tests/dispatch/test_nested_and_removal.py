@@ -21,10 +21,9 @@ from tests.dispatch.conftest import (
     References,
     Weights,
     assert_ordinary,
-    assert_same,
     store_for,
-    weight_bytes,
 )
+from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import (
     ClosedError,
     TierStore,
@@ -117,9 +116,9 @@ def test_child_and_parent(
     padding = 4096 * len(groups(store) + groups(other)) + 256 * len(list(model.parameters()))
     assert padding < models.LAYER_BYTES * 8  # one tower
     total = bytes_in_groups(store) + (0 if same_store else bytes_in_groups(other))
-    assert weight_bytes(model) <= total <= weight_bytes(model) + padding
+    assert parameter_bytes(model) <= total <= parameter_bytes(model) + padding
     if not same_store:
-        assert weight_bytes(model.first) <= bytes_in_groups(other)
+        assert parameter_bytes(model.first) <= bytes_in_groups(other)
         assert serving(model, store, other) == [True, True]
         assert serving(model.first, store, other) == [False, True]
     undispatch(model)
@@ -147,7 +146,7 @@ def test_the_child_goes_back_to_its_parent(
     for _ in range(2):
         assert torch.equal(run(model), expected)
         weights.assert_at_home(model)
-    assert bytes_in_groups(store) >= weight_bytes(model)
+    assert bytes_in_groups(store) >= parameter_bytes(model)
     assert serving(model, store, other) == [True, False]
     undispatch(model)
     assert_ordinary(model)
@@ -191,7 +190,7 @@ def test_weights_tied_across_nested_dispatches(
     padding = 4096 * len(groups(store) + groups(other)) + 256 * len(list(model.parameters()))
     assert padding < models.LAYER_BYTES * 8  # one tower
     total = bytes_in_groups(store) + bytes_in_groups(other)
-    assert weight_bytes(model) <= total <= weight_bytes(model) + padding  # it moves once
+    assert parameter_bytes(model) <= total <= parameter_bytes(model) + padding  # it moves once
     for _ in range(2):
         assert torch.equal(run(model), expected)
         weights.assert_at_home(model)

@@ -18,10 +18,10 @@ from tests.dispatch.conftest import (
     SHARE,
     Checkpoints,
     Weights,
-    assert_same,
     evict,
     store_for,
 )
+from tests.helpers.tensors import assert_same
 from tierstore import (
     BudgetError,
     LeaseError,

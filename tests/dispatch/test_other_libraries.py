@@ -18,9 +18,9 @@ from tests.dispatch.conftest import (
     Checkpoints,
     Weights,
     assert_ordinary,
-    assert_same,
     store_for,
 )
+from tests.helpers.tensors import assert_same
 from tierstore import (
     BudgetError,
     dispatch_model,

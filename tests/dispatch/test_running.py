@@ -21,10 +21,10 @@ from tests.dispatch.conftest import (
     References,
     Weights,
     assert_ordinary,
-    assert_same,
     evict,
     store_for,
 )
+from tests.helpers.tensors import assert_same
 from tierstore import dispatch_model, undispatch
 
 SHARE = 0.3

@@ -7,7 +7,6 @@ has mended it, the exhibit is skipped and says so.
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,9 +26,10 @@ from tests.dispatch.conftest import (
     Checkpoints,
     Weights,
     assert_ordinary,
-    assert_same,
     store_for,
 )
+from tests.helpers.files import flip_bit
+from tests.helpers.tensors import assert_same
 from tierstore import (
     CorruptDataError,
     TierStore,
@@ -284,11 +284,7 @@ def flip_every_file(folder: Path, pattern: str) -> None:
     paths = sorted(folder.rglob(pattern))
     assert paths
     for path in paths:
-        before = path.stat()
-        data = bytearray(path.read_bytes())
-        data[-1 - 4 * (min(before.st_size, 64) // 8)] ^= 0x40
-        path.write_bytes(data)
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        flip_bit(path, -1 - 4 * (min(path.stat().st_size, 64) // 8), 6)
 
 
 @ON_BOTH

@@ -27,9 +27,9 @@ from tests.dispatch.conftest import (
     Checkpoints,
     References,
     assert_ordinary,
-    assert_same,
     store_for,
 )
+from tests.helpers.tensors import assert_same
 from tierstore import TierStore, dispatch_model, undispatch
 
 pytestmark = ON_BOTH

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.processes import ROOT, run_python
+
 EXAMPLES = ROOT / "docs/examples"
 SECONDS = 300
 
@@ -29,15 +29,8 @@ def run(name: str, *words: str, temporary: Path) -> subprocess.CompletedProcess[
         "PYTHONPATH": str(ROOT),
         "TMPDIR": str(temporary),
     }
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *words],
-        cwd=temporary,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    words = [EXAMPLES / name, *words]
+    return run_python(*words, directory=temporary, environment=environment, timeout=SECONDS)
 
 
 def test_all_of_them_are_here() -> None:

@@ -9,13 +9,12 @@ import os
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.facilities import Unusable, unmount
+from tests.faults.facilities import unmount, wait_until_mounted
 
 WRITE, FLUSH, MARK = range(3)
 HEAD = struct.Struct("<BQI")
@@ -80,11 +79,7 @@ def block_device(image: Path, at: Path, log: Path) -> Iterator[Device]:
     server = subprocess.Popen(command)
     device = Device(at)
     try:
-        end = time.monotonic() + PATIENCE
-        while not device.disk.exists():
-            if server.poll() is not None or time.monotonic() > end:
-                raise Unusable("no file system in user space could be mounted")
-            time.sleep(0.01)
+        wait_until_mounted(device.disk, server, PATIENCE)
         yield device
     finally:
         unmount(at)

@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,6 +69,15 @@ def unmount(at: Path) -> None:
         run(program("umount"), at)
         return
     run(program("umount"), "--lazy", at)
+
+
+def wait_until_mounted(path: Path, server: subprocess.Popen[bytes], patience: float) -> None:
+    """Wait for a file of a file system that a process serves. Raises Unusable."""
+    end = time.monotonic() + patience
+    while not path.exists():
+        if server.poll() is not None or time.monotonic() > end:
+            raise Unusable("no file system in user space could be mounted")
+        time.sleep(0.01)
 
 
 def make_image(path: Path, kind: str, nbytes: int = 320 << 20) -> None:

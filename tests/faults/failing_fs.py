@@ -6,13 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.facilities import Unusable, unmount
+from tests.faults.facilities import Unusable, unmount, wait_until_mounted
 
 SERVER = "tests.faults.failing_fs_server"
 PATIENCE = 30.0
@@ -61,11 +60,7 @@ def failing_file_system(place: Path) -> Iterator[FailingFileSystem]:
     arguments = [str(shown), str(at), str(orders)]
     server = subprocess.Popen([sys.executable, "-m", SERVER, *arguments])
     try:
-        end = time.monotonic() + PATIENCE
-        while not (at / "is mounted").exists():
-            if server.poll() is not None or time.monotonic() > end:
-                raise Unusable("no file system in user space could be mounted")
-            time.sleep(0.01)
+        wait_until_mounted(at / "is mounted", server, PATIENCE)
         yield FailingFileSystem(at, orders, server)
     finally:
         # Killed first: then whoever still waits for it is told, and nothing can hang here.

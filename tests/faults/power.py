@@ -33,6 +33,7 @@ import torch
 
 from tests.faults.facilities import cut_power, loop_mounted, make_image
 from tests.faults.promised import BUDGET, Name, Promised, Tell, Worker, contents, without_syncs
+from tests.helpers.processes import forked
 from tierstore import TierStore
 from tierstore.model.errors import TierStoreError
 from tierstore.transfer.directory import ObjectDirectory
@@ -81,26 +82,6 @@ class Cut:
 
 
 # Processes ----------------------------------------------------------------------------------------
-
-
-def forked(do: Callable[[Tell], None]) -> tuple[int, int]:
-    """Do it in a child. Returns its id, and where to read what it tells."""
-    source, drain = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(drain)
-        return child, source
-    os.close(source)
-
-    def tell(*told: Any) -> None:
-        os.write(drain, json.dumps(told).encode() + b"\n")
-
-    with contextlib.suppress(BaseException):
-        try:
-            do(tell)
-        except BaseException:
-            tell("surprise", traceback.format_exc())
-    os._exit(0)
 
 
 class Listening:
@@ -193,7 +174,7 @@ def _work_once(disk_dir: Path, plan: Plan, seed: int, tell: Tell) -> list[str]:
         except (TierStoreError, OSError) as error:
             errors.append(f"{type(error).__name__}: {error}")
         except BaseException:
-            tell("surprise", traceback.format_exc())
+            tell("wrong", traceback.format_exc())
             raise
 
     try:
@@ -298,7 +279,7 @@ class Machine:
 
     def _hear(self, child: Listening, seconds: float, stop: str, result: Cut) -> None:
         for what, *about in child.until(seconds, stop):
-            if what == "surprise":
+            if what == "wrong":
                 result.broken.append(f"surprise: {about[0]}")
             elif what == "ended":
                 result.ended = about[0]

@@ -26,7 +26,7 @@ import torch
 
 from tests.faults.block_device import FLUSH, MARK, WRITE, Device, Entry, block_device, read_log
 from tests.faults.facilities import Unusable, loop_mounted, make_image, program, run
-from tests.faults.power import PATIENCE, Cut, Listening, forked, found_by_another
+from tests.faults.power import PATIENCE, Cut, Listening, found_by_another
 from tests.faults.promised import (
     BUDGET,
     Promised,
@@ -34,6 +34,7 @@ from tests.faults.promised import (
     Worker,
     without_syncs,
 )
+from tests.helpers.processes import forked
 from tierstore import TierStore
 
 SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # xfs does without no less

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import re
 import shutil
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.files import open_files
 from tests.store.helpers import assert_at_rest, assert_sound, files_below, wait_until_idle
 from tierstore import TierStore
 from tierstore.model.errors import TierStoreError, TransferError
@@ -183,7 +183,7 @@ def nothing_left_behind() -> Iterator[None]:
     hooks = sys.unraisablehook, threading.excepthook
     sys.unraisablehook = lambda a: stray.append(f"unraisable: {a.exc_value!r} in {a.object!r}")
     threading.excepthook = lambda a: stray.append(f"a thread died of {a.exc_value!r}")
-    before, threads = descriptors(), set(threading.enumerate())
+    before, threads = open_files(), set(threading.enumerate())
     try:
         yield
         if left_open(before):  # by garbage, perhaps
@@ -198,18 +198,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 def left_open(before: dict[int, str]) -> list[str]:
     """What is open now and was not before."""
-    return [name for number, name in descriptors().items() if before.get(number) != name]
-
-
-def descriptors() -> dict[int, str]:
-    """What this process has open."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue  # that of the list itself
-    return found
+    return [name for number, name in open_files().items() if before.get(number) != name]
 
 
 def copy_tree(source: Path, target: Path) -> None:

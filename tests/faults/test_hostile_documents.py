@@ -25,8 +25,8 @@ from torch import nn
 
 from tests.faults.mutating import KEY, edit, mutants, object_file, parsed, tensors, written
 from tests.faults.watching import watched
+from tests.helpers.files import object_file as object_path
 from tests.lanes import by_lane
-from tests.store.helpers import object_file as object_path
 from tests.store.helpers import open_store, pages
 from tierstore import TierStoreError
 from tierstore.adapters.training.documents import _sealed

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,8 +23,10 @@ import torch
 
 from tests.faults.mutating import KEY, Mutant, mutants, seeds
 from tests.faults.watching import watched
+from tests.helpers.files import object_file
+from tests.helpers.processes import output_of
 from tests.lanes import LONG, by_lane, lane
-from tests.store.helpers import assert_group, object_file, open_store, pages
+from tests.store.helpers import assert_group, open_store, pages
 from tierstore import CorruptDataError, TierStoreError, TransferError
 from tierstore.model import header as headers
 from tierstore.model import objects
@@ -444,17 +445,9 @@ WORST = [
 @pytest.mark.timeout(1800)
 def test_what_is_large_costs_neither_memory_nor_time(tmp_path: Path) -> None:
     wanted = WORST if lane() != LONG else []
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE, tmp_path, *wanted],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("|") for line in done.stdout.splitlines()]
-    print(done.stdout)
+    output = output_of("-c", LARGE, tmp_path, *wanted, timeout=600)
+    rows = [line.split("|") for line in output.splitlines()]
+    print(output)
     assert {row[0] for row in rows} >= set(wanted)
     believed = {row[0] for row in rows if row[1] == "accepted"}
     assert believed == {row[0] for row in rows} & BELIEVED

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from tests.faults.watching import watched
+from tests.helpers.files import flip_bit
 from tests.store.helpers import PAGE, assert_group, open_store, pages, push_out
 from tierstore import TierStoreError, UnknownKeyError
 from tierstore.cli.commands import inspector
@@ -198,9 +199,7 @@ def test_an_error_of_a_damaged_object_shows_its_key_harmlessly(disk_dir: Path) -
     with open_store(disk_dir) as store:
         store.put(key, pages(1))
     [path] = disk_dir.glob("objects/*/*")
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
+    flip_bit(path, -1)
     with open_store(disk_dir) as store:
         with pytest.raises(TierStoreError) as error:
             store.get(key)

@@ -12,8 +12,6 @@ import os
 import shutil
 import socket
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +23,8 @@ from safetensors.torch import save_file
 
 from tests.cli.conftest import tree
 from tests.faults.watching import watched
+from tests.helpers.files import object_file
+from tests.helpers.processes import output_of
 from tests.lanes import LONG, lane
 from tests.store.helpers import (
     PAGE,
@@ -32,7 +32,6 @@ from tests.store.helpers import (
     assert_group,
     assert_same,
     join,
-    object_file,
     open_store,
     pages,
     push_out,
@@ -355,16 +354,7 @@ except TierStoreError as error:
 
 def as_somebody(disk_dir: Path) -> str:
     """Use the directory as a user who is not root. Returns what came of it."""
-    done = subprocess.run(
-        [sys.executable, "-c", AS_SOMEBODY, disk_dir],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of("-c", AS_SOMEBODY, disk_dir, timeout=120)
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +22,7 @@ from tests.faults.block_device import Device, block_device
 from tests.faults.facilities import cut_power, loop_mounted, make_image
 from tests.faults.power import HOW, Cut
 from tests.faults.promised import BUDGET, contents, syncing_again, value
+from tests.helpers.processes import output_of, results_in
 from tests.lanes import by_lane
 from tierstore import TierStore
 from tierstore.model.errors import TransferError
@@ -39,19 +38,10 @@ CONTROLS = ("files", "directories")
 def results(program: str, plans: Sequence[Any]) -> list[list[Cut]]:
     """What came of each plan: one process has seen them all."""
     told = json.dumps([asdict(plan) for plan in plans])
-    done = subprocess.run(
-        [sys.executable, "-m", program, told],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = output_of("-m", program, told, timeout=PATIENCE)
     found: list[list[Cut]] = [[] for _ in plans]
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            number, cut = json.loads(line.removeprefix("RESULT "))
-            found[number].append(Cut(**cut))
+    for number, cut in results_in(output):
+        found[number].append(Cut(**cut))
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from tests.faults.facilities import mounted, program, run
 from tests.faults.scenarios import SCENARIOS, World, tensors_of, value_of
 from tests.faults.sweeping import Sweep, no_fault
+from tests.helpers.processes import output_of
 from tests.lanes import by_lane
 from tests.store.helpers import files_below
 from tierstore import TierStore
@@ -132,9 +133,7 @@ store.close()
 @pytest.mark.needs("limits")
 def test_what_weights_show_while_away_needs_no_descriptors(quick_dir: Path) -> None:
     """Five hundred groups are shown at once, with 200 descriptors."""
-    command = [sys.executable, "-c", FEW, str(quick_dir / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of("-c", FEW, quick_dir / "store", timeout=300)
 
 
 # Places that may not be changed -------------------------------------------------------------------

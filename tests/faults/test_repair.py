@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import ROOT, environment, flip, path_of, put
+from tests.cli.conftest import ROOT, environment, put
 from tests.faults.facilities import cut_power, loop_mounted, make_image, mounted, program, run
+from tests.helpers.files import flip_bit, object_file
 from tests.lanes import by_lane
 from tierstore.transfer.directory import ObjectDirectory
 
@@ -71,7 +72,7 @@ def injecting(path: Path, calls: str, error: str) -> tuple[object, ...]:
 @pytest.mark.parametrize("calls", ["pread64,preadv,preadv2", "preadv,preadv2", "openat"])
 def test_what_the_disk_cannot_read_is_put_away(scratch: Path, calls: str) -> None:
     store = make_store(scratch / "store")
-    path = path_of(store, "b")
+    path = object_file(store, "b")
     content = path.read_bytes()
     under = injecting(path, calls, "EIO")
     exit_code, document = verify(store, "--data", under=under)
@@ -91,7 +92,7 @@ def test_what_the_disk_cannot_read_is_put_away(scratch: Path, calls: str) -> Non
 @pytest.mark.needs("strace")
 def test_what_the_machine_was_short_of_puts_nothing_away(scratch: Path) -> None:
     store = make_store(scratch / "store")
-    path = path_of(store, "b")
+    path = object_file(store, "b")
     exit_code, document = verify(
         store, "--data", "--repair", under=injecting(path, "preadv,preadv2", "ENOMEM")
     )
@@ -109,7 +110,7 @@ def test_what_this_user_may_not_read_is_put_away(scratch: Path) -> None:
     store = make_store(scratch / "store")
     for path in [store, *store.rglob("*")]:
         os.chown(path, NOBODY, NOBODY)
-    secret = path_of(store, "b")
+    secret = object_file(store, "b")
     os.chown(secret, 0, 0)
     content = secret.read_bytes()
     ids = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
@@ -126,13 +127,13 @@ def test_what_this_user_may_not_read_is_put_away(scratch: Path) -> None:
 @pytest.mark.needs("read-only-mounts")
 def test_on_a_disk_that_cannot_be_written_it_only_looks(scratch: Path) -> None:
     store = make_store(scratch / "store")
-    flip(path_of(store, "b"), 50)
+    flip_bit(object_file(store, "b"), 50)
     with mounted("--bind", store, at=scratch / "mounted") as directory:
         run(program("mount"), "-o", "remount,ro,bind", directory)
         assert verify(directory)[0] == 3
         with pytest.raises(AssertionError, match="Read-only file system"):
             verify(directory, "--repair")
-    assert path_of(store, "b").exists()
+    assert object_file(store, "b").exists()
     assert verify(store, "--repair")[0] == 0
 
 
@@ -145,7 +146,7 @@ def repaired(scratch: Path, kind: str, code: str) -> tuple[bool, list[str]]:
     make_image(image, kind)
     with loop_mounted(image, scratch / "mounted") as disk:
         store = make_store(disk / "store")
-        flip(path_of(store, "b"), 50)
+        flip_bit(object_file(store, "b"), 50)
         os.sync()
         assert verify(store, "--repair", code=code)[0] == 0
         cut_power(disk)
@@ -156,7 +157,7 @@ def repaired(scratch: Path, kind: str, code: str) -> tuple[bool, list[str]]:
         for name in names:
             if name.endswith(".note.json"):
                 assert json.loads((away / name).read_text())["was"]
-        return path_of(store, "b").exists(), names
+        return object_file(store, "b").exists(), names
 
 
 @pytest.mark.parametrize(

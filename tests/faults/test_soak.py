@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults.soak import FAULT_EVERY, PARTS, Note, Told, slope
+from tests.helpers.processes import output_of
 from tests.lanes import by_lane
 from tests.store.helpers import assert_group, open_store, pages
 from tierstore import TransferError
@@ -25,14 +24,8 @@ ROUGH = 50.0
 def soaked(place: Path, gets: int, *, faults: bool = True, leak: int = 0, seed: int = 0) -> Told:
     """What a process that soaks a store tells."""
     given = {"place": str(place), "gets": gets, "faults": faults, "leak": leak, "seed": seed}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.faults.soak", json.dumps(given)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    output = output_of("-W", "ignore", "-m", "tests.faults.soak", json.dumps(given))
+    told = json.loads(output.splitlines()[-1])
     told["notes"] = [Note(**note) for note in told["notes"]]
     return Told(**told)
 

@@ -619,6 +619,15 @@ class History:
             (self.world.fail if late else self.world.deliver)(move)
 
 
+def land_all(world: World) -> None:
+    """Deliver all that is on its way, and what sets out meanwhile."""
+    for _ in range(ROUNDS):
+        if not world.books.moving:
+            return
+        world.deliver(world.books.moving[0])
+    raise AssertionError(f"it never comes to rest: {world.books.moving}")
+
+
 def play(seed: int, policy: str, steps: int = 50, planner: type[Planner] = Planner) -> World:
     """One random history, up to and including its end. The error of a failure names the seed."""
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.histories import mutants
-from tests.histories.machine import World
+from tests.histories.machine import World, land_all
 from tierstore.model.errors import BudgetError
 from tierstore.model.moves import Copy, Drop
 from tierstore.model.tiers import Access, Tier
@@ -19,15 +19,6 @@ from tierstore.plan.policy import FarthestNextUse
 from tierstore.plan.schedule import LearnedOrder
 
 SMALL = {Tier.HOST: 10, Tier.DISK: None}
-MANY = 50
-
-
-def land_all(world: World) -> None:
-    for _ in range(MANY):
-        if not world.books.moving:
-            return
-        world.deliver(world.books.moving[0])
-    raise AssertionError(f"it never comes to rest: {world.books.moving}")
 
 
 def put(world: World, nbytes: int) -> str:

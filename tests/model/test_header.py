@@ -13,6 +13,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.files import with_flipped_bit
 from tierstore.model.errors import CorruptDataError, InvalidHeaderError
 from tierstore.model.groups import DTYPE_SIZES, Block, Packing, TensorSpec, contiguous_stride, pack
 from tierstore.model.header import (
@@ -274,24 +275,20 @@ def notices(raw: bytes, *, by_checksum: bool) -> bool:
     return by_checksum and not header_is_intact(body, header)
 
 
-def flipped(raw: bytes, bit: int) -> bytes:
-    changed = bytearray(raw)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
 def test_every_single_flipped_bit_of_a_header_is_noticed() -> None:
     raw = real_file()
     assert not notices(raw, by_checksum=True)
     head = int.from_bytes(raw[:LENGTH_BYTES], "little") + LENGTH_BYTES
-    missed = [bit for bit in range(8 * head) if not notices(flipped(raw, bit), by_checksum=True)]
+    flipped = (with_flipped_bit(raw, *divmod(bit, 8)) for bit in range(8 * head))
+    missed = [bit for bit, each in enumerate(flipped) if not notices(each, by_checksum=True)]
     assert missed == []
 
 
 def test_without_the_checksum_many_would_not_be() -> None:
     raw = real_file()
     text = raw.rstrip(b"\0").index(b"}}") * 8
-    missed = [bit for bit in range(text) if not notices(flipped(raw, bit), by_checksum=False)]
+    flipped = (with_flipped_bit(raw, *divmod(bit, 8)) for bit in range(text))
+    missed = [bit for bit, each in enumerate(flipped) if not notices(each, by_checksum=False)]
     assert len(missed) > text // 20
 
 

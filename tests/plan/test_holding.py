@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from tests.histories.machine import Holder, World
+from tests.histories.machine import Holder, World, land_all
 from tierstore.model.errors import BudgetError
 from tierstore.model.moves import Copy, Drop, Reserve
 from tierstore.model.tiers import Access, Hold, Tier
@@ -20,11 +20,6 @@ THREE = {Tier.DEVICE: 20, Tier.HOST: 20, Tier.DISK: None}
 BOTH = pytest.mark.parametrize("budgets", [TWO, THREE])
 
 Budgets = dict[Tier, int | None]
-
-
-def land_all(world: World) -> None:
-    while world.books.moving:
-        world.deliver(world.books.moving[0])
 
 
 def fetched(world: World, key: str, purpose: Hold) -> Holder:

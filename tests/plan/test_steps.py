@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.histories.machine import World
+from tests.histories.machine import World, land_all
 from tests.plan.scans import Scan
 from tierstore import BudgetError
 from tierstore.model.moves import Copy
@@ -22,11 +22,6 @@ from tierstore.plan.schedule import LearnedOrder
 
 TWO = {Tier.HOST: 20, Tier.DISK: None}
 THREE = {Tier.DEVICE: 20, Tier.HOST: 20, Tier.DISK: None}
-
-
-def land_all(world: World) -> None:
-    while world.books.moving:
-        world.deliver(world.books.moving[0])
 
 
 def put(world: World, nbytes: int) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.processes import output_of
 from tools.bench import traces
 from tools.bench.traces import MB, Trace, belady, least_missed, trace_of
 
@@ -78,19 +77,14 @@ def test_a_trace_uses_the_groups_that_it_has(trace: Trace) -> None:
 def test_what_is_claimed_of_the_policies_holds() -> None:
     """Bytes and virtual seconds only: the cost of planning is measured by the bench itself."""
     parts = [word for part in ("missed", "hierarchy", "prefetch") for word in ("--only", part)]
-    run = subprocess.run(
-        [sys.executable, ROOT / "tools/bench/policies.py", "--small", *parts],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    claims = [line for line in run.stdout.split("## Claims")[1].splitlines() if line]
+    output = output_of("tools/bench/policies.py", "--small", *parts)
+    claims = [line for line in output.split("## Claims")[1].splitlines() if line]
     assert len(claims) == 7
     # Of a recorded run, which is short, what is missed until its order is known is more than the
     # twentieth that is claimed: the bench says so. It shall not become more.
     others = [line for line in claims if "recorded traces" not in line]
     assert len(others) == 6
     assert all(line.startswith("- held: ") for line in others), "\n".join(claims)
-    rows = [line.split("|") for line in run.stdout.splitlines() if line.startswith("| recorded")]
+    rows = [line.split("|") for line in output.splitlines() if line.startswith("| recorded")]
     assert len(rows) == 2
     assert all(float(row[4].strip(" !")) <= 1.06 for row in rows), "\n".join(claims)

@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from tests.device import pretend
+from tests.helpers.threads import PATIENCE
 from tierstore import TierStore
 from tierstore.model.tiers import Tier
-from tierstore.transfer.objects import object_name
 
 REASON = pretend.ready()
 PAGE = 4096
 FLOATS_PER_PAGE = PAGE // 4
-PATIENCE = 60
-"""Seconds after which something that should have happened never will. Nothing is timed."""
 
 needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 on_both = pytest.mark.parametrize(
@@ -100,11 +98,6 @@ def push_out(store: TierStore, *keys: str) -> None:
         for key in keys:
             assert tiers_of(store, key) == ("DISK",), f"{key} is still nearer than the disk"
     store.discard("filler")
-
-
-def object_file(store_dir: Path, key: str) -> Path:
-    """Where the object file of a key is, if there is one."""
-    return Path(store_dir) / "objects" / object_name(key)
 
 
 def files_below(directory: Path) -> set[str]:

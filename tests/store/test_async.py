@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.threads import hold_calls
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -143,29 +144,13 @@ def test_a_call_that_blocks_would_stop_the_ticker(disk_dir: Path) -> None:
     store.close()
 
 
-class Gate:
-    """Holds calls of a function of `os` back until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-        original = getattr(os, name)
-
-        def gated(*args: Any, **options: Any) -> Any:
-            self.reached.set()
-            assert self.opened.wait(PATIENCE)
-            return original(*args, **options)
-
-        monkeypatch.setattr(os, name, gated)
-
-
 def test_the_loop_goes_on_while_a_disk_is_stuck(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     push_out(store, "key")
-    gate = Gate(monkeypatch, "preadv")
+    gate = hold_calls(monkeypatch, os, "preadv")
 
     async def main() -> None:
         ticker = Ticker()
@@ -173,7 +158,7 @@ def test_the_loop_goes_on_while_a_disk_is_stuck(
         assert await asyncio.to_thread(gate.reached.wait, PATIENCE)
         await ticker.some()
         assert not reading.done()
-        gate.opened.set()
+        gate.open()
         assert_group(await within_reason(reading), pages(1))
         await ticker.stop()
 
@@ -190,7 +175,7 @@ def test_letting_go_of_an_ephemeral_group_does_not_wait_for_the_disk(
     store.put("ephemeral", pages(1), durable=False)
     store.put("durable", pages(2))
     lease = store.acquire("ephemeral", Access.TAKE) if step != "discard" else None
-    gate = Gate(monkeypatch, "rename")
+    gate = hold_calls(monkeypatch, os, "rename")
     flushing = threading.Thread(target=store.flush, daemon=True)
     flushing.start()
     assert gate.reached.wait(PATIENCE)
@@ -201,7 +186,7 @@ def test_letting_go_of_an_ephemeral_group_does_not_wait_for_the_disk(
         join(letting_go)
         assert "ephemeral" not in store
     finally:
-        gate.opened.set()
+        gate.open()
     join(flushing)
     store.close()
 
@@ -213,7 +198,7 @@ def test_the_loop_goes_on_while_a_file_is_being_removed(
     store.put("key", pages(1))
     store.put("other", pages(2))
     store.flush()
-    gate = Gate(monkeypatch, "unlink")
+    gate = hold_calls(monkeypatch, os, "unlink")
     discarding = threading.Thread(target=lambda: store.discard("key"), daemon=True)
     discarding.start()
     assert gate.reached.wait(PATIENCE)
@@ -227,7 +212,7 @@ def test_the_loop_goes_on_while_a_file_is_being_removed(
 
     run(store, main)
     assert discarding.is_alive()
-    gate.opened.set()
+    gate.open()
     join(discarding)
     store.close()
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.files import flip_bit, object_file, open_files
+from tests.helpers.processes import output_of
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -29,7 +30,6 @@ from tests.store.helpers import (
     join,
     memory_held,
     needs_pretend,
-    object_file,
     on_both,
     open_store,
     pages,
@@ -158,17 +158,6 @@ def threads_of_stores() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("tierstore")]
 
 
-def open_files() -> set[str]:
-    """The files that this process holds open."""
-    found = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            found.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except OSError:
-            continue
-    return found
-
-
 def test_disk_budget_below_what_is_there(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         for i in range(4):
@@ -179,7 +168,7 @@ def test_disk_budget_below_what_is_there(disk_dir: Path) -> None:
         open_store(disk_dir, disk_budget=7 * PAGE)
     says(error, f"{8 * PAGE:,}", f"{7 * PAGE:,}", "disk_budget", "tierstore-inspect rm")
     assert threads_of_stores() == threads, "the store that never was left threads behind"
-    assert not [name for name in open_files() if str(disk_dir) in name]
+    assert not [name for name in open_files().values() if str(disk_dir) in name]
     with open_store(disk_dir, disk_budget=8 * PAGE) as store:
         assert_group(store.get("key3"), pages(3, 2))
 
@@ -431,9 +420,7 @@ def test_a_bit_that_flips_under_verify_always(checkpoint: Path, disk_dir: Path) 
         assert_group(store.get("m/b"), pages(2, 3))
         push_out(store, "m/b")
         store._carrier.files.check = lambda path, expected: store._carrier.files.get(path)
-        raw = bytearray(checkpoint.read_bytes())
-        raw[-1] ^= 1
-        checkpoint.write_bytes(raw)
+        flip_bit(checkpoint, -1)
         with pytest.raises(CorruptDataError) as error:
             store.get("m/b")
         says(error, "'m/b'", checkpoint, error.value.expected, error.value.found)
@@ -747,12 +734,6 @@ def test_room_that_is_kept_for_spilling_is_given_up_for_what_must_survive(
 # Damage ------------------------------------------------------------------------------------------
 
 
-def flip(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 1
-    path.write_bytes(raw)
-
-
 def two_objects(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("damaged", pages(1, 2))
@@ -760,9 +741,9 @@ def two_objects(disk_dir: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[TransferError]]] = {
-    "a bit of the data": (lambda path: flip(path, path.stat().st_size - 5), CorruptDataError),
-    "a bit of the header": (lambda path: flip(path, 40), CorruptDataError),
-    "a bit of its padding": (lambda path: flip(path, 4090), CorruptDataError),
+    "a bit of the data": (lambda path: flip_bit(path, path.stat().st_size - 5), CorruptDataError),
+    "a bit of the header": (lambda path: flip_bit(path, 40), CorruptDataError),
+    "a bit of its padding": (lambda path: flip_bit(path, 4090), CorruptDataError),
     "the end is missing": (lambda path: os.truncate(path, path.stat().st_size - 1), TransferError),
     "half of the header": (lambda path: os.truncate(path, 2000), TransferError),
     "nothing in it": (lambda path: os.truncate(path, 0), TransferError),
@@ -816,7 +797,7 @@ def test_what_is_checked_when_it_is_read_again(verify: str, noticed: bool, disk_
     with open_store(disk_dir, verify=verify) as store:
         assert_group(store.get("damaged"), pages(1, 2))
         push_out(store, "damaged")
-        flip(object_file(disk_dir, "damaged"), 5000)
+        flip_bit(object_file(disk_dir, "damaged"), 5000)
         if noticed:
             with pytest.raises(CorruptDataError):
                 store.get("damaged")
@@ -865,10 +846,7 @@ else:
 
 def test_a_second_process_on_the_same_directory(disk_dir: Path) -> None:
     def second() -> str:
-        command = [sys.executable, "-c", SECOND, str(disk_dir)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return output_of("-c", SECOND, disk_dir)
 
     with open_store(disk_dir) as store:
         store.put("key", pages(1))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.device import pretend
+from tests.helpers.files import object_file
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -19,7 +20,6 @@ from tests.store.helpers import (
     assert_group,
     files_below,
     needs_pretend,
-    object_file,
     open_store,
     pages,
     push_out,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.files import object_file
+from tests.helpers.processes import run_python
 from tests.store.helpers import (
     PAGE,
     assert_at_rest,
@@ -24,7 +24,6 @@ from tests.store.helpers import (
     files_below,
     join,
     needs_pretend,
-    object_file,
     on_both,
     open_store,
     pages,
@@ -420,9 +419,7 @@ def lasting() -> dict[str, Group]:
 
 
 def test_what_was_flushed_survives_a_kill(disk_dir: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DIES, str(disk_dir)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python("-c", DIES, disk_dir)
     assert (done.stdout, done.returncode) == ("flushed\n", -signal.SIGKILL), done.stderr
     with open_store(disk_dir) as store:
         assert set(store.keys()) == set(lasting())

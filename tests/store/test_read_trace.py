@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.files import with_flipped_bit
 from tests.store.helpers import PAGE, open_store, pages, push_out
 from tierstore import InvalidTraceError, TierStoreError
 from tierstore.trace import KINDS, merged, read_trace, save
@@ -166,9 +167,8 @@ def test_a_file_cut_short_is_refused(
 
 
 def test_a_flipped_bit_in_a_packed_file_is_refused(written: Document, tmp_path: Path) -> None:
-    raw = bytearray(gzip.compress(json.dumps(written).encode()))
-    raw[len(raw) // 2] ^= 1
-    (tmp_path / "trace.json.gz").write_bytes(raw)
+    raw = gzip.compress(json.dumps(written).encode())
+    (tmp_path / "trace.json.gz").write_bytes(with_flipped_bit(raw, len(raw) // 2))
     with pytest.raises(InvalidTraceError):
         read_trace(tmp_path / "trace.json.gz")
 

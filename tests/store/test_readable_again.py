@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.processes import run_python
+from tests.helpers.threads import Gate, hold_calls
 from tests.store.helpers import PATIENCE, assert_at_rest, assert_group, open_store, pages
 from tests.store.test_faults import Failing
 from tierstore import Access, DiskFullError, TierStore, TransferError, offload_activations
@@ -153,30 +153,21 @@ def test_a_get_needs_none_of_the_threads_that_wait_for_who_gets(disk_dir: Path) 
 def test_a_discard_never_makes_an_event_loop_wait(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    removing, go_on = threading.Event(), threading.Event()
-
-    async def main(store: TierStore) -> None:
+    async def main(store: TierStore, gate: Gate) -> None:
         store.discard("a")  # would wait for itself here
         assert "a" not in store
         flushing = asyncio.create_task(asyncio.to_thread(store.flush))
-        assert await asyncio.to_thread(removing.wait, PATIENCE)
+        assert await asyncio.to_thread(gate.reached.wait, PATIENCE)
         await asyncio.sleep(0.05)
         assert not flushing.done()
-        go_on.set()
+        gate.open()
         await flushing
 
     with open_store(disk_dir) as store:
         store.put("a", pages(1))
         store.flush()
-        remove = store._directory.remove
-
-        def gated(key: str) -> None:
-            removing.set()
-            assert go_on.wait(PATIENCE)
-            remove(key)
-
-        monkeypatch.setattr(store._directory, "remove", gated)
-        asyncio.run(main(store))
+        gate = hold_calls(monkeypatch, store._directory, "remove")
+        asyncio.run(main(store, gate))
     with open_store(disk_dir) as store:
         assert not store.keys()
 
@@ -252,6 +243,5 @@ print("done")
 @pytest.mark.parametrize("limit", ["files", "addresses"])
 def test_limits_of_the_process_leave_room_for_what_is_needed(limit: str, disk_dir: Path) -> None:
     """Not for what is reserved in advance: 64 MiB of a spill file, eight times the addresses."""
-    words = [sys.executable, "-c", LIMITED, limit, str(disk_dir)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", LIMITED, limit, disk_dir, timeout=120)
     assert done.stdout == "done\n", done.stderr[-2000:]

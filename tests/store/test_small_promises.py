@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.threads import Gate, hold_calls
 from tests.store import traces
 from tests.store.helpers import (
     PAGE,
@@ -29,7 +30,6 @@ from tests.store.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tests.store.test_async import Gate
 from tests.store.test_faults import Failing
 from tierstore import (
     Access,
@@ -111,11 +111,11 @@ def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(disk_dir) as store:
-        gate = Gate(monkeypatch, "posix_fallocate")
+        gate = hold_calls(monkeypatch, os, "posix_fallocate")
         slow = Caller(lambda: store.settle_on_disk("key", {"a": pages(1)}))
         assert gate.reached.wait(PATIENCE)
         store.settle("key", {"a": pages(2)})
-        gate.opened.set()
+        gate.open()
         assert isinstance(slow.ended(), DuplicateKeyError)
         assert_group(store.get("key"), {"a": pages(2)})
         assert_sound(store)
@@ -125,14 +125,14 @@ def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(disk_dir, disk_budget=8 * PAGE) as store:
-        gate = Gate(monkeypatch, "posix_fallocate")
+        gate = hold_calls(monkeypatch, os, "posix_fallocate")
         callers = [
             Caller(lambda key=key: store.settle_on_disk(key, {"a": pages(1, 5)})) for key in "ab"
         ]
         assert gate.reached.wait(PATIENCE)
         spill = store._carrier.saver._the_spill()
         wait_until(lambda: spill._end == 10 * PAGE, "one of them has not asked")
-        gate.opened.set()
+        gate.open()
         refused = [caller.result for caller in callers if caller.ended() is not None]
         assert [type(error) for error in refused] == [BudgetError]
         assert store.stats().used_bytes["DISK"] == 5 * PAGE
@@ -142,12 +142,12 @@ def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(disk_dir)
-    gate = Gate(monkeypatch, "posix_fallocate")
+    gate = hold_calls(monkeypatch, os, "posix_fallocate")
     slow = Caller(lambda: store.settle_on_disk("key", {"a": pages(1)}))
     assert gate.reached.wait(PATIENCE)
     closing = Caller(store.close)
     wait_until(lambda: store.closed, "it is not closed")
-    gate.opened.set()
+    gate.open()
     assert isinstance(slow.ended(), ClosedError)
     assert closing.ended() is None
     assert "key" not in store
@@ -292,7 +292,7 @@ def arriving(store: TierStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """A group that was put away, on its way to memory: it arrives when the gate is opened."""
     store.settle("coming", {"a": pages(1)})
     store.put_away(["coming"])
-    gate = Gate(monkeypatch, "preadv")
+    gate = hold_calls(monkeypatch, os, "preadv")
     store.expect_in_ram(["coming"])
     assert gate.reached.wait(PATIENCE)
     return gate
@@ -309,7 +309,7 @@ def test_who_waits_for_what_is_on_its_way_is_told_of_the_end(
     try:
         assert isinstance(waiting.ended(), ClosedError)
     finally:
-        gate.opened.set()
+        gate.open()
     assert closing.ended() is None
 
 
@@ -319,15 +319,15 @@ def test_what_is_being_put_away_is_put_away_while_a_store_closes(
     store = open_store(disk_dir)
     store.put("unsaved", pages(2))
     reading = arriving(store, monkeypatch)
-    writing = Gate(monkeypatch, "pwrite")
+    writing = hold_calls(monkeypatch, os, "pwrite")
     away = Caller(lambda: store.put_away(["coming"]))
     wait_for_a_request(store)
     closing = Caller(store.close)
     assert writing.reached.wait(PATIENCE)
     wait_until(lambda: len(store._waiting.requests()) == 2, "nobody closes it")
-    reading.opened.set()
+    reading.open()
     assert away.ended() is None
-    writing.opened.set()
+    writing.open()
     assert closing.ended() is None
 
 
@@ -500,9 +500,9 @@ def test_a_flush_that_must_not_wait_says_that_it_did_not(
 ) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        gate = Gate(monkeypatch, "pwrite")
+        gate = hold_calls(monkeypatch, os, "pwrite")
         error = Caller(lambda: store.flush(timeout=0)).ended()
-        gate.opened.set()
+        gate.open()
         assert isinstance(error, StoreTimeoutError)
         assert error.seconds == 0
         store.flush()
@@ -513,9 +513,9 @@ def test_a_flush_ends_when_its_time_is_over(
 ) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        gate = Gate(monkeypatch, "pwrite")
+        gate = hold_calls(monkeypatch, os, "pwrite")
         error = Caller(lambda: store.flush(timeout=0.05)).ended()
-        gate.opened.set()
+        gate.open()
         assert isinstance(error, StoreTimeoutError)
 
 
@@ -526,13 +526,13 @@ def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()
-        gate = Gate(monkeypatch, "unlink")
+        gate = hold_calls(monkeypatch, os, "unlink")
         discarding = Caller(lambda: store.discard("key"))
         assert gate.reached.wait(PATIENCE)
         flushing = Caller(store.flush)
         wait_for_a_request(store)
         assert flushing.is_alive()
-        gate.opened.set()
+        gate.open()
         assert discarding.ended() is None
         assert flushing.ended() is None
 
@@ -542,13 +542,13 @@ def test_a_flush_ends_though_what_it_saves_is_discarded(
 ) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        gate = Gate(monkeypatch, "pwrite")
+        gate = hold_calls(monkeypatch, os, "pwrite")
         flushing = Caller(store.flush)
         assert gate.reached.wait(PATIENCE)
         wait_for_a_request(store)
         discarding = Caller(lambda: store.discard("key"))
         wait_until(lambda: "key" not in store, "it is not discarded")
-        gate.opened.set()
+        gate.open()
         assert flushing.ended() is None
         assert discarding.ended() is None
         assert_at_rest(store)
@@ -585,12 +585,12 @@ def test_closing_waits_for_a_removal_and_tries_it_again_if_it_fails(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "unlink", fails_once)
-    gate = Gate(monkeypatch, "unlink")
+    gate = hold_calls(monkeypatch, os, "unlink")
     discarding = Caller(lambda: store.discard("key"))
     assert gate.reached.wait(PATIENCE)
     closing = Caller(store.close)
     wait_for_a_request(store)
-    gate.opened.set()
+    gate.open()
     assert isinstance(discarding.ended(), TransferError)
     assert failed.is_set()
     assert closing.ended() is None

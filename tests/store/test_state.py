@@ -7,13 +7,13 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.threads import hold_calls, start_thread
 from tests.store.helpers import (
     FLOATS_PER_PAGE,
     PAGE,
@@ -272,12 +272,6 @@ def test_what_is_shown_outlives_the_store(device: str, disk_dir: Path) -> None:
 # Waiting ------------------------------------------------------------------------------------------
 
 
-def started(target: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    return thread
-
-
 def wait_for_a_request(store: TierStore) -> None:
     """Until somebody has tried in vain."""
     wait_until(lambda: bool(store._waiting.requests()), "nobody waits")
@@ -298,7 +292,7 @@ def test_who_wants_to_change_it_waits_for_readers(
                 order.append("held")
                 held.tensors["a"].fill_(2)
 
-        thread = started(change)
+        thread = start_thread(change)
         wait_for_a_request(store)
         assert (lease.tensors["a"] == 1).all()
         order.append("released")
@@ -575,7 +569,7 @@ def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
             shown["a"].fill_(2)
             found.append(store.get("key"))
 
-        thread = started(work)
+        thread = start_thread(work)
         wait_for_a_request(store)  # of who puts it away, or of who gets it
         go_on.set()
         join(thread)
@@ -587,28 +581,20 @@ def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
     device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then it takes room. Nothing else is waited for: not what is there, nor what is not."""
-    began, go_on = threading.Event(), threading.Event()
     last_hop = "_read" if device == "cpu" else "_onload"
-    original = getattr(ThreadCarrier, last_hop)
-
-    def slow(*args: Any, **options: Any) -> Any:
-        began.set()
-        assert go_on.wait(PATIENCE)
-        return original(*args, **options)
-
     with open_store(disk_dir, device=device) as store:
         for key in ("there", "away", "coming"):
             settled(store, key, {"a": pages(1)})
         with store.acquire("there"):
-            monkeypatch.setattr(ThreadCarrier, last_hop, slow)
+            gate = hold_calls(monkeypatch, ThreadCarrier, last_hop)
             store.land(["there", "away", "no such key"])
             store.expect(["coming"])
-            assert began.wait(PATIENCE)
+            assert gate.reached.wait(PATIENCE)
             store.offload("coming")
-            thread = started(lambda: store.land(["away", "coming"]))
+            thread = start_thread(lambda: store.land(["away", "coming"]))
             wait_for_a_request(store)
             assert thread.is_alive()
-            go_on.set()
+            gate.open()
             join(thread)
             top = "HOST" if device == "cpu" else "DEVICE"
             assert top not in tiers_of(store, "coming")

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tests.adapters.conftest import DEVICES, NEEDS_PRETEND
+from tests.helpers.tensors import assert_same, parameter_bytes
 from tests.training import models
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
@@ -46,11 +47,6 @@ def states_per_parameter(optimizer_class: type[torch.optim.Optimizer], **options
     optimizer.step()
     kept = optimizer.state[parameter].values()
     return sum(isinstance(each, torch.Tensor) and each.shape == (3,) for each in kept)
-
-
-def parameter_bytes(module: nn.Module, *, trained: bool = False) -> int:
-    """Bytes of all parameters (or those that are trained), tied ones once."""
-    return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained)
 
 
 def full_state_bytes(
@@ -184,24 +180,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(copied(each) for each in value)
     return value
-
-
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """Nested dicts and lists are equal, and the tensors in them bit for bit, of the same dtype."""
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor), where
-        assert found.dtype is expected.dtype, where
-        assert torch.equal(found.cpu(), expected.cpu()), where
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for name, each in expected.items():
-            assert_same(found[name], each, f"{where} {name}")
-    elif isinstance(expected, (list, tuple)):
-        assert type(found) is type(expected) and len(found) == len(expected), where
-        for number, pair in enumerate(zip(found, expected, strict=True)):
-            assert_same(*pair, f"{where} {number}")
-    else:
-        assert type(found) is type(expected) and found == expected, where
 
 
 # Bytes --------------------------------------------------------------------------------------------

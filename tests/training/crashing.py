@@ -21,7 +21,6 @@ import shutil
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,8 +28,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_structure
 
+from tests.helpers.processes import Tell, forked
+from tests.helpers.tensors import assert_same
 from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, save_training
 from tierstore.adapters.training import replacing
 
@@ -39,9 +40,6 @@ LAYERS = 4
 WIDTH = 96
 BUDGET = 48 * 4096  # of 590 kB of parameters, gradients and states
 ADAMW = {"lr": 1e-2}
-FAILED = 3
-
-Tell = Callable[[Any], None]
 
 
 # Ways to save -------------------------------------------------------------------------------------
@@ -94,15 +92,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    """Bit for bit."""
-    (ours, form), (theirs, other) = tree_flatten(found), tree_flatten(expected)
-    assert form == other
-    for one, two in zip(ours, theirs, strict=True):
-        same = torch.equal(one, two) if isinstance(two, torch.Tensor) else one == two
-        assert same
-
-
 def uninterrupted(target: Path) -> None:
     """All steps of a plain model and AdamW, without a store. Writes down what they leave."""
     model = build()
@@ -145,8 +134,10 @@ def go_on(place: Path, way: str, expected: Path, tell: Tell) -> None:
             torch.set_rng_state(torch.tensor(extra["random"], dtype=torch.uint8))
         tell(done)
         losses = [step_once(step, model, optimizer) for step in range(done, STEPS)]
-        assert_same(losses, reference["losses"][done:])
-        assert_same(state_of(model, optimizer), reference["state"])
+        assert_same(losses, reference["losses"][done:], same_device=True)
+        state = state_of(model, optimizer)
+        assert tree_structure(state) == tree_structure(reference["state"])
+        assert_same(state, reference["state"], same_device=True)
         save(place / "run", model, optimizer, {"done": STEPS})
     tell(sorted(p.name for p in place.iterdir()))
 
@@ -235,23 +226,11 @@ class BetweenRenames(Killer):
         replacing.sync_names = die_between
 
 
-def forked(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
-    """Do it in a child. Returns how that ended, and what it told."""
-    source, drain = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(source)
-        code = FAILED
-        with contextlib.suppress(BaseException):
-            try:
-                do(lambda told: os.write(drain, json.dumps(told).encode() + b"\n") and None)
-                code = 0
-            except BaseException:
-                os.write(drain, json.dumps(traceback.format_exc()).encode() + b"\n")
-        os._exit(code)
-    os.close(drain)
+def done_in_a_child(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
+    """Returns how it ended, and what it told: the traceback last, if it raised something."""
+    child, source = forked(do)
     with os.fdopen(source) as lines:
-        told = [json.loads(line) for line in lines]
+        told = [json.loads(line)[-1] for line in lines]
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), told
 
@@ -260,11 +239,11 @@ def crash(place: Path, way: str, expected: Path, killer: Killer) -> Crash:
     """Train, be killed, go on."""
     place.mkdir()
     found = Crash(killer.only_saves)
-    code, told = forked(lambda tell: train(place, way, killer, tell))
+    code, told = done_in_a_child(lambda tell: train(place, way, killer, tell))
     found.killed = code == -signal.SIGKILL
     found.saved = max((each for each in told if isinstance(each, int)), default=0)
     found.left = sorted(p.name for p in place.iterdir())
-    code, told = forked(lambda tell: go_on(place, way, expected, tell))
+    code, told = done_in_a_child(lambda tell: go_on(place, way, expected, tell))
     if code:
         found.error = str(told[-1:])
     else:
@@ -277,14 +256,16 @@ def main(told: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     root = Path(told["place"])
     expected = root / "expected"
-    code, said = forked(lambda _: uninterrupted(expected))
+    code, said = done_in_a_child(lambda _: uninterrupted(expected))
     assert code == 0, said
     for way, points in told["points"].items():
         if way == "two renames":
             replacing._exchange = lambda *_: False  # as where the file system cannot
         chosen = random.Random(way)
         (root / way).mkdir()
-        code, said = forked(lambda tell, way=way: train(root / way, way, Killer(way), tell))
+        code, said = done_in_a_child(
+            lambda tell, way=way: train(root / way, way, Killer(way), tell)
+        )
         assert code == 0, said
         in_all, in_saves = said[-1]
         for number in range(points):

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import tierstore
-from tests.activations.limited import MIB, data_bytes
+from tests.activations.limited import MIB
+from tests.helpers.processes import data_bytes
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 
 HEADROOM = 300 * MIB

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.adapters.conftest import NEEDS_PRETEND
+from tests.helpers.tensors import parameter_bytes
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
@@ -19,7 +20,6 @@ from tests.training.conftest import (
     Trained,
     full_state_bytes,
     offloaded,
-    parameter_bytes,
     store_for,
     train,
 )

@@ -7,11 +7,10 @@ a chosen event, in the middle of saves more often than not.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.helpers.processes import output_of, results_in
 from tests.training.crashing import STEPS, Crash
 
 pytestmark = pytest.mark.full("dozens of processes; tests/training/test_saving.py has a save fail")
@@ -23,18 +22,10 @@ POINTS = {"exchange": 50, "two renames": 20, "torch.save": 6}
 def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Crash]]:
     """What came of them, by the way to save: one process has seen them all."""
     told = json.dumps({"place": str(tmp_path_factory.mktemp("crashes")), "points": POINTS})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.crashing", told],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = output_of("-m", "tests.training.crashing", told)
     found: dict[str, list[Crash]] = {way: [] for way in POINTS}
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            way, crash = json.loads(line.removeprefix("RESULT "))
-            found[way].append(Crash(**crash))
+    for way, crash in results_in(output):
+        found[way].append(Crash(**crash))
     assert {way: len(of_it) for way, of_it in found.items()} == POINTS
     return found
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.tensors import assert_same
 from tests.training import models
 from tests.training.conftest import (
     ON_BOTH,
     assert_nothing_is_leased,
-    assert_same,
     assert_within_budgets,
+    clip,
     compare,
     offloaded,
     store_for,
@@ -308,7 +309,7 @@ def test_what_was_made_of_a_state_counts(
             if number == 2:
                 edit(model, optimizer)
             if clipped:
-                found.append(clip(model, optimizer))
+                found.append(clip(model, optimizer, 0.01))
             found += states(model, optimizer)
             optimizer.step()
             found += states(model, optimizer)
@@ -316,12 +317,6 @@ def test_what_was_made_of_a_state_counts(
         return found
 
     compare(scenario, disk_dir, device)
-
-
-def clip(model: Any, optimizer: Any) -> torch.Tensor:
-    if isinstance(optimizer, OffloadOptimizer):
-        return optimizer.clip_grad_norm_(0.01)
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
 
 
 def states(model: Any, optimizer: Any) -> Found:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.device import pretend
+from tests.helpers.tensors import parameter_bytes
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 
@@ -116,10 +117,6 @@ def different(found: Found, expected: Found) -> list[str]:
     """The names of what is not equal to the last bit."""
     assert found.keys() == expected.keys()
     return [name for name in found if not torch.equal(found[name], expected[name])]
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @contextmanager

@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +25,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import pretend
+from tests.helpers.processes import results_in, run_python, without_kept_memory
+from tests.helpers.tensors import parameter_bytes
 from tests.training import limited
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
@@ -206,10 +206,6 @@ def train(kind: str, num_slices: int, place: Path, ram: int, *, recompute: bool)
     return Taken(slices, groups, bound, allocated, held, pinned, stats)
 
 
-def weight_bytes(kind: str) -> int:
-    return sum(p.nbytes for p in build(kind).parameters())
-
-
 @needs_pretend
 @pytest.mark.parametrize("num_slices", [3, 4, 8])
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
@@ -217,7 +213,7 @@ def weight_bytes(kind: str) -> int:
 def test_two_slices_and_the_activations_are_on_the_device(
     kind: str, recompute: bool, num_slices: int, disk_dir: Path
 ) -> None:
-    ram = weight_bytes(kind)  # a quarter of what there is: the rest is on disk
+    ram = parameter_bytes(build(kind))  # a quarter of what there is: the rest is on disk
     taken = train(kind, num_slices, disk_dir, ram, recompute=recompute)
     assert len(taken.slices) == num_slices
     assert taken.allocated <= taken.bound
@@ -226,7 +222,7 @@ def test_two_slices_and_the_activations_are_on_the_device(
     assert taken.pinned <= ram
     assert taken.stats.peak_bytes["HOST"] <= ram
     # Forward brings everything in; backward all but what forward has left there.
-    brought = 2 * weight_bytes(kind) - sum(sorted(taken.slices)[-2:])
+    brought = 2 * parameter_bytes(build(kind)) - sum(sorted(taken.slices)[-2:])
     assert taken.stats.bytes_onloaded >= STEPS * brought
     assert taken.stats.bytes_written > 0, "nothing had to go to the disk"
 
@@ -234,7 +230,7 @@ def test_two_slices_and_the_activations_are_on_the_device(
 @needs_pretend
 def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
     """The control of what is measured here: it is the slices' memory."""
-    ram = weight_bytes("listed")
+    ram = parameter_bytes(build("listed"))
     few = train("listed", 3, disk_dir / "few", ram, recompute=False)
     many = train("listed", 8, disk_dir / "many", ram, recompute=False)
     assert few.allocated > many.bound
@@ -244,7 +240,7 @@ def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
 def test_a_model_that_is_dropped_gives_its_memory_back(disk_dir: Path) -> None:
     """Of those who forget `disable`: both the model and the store are garbage."""
     before = in_use(), pretend.pinned_bytes()
-    ram = weight_bytes("listed")
+    ram = parameter_bytes(build("listed"))
     taken = train("listed", 4, disk_dir, ram, recompute=False)
     assert taken.pinned > ram // 2, "there was nothing to give back"
     assert (in_use(), pretend.pinned_bytes()) == before
@@ -259,22 +255,13 @@ needs_the_limit = pytest.mark.skipif(
 
 
 def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
-    # Without a threshold of its own, the allocator keeps freed memory and would be limited for it.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "tests.training.limited", how, str(place / how)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=600,
-        check=False,
-    )
+    words = ["-m", "tests.training.limited", how, place / how]
+    return run_python(*words, environment=without_kept_memory(), timeout=600)
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    (found,) = results_in(done.stdout)
     return found
 
 

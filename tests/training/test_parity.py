@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.helpers.tensors import assert_same, parameter_bytes
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
@@ -33,7 +34,6 @@ from tests.training.conftest import (
     Trained,
     TrainingCase,
     assert_nothing_is_leased,
-    assert_same,
     assert_within_budgets,
     clip,
     compare,
@@ -41,7 +41,6 @@ from tests.training.conftest import (
     offloaded,
     pairs_of,
     pairwise,
-    parameter_bytes,
     store_for,
     train,
 )

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.conftest import DEVICES, SMALL, parameter_bytes
+from tests.helpers.tensors import parameter_bytes
+from tests.training.conftest import DEVICES, SMALL
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel
 

@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tierstore
+from tests.helpers.files import flip_bit
+from tests.helpers.processes import output_of, results_in, with_the_usual_allocator
+from tests.helpers.tensors import assert_same
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
@@ -34,7 +36,6 @@ from tests.training.conftest import (
     Moved,
     Traffic,
     Trained,
-    assert_same,
     clip,
     copied,
     full_state_bytes,
@@ -600,12 +601,6 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         yield pair
 
 
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("name", PARTS)
 def test_every_flipped_bit_is_refused_and_nothing_is_changed(
     name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
@@ -618,11 +613,11 @@ def test_every_flipped_bit_is_refused_and_nothing_is_changed(
     anywhere = [chosen.randrange(bits) for _ in range(30)]
     with unchanged(*target):
         for bit in [*chosen.sample(head, 10), *anywhere, bits - 1]:
-            flip(path, bit)
+            flip_bit(path, *divmod(bit, 8))
             with pytest.raises((CorruptDataError, TruncatedFileError)) as caught:
                 load_training(run, *target)
             assert str(path) in str(caught.value)
-            flip(path, bit)
+            flip_bit(path, *divmod(bit, 8))
     load_training(run, *target)  # it was the flipped bit each time
 
 
@@ -632,7 +627,7 @@ def test_other_libraries_take_a_flipped_bit_for_a_weight(
     run = shutil.copytree(saves[0], tmp_path / "run")
     path = run / "model.safetensors"
     before = copied(load_file(path))
-    flip(path, path.stat().st_size * 8 - 2)
+    flip_bit(path, -1, 6)
 
     found = load_file(path)
 
@@ -957,17 +952,8 @@ def test_a_draft_that_another_save_takes_for_left_behind_is_made_again(
 
 
 def limited(how: str, place: Path) -> dict[str, int]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.saving_limited", how, str(place)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    last = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(last.removeprefix("RESULT "))
+    words = ["-m", "tests.training.saving_limited", how, place]
+    return results_in(output_of(*words, environment=with_the_usual_allocator()))[0]
 
 
 @pytest.mark.full("processes of their own that are measured")

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import tierstore
+from tests.helpers.tensors import assert_same, parameter_bytes
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
@@ -27,11 +28,9 @@ from tests.training.conftest import (
     Trained,
     assert_gone,
     assert_nothing_is_leased,
-    assert_same,
     assert_within_budgets,
     compare,
     offloaded,
-    parameter_bytes,
     store_for,
     train,
 )

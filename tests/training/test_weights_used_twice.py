@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.conftest import DEVICES, Traffic, parameter_bytes
-from tierstore import TierStore
+from tests.helpers.tensors import parameter_bytes
+from tests.store.helpers import open_store
+from tests.training.conftest import DEVICES, Traffic
 from tierstore.adapters.training import OffloadModel
 
 WIDTH, WORDS = 64, 100
@@ -85,8 +86,7 @@ def test_its_gradient_is_the_sum(
     one, other = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     loss(plain, one, other).backward()
     budget = int(share * 4 * parameter_bytes(plain))
-    budgets = {} if device == "cpu" else {"device_budget": budget}
-    with TierStore(budget, disk_dir, device=device, **budgets) as store:
+    with open_store(disk_dir, budget, device) as store:
         traffic = Traffic(store)
         offloaded = OffloadModel(model, store, checkpoint_activation=recomputed)
         loss(offloaded, one.to(device), other.to(device)).backward()

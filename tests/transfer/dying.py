@@ -158,14 +158,14 @@ def die_at(number: int, report: int) -> None:
         setattr(os, name, deadly(name, getattr(os, name)))
 
 
-def attempt(protocol: str, directory: Path, number: int) -> tuple[int, str]:
-    """Run the protocol in a child that dies at its `number`-th call; how it ended, and where."""
+def attempt(do: Callable[[], object], number: int) -> tuple[int, str]:
+    """Do it in a child that dies at its `number`-th call; how it ended, and where."""
     listening, report = os.pipe()
     child = os.fork()
     if not child:
         try:
             die_at(number, report)
-            PROTOCOLS[protocol](directory)
+            do()
             os._exit(DONE)
         except BaseException:
             import traceback
@@ -217,7 +217,7 @@ def main(directory: Path, protocol: str, existing: bool) -> None:
         import tierstore.store  # noqa: F401  and with it torch: once, before all the children
     for number in range(1, 1000):
         prepare(directory, existing)
-        status, name = attempt(protocol, directory, number)
+        status, name = attempt(lambda: PROTOCOLS[protocol](directory), number)
         if status not in (DEAD, DONE):
             raise SystemExit(f"the protocol ended with {status} at call {number}")
         print(json.dumps([name, look(directory)]), flush=True)

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +15,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests.helpers.files import flip_bit, object_file, open_files, with_flipped_bit
+from tests.helpers.processes import output_of
 from tests.transfer.dying import FLOATS, KEY, NEW, OLD, data_of, look, packing
 from tierstore.model.errors import (
     CorruptDataError,
@@ -44,10 +44,6 @@ def made(disk_dir: Path, *keys: str) -> Path:
     return disk_dir
 
 
-def object_path(disk_dir: Path, key: str = KEY) -> Path:
-    return disk_dir / "objects" / object_name(key)
-
-
 # Dying at any moment -----------------------------------------------------------------------------
 
 
@@ -57,10 +53,8 @@ WHOLE = pytest.mark.full("a whole store, which commits by the protocol of the ca
 def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]]:
     """For each call of a protocol: its name, and what is found if the process dies there."""
     begin = "over an old group" if existing else "in an empty directory"
-    command = [sys.executable, "-m", "tests.transfer.dying", str(disk_dir), protocol, begin]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [(name, found) for name, found in map(json.loads, done.stdout.splitlines())]
+    output = output_of("-m", "tests.transfer.dying", disk_dir, protocol, begin)
+    return [(name, found) for name, found in map(json.loads, output.splitlines())]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +138,7 @@ def test_what_a_commit_says_would_survive_a_power_cut(
     """Everything is synced before the next thing relies on it, and before the commit returns."""
     directory = ObjectDirectory(disk_dir)
     if shard != "is new":
-        object_path(disk_dir).parent.mkdir()
+        object_file(disk_dir, KEY).parent.mkdir()
     record = Recorder(monkeypatch, disk_dir)
     write(directory, KEY, NEW)
     (_, temporary) = next(call for call in record.calls if call[0] == "rename")
@@ -243,23 +237,13 @@ def secret(tmp_path: Path) -> Iterator[Path]:
     assert sorted(p.name for p in outside.rglob("*")) == ["file", "folder"]
 
 
-def descriptors() -> list[str]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            continue  # the one that lists the directory
-    return sorted(found)
-
-
 def refuses(disk_dir: Path) -> TierStoreError:
     """Opening fails, holds no lock and no descriptor afterwards, and says where it failed."""
-    before = descriptors()
+    before = open_files()
     with pytest.raises(TierStoreError) as error:
         ObjectDirectory(disk_dir)
     assert str(disk_dir) in str(error.value)
-    assert descriptors() == before, "a descriptor was left open"
+    assert open_files() == before, "a descriptor was left open"
     return error.value
 
 
@@ -297,8 +281,8 @@ def test_a_lock_that_is_another_name_of_something_is_not_written_to(
 
 def test_links_below_objects_are_not_followed(disk_dir: Path, secret: Path) -> None:
     made(disk_dir, KEY, "other")
-    path = object_path(disk_dir)
-    shard = object_path(disk_dir, "other").parent
+    path = object_file(disk_dir, KEY)
+    shard = object_file(disk_dir, "other").parent
     path.unlink()
     path.symlink_to(secret / "file")
     shutil.rmtree(shard)
@@ -333,7 +317,7 @@ def test_what_is_not_ours_is_left_alone(disk_dir: Path) -> None:
         disk_dir / "notes.txt",
         disk_dir / "tmp" / "notes.txt",
         disk_dir / "objects" / "notes.txt",
-        object_path(disk_dir).parent / "notes.txt",
+        object_file(disk_dir, KEY).parent / "notes.txt",
     ]
     for path in mine:
         path.write_text("mine")
@@ -458,7 +442,7 @@ def test_opening_removes_what_a_killed_process_left_under_the_stores_own_names(
     assert [path for path in ours if path.exists()] == []
     assert [path for path in others if not path.exists()] == []
     assert (disk_dir / ".spill-13-0123456789abcdef").is_dir()
-    assert object_path(disk_dir).exists()
+    assert object_file(disk_dir, KEY).exists()
 
 
 def test_the_names_of_new_directories_are_synced_in_those_above_them(
@@ -506,20 +490,14 @@ def _break(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
 # Damage ------------------------------------------------------------------------------------------
 
 
-def flip(path: Path, offset: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[offset] ^= 1
-    path.write_bytes(raw)
-
-
 def another_name(path: Path) -> None:
-    shutil.copy(object_path(path.parents[2], "other"), path)
+    shutil.copy(object_file(path.parents[2], "other"), path)
 
 
 HEADER_DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a bit of the length": lambda path: flip(path, 2),
-    "a bit of the header": lambda path: flip(path, 60),
-    "a bit of the padding": lambda path: flip(path, 4000),
+    "a bit of the length": lambda path: flip_bit(path, 2),
+    "a bit of the header": lambda path: flip_bit(path, 60),
+    "a bit of the padding": lambda path: flip_bit(path, 4000),
     "cut in the header": lambda path: os.truncate(path, 1000),
     "cut in the data": lambda path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda path: os.truncate(path, 0),
@@ -533,7 +511,7 @@ HEADER_DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", HEADER_DAMAGES)
 def test_a_damaged_object_is_told_and_costs_its_own_key_only(damage: str, disk_dir: Path) -> None:
     made(disk_dir, KEY, "other")
-    path = object_path(disk_dir)
+    path = object_file(disk_dir, KEY)
     HEADER_DAMAGES[damage](path)
     directory = ObjectDirectory(disk_dir)
     assert [stored.key for stored in directory.objects()] == ["other"]
@@ -553,14 +531,12 @@ def test_a_damaged_object_is_told_and_costs_its_own_key_only(damage: str, disk_d
 def test_every_bit_of_a_header_counts(disk_dir: Path) -> None:
     """Many single flips, of which the structure alone would let two in five pass."""
     made(disk_dir, KEY)
-    path = object_path(disk_dir)
+    path = object_file(disk_dir, KEY)
     whole = path.read_bytes()
     length = int.from_bytes(whole[:8], "little")
     end = whole.rindex(b"}", 0, 8 + length) + 20
     for offset in range(0, end, 7):
-        raw = bytearray(whole)
-        raw[offset] ^= 1 << offset % 8
-        path.write_bytes(raw)
+        path.write_bytes(with_flipped_bit(whole, offset, offset % 8))
         (found,) = find_objects(disk_dir)
         assert found.error is not None, f"bit {offset % 8} of byte {offset}"
     path.write_bytes(whole)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.files import open_files
 from tierstore.model.errors import (
     DiskFullError,
     StaleCheckpointError,
@@ -225,23 +226,12 @@ def test_links_are_followed_only_where_they_may_be(path: str, tmp_path: Path) ->
     assert error.value.errno == errno.ELOOP
 
 
-def descriptors(directory: Path) -> int:
-    """How many files below a directory this process holds open."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            count += os.readlink(f"/proc/self/fd/{name}").startswith(str(directory))
-        except OSError:
-            continue
-    return count
-
-
 def test_files_are_closed_when_nobody_needs_them(path: str, tmp_path: Path) -> None:
     file = open_file(path)
-    assert descriptors(tmp_path) in (1, 2)
+    assert len(open_files(tmp_path)) in (1, 2)
     del file
     gc.collect()
-    assert descriptors(tmp_path) == 0
+    assert len(open_files(tmp_path)) == 0
 
 
 # Cutting -----------------------------------------------------------------------------------------
@@ -379,12 +369,12 @@ def test_a_bounded_number_of_files_is_open(many: list[str], tmp_path: Path) -> N
     for round_trip in range(2):
         for number, path in enumerate(many):
             assert read(table.get(path), 0, 100) == content(100, number), round_trip
-            assert descriptors(tmp_path) <= 2 * (MAX_OPEN_FILES + 1)
+            assert len(open_files(tmp_path)) <= 2 * (MAX_OPEN_FILES + 1)
     assert read(held, 0, 100) == content(100, 0), "a file that is in use was closed"
     del held
     table.close()
     gc.collect()
-    assert descriptors(tmp_path) == 0
+    assert len(open_files(tmp_path)) == 0
 
 
 def test_a_file_is_opened_once_while_it_is_in_use(path: str) -> None:
@@ -491,7 +481,7 @@ def test_many_threads_share_a_table(many: list[str], tmp_path: Path) -> None:
     assert not wrong
     table.close()
     gc.collect()
-    assert descriptors(tmp_path) == 0
+    assert len(open_files(tmp_path)) == 0
 
 
 # Writing -----------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.processes import output_of
 from tests.transfer.test_disk import open_file
 from tierstore.transfer.figures import (
     DEFAULT_BLOCK,
@@ -251,8 +250,4 @@ def test_looking_needs_no_torch() -> None:
         "import sys, tierstore.transfer.measure as m; m.measured_bandwidth('.');"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+    assert output_of("-c", code) == "[]\n"

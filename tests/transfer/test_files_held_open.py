@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.threads import hold_calls
 from tests.store.helpers import PATIENCE, join
 from tierstore.model.sizes import PAGE
 from tierstore.transfer import disk
@@ -135,21 +136,13 @@ def test_a_file_is_closed_by_the_last_who_writes_to_it(
     """Its number would be another file's, soon, and that one would be written to."""
     cached = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     file = OpenForWriting(cached, str(tmp_path / "file"))
-    came, may_go = threading.Event(), threading.Event()
-    plain = os.pwrite
-
-    def slow(*args: Any) -> int:
-        came.set()
-        assert may_go.wait(PATIENCE)
-        return plain(*args)
-
-    monkeypatch.setattr(os, "pwrite", slow)
+    gate = hold_calls(monkeypatch, os, "pwrite")
     data = memoryview(bytearray(b"bytes"))
     writing, _ = in_background(lambda: file.write(data, 0))
-    assert came.wait(PATIENCE)
+    assert gate.reached.wait(PATIENCE)
     file.close()
     os.fstat(cached)
-    may_go.set()
+    gate.open()
     join(writing)
     assert (tmp_path / "file").read_bytes() == b"bytes"
     for act in (lambda: os.fstat(cached), lambda: file.write(data, 0)):

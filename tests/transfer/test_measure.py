@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.files import open_files
 from tests.transfer.test_disk import knows_direct_reads
 from tests.transfer.test_spill import refusing_open
 from tierstore.transfer import measure as module
@@ -61,25 +62,13 @@ def test_the_defaults_stay_unless_another_setting_is_clearly_better(
     assert all(value > 0 for value in asdict(figures).values())
 
 
-def open_files(directory: Path) -> list[str]:
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            path = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        if path.startswith(str(directory)):
-            found.append(path)
-    return found
-
-
 def test_every_setting_is_measured(tmp_path: Path) -> None:
     found = measure(str(tmp_path), SMALLEST)
     assert list(found.rounds) == SETTINGS
     assert all(found.read(setting) > 0 for setting in SETTINGS)
     assert found.new > 0
     assert found.again > 0
-    assert os.listdir(tmp_path) == open_files(tmp_path) == []
+    assert os.listdir(tmp_path) == list(open_files(tmp_path).values()) == []
     (tmp_path / "probe").write_bytes(bytes(9))
     assert found.direct == knows_direct_reads(str(tmp_path / "probe"))
 
@@ -174,4 +163,4 @@ def test_a_measurement_that_fails_leaves_nothing_behind(
     with pytest.raises(OSError, match="Input/output"):
         measure(str(tmp_path), SMALLEST)
     gc.collect()  # the traceback held on to it
-    assert os.listdir(tmp_path) == open_files(tmp_path) == []
+    assert os.listdir(tmp_path) == list(open_files(tmp_path).values()) == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.files import object_file
 from tests.transfer.dying import KEY, NEW, OLD, data_of, packing
 from tierstore.model.errors import (
     CorruptDataError,
@@ -39,10 +40,6 @@ def store(disk_dir: Path) -> Path:
     return disk_dir
 
 
-def object_path(store: Path) -> Path:
-    return store / "objects" / object_name(KEY)
-
-
 @pytest.mark.parametrize("key", ["k", "\u00e9" * (MAX_KEY_BYTES // 2), "x" * MAX_KEY_BYTES])
 def test_any_text_of_a_length_that_fits_is_a_key(key: str) -> None:
     assert check_key(key) == key
@@ -65,13 +62,13 @@ def test_what_is_no_key_is_refused(key: object, error: type[Exception], why: str
 
 
 def test_an_intact_object_is_read(store: Path) -> None:
-    stored = intact_object(str(object_path(store)))
+    stored = intact_object(str(object_file(store, KEY)))
     assert (stored.key, stored.single) == (KEY, False)
     assert stored.packing == packing()
 
 
 def test_the_error_of_an_object_is_raised_where_it_must_be_intact(store: Path) -> None:
-    path = object_path(store)
+    path = object_file(store, KEY)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(TransferError) as error:
         intact_object(str(path))
@@ -82,7 +79,7 @@ def test_a_header_that_ends_while_it_is_read_is_no_header(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file shrinks after its size was taken."""
-    path = object_path(store)
+    path = object_file(store, KEY)
     descriptor, fstat = os.open(path, os.O_RDONLY), os.fstat
 
     def shrinking(number: int) -> os.stat_result:
@@ -135,11 +132,11 @@ def test_an_object_that_vanishes_is_passed_over(
     failing(monkeypatch, "stat", errno.ENOENT, ".safetensors")
     assert list(find_objects(store)) == []
     with pytest.raises(FileNotFoundError):
-        read_object(str(object_path(store)))
+        read_object(str(object_file(store, KEY)))
 
 
 def test_what_is_no_regular_file_is_not_opened(store: Path) -> None:
-    path = object_path(store)
+    path = object_file(store, KEY)
     path.unlink()
     os.mkfifo(path)
     [found] = find_objects(store)
@@ -175,7 +172,7 @@ def test_where_there_are_no_objects_none_are_found(tmp_path: Path) -> None:
 
 
 def test_a_file_or_a_link_in_the_place_of_a_shard_holds_nothing(store: Path) -> None:
-    shard = object_path(store).parent
+    shard = object_file(store, KEY).parent
     shard.rename(store / "elsewhere")
     shard.symlink_to(store / "elsewhere")
     (store / "objects" / "00").write_text("no directory")
@@ -218,17 +215,17 @@ def test_what_a_newer_version_requires_is_told(store: Path) -> None:
 
 
 def test_a_replaced_object_is_the_new_one(store: Path) -> None:
-    before = intact_object(str(object_path(store)))
+    before = intact_object(str(object_file(store, KEY)))
     directory = ObjectDirectory(store)
     directory.write(KEY, packing(), data_of(NEW), single=True)
     directory.close()
-    after = intact_object(str(object_path(store)))
+    after = intact_object(str(object_file(store, KEY)))
     assert after.single and not before.single
     assert after.digests != before.digests
 
 
 def test_a_header_with_a_flipped_bit_is_told(store: Path) -> None:
-    path = object_path(store)
+    path = object_file(store, KEY)
     raw = bytearray(path.read_bytes())
     where = raw.index(b'"tierstore.format"')
     raw[where + 2] ^= 1  # still a header, of another name
@@ -246,7 +243,7 @@ def test_a_header_with_a_flipped_bit_is_told(store: Path) -> None:
 
 
 def test_the_format_is_what_other_versions_look_for(store: Path) -> None:
-    raw = object_path(store).read_bytes()
+    raw = object_file(store, KEY).read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     assert header["__metadata__"]["tierstore.format"] == "1"
     assert header["__metadata__"]["tierstore.key"] == KEY

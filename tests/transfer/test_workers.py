@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.helpers.threads import Gate
 from tierstore.transfer.workers import EARLY, URGENT, Workers, one_by_one
 
 
@@ -22,21 +23,6 @@ def workers() -> Iterator[Callable[[int], Workers]]:
     yield make
     for each in made:
         each.stop()
-
-
-class Gate:
-    """Holds a thread until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self._go = threading.Event()
-
-    def hold(self) -> None:
-        self.reached.set()
-        assert self._go.wait(30)
-
-    def open(self) -> None:
-        self._go.set()
 
 
 def test_what_is_urgent_goes_first_and_then_what_is_old(workers: Callable[[int], Workers]) -> None:

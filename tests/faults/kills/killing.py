@@ -13,7 +13,6 @@ each process: the number of the run, and an `Outcome`.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -23,7 +22,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +34,7 @@ from safetensors.torch import save_file
 from tests.faults.kills.killer import AFTER, BEFORE, HALF
 from tests.faults.kills.oracle import Oracle
 from tests.faults.kills.working import CHECKPOINT_VALUE, Plan, group_of, warm_up, work
+from tests.helpers.processes import forked
 from tierstore.cli.commands import inspector
 
 LIVES = 40  # in one directory
@@ -43,7 +42,6 @@ CALLS = 50
 """Calls of the system after which a process dies at the latest. Opening an empty directory makes
 about so many, and a put is on disk after half of them."""
 PATIENCE = 60.0
-FAILED = 3
 
 COMMITTING = ("rename", "rename", "unlink", "fsync", "pwrite")
 """Calls that are few, and that it all depends on: half of the processes die at one of these."""
@@ -70,28 +68,6 @@ class Outcome:
 
 
 # Processes ----------------------------------------------------------------------------------------
-
-
-def forked(do: Callable[[Callable[..., None]], None]) -> tuple[int, int]:
-    """Do it in a child, which tells through a pipe. Returns its number, and where to listen."""
-    source, drain = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(drain)
-        return child, source
-
-    def tell(*told: Any) -> None:
-        os.write(drain, json.dumps(told).encode() + b"\n")
-
-    code = FAILED
-    with contextlib.suppress(BaseException):
-        try:
-            os.close(source)
-            do(tell)
-            code = 0
-        except BaseException:
-            tell("wrong", traceback.format_exc()[-3000:])
-    os._exit(code)
 
 
 def heard(child: int, source: int, kill: tuple[str, float] | None = None) -> Iterator[Any]:

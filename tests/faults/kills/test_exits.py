@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults.kills.exiting import Ending
+from tests.helpers.processes import output_of, results_in
 from tests.lanes import LONG, lane
 
 pytestmark = [
@@ -56,15 +55,12 @@ OTHERS = ["have a dead disk"]  # for ten seconds
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
     ways = ["use no store", *CODES, *(OTHERS if lane() == LONG else [])]
     root = tmp_path_factory.mktemp("exits")
-    command = [sys.executable, "-m", "tests.faults.kills.exiting", str(root), json.dumps(ways)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = output_of("-m", "tests.faults.kills.exiting", root, json.dumps(ways))
     found = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("ENDING "):
-            ending = Ending(**json.loads(line.removeprefix("ENDING ")))
-            found[ending.way] = ending
-            print(f"{ending.way}: {ending.seconds:.2f} s")
+    for told in results_in(output, "ENDING"):
+        ending = Ending(**told)
+        found[ending.way] = ending
+        print(f"{ending.way}: {ending.seconds:.2f} s")
     return found
 
 

@@ -5,25 +5,20 @@ The disk is held up here at a chosen moment, so that what would need luck with a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from tests.faults.kills.sharing import numbers
+from tests.helpers.threads import hold_calls, start_thread
 from tierstore import Access, TierStore
 from tierstore.transfer.directory import ObjectDirectory
 
 OLD, NEW, NEWER = 1, 2, 3
 PATIENCE = 60.0
 KEY = "group"
-
-
-def numbers(number: int) -> torch.Tensor:
-    return torch.full((1000,), number, dtype=torch.int32)
 
 
 def on_disk(disk_dir: Path) -> int | None:
@@ -44,28 +39,6 @@ WAYS: dict[str, Callable[[TierStore], None]] = {
 }
 
 
-class HeldUp:
-    """A call that waits until the gate is opened. `reached` once somebody waits."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.reached = threading.Event()
-        self.gate = threading.Event()
-        original = getattr(ObjectDirectory, name)
-
-        def call(*args: Any) -> Any:
-            self.reached.set()
-            assert self.gate.wait(PATIENCE)
-            return original(*args)
-
-        monkeypatch.setattr(ObjectDirectory, name, call)
-
-
-def started(do: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=do, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("first", ["the flush", "the change"])
 def test_after_a_flush_nothing_older_is_on_disk_than_what_was_put_before_it(
@@ -75,24 +48,25 @@ def test_after_a_flush_nothing_older_is_on_disk_than_what_was_put_before_it(
         store.put(KEY, numbers(OLD))
         store.flush()
         store.put(KEY, numbers(NEW))
-        commits, removals = HeldUp(monkeypatch, "commit"), HeldUp(monkeypatch, "remove")
+        commits = hold_calls(monkeypatch, ObjectDirectory, "commit")
+        removals = hold_calls(monkeypatch, ObjectDirectory, "remove")
 
         def change() -> None:
             WAYS[way](store)
 
         if first == "the flush":
-            flush = started(store.flush)
+            flush = start_thread(store.flush)
             assert commits.reached.wait(PATIENCE)
-            changing = started(change)
+            changing = start_thread(change)
         else:
-            changing = started(change)
+            changing = start_thread(change)
             if way != "replaced":
                 assert removals.reached.wait(PATIENCE)
-            flush = started(store.flush)
+            flush = start_thread(store.flush)
         flush.join(0.5)
         returned_early, found = not flush.is_alive(), on_disk(disk_dir)
-        commits.gate.set()
-        removals.gate.set()
+        commits.open()
+        removals.open()
         flush.join(PATIENCE)
         changing.join(PATIENCE)
 
@@ -106,13 +80,13 @@ def test_what_is_being_saved_when_it_goes_for_good_does_not_come_back(
     way: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TierStore("4MB", disk_dir, device="cpu") as store:
-        staging = HeldUp(monkeypatch, "_write_file")
+        staging = hold_calls(monkeypatch, ObjectDirectory, "_write_file")
         store.put(KEY, numbers(OLD))
-        flush = started(store.flush)
+        flush = start_thread(store.flush)
         assert staging.reached.wait(PATIENCE)
-        changing = started(lambda: WAYS[way](store))
+        changing = start_thread(lambda: WAYS[way](store))
         changing.join(0.2)  # it may have to wait for the disk
-        staging.gate.set()
+        staging.open()
         changing.join(PATIENCE)
         flush.join(PATIENCE)
 

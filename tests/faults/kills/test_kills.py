@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from tests.faults.kills.killing import DOINGS, Outcome
 from tests.faults.kills.mutants import MUTANTS
 from tests.faults.kills.oracle import FLUSH, KEEP, LOSE, WRITE, Oracle
+from tests.helpers.processes import output_of, results_in
 from tests.lanes import LONG, by_lane, lane
 
 pytestmark = [
@@ -47,14 +46,10 @@ ENOUGH = 500
 
 
 def all_outcomes(runs: list[dict[str, Any]]) -> list[list[Outcome]]:
-    command = [sys.executable, "-m", "tests.faults.kills.killing", json.dumps(runs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output = output_of("-m", "tests.faults.kills.killing", json.dumps(runs))
     found: list[list[Outcome]] = [[] for _ in runs]
-    for line in done.stdout.splitlines():
-        if line.startswith("OUTCOME "):
-            number, outcome = json.loads(line.removeprefix("OUTCOME "))
-            found[number].append(Outcome(**outcome))
+    for number, outcome in results_in(output, "OUTCOME"):
+        found[number].append(Outcome(**outcome))
     return found
 
 

@@ -6,14 +6,13 @@ The scenes are in `sharing.py` and `racing.py`.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.kills.racing import Round
+from tests.helpers.processes import output_of, results_in
 from tests.lanes import by_lane
 
 pytestmark = [
@@ -29,20 +28,12 @@ AT_ONCE = 10.0
 """Seconds within which an opening is refused, however busy the machine. Alone, it is 0.1."""
 
 
-def lines_of(module: str, *arguments: str) -> list[str]:
-    command = [sys.executable, "-m", f"tests.faults.kills.{module}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each scene has found."""
     root = tmp_path_factory.mktemp("sharing")
-    lines = lines_of("sharing", str(root), str(TURNS))
-    found = (json.loads(line.removeprefix("SCENE ")) for line in lines if line[:6] == "SCENE ")
-    return {name: scene for name, scene in found}
+    output = output_of("-m", "tests.faults.kills.sharing", root, TURNS)
+    return dict(results_in(output, "SCENE"))
 
 
 def whose(told: str) -> int:
@@ -66,8 +57,8 @@ def test_who_comes_second_is_told_at_once_whose_directory_it_is(
 
 
 def races(root: Path, rounds: int, *mutant: str) -> list[Round]:
-    lines = lines_of("racing", str(root / "raced"), str(RACERS), str(rounds), *mutant)
-    return [Round(**json.loads(line)) for line in lines]
+    words = ["-m", "tests.faults.kills.racing", root / "raced", RACERS, rounds, *mutant]
+    return [Round(**json.loads(line)) for line in output_of(*words).splitlines()]
 
 
 def test_of_those_who_race_for_a_directory_exactly_one_wins(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""Processes: Python in a fresh one, and children that tell what they do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILED = 3
+"""How a child of `forked` ends that raised something."""
+
+Tell = Callable[..., None]
+
+
+# A fresh interpreter ------------------------------------------------------------------------------
+
+
+def run_python(
+    *arguments: object,
+    directory: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the interpreter, in the root of the repository. Keeps what it writes as text."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def output_of(*arguments: object, **options: Any) -> str:
+    """What the interpreter prints; it must end well. Options are those of `run_python`."""
+    done = run_python(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def results_in(output: str, word: str = "RESULT") -> list[Any]:
+    """What the lines that begin with a word say, in JSON."""
+    lines = [line for line in output.splitlines() if line.startswith(f"{word} ")]
+    return [json.loads(line.removeprefix(f"{word} ")) for line in lines]
+
+
+def without_kept_memory(threads: int = 1) -> dict[str, str]:
+    """An environment in which the allocator gives freed memory back at once.
+
+    Without a threshold of its own it keeps some, which would be counted, or limited.
+    """
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": str(threads)}
+
+
+def with_the_usual_allocator() -> dict[str, str]:
+    """An environment in which the allocator is as users have it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+
+
+def data_bytes() -> int:
+    """Private memory of this process that may be written, as RLIMIT_DATA counts it: maps too."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmData")
+
+
+# Children -----------------------------------------------------------------------------------------
+
+
+def forked(do: Callable[[Tell], object]) -> tuple[int, int]:
+    """Do it in a child, which tells through a pipe: each time a list, as a line of JSON.
+
+    Returns the number of the child, and where to read. If something is raised, "wrong" and the
+    traceback are told last, and the child ends with `FAILED`.
+    """
+    source, drain = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(drain)
+        return child, source
+
+    def tell(*told: Any) -> None:
+        os.write(drain, json.dumps(told).encode() + b"\n")
+
+    code = FAILED
+    with contextlib.suppress(BaseException):
+        try:
+            os.close(source)
+            do(tell)
+            code = 0
+        except BaseException:
+            tell("wrong", traceback.format_exc()[-3000:])
+    os._exit(code)
