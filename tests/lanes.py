@@ -15,9 +15,11 @@ or a rule by which they are chosen.
 - `keep="pairs"`: cases in which each two values of two parameters meet. Enough where no three
   parameters have to do with each other.
 - `keep="values"`: cases in which each value of each parameter occurs. Enough where no two have.
+- `keep="any device"`: the same, but for the parameter `device`: one device for each case, which
+  one is drawn by the case's name. Enough where devices only matter to what is tested elsewhere.
 
-By a rule, a test without parameters is kept. Without `keep`, all of it is left to the full lane. A
-mark of a function counts before one of its module (`pytestmark`).
+By a rule, a test without parameters is kept. Without `keep`, all of it is left to the full lane.
+The mark of a `pytest.param` counts before that of the function, and that before one of the module.
 
 `by_lane(3, 40, 1000)` is how often to search. Seeds are the same each time, but in the long lane.
 """
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -72,34 +75,45 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     some = any("::" in argument for argument in config.args)
     left_out: dict[int, pytest.Item] = {}
     for name, cases in functions.items():
-        kept = kept_cases(name, cases, some)
-        left_out |= {id(item): item for item in cases if item not in kept}
+        marks = {id(mark): mark for case in cases if (mark := _mark(case)) is not None}
+        for mark in marks.values():
+            marked = [case for case in cases if _mark(case) is mark]
+            kept = kept_cases(name, marked, mark, some)
+            left_out |= {id(item): item for item in marked if item not in kept}
     if lane() == DEFAULT and left_out:
         items[:] = [item for item in items if id(item) not in left_out]
         config.hook.pytest_deselected(items=list(left_out.values()))
 
 
-def kept_cases(name: str, cases: Sequence[pytest.Item], some: bool) -> Sequence[pytest.Item]:
-    """The cases of one test function that run in the default lane, too.
+def kept_cases(
+    name: str, cases: Sequence[pytest.Item], mark: pytest.Mark, some: bool
+) -> Sequence[pytest.Item]:
+    """Those of the cases with a mark that run in the default lane, too.
 
-    If `some` says so, these are not all of its cases. Raises UsageError for a mark that has no
-    reason, an unknown rule, or names a case that there is not, as after a renaming.
+    If `some` says so, the test has other cases. Raises UsageError for a mark that has no reason, an
+    unknown rule, or names a case that there is not, as after a renaming.
     """
-    mark = cases[0].get_closest_marker("full")
-    if mark is None:
-        return cases
     if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):
         raise pytest.UsageError(f"{name}: the mark `full` needs one argument, its reason")
     keep = mark.kwargs.get("keep", ())
     if isinstance(keep, str):
         if keep not in RULES:
             raise pytest.UsageError(f"{name}: keep={keep!r} is none of {sorted(RULES)}, nor ids")
-        parameters = [_parameters(case) for case in cases]
-        return [cases[number] for number in covering(parameters, RULES[keep])]
+        strength, ignored = RULES[keep]
+        drawn = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+        order = drawn if ignored else cases
+        values = [_parameters(case, ignored) for case in order]
+        return [order[number] for number in covering(values, strength)]
     ids = {_case(case): case for case in cases}
     if not some and (missing := sorted(set(keep) - ids.keys())):
         raise pytest.UsageError(f"{name} has no case that is called {missing}")
     return [case for key, case in ids.items() if key in keep]
+
+
+def _mark(item: pytest.Item) -> pytest.Mark | None:
+    """What `full` says of a case: its parameters' mark, or the function's, or the module's."""
+    own = [mark for mark in item.own_markers if mark.name == "full"]
+    return own[-1] if own else item.get_closest_marker("full")
 
 
 def _case(item: pytest.Item) -> str:
@@ -108,14 +122,15 @@ def _case(item: pytest.Item) -> str:
     return "" if call is None else str(call.id)
 
 
-def _parameters(item: pytest.Item) -> dict[str, int]:
+def _parameters(item: pytest.Item, ignored: str) -> dict[str, int]:
     """The parameters of a case. The same value is the same object in each case that has it."""
     call = getattr(item, "callspec", None)
-    return {} if call is None else {name: id(value) for name, value in call.params.items()}
+    values = {} if call is None else call.params
+    return {name: id(value) for name, value in values.items() if name != ignored}
 
 
-RULES = {"values": 1, "pairs": 2}
-"""How many parameters are looked at together."""
+RULES = {"values": (1, ""), "any device": (1, "device"), "pairs": (2, "")}
+"""How many parameters are looked at together, and which one is not looked at."""
 
 
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:

@@ -16,6 +16,7 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils import _pytree as pytree
 
 from tests.activations.helpers import Saved
+from tests.lanes import by_lane
 
 Gradients = list[torch.Tensor | None]
 SEED = 1
@@ -91,9 +92,9 @@ def op_cases(chunk: int, chunks: int, device: str, per_op: int | None = None) ->
 
 
 def cases_of(op: Any, device: str, per_op: int | None = None) -> Iterator[Case]:
-    """The samples of one operator: all in float32, and the first in float64."""
+    """The samples of one operator: all in float32, and but in the default lane one in float64."""
     known = op.supported_dtypes("cpu") if op.supports_autograd else set()
-    for dtype, most in ((torch.float32, per_op), (torch.float64, 1)):
+    for dtype, most in ((torch.float32, per_op), (torch.float64, by_lane(0, 1))):
         if dtype not in known:
             continue
         torch.manual_seed(SEED)

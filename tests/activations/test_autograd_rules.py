@@ -27,6 +27,10 @@ from tests.activations.helpers import (
 )
 from tests.store.helpers import run_threads
 
+pytestmark = pytest.mark.full(
+    "devices differ in what test_training_steps.py does on both", keep="any device"
+)
+
 RAM = 1 << 20
 MODIFIED = "modified by an inplace operation"
 

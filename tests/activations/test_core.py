@@ -23,6 +23,10 @@ from tests.activations.helpers import (
 )
 from tests.store.helpers import PAGE, assert_sound
 
+pytestmark = pytest.mark.full(
+    "devices differ in what test_training_steps.py does on both", keep="any device"
+)
+
 
 @on_both
 @pytest.mark.parametrize("pages", [5, 20, 200], ids="{} pages".format)

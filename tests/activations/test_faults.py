@@ -33,7 +33,12 @@ LAYERS = 6
 RAM = MIB  # of about three that are saved
 LIMIT = 20  # seconds in which a step that hangs shows the stacks of all threads
 
-pytestmark = pytest.mark.timeout(LIMIT * 6)
+pytestmark = [
+    pytest.mark.full(
+        "devices differ in what test_training_steps.py does on both", keep="any device"
+    ),
+    pytest.mark.timeout(LIMIT * 6),
+]
 
 
 class Step:

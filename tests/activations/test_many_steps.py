@@ -83,6 +83,7 @@ def test_what_grows_would_be_noticed(device: str, disk_dir: Path) -> None:
     assert last["tensors"] > first["tensors"]
 
 
+@pytest.mark.full("the file has no name, whoever is killed", keep=["forward-cpu"])
 @on_both
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_a_killed_process_leaves_no_file(part: str, device: str, disk_dir: Path) -> None:

@@ -4,7 +4,7 @@ Covered on the CPU, at every RAM budget: the first three samples of all operator
 modules of `module_db` in float32, and the first sample of each operator in float64. On the pretend
 accelerator, whose copies run only when something waits for them: the first of each. Left out is
 what does not run there without the store, what has no gradient, and what differs between two plain
-runs. In the default lane it is the first sample of each, on the CPU, at one budget. A chunk of
+runs. In the default lane it is one sample of every second, on the CPU, at one budget. A chunk of
 samples makes one step: all forwards, then all backwards.
 """
 
@@ -39,10 +39,10 @@ MODULE_CHUNKS = 2
 
 
 def on_one_budget(chunks: int) -> pytest.MarkDecorator:
-    """Every operator in the default lane, but only on the CPU, and with most of it on disk."""
+    """Every second operator in the default lane, on the CPU, and with most of it on disk."""
     return pytest.mark.full(
         "budgets and devices change what is moved, which is the same for all operators",
-        keep=[f"cpu-{chunk}-0.1" for chunk in range(chunks)],
+        keep=[f"cpu-{chunk}-0.1" for chunk in range(0, chunks, 2)],
     )
 
 

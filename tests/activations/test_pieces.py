@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.activations.helpers import (
@@ -13,6 +14,10 @@ from tests.activations.helpers import (
     offloading,
     on_both,
     open_store,
+)
+
+pytestmark = pytest.mark.full(
+    "devices differ in what test_training_steps.py does on both", keep="any device"
 )
 
 LENGTH = 2000

@@ -70,6 +70,7 @@ def nothing_kept() -> Iterator[None]:
     saved_bytes.cache_clear()
 
 
+@pytest.mark.full("what is saved of a model, how it is checkpointed, and the device", keep="values")
 @pytest.mark.parametrize(("how", "fraction"), WAYS)
 @pytest.mark.parametrize("kind", pipelines.KINDS)
 @on_both

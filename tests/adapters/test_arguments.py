@@ -23,6 +23,11 @@ from tests.adapters.models import BLOCK_BYTES, Caching, Enclosing, Tower, given
 from tests.store.helpers import open_store
 from tierstore import BudgetError, TierStore, enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 PLENTY = 1 << 20
 

@@ -14,6 +14,11 @@ from tests.adapters.conftest import DEVICES, OFFLOAD_TYPES, Checkpoints, a_third
 from tests.helpers.processes import output_of
 from tierstore import enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 CAST = torch.float32
 

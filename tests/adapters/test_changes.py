@@ -26,6 +26,11 @@ from tests.adapters.conftest import (
 )
 from tierstore import enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 Change = Callable[[Any], object]
 LORA_LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "proj_mlp")
@@ -107,6 +112,7 @@ def test_5_lora_loaded_fused_and_unloaded_while_offloaded(
     assert not torch.equal(loaded, fused)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_5_in_diffusers_loading_a_lora_fails(
     loras: list[dict[str, torch.Tensor]], checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
@@ -146,6 +152,7 @@ def test_5_projections_fused_while_offloaded(
         assert sum(1 for _ in denoiser(pipe).parameters()) > before
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 @pytest.mark.parametrize("kind", ("flux", "sdxl"))
 def test_5_in_diffusers_fused_projections_give_nan(
     kind: str, checkpoint: Checkpoints, tmp_path: Path
@@ -184,6 +191,7 @@ def test_4_load_state_dict_while_offloaded_takes_effect(
     assert not torch.equal(changed, reference(kind).output)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_4_in_diffusers_load_state_dict_is_ignored(
     checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:

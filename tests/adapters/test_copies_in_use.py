@@ -16,6 +16,11 @@ from tests.helpers.tensors import pickled, saved
 from tests.store.helpers import PATIENCE, on_both, open_store
 from tierstore import enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 WIDTH = 256
 LAYER = 4 * (WIDTH + 1) * WIDTH
 

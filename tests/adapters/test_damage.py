@@ -110,6 +110,7 @@ def test_6_what_is_flipped_after_the_first_read_is_noticed_unless_nobody_looks(
     assert isinstance(outputs["always"], CorruptDataError)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_6_in_diffusers_flipped_bytes_go_unnoticed(checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = cast_model(checkpoint)
     diffusers_offload(model, tmp_path)

@@ -18,6 +18,11 @@ from tests.store.helpers import open_store
 from tierstore import TierStore, enable_group_offload
 from tierstore.transfer.maps import WriteWatch
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 REASON = pretend.ready()
 DEVICES = [
     "cpu",

@@ -25,7 +25,13 @@ from tests.helpers.tensors import assert_same
 from tests.store.helpers import open_store
 from tierstore import ClosedError, enable_group_offload
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
+pytestmark = [
+    pytest.mark.full(
+        "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+        keep="any device",
+    ),
+    pytest.mark.parametrize("device", DEVICES),
+]
 
 
 def values(pipe: Any) -> dict[str, torch.Tensor]:

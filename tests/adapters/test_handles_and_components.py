@@ -33,6 +33,11 @@ from tierstore import (
     undispatch,
 )
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 

@@ -25,8 +25,14 @@ from tests.adapters.conftest import (
     a_third_of,
 )
 from tests.adapters.models import BLOCK_BYTES, Tower, given
+from tests.lanes import by_lane
 from tests.store.helpers import open_store
 from tierstore import Access, LeaseError, OffloadHandle, TierStore, adapters, enable_group_offload
+
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
 
 ADAPTERS = Path(adapters.__file__).parent
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
@@ -166,7 +172,7 @@ def test_an_interrupt_at_any_point_is_undone(disk_dir: Path) -> None:
         TierStore(4 * BLOCK_BYTES, disk_dir, device="cpu") as store,
         enable_group_offload(model, store, num_blocks_per_group=1) as handle,
     ):
-        for point in itertools.count(1):
+        for point in itertools.count(1, by_lane(17, 1)):
             try:
                 with InterruptAt(point) as interrupt:
                     model(x)

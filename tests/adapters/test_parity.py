@@ -53,6 +53,7 @@ def assert_bytes_moved(stats: Stats, expected: Reference, runs: int, memory: int
     assert stats.bytes_offloaded == 0
 
 
+@pytest.mark.full("how it is cut and how much of it stays are tested together below", keep="values")
 def test_on_the_cpu(
     kind: str,
     offload_type: str,

@@ -14,6 +14,11 @@ from torch import nn
 from tests.store.helpers import on_both, open_store
 from tierstore import dispatch_model, enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 WIDTH = 128
 LAYER = 4 * WIDTH * WIDTH
 

@@ -25,6 +25,11 @@ from tests.adapters.conftest import (
 from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 KINDS_WITH_TIES = {"flux": "text_encoder_2", "wan": "text_encoder"}
 
 
@@ -52,6 +57,7 @@ def test_1_a_directory_used_earlier_by_another_model(
     assert not torch.equal(*outputs)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 @pytest.mark.parametrize("kind", ("flux", "llama"))
 def test_1_in_diffusers_the_earlier_model_runs(
     kind: str, checkpoint: Checkpoints, reference: References, tmp_path: Path
@@ -84,6 +90,7 @@ def test_2_components_of_one_class_keep_their_own_weights(
         assert handle.stats().bytes_read > expected.needed
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 @pytest.mark.parametrize("kind", ("wan", "sd3"))
 def test_2_in_diffusers_one_runs_with_the_weights_of_the_other(
     kind: str, checkpoint: Checkpoints, reference: References, tmp_path: Path
@@ -114,6 +121,7 @@ def test_3_t5_on_leaf_level(
             assert torch.equal(encode(encoder, tokens, device), expected)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 @pytest.mark.parametrize("kind", KINDS_WITH_TIES)
 def test_3_in_diffusers_t5_on_leaf_level_is_wrong(
     kind: str, checkpoint: Checkpoints, tmp_path: Path

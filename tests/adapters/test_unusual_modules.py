@@ -17,6 +17,11 @@ from tests.adapters.models import WIDTH, Tower
 from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 LEVELS = (
     {"offload_type": "block_level", "num_blocks_per_group": 1},
     {"offload_type": "leaf_level", "group_size": 1},

@@ -21,6 +21,11 @@ from tests.adapters.models import BLOCK_BYTES, WIDTH, Tower, given
 from tests.store.helpers import open_store
 from tierstore import TierStore, dispatch_model, enable_group_offload, undispatch
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 Offload = Callable[[nn.Module], object]
 THREADS = 4
 

@@ -27,6 +27,11 @@ from tests.adapters.conftest import (
 )
 from tierstore import enable_group_offload
 
+pytestmark = pytest.mark.full(
+    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -96,6 +101,7 @@ def test_4_saving_a_state_dict_with_torch(
     assert same(saved, in_files(checkpoint("llama")))
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_4_in_diffusers_a_state_dict_is_garbage(checkpoint: Checkpoints, tmp_path: Path) -> None:
     directory = checkpoint("flux")
     pipe = pipelines.load("flux", directory)
@@ -180,6 +186,7 @@ def test_7_a_deep_copy_is_an_ordinary_pipeline(
         assert torch.equal(pipelines.run(kind, pipe, device=device), expected)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_7_in_diffusers_a_deep_copy_fails(checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = pipelines.load("llama", checkpoint("llama"))
     diffusers_offload(model, tmp_path)
@@ -223,6 +230,7 @@ def test_7_channels_last_weights_are_written_once_and_keep_their_strides(
         assert store.stats().bytes_written == 0
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_7_in_diffusers_channels_last_fails(checkpoint: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         diffusers_offload(channels_last_autoencoder(checkpoint), tmp_path)

@@ -368,6 +368,7 @@ def without_prefix(key: str) -> str:
     return name_of(key).partition("/")[2]
 
 
+@pytest.mark.full("the model, and how it is cut", keep="values")
 @pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("share", [0.34, 0.8])
 @pytest.mark.parametrize("kind", ["flux", "wan", "sdxl", "llama"])

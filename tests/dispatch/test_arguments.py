@@ -33,6 +33,11 @@ from tierstore import (
     undispatch,
 )
 
+pytestmark = pytest.mark.full(
+    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    keep="any device",
+)
+
 SHARE = 0.5
 
 

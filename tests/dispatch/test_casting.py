@@ -21,6 +21,11 @@ from tests.dispatch.conftest import (
 from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import dispatch_model, load_checkpoint_and_dispatch, undispatch
 
+pytestmark = pytest.mark.full(
+    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    keep="any device",
+)
+
 SHARE = 0.25
 Cast = Callable[[nn.Module], nn.Module]
 

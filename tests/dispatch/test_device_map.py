@@ -29,6 +29,11 @@ from tierstore import (
 )
 from tierstore.adapters.owners import owner_of
 
+pytestmark = pytest.mark.full(
+    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    keep="any device",
+)
+
 COUNT = 16
 SHARE = 0.7
 

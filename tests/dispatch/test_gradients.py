@@ -20,7 +20,13 @@ from tests.dispatch.conftest import ON_BOTH, Weights, store_for
 from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import dispatch_model, undispatch
 
-pytestmark = ON_BOTH
+pytestmark = [
+    pytest.mark.full(
+        "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+        keep="any device",
+    ),
+    ON_BOTH,
+]
 SHARE = 0.3
 
 Trainable = Callable[[nn.Module], object]

@@ -128,6 +128,7 @@ def test_the_usual_model_of_2_gb_does_not_fit_into_900_mib(
     assert "RESULT" not in done.stdout
 
 
+@pytest.mark.full("a process with a model; tests/activations/test_memory_limit.py has one without")
 def test_a_limit_of_the_system_on_memory_is_kept(small: Checkpoint, tmp_path: Path) -> None:
     """The same without a right to make control groups, on a smaller model."""
     assert small.nbytes > 400e6 > 2 * (BUDGETS[SMALL] + MARGIN)
@@ -138,6 +139,7 @@ def test_a_limit_of_the_system_on_memory_is_kept(small: Checkpoint, tmp_path: Pa
     assert result["written"] == 0
 
 
+@pytest.mark.full("the control of a process of its own with a model")
 def test_the_usual_model_does_not_keep_that_limit(small: Checkpoint, tmp_path: Path) -> None:
     """The control."""
     done = start("usual, limit", small, tmp_path, lambda words: words)

@@ -33,7 +33,13 @@ from tierstore import (
     undispatch,
 )
 
-pytestmark = ON_BOTH
+pytestmark = [
+    pytest.mark.full(
+        "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+        keep="any device",
+    ),
+    ON_BOTH,
+]
 SHARE = 0.5
 
 

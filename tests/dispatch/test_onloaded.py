@@ -33,6 +33,11 @@ from tierstore import (
     undispatch,
 )
 
+pytestmark = pytest.mark.full(
+    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    keep="any device",
+)
+
 
 def low_rank(device: Any) -> torch.Tensor:
     """What a LoRA of rank 4 adds to a layer."""

@@ -35,6 +35,11 @@ from tierstore import (
     undispatch,
 )
 
+pytestmark = pytest.mark.full(
+    "the model, how it is dispatched, and the device: each has its own part in what is tested",
+    keep="values",
+)
+
 ALL_KINDS = pytest.mark.parametrize("kind", models.KINDS)
 RUNS = 2
 

@@ -27,6 +27,11 @@ from tests.dispatch.conftest import (
 from tests.helpers.tensors import assert_same
 from tierstore import dispatch_model, undispatch
 
+pytestmark = pytest.mark.full(
+    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    keep="any device",
+)
+
 SHARE = 0.3
 
 

@@ -40,6 +40,11 @@ from tierstore import (
     undispatch,
 )
 
+pytestmark = pytest.mark.full(
+    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    keep="any device",
+)
+
 SHARE = 0.25
 
 
@@ -91,6 +96,7 @@ def test_training_updates_nothing(device: str, store: TierStore) -> None:
     assert_same(models.run("parts", model), outputs(device=device))
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_training_updates_nothing_in_accelerate(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     with fault("training is refused, or works"):
@@ -115,6 +121,7 @@ def test_load_state_dict_keeps_the_old_weights(device: str, store: TierStore) ->
     assert_same(models.run("parts", model), outputs(seed=1, device=device))
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_load_state_dict_keeps_the_old_weights_in_accelerate(tmp_path: Path) -> None:
     model, other = exhibit(tmp_path / "folder"), models.build("parts", seed=1)
     with fault("load_state_dict takes effect"):
@@ -137,6 +144,7 @@ def test_torch_save_saves_meta_tensors(device: str, store: TierStore, tmp_path: 
         assert torch.equal(saved[name], value), name
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_torch_save_saves_meta_tensors_in_accelerate(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     torch.save(model.state_dict(), tmp_path / "weights.pt")
@@ -156,6 +164,7 @@ def test_a_state_dict_has_holes(device: str, store: TierStore, tmp_path: Path) -
     save_file({n: v.cpu() for n, v in state.items()}, tmp_path / "weights.safetensors")
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_a_state_dict_has_holes_in_accelerate(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     state = model.state_dict()
@@ -185,6 +194,7 @@ def test_linear_outside_of_forward_returns_uninitialised_memory(
     assert store.stats().bytes_read > 0
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 @torch.no_grad()
 def test_linear_outside_of_forward_returns_uninitialised_memory_in_accelerate(
     tmp_path: Path,
@@ -220,6 +230,7 @@ def test_a_second_model_in_one_folder_runs_the_first_one_s_weights(
             undispatch(model)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 @torch.no_grad()
 def test_a_second_model_in_one_folder_runs_the_first_one_s_weights_in_accelerate(
     tmp_path: Path,
@@ -247,6 +258,7 @@ def test_ties_break(device: str, store: TierStore) -> None:
     assert torch.equal(model.head.weight[5], torch.ones(models.WIDTH))
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_ties_break_in_accelerate(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     with fault("ties hold"):
@@ -266,6 +278,7 @@ def test_pickle_fails(device: str, store: TierStore) -> None:
     assert_same(models.run("parts", copy.deepcopy(model)), outputs())
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_pickle_fails_in_accelerate(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     with fault("a model can be pickled"):
@@ -303,6 +316,7 @@ def test_flipped_bytes_in_a_file_are_undetected(device: str, disk_dir: Path) -> 
         assert str(disk_dir) in str(caught.value)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_flipped_bytes_in_a_file_are_undetected_in_accelerate(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     assert not differs(models.run("parts", model), outputs())
@@ -329,6 +343,7 @@ def test_hooks_removed_stay_on_meta(device: str, checkpoint: Checkpoints, store:
     assert_same(models.run("parts", model), expected)
 
 
+@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
 def test_hooks_removed_stay_on_meta_in_accelerate(tmp_path: Path) -> None:
     save_file(models.Tower().state_dict(), tmp_path / "t.safetensors", metadata={"format": "pt"})
     with accelerate.init_empty_weights():

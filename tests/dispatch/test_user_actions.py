@@ -32,7 +32,13 @@ from tests.dispatch.conftest import (
 from tests.helpers.tensors import assert_same
 from tierstore import TierStore, dispatch_model, undispatch
 
-pytestmark = ON_BOTH
+pytestmark = [
+    pytest.mark.full(
+        "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+        keep="any device",
+    ),
+    ON_BOTH,
+]
 
 
 def assert_still_runs(model: nn.Module, store: TierStore, expected: models.Outputs) -> None:

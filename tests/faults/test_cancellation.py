@@ -23,6 +23,7 @@ from tests.store.helpers import PATIENCE, on_both
 from tierstore import CorruptDataError
 
 
+@pytest.mark.full("what a task asks for is the same on each device", keep=["cpu"])
 @on_both
 @pytest.mark.timeout(7200)
 def test_tasks_that_are_cancelled_at_random_leave_nothing_behind(
@@ -146,6 +147,7 @@ def test_a_process_that_is_interrupted_hundreds_of_times_goes_on(
         assert found["checked"] > 0
 
 
+@pytest.mark.full("waits for what never comes, as many times as it is interrupted")
 def test_what_an_interrupt_leaves_behind_is_noticed(tmp_path: Path) -> None:
     """The control: who is interrupted while it waits does not take its wish back."""
     with pytest.raises(AssertionError):

@@ -62,6 +62,7 @@ def failing(
     return lambda world: file_system.failing(**{operation: error})
 
 
+@pytest.mark.full("the operation, its error, and what meets it", keep="values")
 @pytest.mark.parametrize(("operation", "error", "name"), ERRORS)
 def test_an_operation_that_fails_is_told_or_made_good(
     operation: str, error: str, name: str, file_system: FailingFileSystem
@@ -70,6 +71,7 @@ def test_an_operation_that_fails_is_told_or_made_good(
     sweep.surely_meets(f"{operation}: {error}", failing(file_system, operation, error))
 
 
+@pytest.mark.full("each scenario, without a fault; the test above has most of them, with one")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_files_without_a_name_and_reserved_room_are_not_needed(
     name: str, file_system: FailingFileSystem
@@ -78,6 +80,7 @@ def test_files_without_a_name_and_reserved_room_are_not_needed(
     Sweep(name, file_system.at).surely_meets("nothing", no_fault, untold=True)
 
 
+@pytest.mark.full("the same operations fail in the test above, each in one scenario")
 @pytest.mark.parametrize(("number", "name"), list(enumerate(SCENARIOS)))
 def test_every_operation_in_every_scenario(
     number: int, name: str, file_system: FailingFileSystem

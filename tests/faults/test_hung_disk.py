@@ -20,7 +20,12 @@ import pytest
 from tests.faults.failing_fs import FailingFileSystem, failing_file_system
 from tests.faults.hanging import SOON, VALUES
 
-pytestmark = pytest.mark.needs("root", "fuse")
+pytestmark = [
+    pytest.mark.full(
+        "waits until all who wait for the disk give up; test_async.py has one that is stuck"
+    ),
+    pytest.mark.needs("root", "fuse"),
+]
 
 PATIENCE = 90.0
 """Seconds for anything. `close` may take some of them for each kind of threads."""

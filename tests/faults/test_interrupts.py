@@ -1,7 +1,7 @@
 """Ctrl-C at any instruction of the library leaves a store whole and usable.
 
-Every so many instructions are tried, each time other ones, in the default lane a fifth of those of
-the full one; with `--long` all.
+Every so many instructions are tried, each time other ones, in the default lane one in eleven of
+those of the full one; with `--long` all.
 """
 
 from __future__ import annotations
@@ -164,16 +164,15 @@ def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 @on_both
 @pytest.mark.full(
-    "a put, a get and an update go through every hop that the others have, on an accelerator, too",
-    keep=[f"cpu-{action.__name__}" for action in ACTIONS]
-    + [f"pretend-{action.__name__}" for action in (Scene.put, Scene.get, Scene.update)],
+    "a put and an update go through every hop that the others have, on an accelerator, too",
+    keep=[f"cpu-{action.__name__}" for action in ACTIONS] + ["pretend-put", "pretend-update"],
 )
 @pytest.mark.timeout(4 * 3600)
 def test_an_interrupt_at_any_instruction_leaves_the_store_whole(
     device: str, action: Callable[[Scene], Any], quick_dir: Path
 ) -> None:
     budget = {"device_budget": BUDGET} if device != "cpu" else {}
-    stride = by_lane(5 * STRIDE, STRIDE, 1)
+    stride = by_lane(11 * STRIDE, STRIDE, 1)
     with TierStore(BUDGET, quick_dir, device=device, **budget) as store:
         scene = Scene(store)
         count = 0
@@ -185,7 +184,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_store_whole(
                 raise
             count += interrupter.fired
         scene.look_at_all()
-        assert count > 500 // stride
+        assert count >= max(1, 500 // stride)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

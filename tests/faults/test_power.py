@@ -67,11 +67,11 @@ Found = dict[str | None, list[Cut]]
 def cuts(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) -> Found:
     """What came of power cuts on one kind of file system: with all syncs, and without some."""
     kind, place, seed = request.param, str(quick_dir), first_seed * 1000
-    plans = {None: power.Plan(kind, place, by_lane(8, 24, 200), seed)}
+    plans = {None: power.Plan(kind, place, by_lane(24, 24, 200), seed)}
     for without in CONTROLS:
         plans[without] = power.Plan(kind, place, by_lane(3, 3, 20), seed, 1, "stopped", without)
     if kind == "xfs":  # on ext4, any sync syncs every name
-        plans["doubts"] = power.Plan(kind, place, by_lane(2, 6, 20), seed, 1, "killed", "doubts")
+        plans["doubts"] = power.Plan(kind, place, by_lane(6, 6, 20), seed, 1, "killed", "doubts")
     found = dict(zip(plans, results("tests.faults.power", list(plans.values())), strict=True))
     assert {key: len(of_it) for key, of_it in found.items()} == {
         key: plan.cuts for key, plan in plans.items()
@@ -79,6 +79,10 @@ def cuts(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) -> Fo
     return found
 
 
+@pytest.mark.full(
+    "cuts the power of real disks again and again; test_crash_states.py has all that POSIX allows",
+    keep=["ext4"],
+)
 def test_a_power_cut_takes_nothing_that_was_acknowledged_and_leaves_nothing_torn(
     cuts: Found,
 ) -> None:
@@ -92,11 +96,18 @@ def test_a_power_cut_takes_nothing_that_was_acknowledged_and_leaves_nothing_torn
     assert any(cut.ended for cut in found), "the power was never cut in the middle of a call"
 
 
+@pytest.mark.full(
+    "cuts the power of real disks again and again; test_crash_states.py has all that POSIX allows",
+    keep=["ext4-files", "ext4-directories"],
+)
 @pytest.mark.parametrize("without", CONTROLS)
 def test_without_a_sync_the_same_cuts_lose_what_was_acknowledged(without: str, cuts: Found) -> None:
     assert_much_was_lost(cuts[without])
 
 
+@pytest.mark.full(
+    "cuts the power of real disks again and again; test_crash_states.py has all that POSIX allows"
+)
 @pytest.mark.parametrize("cuts", ["xfs"], indirect=True)
 @pytest.mark.needs("xfs")
 def test_who_does_not_doubt_what_a_killed_process_left_loses_what_he_saw(cuts: Found) -> None:
@@ -170,6 +181,9 @@ def replays(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) ->
     return {None: every, **dict(zip(CONTROLS, found[len(plans) :], strict=True))}
 
 
+@pytest.mark.full(
+    "cuts the power of real disks again and again; test_crash_states.py has all that POSIX allows"
+)
 def test_no_disk_without_some_of_its_last_writes_breaks_a_promise(replays: Found) -> None:
     found = replays[None]
 
@@ -178,6 +192,9 @@ def test_no_disk_without_some_of_its_last_writes_breaks_a_promise(replays: Found
     assert any(not cut.how.startswith("0 of ") for cut in found), "no write was ever lost"
 
 
+@pytest.mark.full(
+    "cuts the power of real disks again and again; test_crash_states.py has all that POSIX allows"
+)
 @pytest.mark.parametrize("without", CONTROLS)
 def test_without_a_sync_the_same_disks_have_lost_what_was_acknowledged(
     without: str, replays: Found

@@ -27,6 +27,11 @@ from tests.training.conftest import (
 )
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 Found = list[torch.Tensor]
 MASTERED = {"lr": 1e-2, "weight_decay": 0.05}
 

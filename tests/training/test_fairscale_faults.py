@@ -21,6 +21,11 @@ from tests.helpers.tensors import parameter_bytes
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 REASON = pretend.ready()
 needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])

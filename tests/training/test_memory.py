@@ -34,6 +34,11 @@ from tierstore.adapters.training.places import packed_bytes
 from tierstore.adapters.training.slices import Slice
 from tierstore.metrics import Stats
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 REASON = pretend.ready()
 needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 

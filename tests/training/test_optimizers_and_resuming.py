@@ -19,6 +19,11 @@ from tests.training.conftest import DEVICES, Traffic, store_for
 from tierstore import load_training, save_training
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 WIDTH, STEPS = 64, 6
 
 

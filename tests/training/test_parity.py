@@ -46,6 +46,11 @@ from tests.training.conftest import (
 )
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer, and the device: each has its own part in what is tested",
+    keep="any device",
+)
+
 AdamW = torch.optim.AdamW
 Plain = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -22,6 +22,11 @@ from tests.training.conftest import DEVICES
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 WIDTH, ROWS, BLOCKS = 64, 8, 4
 TOKENS = 12
 MANY = 1 << 16

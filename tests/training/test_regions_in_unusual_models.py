@@ -17,6 +17,11 @@ from tests.training.conftest import DEVICES, SMALL
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 WIDTH, ROWS, BLOCKS = 256, 64, 6
 
 

@@ -55,7 +55,13 @@ from tierstore.model.errors import (
 )
 from tierstore.model.header import digest
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.full(
+        "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+        keep="any device",
+    ),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 KIND = "mlp-dropout"
 HALF = 3

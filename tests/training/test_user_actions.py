@@ -37,6 +37,11 @@ from tests.training.conftest import (
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 Found = list[torch.Tensor]
 
 

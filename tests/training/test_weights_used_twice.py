@@ -19,6 +19,11 @@ from tests.store.helpers import open_store
 from tests.training.conftest import DEVICES, Traffic
 from tierstore.adapters.training import OffloadModel
 
+pytestmark = pytest.mark.full(
+    "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
+    keep="any device",
+)
+
 WIDTH, WORDS = 64, 100
 
 
