@@ -19,6 +19,7 @@ import torch
 
 from tierstore.model.sizes import PAGE
 from tierstore.transfer.pages import RecycledPages, fresh_memory
+from tierstore.transfer.streams import entered
 
 
 @dataclass(eq=False)
@@ -172,7 +173,7 @@ def device_arena(budget: int | None, device: torch.device, stream: Any) -> Arena
     """Memory of an accelerator, allocated on the stream that fills it."""
 
     def make(nbytes: int) -> torch.Tensor:
-        with stream:
+        with entered(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     return Arena(budget, make)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from tierstore.transfer.disk import FileTable
 from tierstore.transfer.figures import disk_threads
 from tierstore.transfer.reading import Reader, Reading, explained
 from tierstore.transfer.saver import Saver
+from tierstore.transfer.streams import entered
 from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.transfer.views import view_all
 from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, Job, Workers
@@ -290,14 +291,13 @@ class ThreadCarrier:
     ) -> torch.Event:
         """Have the device fill a host slot. Who reads the slot waits for what is pending there."""
         assert self.times is not None
-        stream = here = torch.accelerator.current_stream(self.device)
-        entered: AbstractContextManager[object] = nullcontext()
+        stream = torch.accelerator.current_stream(self.device)
         if behind:
-            self._down.wait_event(self.times.mark(here).event)
-            stream = entered = self._down
+            self._down.wait_event(self.times.mark(stream).event)
+            stream = self._down
         began = self.times.mark(stream)
         try:
-            with entered:
+            with entered(stream):
                 for target, source in places:
                     target.copy_(source, non_blocking=True)
             ended = self.times.mark(stream)
@@ -325,7 +325,7 @@ class ThreadCarrier:
             self._up.wait_event(event)
         dst.pending.clear()
         began = self.times.mark(self._up)
-        with self._up:
+        with entered(self._up):
             for run in cargo.spec.runs:
                 source = src.memory[run.host_offset : run.host_offset + run.nbytes]
                 target = memory[run.device_offset : run.device_offset + run.nbytes]
@@ -343,7 +343,7 @@ class ThreadCarrier:
             if event is not None:
                 self._down.wait_event(event)
         began = self.times.mark(self._down)
-        with self._down:
+        with entered(self._down):
             for run in cargo.spec.runs:
                 source = src.memory[run.device_offset : run.device_offset + run.nbytes]
                 target = memory[run.host_offset : run.host_offset + run.nbytes]
