@@ -309,8 +309,7 @@ class ThreadCarrier:
         span = Span(hop(Tier.DEVICE, Tier.HOST), name_of(key), nbytes)
         self.journal.count(span.kind, nbytes)
         self.times.tell(functools.partial(self.journal.end_between, span), began, ended)
-        event: torch.Event = ended.event
-        return event
+        return ended.event
 
     def hand_over(self, key: str) -> None:
         """The copy on the device is its borrower's as well: no other group gets its memory."""
