@@ -10,6 +10,7 @@ disk delivers about half of its speed.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -76,7 +77,7 @@ class Arena:
         self._make = make
         self._unmake = unmake
         self._close = close
-        self._idle: dict[int, list[Slot]] = {}
+        self._idle: dict[int, deque[Slot]] = {}  # by size, the one given back first in front
         self._condemned: list[Slot] = []
         self._counted = 0  # bytes of slots that are in use or idle
         self._forgotten = 0  # bytes of slots that are held no more, not yet subtracted
@@ -90,7 +91,7 @@ class Arena:
         with self._lock:
             same = self._idle.get(nbytes)
             if same:
-                return same.pop()
+                return same.popleft()  # device work is longest over where it was given first
             self._counted += nbytes
             self._condemn_until_it_fits()
             return Slot(nbytes)
@@ -101,14 +102,14 @@ class Arena:
         for nbytes in sorted(self._idle, reverse=True):
             idle = self._idle[nbytes]
             while idle and self._counted > self._budget:
-                self._condemned.append(idle.pop(0))
+                self._condemned.append(idle.popleft())
                 self._counted -= nbytes
 
     def give(self, slot: Slot, *, keep: bool = True) -> None:
         """The slot is free again. Its memory goes at the next `fill`, unless it is to `keep`."""
         with self._lock:
             if keep and slot.memory is not None:
-                self._idle.setdefault(slot.nbytes, []).append(slot)
+                self._idle.setdefault(slot.nbytes, deque()).append(slot)
                 return
             slot.wanted = False
             self._counted -= slot.nbytes
