@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tierstore.model.sizes import PAGE
-from tierstore.transfer.pages import RecycledPages, fresh_memory
+from tierstore.transfer.pages import RecycledPages
+from tierstore.transfer.pinned import RegisteredMemory, pinned_memory
 from tierstore.transfer.streams import entered
 
 
@@ -166,8 +166,9 @@ def host_arena(budget: int | None, device: torch.device) -> Arena:
         pages = RecycledPages(budget)
         return Arena(budget, pages.allocate, close=pages.close)
     if device.type == "cuda":
-        return Arena(budget, _registered_memory, _unregister)
-    return Arena(budget, _pinned_memory)
+        registered = RegisteredMemory()
+        return Arena(budget, registered.make, registered.unmake)
+    return Arena(budget, pinned_memory)
 
 
 def device_arena(budget: int | None, device: torch.device, stream: Any) -> Arena:
@@ -178,27 +179,3 @@ def device_arena(budget: int | None, device: torch.device, stream: Any) -> Arena
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     return Arena(budget, make)
-
-
-def _registered_memory(nbytes: int) -> torch.Tensor:
-    """Our own map, page-locked: torch's allocator would round to a power of two."""
-    memory = fresh_memory(nbytes)
-    memory.fill_(0)  # populate first: registering huge pages is faster than registering small ones
-    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
-    torch.cuda.check_error(int(result))
-    return memory
-
-
-def _unregister(memory: torch.Tensor) -> None:
-    result = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-    torch.cuda.check_error(int(result))
-
-
-def _pinned_memory(nbytes: int) -> torch.Tensor:
-    try:
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:
-        return fresh_memory(nbytes)  # this accelerator has no page-locked memory
-    if memory.data_ptr() % PAGE:
-        return fresh_memory(nbytes)  # direct reads need whole pages
-    return memory

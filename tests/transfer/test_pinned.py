@@ -1,0 +1,101 @@
+"""Host memory that CUDA page-locks: our own maps, registered with a driver that may refuse.
+
+There is no such driver here: `Driver` stands for the two of its functions that are called.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tierstore.model.sizes import PAGE
+from tierstore.transfer.arena import Arena, host_arena
+
+CUDA = torch.device("cuda", 0)
+
+
+class Driver:
+    """Locks pages, `limit` bytes of them at most."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.locked: dict[int, int] = {}
+        self.calls: list[str] = []
+
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append("register")
+        assert address % PAGE == 0 and nbytes % PAGE == 0 and flags == 0
+        assert address not in self.locked
+        if sum(self.locked.values()) + nbytes > self.limit:
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        self.calls.append("unregister")
+        return 0 if self.locked.pop(address, None) else 713
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver(limit=1 << 40)
+    functions = SimpleNamespace(
+        cudaHostRegister=driver.register, cudaHostUnregister=driver.unregister
+    )
+
+    def check_error(result: int) -> None:
+        if result:
+            raise RuntimeError(f"error {result}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: functions)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    return driver
+
+
+def filled(arena: Arena, *sizes: int) -> list[torch.Tensor]:
+    slots = [arena.take(nbytes) for nbytes in sizes]
+    memory = [arena.fill(slot) for slot in slots]
+    for slot in slots:
+        arena.give(slot)
+    return memory
+
+
+def test_memory_is_locked_when_it_is_made_and_unlocked_before_it_goes(driver: Driver) -> None:
+    arena = host_arena(12 * PAGE, CUDA)
+    (memory,) = filled(arena, 4 * PAGE)
+    assert driver.locked == {memory.data_ptr(): 4 * PAGE}
+    assert not memory.any()
+    arena.close()
+    assert driver.calls == ["register", "unregister"]
+    assert not driver.locked
+
+
+def test_memory_that_cannot_be_locked_stays_pageable_and_one_warning_says_so(
+    driver: Driver,
+) -> None:
+    driver.limit = 4 * PAGE
+    arena = host_arena(12 * PAGE, CUDA)
+    with pytest.warns(RuntimeWarning, match=r"12,288 bytes.*error 2.*ram_budget") as warned:
+        first, second, third = filled(arena, 4 * PAGE, 3 * PAGE, 2 * PAGE)
+    assert len(warned) == 1
+    assert driver.locked == {first.data_ptr(): 4 * PAGE}
+    assert second.fill_(7).sum() == 7 * 3 * PAGE
+    assert third.numel() == 2 * PAGE
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        arena.close()
+    assert driver.calls == ["register"] * 3 + ["unregister"], "what is not locked is not unlocked"
+
+
+def test_memory_that_is_made_later_is_locked_again(driver: Driver) -> None:
+    driver.limit = 4 * PAGE
+    arena = host_arena(8 * PAGE, CUDA)
+    with pytest.warns(RuntimeWarning, match="page-lock"):
+        filled(arena, 4 * PAGE, 3 * PAGE)
+    (memory,) = filled(arena, 2 * PAGE)  # after one of the others had to go
+    assert memory.data_ptr() in driver.locked
+    arena.close()
+    assert not driver.locked
