@@ -32,6 +32,7 @@ from tierstore.progress import bar
 from tierstore.settings import Settings
 from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
+from tierstore.transfer.streams import selecting
 from tierstore.transfer.views import laid_out, packed
 from tierstore.transfer.workers import Answer, weakly
 from tierstore.waiting import Request, Want
@@ -49,7 +50,7 @@ class Serving(Books):
         # What was garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[Lent] = deque()
         self._lost_groups: deque[str] = deque()
-        self._copiers = Copiers()
+        self._copiers = Copiers(selecting(settings.device))
         super().__init__(settings)
 
     # Putting -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tierstore import TierStore
+from tierstore import Access, TierStore
+from tierstore.transfer import arena
 from tierstore.transfer.arena import device_arena
 
 NBYTES = 64 << 10
+KINDS = ("disk", "onload", "offload", "copy")
+"""Of threads that a store has for what takes long."""
 
 
 class TwoThreads:
@@ -115,3 +119,38 @@ def test_a_stream_is_left_where_what_is_done_on_it_fails(
             with pytest.raises(RuntimeError, match="the copy fails"):
                 store.put_aside(memory)
         assert torch.accelerator.current_stream(device) == before
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_threads_of_a_store_work_on_its_device(
+    index: int, pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locking, for one, is done for the current device of the thread."""
+    device, new_event = torch.device("pretend", index), torch.Event
+    current: dict[str, int] = {}
+
+    def note() -> None:
+        name = threading.current_thread().name
+        current[name.rstrip("-_0123456789")] = torch.accelerator.current_device_index()
+
+    def make(nbytes: int) -> torch.Tensor:
+        note()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def event(*arguments: Any, **options: Any) -> torch.Event:
+        note()
+        return new_event(*arguments, **options)
+
+    monkeypatch.setattr(arena, "pinned_memory", make)
+    with TierStore(2 * NBYTES, disk_dir, device=device, device_budget=2 * NBYTES) as store:
+        monkeypatch.setattr(torch, "Event", event)
+        for key in "abcd":
+            store.put(key, torch.ones(NBYTES, dtype=torch.uint8))
+        store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # others are made anew
+        for key in "abcd":
+            with store.acquire(key, Access.UPDATE) as lease:
+                lease.tensor.add_(1)
+        assert store.get("a").sum() == 2 * NBYTES
+        asyncio.run(store._copiers.run(note))
+    del current["MainThread"]
+    assert current == dict.fromkeys(("tierstore-" + kind for kind in KINDS), index)

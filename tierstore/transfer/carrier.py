@@ -32,7 +32,7 @@ from tierstore.transfer.disk import FileTable
 from tierstore.transfer.figures import disk_threads
 from tierstore.transfer.reading import Reader, Reading, explained
 from tierstore.transfer.saver import Saver
-from tierstore.transfer.streams import entered
+from tierstore.transfer.streams import entered, selecting
 from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.transfer.views import view_all
 from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, Job, Workers
@@ -85,12 +85,13 @@ class ThreadCarrier:
             self.arenas[Tier.DEVICE] = device_arena(budgets[Tier.DEVICE], device, self._up)
             self.times = DeviceTimes(device, self._up)
         self._clerk = Clerk()
-        self._disk = Workers(disk_threads(), "disk")
+        self._disk = Workers(disk_threads(), "disk", selecting(device))
         self.saver = Saver(directory, self.files, self._disk)
         self._reader = Reader(self.arenas[Tier.HOST], self.files, self._disk, verify)
         self._links: dict[Tier, Workers] = {}
         if self.top is Tier.DEVICE:
-            self._links = {Tier.DEVICE: Workers(1, "onload"), Tier.HOST: Workers(1, "offload")}
+            for tier, name in (Tier.DEVICE, "onload"), (Tier.HOST, "offload"):
+                self._links[tier] = Workers(1, name, selecting(device))
 
     # Books, kept by the clerk ------------------------------------------------------------------
 

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import torch
+
+
+def selecting(device: torch.device) -> Callable[[], None]:
+    """What a thread of the store does first: from then on `device` is its current device.
+
+    Otherwise it would be device 0, and whatever asks for the current device there, such as the
+    registration of host memory, would set that one up and take memory of it.
+    """
+
+    def select() -> None:
+        if device.type == "cpu":
+            return
+        with suppress(RuntimeError):  # a device that is lost is told of by what is done there
+            torch.accelerator.set_device_index(device)
+
+    return select
 
 
 def entered(stream: torch.Stream) -> torch.Stream:
