@@ -57,11 +57,13 @@ T = TypeVar("T")
 class Lent(Use):
     """The store's side of a lease, and later a note of it.
 
-    It is of the copy on the fastest tier, or `held` in host memory.
+    It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device
+    uses what was lent, as far as is known: if the lease is lost, whoever finds it is on another.
     """
 
     access: Access = Access.READ
     held: Hold | None = None
+    stream: torch.Stream | None = None
 
 
 class Books:
@@ -299,7 +301,9 @@ class Books:
         if loan.access is not Access.READ or loan.held is not None:
             return False
         if self._carrier.times is not None:
-            self._carrier.used_on(loan.version, self._carrier.times.mark().event)
+            loan.stream = self.current_stream()
+            mark = self._carrier.times.mark(loan.stream)
+            self._carrier.used_on(loan.version, mark.event)
         self._resting[loan] = loan
         return True
 
@@ -308,7 +312,14 @@ class Books:
         if self._resting.pop(loan, None) is None:
             return False
         self._order_after_arrival(loan.version)
+        loan.stream = self.current_stream()
         return True
+
+    def current_stream(self) -> torch.Stream | None:
+        """The stream of the caller's device work; None on the CPU."""
+        if self.device.type == "cpu":
+            return None
+        return torch.accelerator.current_stream(self.device)
 
     def _order_after_arrival(self, version: str) -> None:
         """What this thread's stream does from now on, it does when the group is there."""

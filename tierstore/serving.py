@@ -204,6 +204,7 @@ class Serving(Books):
         cargo = self._carrier.cargo(version)
         self._observer.arrives(request, cargo.arrival)
         self._order_after_arrival(version)
+        loan.stream = self.current_stream()
         self._observer.granted(request, loan, cargo.spec.nbytes)
         return OpenLease(
             request.key,
@@ -245,6 +246,7 @@ class Serving(Books):
     def _release(self, loan: Lent) -> None:
         if os.getpid() != self._pid:
             return  # it is the parent's
+        loan.stream = self.current_stream()
         removal = self._give_back(loan)
         if removal is not None:
             self._see_removed(removal)
@@ -279,7 +281,7 @@ class Serving(Books):
             return None
         mark = None
         if self._carrier.times is not None:
-            mark = self._carrier.times.mark()
+            mark = self._carrier.times.mark(loan.stream)
             self._carrier.used_on(loan.version, mark.event)
         version, access, key = loan.version, loan.access, name_of(loan.version)
         self._resting.pop(loan, None)

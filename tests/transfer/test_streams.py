@@ -154,3 +154,30 @@ def test_threads_of_a_store_work_on_its_device(
         asyncio.run(store._copiers.run(note))
     del current["MainThread"]
     assert current == dict.fromkeys(("tierstore-" + kind for kind in KINDS), index)
+
+
+@pytest.mark.parametrize("rested", [False, True])
+def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_has_passed(
+    rested: bool, pretend: Any, disk_dir: Path
+) -> None:
+    """Whoever finds out that it was lost, or calls it in, is on another stream."""
+    device = torch.device("pretend", 0)
+    theirs, read = torch.Stream(device), torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
+    with TierStore(4 * NBYTES, disk_dir, device=device, device_budget=NBYTES) as store:
+        for value, key in enumerate("ab"):
+            store.put(key, torch.full((NBYTES,), value + 1, dtype=torch.uint8))
+        if rested:
+            lease = store.acquire("a")
+            assert lease.rest()
+        with theirs:
+            if rested:
+                assert lease.resume()
+            else:
+                lease = store.acquire("a")
+            read.copy_(lease.tensor, non_blocking=True)
+            assert pretend.queued_tasks() > 0, "nothing of it is to run later"
+        lease.abandon()  # as finalizers do
+        with store.acquire("b") as other:
+            assert other.tensor.sum() == 2 * NBYTES
+    theirs.synchronize()
+    assert read.sum() == NBYTES, "another group had the memory before it was read"
