@@ -5,6 +5,8 @@ There is no such driver here: `Driver` stands for the two of its functions that 
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
 from types import SimpleNamespace
 
@@ -88,6 +90,32 @@ def test_memory_that_cannot_be_locked_stays_pageable_and_one_warning_says_so(
         warnings.simplefilter("error")
         arena.close()
     assert driver.calls == ["register"] * 3 + ["unregister"], "what is not locked is not unlocked"
+
+
+def in_a_fork(address: int) -> bool:
+    """Whether a forked process has memory at an address."""
+    child = os.fork()
+    if not child:
+        found = True
+        with contextlib.suppress(BaseException), open("/proc/self/maps") as maps:
+            spans = [line.split()[0].split("-") for line in maps]
+            found = any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+        os._exit(found)
+    return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_processes_have_no_copy_of_locked_memory(driver: Driver) -> None:
+    """The kernel would make it at the fork, of every page."""
+    driver.limit = 4 * PAGE
+    arena = host_arena(12 * PAGE, CUDA)
+    with pytest.warns(RuntimeWarning, match="page-lock"):
+        locked, pageable = filled(arena, 4 * PAGE, 3 * PAGE)
+    for page in range(4):
+        assert not in_a_fork(locked.data_ptr() + page * PAGE)
+    assert in_a_fork(pageable.data_ptr()), "the control"
+    arena.close()
+    assert in_a_fork(locked.data_ptr()), "it is ordinary memory again"
 
 
 def test_memory_that_is_made_later_is_locked_again(driver: Driver) -> None:

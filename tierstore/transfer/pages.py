@@ -283,6 +283,12 @@ def fresh_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
+def leave_to_forks(address: int, nbytes: int, leave: bool) -> None:
+    """Whether forked processes find whole pages of ours at these addresses, or nothing at all."""
+    advice = mmap.MADV_DOFORK if leave else mmap.MADV_DONTFORK
+    _libc.madvise(address, nbytes, advice)  # if refused, a fork is slower, not wrong
+
+
 def _reserve(nbytes: int) -> int:
     """Addresses for `nbytes` at a multiple of 2 MiB, with no memory behind them."""
     room = nbytes + HUGE_PAGE

@@ -8,14 +8,17 @@ import warnings
 import torch
 
 from tierstore.model.sizes import PAGE
-from tierstore.transfer.pages import fresh_memory
+from tierstore.transfer.pages import fresh_memory, leave_to_forks
 
 
 class RegisteredMemory:
     """Maps of our own that CUDA page-locks: torch's allocator would round to a power of two.
 
-    Where the driver locks no more (it has limits, and few under WSL2), memory stays pageable:
+    Where the driver locks no more (it has limits, and low ones under WSL2), memory stays pageable:
     copies are slower, and right. A warning says so once.
+
+    A fork would copy every locked page at once, as a device may write to it: each worker of a
+    DataLoader could take the whole budget. So forked processes do not get them.
     """
 
     def __init__(self) -> None:
@@ -28,12 +31,14 @@ class RegisteredMemory:
         memory = fresh_memory(nbytes)
         memory.fill_(0)  # populate first: registering huge pages is faster than small ones
         address = memory.data_ptr()
+        leave_to_forks(address, nbytes, False)
         # An error stays the last one of this thread, where a launch of a kernel would look for its
         # own. No kernel is launched by the threads that make memory.
         result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         try:
             torch.cuda.check_error(int(result))
         except RuntimeError as error:
+            leave_to_forks(address, nbytes, True)
             self._warn(nbytes, error)
         else:
             self._registered.add(address)
@@ -57,6 +62,7 @@ class RegisteredMemory:
         if address in self._registered:
             self._registered.remove(address)
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+            leave_to_forks(address, memory.nbytes, True)
 
 
 def pinned_memory(nbytes: int) -> torch.Tensor:
