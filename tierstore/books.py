@@ -25,6 +25,7 @@ import torch
 
 from tierstore.model.errors import (
     BudgetError,
+    CaptureError,
     ClosedError,
     DuplicateKeyError,
     StoreTimeoutError,
@@ -47,6 +48,7 @@ from tierstore.transfer.carrier import ThreadCarrier
 from tierstore.transfer.directory import ObjectDirectory
 from tierstore.transfer.disk import FileStamp
 from tierstore.transfer.objects import object_name
+from tierstore.transfer.streams import is_captured
 from tierstore.transfer.workers import weakly
 from tierstore.waiting import LOOK_AGAIN, Request, WaitingRoom, Want, Wish
 
@@ -308,12 +310,18 @@ class Books:
         return True
 
     def _resume(self, loan: Lent) -> bool:
+        self._refuse_capture()
         # Who takes it out of there has it: this caller, or one who calls it in.
         if self._resting.pop(loan, None) is None:
             return False
         self._order_after_arrival(loan.version)
         loan.stream = self.current_stream()
         return True
+
+    def _refuse_capture(self) -> None:
+        """Raise CaptureError, before anything is done, where a graph is being captured."""
+        if is_captured(self.device):
+            raise CaptureError
 
     def current_stream(self) -> torch.Stream | None:
         """The stream of the caller's device work; None on the CPU."""

@@ -65,6 +65,7 @@ class Serving(Books):
     ) -> dict[str, torch.Tensor]:
         """Ask for room for what is put. Returns the bytes to fill it with."""
         self._check_open()
+        self._refuse_capture()
         key, single = request.key, isinstance(tensors, torch.Tensor)
         named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
         packing, sources = packed(key, named)
@@ -152,8 +153,8 @@ class Serving(Books):
 
     # Lending -----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _asked(key: str, access: Access) -> Request:
+    def _asked(self, key: str, access: Access) -> Request:
+        self._refuse_capture()
         return Request(key, Want.LEASE, Access(access))
 
     def _demand(self, request: Request) -> None:
@@ -246,6 +247,7 @@ class Serving(Books):
     def _release(self, loan: Lent) -> None:
         if os.getpid() != self._pid:
             return  # it is the parent's
+        self._refuse_capture()  # where the lease ends could not be asked of a graph
         loan.stream = self.current_stream()
         removal = self._give_back(loan)
         if removal is not None:

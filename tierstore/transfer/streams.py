@@ -24,6 +24,14 @@ def selecting(device: torch.device) -> Callable[[], None]:
     return select
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what this thread tells the device now goes into a graph instead of being done."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 def entered(stream: torch.Stream) -> torch.Stream:
     """A context in which `stream` is the current one of the thread that enters it; to enter once.
 
