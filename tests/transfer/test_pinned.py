@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from array import array
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tierstore.model.sizes import PAGE
+from tierstore.transfer import pinned
 from tierstore.transfer.arena import Arena, host_arena
 
+NBYTES = 3 << 20
 CUDA = torch.device("cuda", 0)
 
 
@@ -72,6 +75,7 @@ def test_memory_is_locked_when_it_is_made_and_unlocked_before_it_goes(driver: Dr
     assert not memory.any()
     arena.close()
     assert driver.calls == ["register", "unregister"]
+    assert (arena.made, arena.unmade) == (1, 1)
     assert not driver.locked
 
 
@@ -90,6 +94,28 @@ def test_memory_that_cannot_be_locked_stays_pageable_and_one_warning_says_so(
         warnings.simplefilter("error")
         arena.close()
     assert driver.calls == ["register"] * 3 + ["unregister"], "what is not locked is not unlocked"
+
+
+def resident(memory: torch.Tensor) -> int:
+    """How many bytes of it have a page behind them."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        pagemap.seek(memory.data_ptr() // PAGE * 8)
+        entries = array("Q", pagemap.read(memory.nbytes // PAGE * 8))
+    return PAGE * sum(entry >> 63 for entry in entries)
+
+
+@pytest.mark.parametrize("kernel_knows_how", [True, False])
+def test_memory_is_populated_before_it_is_registered_and_zeroed_once(
+    kernel_knows_how: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel_knows_how:
+        monkeypatch.setattr(torch.Tensor, "fill_", None)
+    else:
+        monkeypatch.setattr(pinned, "populate", lambda address, nbytes: False)
+    memory = pinned.RegisteredMemory().make(NBYTES)
+    assert resident(memory) == NBYTES
+    assert driver.locked == {memory.data_ptr(): NBYTES}
+    assert not memory.any()
 
 
 def in_a_fork(address: int) -> bool:

@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from tierstore.model.sizes import PAGE
-from tierstore.transfer.pages import fresh_memory, leave_to_forks
+from tierstore.transfer.pages import fresh_memory, leave_to_forks, populate
 
 
 class RegisteredMemory:
@@ -29,8 +29,10 @@ class RegisteredMemory:
     def make(self, nbytes: int) -> torch.Tensor:
         """uint8 memory of `nbytes` bytes (whole pages), page-locked if that is possible."""
         memory = fresh_memory(nbytes)
-        memory.fill_(0)  # populate first: registering huge pages is faster than small ones
         address = memory.data_ptr()
+        # Populate first: registering huge pages is faster than small ones.
+        if not populate(address, nbytes):
+            memory.fill_(0)  # zeroes it a second time
         leave_to_forks(address, nbytes, False)
         # An error stays the last one of this thread, where a launch of a kernel would look for its
         # own. No kernel is launched by the threads that make memory.
