@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.model.errors import (
     BudgetError,
+    CaptureError,
     ClosedError,
     CorruptDataError,
     DiskFullError,
@@ -76,6 +77,7 @@ __all__ = [
     "ActivationOffload",
     "ActivationStats",
     "BudgetError",
+    "CaptureError",
     "ClosedError",
     "CorruptDataError",
     "DiskFullError",

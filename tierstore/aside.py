@@ -97,12 +97,6 @@ class PuttingAside(Serving):
         """Where those who save activations count what they do."""
         return self._observer.activations
 
-    def current_stream(self) -> torch.Stream | None:
-        """The stream of the caller's device work; None on the CPU."""
-        if self.device.type == "cpu":
-            return None
-        return torch.accelerator.current_stream(self.device)
-
     def make_room(self) -> None:
         """Have those who hold something for later give it back, if they can."""
         for giver in list(self.givers):

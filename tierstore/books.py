@@ -25,6 +25,7 @@ import torch
 
 from tierstore.model.errors import (
     BudgetError,
+    CaptureError,
     ClosedError,
     DuplicateKeyError,
     StoreTimeoutError,
@@ -47,6 +48,7 @@ from tierstore.transfer.carrier import ThreadCarrier
 from tierstore.transfer.directory import ObjectDirectory
 from tierstore.transfer.disk import FileStamp
 from tierstore.transfer.objects import object_name
+from tierstore.transfer.streams import is_captured
 from tierstore.transfer.workers import weakly
 from tierstore.waiting import LOOK_AGAIN, Request, WaitingRoom, Want, Wish
 
@@ -57,11 +59,13 @@ T = TypeVar("T")
 class Lent(Use):
     """The store's side of a lease, and later a note of it.
 
-    It is of the copy on the fastest tier, or `held` in host memory.
+    It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device
+    uses what was lent, as far as is known: if the lease is lost, whoever finds it is on another.
     """
 
     access: Access = Access.READ
     held: Hold | None = None
+    stream: torch.Stream | None = None
 
 
 class Books:
@@ -299,16 +303,31 @@ class Books:
         if loan.access is not Access.READ or loan.held is not None:
             return False
         if self._carrier.times is not None:
-            self._carrier.used_on(loan.version, self._carrier.times.mark().event)
+            loan.stream = self.current_stream()
+            mark = self._carrier.times.mark(loan.stream)
+            self._carrier.used_on(loan.version, mark.event)
         self._resting[loan] = loan
         return True
 
     def _resume(self, loan: Lent) -> bool:
+        self._refuse_capture()
         # Who takes it out of there has it: this caller, or one who calls it in.
         if self._resting.pop(loan, None) is None:
             return False
         self._order_after_arrival(loan.version)
+        loan.stream = self.current_stream()
         return True
+
+    def _refuse_capture(self) -> None:
+        """Raise CaptureError, before anything is done, where a graph is being captured."""
+        if is_captured(self.device):
+            raise CaptureError
+
+    def current_stream(self) -> torch.Stream | None:
+        """The stream of the caller's device work; None on the CPU."""
+        if self.device.type == "cpu":
+            return None
+        return torch.accelerator.current_stream(self.device)
 
     def _order_after_arrival(self, version: str) -> None:
         """What this thread's stream does from now on, it does when the group is there."""

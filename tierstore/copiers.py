@@ -16,8 +16,9 @@ COUNT = 4
 class Copiers:
     """They are not those of the loop: all of these may wait for a lease that is released next."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(COUNT, thread_name_prefix="tierstore-copy")
+    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
+        """Each thread calls `begin` first; it must not raise."""
+        self._threads = ThreadPoolExecutor(COUNT, "tierstore-copy", begin)
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` on one of the threads.

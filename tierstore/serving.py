@@ -32,6 +32,7 @@ from tierstore.progress import bar
 from tierstore.settings import Settings
 from tierstore.steps import step
 from tierstore.transfer.cargo import Cargo
+from tierstore.transfer.streams import selecting
 from tierstore.transfer.views import laid_out, packed
 from tierstore.transfer.workers import Answer, weakly
 from tierstore.waiting import Request, Want
@@ -49,7 +50,7 @@ class Serving(Books):
         # What was garbage-collected: that may happen in the middle of any step.
         self._lost_leases: deque[Lent] = deque()
         self._lost_groups: deque[str] = deque()
-        self._copiers = Copiers()
+        self._copiers = Copiers(selecting(settings.device))
         super().__init__(settings)
 
     # Putting -----------------------------------------------------------------------------------
@@ -64,6 +65,7 @@ class Serving(Books):
     ) -> dict[str, torch.Tensor]:
         """Ask for room for what is put. Returns the bytes to fill it with."""
         self._check_open()
+        self._refuse_capture()
         key, single = request.key, isinstance(tensors, torch.Tensor)
         named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
         packing, sources = packed(key, named)
@@ -151,8 +153,8 @@ class Serving(Books):
 
     # Lending -----------------------------------------------------------------------------------
 
-    @staticmethod
-    def _asked(key: str, access: Access) -> Request:
+    def _asked(self, key: str, access: Access) -> Request:
+        self._refuse_capture()
         return Request(key, Want.LEASE, Access(access))
 
     def _demand(self, request: Request) -> None:
@@ -203,6 +205,7 @@ class Serving(Books):
         cargo = self._carrier.cargo(version)
         self._observer.arrives(request, cargo.arrival)
         self._order_after_arrival(version)
+        loan.stream = self.current_stream()
         self._observer.granted(request, loan, cargo.spec.nbytes)
         return OpenLease(
             request.key,
@@ -244,6 +247,8 @@ class Serving(Books):
     def _release(self, loan: Lent) -> None:
         if os.getpid() != self._pid:
             return  # it is the parent's
+        self._refuse_capture()  # where the lease ends could not be asked of a graph
+        loan.stream = self.current_stream()
         removal = self._give_back(loan)
         if removal is not None:
             self._see_removed(removal)
@@ -278,7 +283,7 @@ class Serving(Books):
             return None
         mark = None
         if self._carrier.times is not None:
-            mark = self._carrier.times.mark()
+            mark = self._carrier.times.mark(loan.stream)
             self._carrier.used_on(loan.version, mark.event)
         version, access, key = loan.version, loan.access, name_of(loan.version)
         self._resting.pop(loan, None)

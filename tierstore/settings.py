@@ -78,13 +78,20 @@ def _device_bytes(device: torch.device, budget: Size | None) -> int:
 
 def device_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of an accelerator. Raises ValueError if it cannot tell."""
-    try:
-        free, total = torch.accelerator.get_memory_info(device)
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"{device} does not tell how much memory it has: pass device_budget in bytes"
-        ) from error
-    return int(free), int(total)
+    sources = (
+        (torch.accelerator, "get_memory_info"),  # of torch 2.10 and later, and not of all devices
+        (torch.get_device_module(device), "mem_get_info"),
+    )
+    reason: Exception | None = None
+    for module, name in sources:
+        try:
+            free, total = getattr(module, name)(device)
+            return int(free), int(total)
+        except (AttributeError, RuntimeError, NotImplementedError) as error:
+            reason = error
+    raise ValueError(
+        f"{device} does not tell how much memory it has: pass device_budget in bytes"
+    ) from reason
 
 
 def _whole_pages(nbytes: int, name: str) -> int:

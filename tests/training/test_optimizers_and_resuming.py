@@ -229,3 +229,27 @@ def test_what_cannot_be_extra_is_refused_before_anything_is_written(
     with pytest.raises(TypeError, match="extra"):
         save_training(tmp_path / "run", nn.Linear(2, 2), extra=extra)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_scaler_whose_scale_is_on_another_device_than_gradients_is_refused(
+    by_hand: bool, device: str, disk_dir: Path
+) -> None:
+    """It would read its scale before that has come. Where all is on the CPU, it may go on."""
+    module = matrices()
+    scaler = torch.amp.GradScaler(device, init_scale=4.0)
+    with store_for(module, disk_dir, device) as store:
+        model = OffloadModel(module, store)
+        optimizer = OffloadOptimizer(model, store, torch.optim.SGD, lr=0.1)
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        scaler.scale(model(torch.ones(4, WIDTH, device=device)).square().mean()).backward()
+        if by_hand:
+            scaler.unscale_(optimizer)
+        if device == "cpu":
+            scaler.step(optimizer)
+        else:
+            with pytest.raises(RuntimeError, match="bfloat16"):
+                scaler.step(optimizer)
+        same = [torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)]
+        assert all(same) if device != "cpu" else not any(same)

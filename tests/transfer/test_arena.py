@@ -186,6 +186,17 @@ def test_a_slot_is_used_again_by_a_group_of_its_size() -> None:
     assert memory.exists == memory.peak == 10 * PAGE
 
 
+def test_of_slots_of_a_size_the_one_that_was_given_back_first_is_used_again() -> None:
+    """Its device work is the oldest, so that whoever fills it waits the least."""
+    arena = Arena(BUDGET, Memory().make)
+    slots = [arena.take(2 * PAGE) for _ in range(3)]
+    for slot in slots:
+        arena.fill(slot)
+        slot.pending.append(Work())
+        arena.give(slot)
+    assert [arena.take(2 * PAGE) for _ in slots] == slots
+
+
 def test_without_a_budget_nothing_is_unmade() -> None:
     memory = Memory()
     arena = Arena(None, memory.make, memory.unmake)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,42 @@ def test_times_follow_the_order_of_a_stream(device: torch.device) -> None:
     times.look()
     assert told == sorted(told)
     assert len(told) == 200
+
+
+class Counted:
+    """An event, and how often it was asked."""
+
+    asked = 0
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def query(self) -> bool:
+        Counted.asked += 1
+        return bool(self.event.query())
+
+
+def test_a_device_that_is_behind_is_asked_once_for_each_stream(
+    device: torch.device, pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [torch.Stream(device) for _ in range(2)]
+    times = DeviceTimes(device, streams[0])
+    monkeypatch.setattr(times, "_when", lambda mark: mark.asked)
+    told: list[float] = []
+    targets = [queued_copy(stream, device) for stream in streams]
+    for number in range(1000):
+        mark = times.mark(streams[number % 2])
+        times.tell(told.extend, replace(mark, event=Counted(mark.event)))
+    Counted.asked = 0
+    times.look()
+    assert Counted.asked == 2
+    assert not told
+    for stream in streams:
+        stream.synchronize()
+    times.look()
+    assert Counted.asked == 2 + 1000, "each that has passed is asked once more"
+    assert len(told) == 1000
+    assert all(target.sum() == 1024 for target in targets)
 
 
 class Broken:

@@ -95,6 +95,17 @@ class LeaseError(TierStoreError):
     """A lease was used in a way that it does not allow."""
 
 
+class CaptureError(TierStoreError, RuntimeError):
+    """A store was used while the caller's stream is captured into a graph."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the current stream is being captured into a graph, and a graph holds neither waiting "
+            "for a store's copies nor the memory that they will be in when it is replayed: use "
+            "the store before and after the capture, and capture models without one"
+        )
+
+
 class StoreLockedError(TierStoreError):
     """Another live store works on the same directory."""
 

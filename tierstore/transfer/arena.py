@@ -10,6 +10,7 @@ disk delivers about half of its speed.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from typing import Any
 
 import torch
 
-from tierstore.model.sizes import PAGE
-from tierstore.transfer.pages import RecycledPages, fresh_memory
+from tierstore.transfer.pages import RecycledPages
+from tierstore.transfer.pinned import RegisteredMemory, pinned_memory
+from tierstore.transfer.streams import entered
 
 
 @dataclass(eq=False)
@@ -61,7 +63,8 @@ class Arena:
     """The slots of one tier, never more than `budget` bytes of them (None: no limit).
 
     `take` and `give` only keep books and never block; `fill` makes the memory, unmaking idle
-    slots before. `bytes_held` and `peak_held` count memory that exists.
+    slots before. `bytes_held` and `peak_held` count memory that exists; `made` and `unmade`, how
+    often it was made and unmade, which takes long where memory has to be page-locked.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Arena:
         self._make = make
         self._unmake = unmake
         self._close = close
-        self._idle: dict[int, list[Slot]] = {}
+        self._idle: dict[int, deque[Slot]] = {}  # by size, the one given back first in front
         self._condemned: list[Slot] = []
         self._counted = 0  # bytes of slots that are in use or idle
         self._forgotten = 0  # bytes of slots that are held no more, not yet subtracted
@@ -83,13 +86,14 @@ class Arena:
         self._making = threading.Lock()
         self.bytes_held = 0
         self.peak_held = 0
+        self.made = self.unmade = 0
 
     def take(self, nbytes: int) -> Slot:
         """A slot of `nbytes` bytes. The planner has made sure that the budget allows it."""
         with self._lock:
             same = self._idle.get(nbytes)
             if same:
-                return same.pop()
+                return same.popleft()  # device work is longest over where it was given first
             self._counted += nbytes
             self._condemn_until_it_fits()
             return Slot(nbytes)
@@ -100,14 +104,14 @@ class Arena:
         for nbytes in sorted(self._idle, reverse=True):
             idle = self._idle[nbytes]
             while idle and self._counted > self._budget:
-                self._condemned.append(idle.pop(0))
+                self._condemned.append(idle.popleft())
                 self._counted -= nbytes
 
     def give(self, slot: Slot, *, keep: bool = True) -> None:
         """The slot is free again. Its memory goes at the next `fill`, unless it is to `keep`."""
         with self._lock:
             if keep and slot.memory is not None:
-                self._idle.setdefault(slot.nbytes, []).append(slot)
+                self._idle.setdefault(slot.nbytes, deque()).append(slot)
                 return
             slot.wanted = False
             self._counted -= slot.nbytes
@@ -130,6 +134,7 @@ class Arena:
                 if not slot.wanted:
                     raise RuntimeError("this room was given back before it was filled")
                 slot.memory = self._make(slot.nbytes)
+                self.made += 1
                 self.bytes_held += slot.nbytes
                 self.peak_held = max(self.peak_held, self.bytes_held)
         return slot.memory
@@ -144,6 +149,7 @@ class Arena:
             if slot.memory is not None:
                 self._unmake(slot.memory)
                 slot.memory = None
+                self.unmade += 1
                 self.bytes_held -= slot.nbytes
 
     def close(self) -> None:
@@ -164,39 +170,16 @@ def host_arena(budget: int | None, device: torch.device) -> Arena:
         pages = RecycledPages(budget)
         return Arena(budget, pages.allocate, close=pages.close)
     if device.type == "cuda":
-        return Arena(budget, _registered_memory, _unregister)
-    return Arena(budget, _pinned_memory)
+        registered = RegisteredMemory()
+        return Arena(budget, registered.make, registered.unmake)
+    return Arena(budget, pinned_memory)
 
 
 def device_arena(budget: int | None, device: torch.device, stream: Any) -> Arena:
     """Memory of an accelerator, allocated on the stream that fills it."""
 
     def make(nbytes: int) -> torch.Tensor:
-        with stream:
+        with entered(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     return Arena(budget, make)
-
-
-def _registered_memory(nbytes: int) -> torch.Tensor:
-    """Our own map, page-locked: torch's allocator would round to a power of two."""
-    memory = fresh_memory(nbytes)
-    memory.fill_(0)  # populate first: registering huge pages is faster than registering small ones
-    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
-    torch.cuda.check_error(int(result))
-    return memory
-
-
-def _unregister(memory: torch.Tensor) -> None:
-    result = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-    torch.cuda.check_error(int(result))
-
-
-def _pinned_memory(nbytes: int) -> torch.Tensor:
-    try:
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:
-        return fresh_memory(nbytes)  # this accelerator has no page-locked memory
-    if memory.data_ptr() % PAGE:
-        return fresh_memory(nbytes)  # direct reads need whole pages
-    return memory

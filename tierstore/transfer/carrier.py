@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from tierstore.transfer.disk import FileTable
 from tierstore.transfer.figures import disk_threads
 from tierstore.transfer.reading import Reader, Reading, explained
 from tierstore.transfer.saver import Saver
+from tierstore.transfer.streams import entered, selecting
 from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.transfer.views import view_all
 from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, Job, Workers
@@ -84,12 +85,13 @@ class ThreadCarrier:
             self.arenas[Tier.DEVICE] = device_arena(budgets[Tier.DEVICE], device, self._up)
             self.times = DeviceTimes(device, self._up)
         self._clerk = Clerk()
-        self._disk = Workers(disk_threads(), "disk")
+        self._disk = Workers(disk_threads(), "disk", selecting(device))
         self.saver = Saver(directory, self.files, self._disk)
         self._reader = Reader(self.arenas[Tier.HOST], self.files, self._disk, verify)
         self._links: dict[Tier, Workers] = {}
         if self.top is Tier.DEVICE:
-            self._links = {Tier.DEVICE: Workers(1, "onload"), Tier.HOST: Workers(1, "offload")}
+            for tier, name in (Tier.DEVICE, "onload"), (Tier.HOST, "offload"):
+                self._links[tier] = Workers(1, name, selecting(device))
 
     # Books, kept by the clerk ------------------------------------------------------------------
 
@@ -290,14 +292,13 @@ class ThreadCarrier:
     ) -> torch.Event:
         """Have the device fill a host slot. Who reads the slot waits for what is pending there."""
         assert self.times is not None
-        stream = here = torch.accelerator.current_stream(self.device)
-        entered: AbstractContextManager[object] = nullcontext()
+        stream = torch.accelerator.current_stream(self.device)
         if behind:
-            self._down.wait_event(self.times.mark(here).event)
-            stream = entered = self._down
+            self._down.wait_event(self.times.mark(stream).event)
+            stream = self._down
         began = self.times.mark(stream)
         try:
-            with entered:
+            with entered(stream):
                 for target, source in places:
                     target.copy_(source, non_blocking=True)
             ended = self.times.mark(stream)
@@ -309,8 +310,7 @@ class ThreadCarrier:
         span = Span(hop(Tier.DEVICE, Tier.HOST), name_of(key), nbytes)
         self.journal.count(span.kind, nbytes)
         self.times.tell(functools.partial(self.journal.end_between, span), began, ended)
-        event: torch.Event = ended.event
-        return event
+        return ended.event
 
     def hand_over(self, key: str) -> None:
         """The copy on the device is its borrower's as well: no other group gets its memory."""
@@ -325,7 +325,7 @@ class ThreadCarrier:
             self._up.wait_event(event)
         dst.pending.clear()
         began = self.times.mark(self._up)
-        with self._up:
+        with entered(self._up):
             for run in cargo.spec.runs:
                 source = src.memory[run.host_offset : run.host_offset + run.nbytes]
                 target = memory[run.device_offset : run.device_offset + run.nbytes]
@@ -343,7 +343,7 @@ class ThreadCarrier:
             if event is not None:
                 self._down.wait_event(event)
         began = self.times.mark(self._down)
-        with self._down:
+        with entered(self._down):
             for run in cargo.spec.runs:
                 source = src.memory[run.device_offset : run.device_offset + run.nbytes]
                 target = memory[run.host_offset : run.host_offset + run.nbytes]

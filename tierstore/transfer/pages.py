@@ -42,6 +42,7 @@ _SMALL_PAGE_COST = 50
 _NO_ACCESS = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14 and later
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -281,6 +282,18 @@ def fresh_memory(nbytes: int) -> torch.Tensor:
     with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Have the kernel put zeroed memory behind whole pages of ours. False: it cannot, or does not
+    know how."""
+    return bool(_libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0)
+
+
+def leave_to_forks(address: int, nbytes: int, leave: bool) -> None:
+    """Whether forked processes find whole pages of ours at these addresses, or nothing at all."""
+    advice = mmap.MADV_DOFORK if leave else mmap.MADV_DONTFORK
+    _libc.madvise(address, nbytes, advice)  # if refused, a fork is slower, not wrong
 
 
 def _reserve(nbytes: int) -> int:

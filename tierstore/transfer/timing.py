@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,20 +23,27 @@ _LOOK_AT = 64
 class Mark:
     """An event in a stream, and when it was asked for."""
 
-    event: Any
+    event: torch.Event
     asked: float
+    stream: torch.Stream | None = None
 
 
 Told = Callable[[list[float]], None]
+_Waiting = tuple[Told, tuple[Mark, ...]]
 
 
 class DeviceTimes:
-    """When marks in the streams of one accelerator passed, in seconds of `time.monotonic`."""
+    """When marks in the streams of one accelerator passed, in seconds of `time.monotonic`.
+
+    A device that is behind has many marks before it. Those of one stream pass in order, so of each
+    stream only the first that has not passed is asked.
+    """
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self._device = device
         self._lock = RLock()
-        self._waiting: deque[tuple[Told, tuple[Mark, ...]]] = deque()
+        self._new: deque[_Waiting] = deque()  # any thread may append, without the lock
+        self._waiting: dict[torch.Stream | None, deque[_Waiting]] = {}
         self._known = self.mark(stream).event
         self._known.synchronize()
         self._known_at = time.monotonic()
@@ -46,13 +52,14 @@ class DeviceTimes:
         """Mark this place in a stream: the current one, or `stream`."""
         asked = time.monotonic()
         event = torch.Event(self._device, enable_timing=True)
-        event.record(stream or torch.accelerator.current_stream(self._device))
-        return Mark(event, asked)
+        stream = stream or torch.accelerator.current_stream(self._device)
+        event.record(stream)
+        return Mark(event, asked, stream)
 
     def tell(self, told: Told, *marks: Mark) -> None:
         """Call `told` with the times of the marks, later, when the last of them has passed."""
-        self._waiting.append((told, marks))
-        if len(self._waiting) >= _LOOK_AT:
+        self._new.append((told, marks))
+        if len(self._new) >= _LOOK_AT:
             self.look()
 
     def look(self) -> None:
@@ -60,17 +67,29 @@ class DeviceTimes:
         under(self._lock, self._look)
 
     def _look(self) -> None:
-        for _ in range(len(self._waiting)):
-            told, marks = self._waiting.popleft()
-            try:
-                passed = marks[-1].event.query()
-                times = [self._when(mark) for mark in marks] if passed else []
-            except RuntimeError:
-                continue  # the device failed, as others will tell: it knows no times any more
-            if passed:
-                told(times)
-            else:
-                self._waiting.append((told, marks))
+        while self._new:
+            waiting = self._new.popleft()
+            self._waiting.setdefault(waiting[1][-1].stream, deque()).append(waiting)
+        for stream, queue in list(self._waiting.items()):
+            while queue and self._tell_first(queue):
+                pass
+            if not queue:
+                self._waiting.pop(stream, None)
+
+    def _tell_first(self, queue: deque[_Waiting]) -> bool:
+        """Tell of the first that waits in a stream, if it has passed. Returns whether it waits no
+        more."""
+        told, marks = queue.popleft()
+        try:
+            passed = marks[-1].event.query()
+            times = [self._when(mark) for mark in marks] if passed else []
+        except RuntimeError:
+            return True  # the device failed, as others will tell: it knows no times any more
+        if not passed:
+            queue.appendleft((told, marks))
+            return False
+        told(times)
+        return True
 
     def _when(self, mark: Mark) -> float:
         later: float = self._known.elapsed_time(mark.event) / 1000

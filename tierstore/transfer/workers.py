@@ -31,10 +31,11 @@ class Workers:
     """Daemon threads that take jobs by priority, then age.
 
     Daemons, because a thread stuck in a dead disk must not keep the interpreter from ending; what
-    they leave half-written has a temporary name.
+    they leave half-written has a temporary name. Each calls `begin` first; it must not raise.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, begin: Job = lambda: None) -> None:
+        self._begin = begin
         self._jobs: list[tuple[tuple[int, int], int, Job]] = []
         self._age = itertools.count()
         self._place = threading.local()  # of the job that a thread does: its priority and age
@@ -73,6 +74,7 @@ class Workers:
         shared.wait()
 
     def _work(self) -> None:
+        self._begin()
         while True:
             with self._ready:
                 while not self._jobs and not self._stopping:

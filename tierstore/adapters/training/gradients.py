@@ -23,6 +23,7 @@ from torch import nn
 
 from tierstore.adapters.training.places import Place
 from tierstore.model.tiers import Hold
+from tierstore.transfer.streams import entered
 
 if TYPE_CHECKING:
     from tierstore.adapters.training.weights import Weights
@@ -97,7 +98,7 @@ class Gradients:
     def _fetch(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
         """Have the device copy it, beside what it does next."""
         stream = _streams.beside(gradient.device)
-        with stream:
+        with entered(stream):
             target.copy_(gradient.detach(), non_blocking=True)
         gradient.record_stream(stream)
         self._events.append((stream.record_event(), target))

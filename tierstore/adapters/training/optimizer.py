@@ -124,6 +124,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 tile.settle_down()
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a `torch.amp.GradScaler` asks an optimizer before its step.
+
+        It keeps its scale where the loss is. For gradients on the CPU it copies that there without
+        waiting, and multiplies at once: by whatever was in that memory.
+        """
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if self.store.device.type != "cpu" and any(p.device.type == "cpu" for p in parameters):
+            raise RuntimeError(
+                "a GradScaler on an accelerator reads its scale too early where gradients are on "
+                "the CPU, as they are of an OffloadModel: train in bfloat16, which needs no scale"
+            )
+        return False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what a backward pass that failed has left in the store."""
         self._settle_down()

@@ -1,0 +1,85 @@
+"""Graphs of device work: a store cannot be part of one, and says so before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.store.helpers import PAGE, assert_at_rest, assert_same, open_store, pages
+from tierstore import (
+    CaptureError,
+    OffloadModel,
+    dispatch_model,
+    enable_group_offload,
+    offload_activations,
+)
+
+
+@contextmanager
+def captured(accelerator: Any) -> Iterator[None]:
+    """As if what is done inside went into a graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "is_current_stream_capturing", lambda: True, raising=False)
+        yield
+
+
+def test_a_store_refuses_to_be_captured_and_goes_on_afterwards(
+    pretend: Any, disk_dir: Path
+) -> None:
+    with open_store(disk_dir, device="pretend") as store:
+        store.put("a", pages(1))
+        resting, open_lease = store.acquire("a"), store.acquire("a")
+        assert resting.rest()
+        with captured(pretend):
+            for act in (
+                lambda: store.put("b", pages(2)),
+                lambda: store.acquire("a"),
+                lambda: store.get("a"),
+                resting.resume,
+                open_lease.release,
+            ):
+                with pytest.raises(CaptureError, match="before and after the capture"):
+                    act()
+        assert store.keys() == ["a"]
+        assert resting.resume()
+        assert_same(resting.tensor.cpu(), pages(1))
+        resting.release()
+        store.put("b", pages(2))
+        assert_same(store.get("b").cpu(), pages(2))
+        assert_at_rest(store)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+
+
+@pytest.mark.parametrize("how", [dispatch_model, enable_group_offload, OffloadModel])
+def test_a_model_on_a_store_refuses_to_be_captured(how: Any, pretend: Any, disk_dir: Path) -> None:
+    net, given = layers(), torch.ones(2, 64, device="pretend")
+    expected = layers().to("pretend")(given)
+    with open_store(disk_dir, 8 * 5 * PAGE, device="pretend") as store, torch.no_grad():
+        attached = how(net, store)
+        model = attached if how is OffloadModel else net
+        for _ in range(2):
+            assert torch.equal(model(given), expected)
+            with captured(pretend), pytest.raises(CaptureError):
+                model(given)
+        assert torch.equal(model(given), expected)
+
+
+def test_saved_activations_refuse_to_be_captured(pretend: Any, disk_dir: Path) -> None:
+    net, given = layers().to("pretend"), torch.ones(64, 64, device="pretend")
+    with (
+        open_store(disk_dir, device="pretend") as store,
+        offload_activations(store, min_size=1),
+        captured(pretend),
+        pytest.raises(CaptureError),
+    ):
+        net(given)

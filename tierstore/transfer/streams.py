@@ -1,0 +1,45 @@
+"""The streams of an accelerator, and which of them a thread's device work goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+
+def selecting(device: torch.device) -> Callable[[], None]:
+    """What a thread of the store does first: from then on `device` is its current device.
+
+    Otherwise it would be device 0, and whatever asks for the current device there, such as the
+    registration of host memory, would set that one up and take memory of it.
+    """
+
+    def select() -> None:
+        if device.type == "cpu":
+            return
+        with suppress(RuntimeError):  # a device that is lost is told of by what is done there
+            torch.accelerator.set_device_index(device)
+
+    return select
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what this thread tells the device now goes into a graph instead of being done."""
+    if device.type == "cpu":
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
+def entered(stream: torch.Stream) -> torch.Stream:
+    """A context in which `stream` is the current one of the thread that enters it; to enter once.
+
+    torch keeps the stream to return to on the object that is entered. Two threads that entered the
+    same object would return to each other's stream, so each use gets an object of its own.
+    """
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
