@@ -1,6 +1,6 @@
 """How long each test takes, so that the default lane stays quick.
 
-`python tools/durations.py [--full]` runs a lane, in two processes as `tools/check.py` does, and
+`python tools/durations.py [--full]` runs a lane in two processes, one for each core, and
 writes what it measured into `tests/durations.json`: for each test function its slowest case, in
 seconds, with what it needed to be set up. Run it on a machine that does nothing else.
 

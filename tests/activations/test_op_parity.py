@@ -34,7 +34,7 @@ pytest.importorskip("expecttest", reason="torch's samples need the package expec
 
 from tests.activations import cases
 
-CHUNKS = 12
+CHUNKS = 36
 MODULE_CHUNKS = 2
 
 

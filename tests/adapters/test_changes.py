@@ -79,6 +79,7 @@ def assert_equal_after_each(
 # (5) LoRA and fused projections -------------------------------------------------------------------
 
 
+@pytest.mark.full("loads and fuses twice; tests/dispatch/test_other_libraries.py has a LoRA")
 @ON_BOTH
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
 def test_5_lora_loaded_fused_and_unloaded_while_offloaded(

@@ -18,7 +18,7 @@ from tests.fresh import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_FILE = 300
-LONGEST = "docs/guides/dispatch.md"
+LONGEST = {"docs/guides/dispatch.md", "docs/guides/profiling.md"}
 
 FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
 NO_RUN = re.compile(r"<!--\s*no-run:\s*(?P<reason>\S.*?)\s*-->")
@@ -102,8 +102,8 @@ def run_python(program: Path, *words: str, directory: Path) -> None:
 
 
 @pytest.mark.full(
-    "generates text with a model of transformers, as tests/dispatch does",
-    keep=[name for name in map(name_in_repository, documents_with_python()) if name != LONGEST],
+    "whole runs of models, as tests/dispatch has them",
+    keep=[name for name in map(name_in_repository, documents_with_python()) if name not in LONGEST],
 )
 @pytest.mark.parametrize("document", documents_with_python(), ids=name_in_repository)
 def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
