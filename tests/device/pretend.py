@@ -2,6 +2,9 @@
 
 ``load()`` builds it when needed and registers it with torch under the name
 ``pretend``.  It has two devices, ``pretend:0`` and ``pretend:1``.
+
+With ``TIERSTORE_PRETEND=asynchronous`` in the environment, this module is the one of
+tests/device/asynchronous.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import atexit
 import ctypes
 import functools
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +25,9 @@ import types
 from pathlib import Path
 
 import torch
+
+if os.environ.get("TIERSTORE_PRETEND") == "asynchronous":
+    sys.modules[__name__] = importlib.import_module("tests.device.asynchronous.pretend")
 
 NAME = "pretend"
 SOURCE = Path(__file__).with_name("pretend.cpp")
