@@ -133,7 +133,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def main() -> int:
     os.chdir(ROOT)
     places = sorted({name.partition("::")[0] for name in WATCHED})
-    return int(pytest.main(["-p", "coverage_gate", "--only-watched", *sys.argv[1:], *places]))
+    return int(
+        pytest.main(["-p", "coverage_gate", "--full", "--only-watched", *sys.argv[1:], *places])
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from tests.docs.test_reliability import NAMED, PAGE, named
 from tests.lanes import covering
 from tierstore.plan import planner
-from tools import check, durations
+from tools import check, durations, mutate
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "testing.md"
@@ -258,6 +258,31 @@ def test_what_proves_a_promise_is_not_left_to_the_full_lane() -> None:
         tests = named(section)
         left_out = [why for test in tests if (why := left_out_of_the_default_lane(*test))]
         assert 2 * len(left_out) <= len(tests), f"P{number}: {left_out}"
+
+
+def test_who_notices_seeded_faults_runs_in_the_default_lane() -> None:
+    """The tests of tools/mutate.py: so its figures are those of the default lane."""
+    names = {test.partition("[")[0] for tests in mutate.TARGETS.values() for test in tests}
+    assert len(names) > 20
+    found = []
+    for name in names:
+        path, _, function = name.partition("::")
+        files = (
+            [path]
+            if path.endswith(".py")
+            else [str(p.relative_to(ROOT)) for p in (ROOT / path).rglob("test_*.py")]
+        )
+        for file in files:
+            functions = (
+                [function] if function else re.findall(r"^def (test_\w+)", _text(file), re.M)
+            )
+            found += [(file, each) for each in functions]
+    assert len(found) > 400
+    assert [why for test in found if (why := left_out_of_the_default_lane(*test))] == []
+
+
+def _text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 MARKED = """
