@@ -6,7 +6,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/native/Resize.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -55,6 +54,21 @@ at::Generator cpu_generator(const at::Generator& generator) {
 
 // ------------------------------------------------------------- hooks, guard
 
+// What was there moves in stream order; the old memory is freed at once, as everywhere.
+void resize_storage(c10::StorageImpl& storage, size_t size) {
+  c10::DeviceGuard guard(storage.device());
+  auto kept = std::min(size, storage.nbytes());
+  auto memory = device_memory()->allocate(size);
+  if (kept) {
+    Lock lock(state().mutex);
+    auto to = find_block(memory.get()), from = find_block(storage.data());
+    auto move = [to = memory.get(), from = storage.data(), kept] { std::memcpy(to, from, kept); };
+    enqueue(lock, current_queue(current_device), {move, {to, from}});
+  }
+  storage.set_data_ptr_noswap(std::move(memory));
+  storage.set_nbytes(size);
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -82,9 +96,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_memory(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
-    c10::DeviceGuard guard(storage.device());
-    drain_current(storage.device().index());
-    at::native::resize_bytes_cpu(storage.unsafeGetStorageImpl(), size);
+    resize_storage(*storage.unsafeGetStorageImpl(), size);
   }
 };
 
@@ -93,6 +105,8 @@ struct Event {
 };
 
 MarkPtr mark_of(void* event) { return event ? static_cast<Event*>(event)->mark : nullptr; }
+
+StreamKey key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream_on(c10::Device device, c10::StreamId id) {
@@ -117,10 +131,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return stream_on(device_at(checked(device.index())), 0);
   }
+  // From a pool, as CUDA's: the 33rd is the first.
   c10::Stream getNewStream(c10::Device device, int = 0) const override {
     Lock lock(state().mutex);
     auto index = checked(device.index());
-    return stream_on(device_at(index), ++state().devices[index].last_stream);
+    auto& last = state().devices[index].last_stream;
+    last = last % kStreams + 1;
+    return stream_on(device_at(index), last);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
     return getNewStream(device);
@@ -129,41 +146,23 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto index = checked(stream.device_index());
     return stream_on(stream.device(), std::exchange(current_stream_ids[index], stream.id()));
   }
-  bool queryStream(const c10::Stream& stream) const override {
-    Lock lock(state().mutex);
-    settle(stream.device_index(), stream.id());
-    return queue_of(stream.device_index(), stream.id()).empty();
-  }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    drain(stream.device_index(), stream.id());
-  }
+  bool queryStream(const c10::Stream& stream) const override { return query(key_of(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize(key_of(stream)); }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
-    drain_device(checked(index));
+    synchronize_device(checked(index));
   }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
     Lock lock(state().mutex);
     if (!*event) *event = new Event();
-    static_cast<Event*>(*event)->mark = mark_now(stream.device_index(), stream.id());
+    static_cast<Event*>(*event)->mark = mark_now(queue_of(key_of(stream)));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    Lock lock(state().mutex);
-    auto mark = mark_of(event);
-    if (is_reached(mark)) return;
-    bool same = mark->device == stream.device_index() && mark->stream == stream.id();
-    auto& queue = queue_of(stream.device_index(), stream.id());
-    if (!same) queue.push_back({std::nullopt, nullptr, mark});
+    wait_in_stream(key_of(stream), mark_of(event));
   }
-  bool queryEvent(void* event) const override {
-    Lock lock(state().mutex);
-    return is_reached(mark_of(event));
-  }
-  void synchronizeEvent(void* event) const override {
-    Lock lock(state().mutex);
-    auto mark = mark_of(event);
-    if (!is_reached(mark)) drain(mark->device, mark->stream, mark.get());
-  }
+  bool queryEvent(void* event) const override { return query(mark_of(event)); }
+  void synchronizeEvent(void* event) const override { synchronize(mark_of(event)); }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }

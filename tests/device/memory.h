@@ -1,270 +1,67 @@
-// Device memory, pinned memory and the lazy streams of the pretend accelerator.
+// The caching allocator of the devices, and pinned memory.
 
 #pragma once
 
-#include <ATen/core/CachingHostAllocator.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/Device.h>
-#include <c10/core/Stream.h>
+#include "streams.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <set>
-#include <vector>
 
 namespace {
 
-constexpr int kDevices = 2;
-constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr size_t kNoLimit = size_t{64} << 30;
-constexpr size_t kAlignment = 4096;
-
-using c10::CachingAllocator::Stat;
-
-// ------------------------------------------------------------------- state
-
-// A point in a stream's queue that others can wait for.
-struct Mark {
-  c10::DeviceIndex device;
-  c10::StreamId stream;
-  bool done = false;
-  double time_ms = 0;
-};
-using MarkPtr = std::shared_ptr<Mark>;
-
-// One allocation, device or pinned host.  Queued copies share ownership, so a
-// block that is freed too early is late or poisoned, but never unmapped.
-struct Block {
-  char* data = nullptr;
-  size_t size = 0;
-  int device = -1;  // -1: pinned host memory
-  c10::StreamId stream = 0;
-  std::set<c10::StreamId> used_by;  // from record_stream
-  bool dead = false;
-  bool foreign = false;  // registered by the user, not ours to free
-  ~Block();
-};
-using BlockPtr = std::shared_ptr<Block>;
-
-struct Copy {
-  BlockPtr to_block, from_block;
-  char* to;
-  const char* from;
-  size_t size;
-};
-
-// Exactly one of the three is set.
-struct Task {
-  std::optional<Copy> copy;
-  MarkPtr set, wait;
-};
-
-struct FreedBlock {
-  BlockPtr block;
-  std::vector<MarkPtr> waits;
-  bool held;  // record_stream keeps it from being reused
-};
-
-struct DeviceState {
-  Stat allocated, reserved;
-  size_t limit = kNoLimit;
-  c10::StreamId last_stream = 0;
-  std::map<c10::StreamId, std::deque<Task>> queues;
-};
-
-struct State {
-  std::recursive_mutex mutex;
-  DeviceState devices[kDevices];
-  std::map<uintptr_t, BlockPtr> blocks;
-  std::vector<FreedBlock> freed;
-  Stat pinned;
-  size_t pinned_limit = kNoLimit;
-  int64_t copied[3] = {0, 0, 0};  // h2d, d2h, d2d
-  int64_t stale_copies = 0;
-};
-
-// Never destroyed: tensors may be freed while the process exits.
-State& state() {
-  static State* s = new State();
-  return *s;
-}
-
-using Lock = std::lock_guard<std::recursive_mutex>;
-
-thread_local c10::DeviceIndex current_device = 0;
-thread_local c10::StreamId current_stream_ids[kDevices] = {0, 0};
-
-c10::DeviceIndex checked(c10::DeviceIndex index) {
-  TORCH_CHECK(index >= -1 && index < kDevices, "pretend: there is no device ",
-              int(index), ", only ", kDevices);
-  return index < 0 ? current_device : index;
-}
-
-c10::Device device_at(int index) {
-  return c10::Device(kType, static_cast<c10::DeviceIndex>(index));
-}
-
-// ----------------------------------------------------------------- streams
-
-std::deque<Task>& queue_of(c10::DeviceIndex device, c10::StreamId stream) {
-  return state().devices[device].queues[stream];
-}
-
-void reap_freed_blocks();
-
-void finish(const MarkPtr& mark) {
-  using namespace std::chrono;
-  mark->time_ms =
-      duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
-  mark->done = true;
-}
-
-// Takes what needs no running off the front of a queue: marks that have been
-// reached and waits that are over.  Copies stay, so this forces nothing.
-void settle(c10::DeviceIndex device, c10::StreamId stream) {
-  auto& queue = queue_of(device, stream);
-  while (!queue.empty() && !queue.front().copy) {
-    auto task = queue.front();
-    if (task.wait) {
-      if (!task.wait->done) settle(task.wait->device, task.wait->stream);
-      if (!task.wait->done) return;
-    } else {
-      finish(task.set);
-    }
-    queue.pop_front();
-  }
-  reap_freed_blocks();
-}
-
-bool is_reached(const MarkPtr& mark) {
-  if (mark && !mark->done) settle(mark->device, mark->stream);
-  return !mark || mark->done;
-}
-
-MarkPtr mark_now(c10::DeviceIndex device, c10::StreamId stream) {
-  auto mark = std::make_shared<Mark>(Mark{device, stream});
-  settle(device, stream);
-  auto& queue = queue_of(device, stream);
-  if (queue.empty()) {
-    finish(mark);
-  } else {
-    queue.push_back(Task{std::nullopt, mark, nullptr});
-  }
-  return mark;
-}
-
-void run(const Copy& copy) {
-  if (copy.to_block->dead || copy.from_block->dead) {
-    ++state().stale_copies;
-  }
-  std::memmove(copy.to, copy.from, copy.size);
-}
-
-// Runs a stream's queue up to `until`, or all of it.
-void drain(c10::DeviceIndex device, c10::StreamId stream, const Mark* until = nullptr) {
-  Lock lock(state().mutex);
-  auto& queue = queue_of(device, stream);
-  while (!queue.empty() && !(until && until->done)) {
-    Task task = std::move(queue.front());
-    queue.pop_front();
-    if (task.copy) {
-      run(*task.copy);
-    } else if (task.wait) {
-      // A mark is older than any wait for it, so this cannot go in circles.
-      if (!task.wait->done) drain(task.wait->device, task.wait->stream, task.wait.get());
-    } else {
-      finish(task.set);
-      reap_freed_blocks();
-    }
-  }
-}
-
-void drain_current(c10::DeviceIndex device) {
-  drain(device, current_stream_ids[device]);
-}
-
-void drain_device(c10::DeviceIndex device) {
-  Lock lock(state().mutex);
-  for (auto& entry : state().devices[device].queues) drain(device, entry.first);
-}
-
-// -------------------------------------------------------------- allocation
+// ----------------------------------------------------------- device memory
 
 Block::~Block() {
-  if (device < 0) {
-    Lock lock(state().mutex);
-    state().pinned.decrease(size);
-  }
-  if (!foreign) {
-    std::memset(data, 0xFF, size);
-    std::free(data);
-  }
-}
-
-char* new_memory(size_t size, int fill) {
-  size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
-  auto* data = static_cast<char*>(std::aligned_alloc(kAlignment, rounded));
-  TORCH_CHECK(data, "pretend: the machine is out of memory");
-  std::memset(data, fill, size);
-  return data;
-}
-
-BlockPtr find_block(const void* pointer) {
+  if (device >= 0) return;
   Lock lock(state().mutex);
-  auto address = reinterpret_cast<uintptr_t>(pointer);
-  auto next = state().blocks.upper_bound(address);
-  if (next == state().blocks.begin()) return nullptr;
-  auto block = std::prev(next)->second;
-  return address < std::prev(next)->first + block->size ? block : nullptr;
-}
-
-void retire(const FreedBlock& freed) {
-  std::memset(freed.block->data, 0xFF, freed.block->size);
-  freed.block->dead = true;
-  if (freed.held) state().devices[freed.block->device].reserved.decrease(freed.block->size);
-}
-
-bool all_done(const std::vector<MarkPtr>& marks) {
-  return std::all_of(marks.begin(), marks.end(), [](const MarkPtr& m) { return m->done; });
-}
-
-void reap_freed_blocks() {
-  auto& freed = state().freed;
-  for (size_t i = 0; i < freed.size();) {
-    if (all_done(freed[i].waits)) {
-      retire(freed[i]);
-      freed.erase(freed.begin() + i);
-    } else {
-      ++i;
-    }
+  state().pinned.decrease(size);
+  if (!chunk) {
+    state().registered.decrease(size);
+  } else {
+    std::memset(data, kPoison, size);
   }
 }
 
-// Like the CUDA caching allocator: the block may be reused by its own stream
-// in queue order, and after what record_stream named has run.  Being reused
-// means here that it turns into NaN.
+void give_to_cache(const BlockPtr& block) {
+  auto& device = state().devices[block->device];
+  device.active.decrease(block->size);
+  device.cached[block->stream].emplace(block->chunk->size, block);
+  // The same stream may get the memory again at once, as what it does then comes later.
+  // Until then NaN is there for those who use it still.
+  auto poison = [chunk = block->chunk, block] {
+    std::memset(chunk->data, kPoison, chunk->size);
+    block->dead = true;
+  };
+  auto& queue = queue_of({static_cast<c10::DeviceIndex>(block->device), block->stream});
+  settle(queue);
+  if (queue.tasks.empty()) {
+    poison();
+  } else {
+    push(queue, {poison});
+  }
+}
+
+bool all_reached(const std::vector<MarkPtr>& marks) {
+  return std::all_of(marks.begin(), marks.end(), is_reached);
+}
+
+void release_held_blocks(c10::DeviceIndex index) {
+  auto& held = state().devices[index].held;
+  auto over = std::stable_partition(held.begin(), held.end(),
+                                    [](auto& each) { return !all_reached(each.waits); });
+  std::vector<HeldBlock> released(over, held.end());
+  held.erase(over, held.end());
+  for (auto& each : released) give_to_cache(each.block);
+}
+
 void free_device_block(const BlockPtr& block) {
   auto& device = state().devices[block->device];
   device.allocated.decrease(block->size);
-  auto index = static_cast<c10::DeviceIndex>(block->device);
-  FreedBlock freed{block, {mark_now(index, block->stream)}, false};
-  for (auto stream : block->used_by) {
-    freed.waits.push_back(mark_now(index, stream));
-    freed.held = freed.held || !freed.waits.back()->done;
-  }
-  if (!freed.held) device.reserved.decrease(block->size);
-  if (all_done(freed.waits)) {
-    retire(freed);
+  HeldBlock held{block};
+  for (auto key : block->used_by) held.waits.push_back(mark_now(queue_of(key)));
+  if (all_reached(held.waits)) {
+    give_to_cache(block);
   } else {
-    state().freed.push_back(std::move(freed));
+    device.held.push_back(std::move(held));
   }
 }
 
@@ -280,24 +77,55 @@ c10::DataPtr as_data_ptr(const BlockPtr& block, c10::Device device) {
   return {block->data, new BlockPtr(block), &delete_block, device};
 }
 
-// Before giving up CUDA waits for the streams that record_stream named.
-void wait_for_held_blocks(c10::DeviceIndex index) {
-  auto freed = state().freed;
-  for (auto& entry : freed) {
-    if (!entry.held || entry.block->device != index) continue;
-    for (auto& mark : entry.waits) {
-      if (!mark->done) drain(mark->device, mark->stream, mark.get());
+// Gives cached memory back to the device if its stream has passed the end of its last use.
+void release_cached_blocks(c10::DeviceIndex index) {
+  auto& device = state().devices[index];
+  for (auto& [stream, cached] : device.cached) {
+    for (auto it = cached.begin(); it != cached.end();) {
+      if (!it->second->dead) {
+        ++it;
+        continue;
+      }
+      device.reserved.decrease(it->first);
+      it = cached.erase(it);
     }
   }
 }
 
-void check_limit(c10::DeviceIndex index, size_t size) {
+// As cudaFree does, this waits for the device.
+void empty_cache(Lock& lock, c10::DeviceIndex index) {
+  refuse_in_capture("freeing device memory");
+  drain_device(lock, index);
+  for (auto& each : std::vector<HeldBlock>(state().devices[index].held)) {
+    for (auto& mark : each.waits) drain(lock, queue_of(mark->stream), mark.get());
+  }
+  release_held_blocks(index);
+  drain_device(lock, index);
+  release_cached_blocks(index);
+}
+
+std::shared_ptr<Chunk> new_chunk(Lock& lock, c10::DeviceIndex index, size_t size) {
   auto& device = state().devices[index];
-  auto fits = [&] { return device.reserved.current + size <= device.limit; };
-  if (!fits()) wait_for_held_blocks(index);
+  if (!current_queue(index).capturing) refuse_in_capture("allocating device memory");
+  auto fits = [&] { return size_t(device.reserved.current) + size <= device.limit; };
+  if (!fits()) release_cached_blocks(index);
+  if (!fits() && !current_queue(index).capturing) empty_cache(lock, index);
   TORCH_CHECK_WITH(OutOfMemoryError, fits(), "pretend out of memory. Tried to allocate ",
                    size, " bytes on pretend:", int(index), ", which has a limit of ",
                    device.limit, " bytes and ", device.reserved.current, " in use.");
+  auto chunk = std::make_shared<Chunk>(size);
+  device.reserved.increase(size);
+  return chunk;
+}
+
+// A block is not split, so a cached one serves if it is at most a quarter too large.
+std::shared_ptr<Chunk> cached_chunk(c10::DeviceIndex index, size_t size) {
+  auto& cached = state().devices[index].cached[current_stream_ids[index]];
+  auto found = cached.lower_bound(size);
+  if (found == cached.end() || found->first > size + size / 4) return nullptr;
+  auto chunk = found->second->chunk;
+  cached.erase(found);
+  return chunk;
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
@@ -305,43 +133,51 @@ struct DeviceMemory final : c10::DeviceAllocator {
     Lock lock(state().mutex);
     auto index = current_device;
     if (size == 0) return {nullptr, device_at(index)};
-    check_limit(index, size);
+    auto& device = state().devices[index];
+    release_held_blocks(index);
     auto block = std::make_shared<Block>();
-    block->data = new_memory(size, 0xFF);
+    block->chunk = cached_chunk(index, size);
+    if (!block->chunk) block->chunk = new_chunk(lock, index, size);
+    block->data = block->chunk->data;
     block->size = size;
     block->device = index;
     block->stream = current_stream_ids[index];
-    state().devices[index].allocated.increase(size);
-    state().devices[index].reserved.increase(size);
+    device.allocated.increase(size);
+    device.active.increase(size);
     return as_data_ptr(block, device_at(index));
   }
   void copy_data(void* to, const void* from, size_t size) const override {
     default_copy_data(to, from, size);
   }
   bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    Lock lock(state().mutex);
+    for (int i = 0; i < kDevices; ++i) empty_cache(lock, static_cast<c10::DeviceIndex>(i));
+  }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     Lock lock(state().mutex);
     auto block = find_block(data.get());
-    if (block && stream.id() != block->stream) block->used_by.insert(stream.id());
+    StreamKey key{stream.device_index(), stream.id()};
+    if (block && block->device >= 0 && key != StreamKey(block->device, block->stream)) {
+      block->used_by.insert(key);
+    }
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     Lock lock(state().mutex);
-    auto& device = state().devices[checked(index)];
+    index = checked(index);
+    release_held_blocks(index);
+    auto& device = state().devices[index];
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0] = stats.requested_bytes[0] = device.allocated;
-    stats.reserved_bytes[0] = stats.active_bytes[0] = device.reserved;
+    stats.active_bytes[0] = device.active;
+    stats.reserved_bytes[0] = device.reserved;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex index) override {
-    Lock lock(state().mutex);
-    state().devices[checked(index)].allocated.reset_accumulated();
-    state().devices[checked(index)].reserved.reset_accumulated();
+    each_stat(index, [](Stat& stat) { stat.reset_accumulated(); });
   }
   void resetPeakStats(c10::DeviceIndex index) override {
-    Lock lock(state().mutex);
-    state().devices[checked(index)].allocated.reset_peak();
-    state().devices[checked(index)].reserved.reset_peak();
+    each_stat(index, [](Stat& stat) { stat.reset_peak(); });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
     Lock lock(state().mutex);
@@ -349,7 +185,18 @@ struct DeviceMemory final : c10::DeviceAllocator {
     size_t used = device.reserved.current;
     return {device.limit > used ? device.limit - used : 0, device.limit};
   }
+
+ private:
+  static void each_stat(c10::DeviceIndex index, void (*change)(Stat&)) {
+    Lock lock(state().mutex);
+    index = checked(index);
+    release_held_blocks(index);
+    auto& device = state().devices[index];
+    for (auto* stat : {&device.allocated, &device.active, &device.reserved}) change(*stat);
+  }
 };
+
+// ----------------------------------------------------------- pinned memory
 
 // Bytes stay counted until the last queued copy that uses them has run: so
 // long the memory really stays locked.
@@ -359,10 +206,12 @@ struct PinnedMemory final : at::HostAllocator {
     if (size == 0) return {nullptr, c10::Device(c10::kCPU)};
     TORCH_CHECK(state().pinned.current + size <= state().pinned_limit,
                 "pretend: out of pinned host memory. Tried to pin ", size, " bytes");
-    auto block = std::make_shared<Block>();
-    block->data = new_memory(size, 0xFF);
-    block->size = size;
+    auto chunk = std::make_shared<Chunk>(size);
     state().pinned.increase(size);
+    auto block = std::make_shared<Block>();
+    block->chunk = chunk;
+    block->data = chunk->data;
+    block->size = size;
     return as_data_ptr(block, c10::Device(c10::kCPU));
   }
   void copy_data(void* to, const void* from, size_t size) const override {
@@ -399,6 +248,58 @@ PinnedMemory* pinned_memory() {
 bool is_pinned(const void* pointer) {
   auto block = find_block(pointer);
   return block && block->device < 0;
+}
+
+// The numbers of CUDA's own errors.
+enum { kFine = 0, kInvalidValue = 1, kOutOfMemory = 2, kAlreadyRegistered = 712,
+       kNotRegistered = 713, kInCapture = 900 };
+
+bool is_capturing_here() {
+  auto& capture = state().capture;
+  return capture && (capture->every_thread || capture->thread == std::this_thread::get_id());
+}
+
+// What cudaHostRegister does: pins memory that the caller owns.
+int register_host(void* data, int64_t size) {
+  Lock lock(state().mutex);
+  ++state().registrations;
+  if (is_capturing_here()) return kInCapture;
+  if (!data || size <= 0) return kInvalidValue;
+  if (state().failing_registrations > 0) {
+    --state().failing_registrations;
+    return kOutOfMemory;
+  }
+  auto next = state().blocks.lower_bound(reinterpret_cast<uintptr_t>(data));
+  bool ahead = next != state().blocks.end() &&
+      next->first < reinterpret_cast<uintptr_t>(data) + size_t(size);
+  if (ahead || find_block(data)) return kAlreadyRegistered;
+  if (state().pinned.current + size_t(size) > state().pinned_limit ||
+      state().registered.current + size_t(size) > state().registered_limit) {
+    return kOutOfMemory;
+  }
+  state().pinned.increase(size_t(size));
+  state().registered.increase(size_t(size));
+  auto block = std::make_shared<Block>();
+  block->data = static_cast<char*>(data);
+  block->size = size_t(size);
+  state().blocks[reinterpret_cast<uintptr_t>(data)] = block;
+  return kFine;
+}
+
+// CUDA does not say what becomes of copies that are under way: they are counted as mistakes,
+// and run now, as the caller may unmap the memory next.
+int unregister_host(void* data) {
+  Lock lock(state().mutex);
+  if (is_capturing_here()) return kInCapture;
+  auto block = find_block(data);
+  if (!block || block->chunk || block->device >= 0 || block->data != data) return kNotRegistered;
+  bool in_use = block.use_count() > 2;  // ours and that of the table
+  if (in_use) ++state().unregistered_in_use;
+  for (int i = 0; i < kDevices && in_use; ++i) {
+    drain_device(lock, static_cast<c10::DeviceIndex>(i));
+  }
+  state().blocks.erase(reinterpret_cast<uintptr_t>(data));
+  return kFine;
 }
 
 }  // namespace

@@ -1,15 +1,30 @@
 // A pretend accelerator: a PrivateUse1 backend whose "device memory" is host
 // memory.  It exists so that CPU tests can see what only a GPU shows: device
-// mismatches, exact device bytes, out of memory, and missing synchronisation.
+// mismatches, device bytes, out of memory, and missing synchronisation.
 //
-// Copies that a GPU would run asynchronously are queued and run only when a
-// wait forces them.  Every block is filled with 0xFF (NaN) when it is handed
-// out and again when it is given back.  So a missing wait gives a wrong result
-// every time, not now and then.
+// Work is queued on streams and runs later than its call: when somebody waits
+// for it, or before, at a moment drawn by a seed.  The draws respect the order
+// in a stream and the waits for events, and nothing else.  With one thread the
+// same seed gives the same order.  Tasks run on the thread that makes them run.
 //
-// Kernels run at once on the CPU, over CPU tensors that alias device memory.
+// Kernels are those of the CPU, over CPU tensors that alias device memory.  The
+// meta device tells the shapes of their results at the call.  Where it cannot
+// (the result depends on data, or is no tensor, or the operator is not one of
+// torch's own), the call synchronises its own stream, and the kernel runs at
+// once.  The error of a kernel that ran late is raised by the next
+// synchronisation.
 //
-// This file registers the parts; see memory.h, backend.h and kernels.h.
+// Memory holds NaN when it is new, and again when its stream has passed the
+// point where it was freed.  Freed blocks are cached for their stream.  Streams
+// come from a pool of 32 for each device, as those of CUDA.
+//
+// Of CUDA it does not pretend: the speed of kernels (only whether the device falls behind),
+// kernels of one stream beside each other, priorities, the splitting of cached
+// blocks, replaying what was captured, memory pools of graphs, peer access that
+// is off, IPC, and contexts.
+//
+// This file registers the parts; see state.h, streams.h, memory.h, backend.h
+// and kernels.h.
 
 #include "backend.h"
 #include "kernels.h"
@@ -36,6 +51,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("set_", &set_empty);
   m.impl("_has_compatible_shallow_copy_type", &same_kind_of_tensor);
+  m.impl("native_dropout", &dropout);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
 }
@@ -49,7 +65,14 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
+void begin_capture_here(int64_t index, bool every_thread) {
+  auto device = static_cast<c10::DeviceIndex>(index);
+  begin_capture({device, current_stream_ids[device]}, every_thread);
+}
+
 TORCH_LIBRARY(pretend_accelerator, m) {
+  m.def("begin_capture(int index, bool every_thread) -> ()", &begin_capture_here);
+  m.def("end_capture() -> ()", &end_capture);
   m.def("seed_all(int seed) -> ()", &seed_all);
   m.def("get_rng_state(int index) -> Tensor", &get_rng_state);
   m.def("set_rng_state(int index, Tensor value) -> ()", &set_rng_state);
@@ -75,6 +98,18 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_choice)
 
 extern "C" {
 
+void pretend_seed(uint64_t seed) {
+  Lock lock(state().mutex);
+  state().random.seed(seed);
+}
+void pretend_set_slowness(double slowness) {
+  Lock lock(state().mutex);
+  state().slowness = slowness;
+}
+void pretend_set_link_speed(double speed) {
+  Lock lock(state().mutex);
+  state().link_speed = speed;
+}
 void pretend_set_memory_limit(int index, int64_t size) {
   Lock lock(state().mutex);
   state().devices[index].limit = size < 0 ? kNoLimit : size_t(size);
@@ -82,6 +117,14 @@ void pretend_set_memory_limit(int index, int64_t size) {
 void pretend_set_pinned_limit(int64_t size) {
   Lock lock(state().mutex);
   state().pinned_limit = size < 0 ? kNoLimit : size_t(size);
+}
+void pretend_set_registered_limit(int64_t size) {
+  Lock lock(state().mutex);
+  state().registered_limit = size < 0 ? kNoLimit : size_t(size);
+}
+void pretend_fail_registrations(int64_t count) {
+  Lock lock(state().mutex);
+  state().failing_registrations = count;
 }
 int64_t pretend_pinned_bytes() {
   Lock lock(state().mutex);
@@ -95,48 +138,42 @@ void pretend_reset_peak_pinned() {
   Lock lock(state().mutex);
   state().pinned.reset_peak();
 }
+int64_t pretend_registrations() {
+  Lock lock(state().mutex);
+  return state().registrations;
+}
+int64_t pretend_registered_bytes() {
+  Lock lock(state().mutex);
+  return state().registered.current;
+}
+int64_t pretend_unregistered_in_use() {
+  Lock lock(state().mutex);
+  return state().unregistered_in_use;
+}
 int64_t pretend_copied(int kind) {
   Lock lock(state().mutex);
   return state().copied[kind];
 }
-int64_t pretend_stale_copies() {
+int64_t pretend_stale_tasks() {
   Lock lock(state().mutex);
-  return state().stale_copies;
+  return state().stale_tasks;
 }
 int64_t pretend_queued_tasks(int index) {
   Lock lock(state().mutex);
   int64_t count = 0;
-  for (auto& entry : state().devices[index].queues) count += int64_t(entry.second.size());
+  for (auto& [key, queue] : state().busy) count += key.first == index ? queue->tasks.size() : 0;
   return count;
 }
 void pretend_reset_counters() {
   Lock lock(state().mutex);
   for (auto& count : state().copied) count = 0;
-  state().stale_copies = 0;
+  state().stale_tasks = state().registrations = state().unregistered_in_use = 0;
 }
-
-// What cudaHostRegister does: pins memory that the caller owns.
-int pretend_register_host(void* data, int64_t size) {
+bool pretend_is_capturing(int index) {
   Lock lock(state().mutex);
-  bool full = state().pinned.current + size_t(size) > state().pinned_limit;
-  if (!data || size <= 0 || full || find_block(data)) return 1;
-  auto block = std::make_shared<Block>();
-  block->data = static_cast<char*>(data);
-  block->size = size_t(size);
-  block->foreign = true;
-  state().pinned.increase(block->size);
-  state().blocks[reinterpret_cast<uintptr_t>(data)] = block;
-  return 0;
+  return current_queue(static_cast<c10::DeviceIndex>(index)).capturing;
 }
-
-// The caller may unmap the memory next, so queued copies that use it run now.
-int pretend_unregister_host(void* data) {
-  Lock lock(state().mutex);
-  auto block = find_block(data);
-  if (!block || !block->foreign || block->data != data) return 1;
-  for (int i = 0; i < kDevices; ++i) drain_device(static_cast<c10::DeviceIndex>(i));
-  state().blocks.erase(reinterpret_cast<uintptr_t>(data));
-  return 0;
-}
+int pretend_register_host(void* data, int64_t size) { return register_host(data, size); }
+int pretend_unregister_host(void* data) { return unregister_host(data); }
 
 }  // extern "C"

@@ -3,8 +3,9 @@
 ``load()`` builds it when needed and registers it with torch under the name
 ``pretend``.  It has two devices, ``pretend:0`` and ``pretend:1``.
 
-With ``TIERSTORE_PRETEND=asynchronous`` in the environment, this module is the one of
-tests/device/asynchronous.
+Its work runs later than the call, at moments drawn by a seed: ``seed`` or the environment
+variable ``TIERSTORE_PRETEND_SEED``, anew for each test.  How far it falls behind is set with
+``set_slowness`` or ``TIERSTORE_PRETEND_SLOWNESS``.
 """
 
 from __future__ import annotations
@@ -13,27 +14,35 @@ import atexit
 import ctypes
 import functools
 import hashlib
-import importlib
+import math
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-if os.environ.get("TIERSTORE_PRETEND") == "asynchronous":
-    sys.modules[__name__] = importlib.import_module("tests.device.asynchronous.pretend")
+T = TypeVar("T")
 
 NAME = "pretend"
 SOURCE = Path(__file__).with_name("pretend.cpp")
-PARTS = [SOURCE, *(SOURCE.with_name(f"{part}.h") for part in ("memory", "backend", "kernels"))]
+PARTS = [
+    SOURCE,
+    *(
+        SOURCE.with_name(f"{part}.h")
+        for part in ("state", "streams", "memory", "backend", "kernels")
+    ),
+]
 FLAGS = ["-std=c++20", "-shared", "-fPIC", "-O1", "-w"]
 KINDS = ("h2d", "d2h", "d2d")
+SLOWNESS = 2.0
+"""Unless another is set: the device falls behind, and catches up where somebody waits."""
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -61,7 +70,7 @@ def available() -> str | None:
         return "torch has a real accelerator here, and one process can use only one kind"
     if os.name != "posix":
         return "the pretend accelerator is built for Linux only"
-    if not _built_path().exists() and _compiler() is None:
+    if not _built_path(PARTS).exists() and _compiler() is None:
         return "no C++ compiler to build the pretend accelerator with"
     if not (_torch_folder() / "include" / "ATen" / "ATen.h").exists():
         return "torch was installed without its C++ headers"
@@ -71,27 +80,30 @@ def available() -> str | None:
 @functools.cache
 def _build_failure() -> str | None:
     try:
-        build()
+        build(PARTS)
     except RuntimeError as error:
         return str(error)
     return None
 
 
-def build() -> Path:
-    """Compile unless the same source was compiled before; return the library."""
-    built = _built_path()
+def build(parts: Sequence[Path]) -> Path:
+    """Compile the first, unless all were compiled before as they are; return the library.
+
+    Raises RuntimeError if that fails.
+    """
+    built = _built_path(parts)
     if not built.exists():
         built.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _compile(built)
+        _compile(parts[0], built)
     return built
 
 
-def _compile(built: Path) -> None:
+def _compile(source: Path, built: Path) -> None:
     # Under a private name first: another run may be building the same thing.
     handle, draft = tempfile.mkstemp(dir=built.parent, suffix=".so")
     os.close(handle)
     try:
-        done = subprocess.run(_command(draft), capture_output=True, text=True, check=False)
+        done = subprocess.run(_command(source, draft), capture_output=True, text=True, check=False)
         if done.returncode != 0:
             first = [line for line in done.stderr.splitlines() if "error" in line][:3]
             raise RuntimeError("the pretend accelerator does not build: " + " / ".join(first))
@@ -100,7 +112,7 @@ def _compile(built: Path) -> None:
         Path(draft).unlink(missing_ok=True)
 
 
-def _command(target: str) -> list[str]:
+def _command(source: Path, target: str) -> list[str]:
     folder = _torch_folder()
     include, lib = folder / "include", folder / "lib"
     abi = int(torch.compiled_with_cxx11_abi())
@@ -110,7 +122,7 @@ def _command(target: str) -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         f"-I{include}",
         f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}",
-        str(SOURCE),
+        str(source),
         "-o",
         target,
         f"-L{lib}",
@@ -128,11 +140,11 @@ def _torch_folder() -> Path:
     return Path(torch.__file__).parent
 
 
-def _built_path() -> Path:
-    key = hashlib.sha256(b"".join(part.read_bytes() for part in PARTS))
+def _built_path(parts: Sequence[Path]) -> Path:
+    key = hashlib.sha256(b"".join(part.read_bytes() for part in parts))
     key.update(repr((torch.__version__, str(_torch_folder()), FLAGS)).encode())
     folder = f"tierstore-{NAME}-{os.getuid()}-{key.hexdigest()[:16]}"
-    return Path(tempfile.gettempdir()) / folder / "pretend.so"
+    return Path(tempfile.gettempdir()) / folder / f"{parts[0].stem}.so"
 
 
 # ------------------------------------------------------------------ registering
@@ -147,15 +159,16 @@ def load() -> types.ModuleType:
     global _library
     with _lock:
         if _library is None:
-            path = str(build())
+            path = str(build(PARTS))
             torch.ops.load_library(path)
             library = ctypes.CDLL(path)
             _declare(library)
+            _library = library
             torch.utils.rename_privateuse1_backend(NAME)
             torch._register_device_module(NAME, _device_module())
             torch.utils.generate_methods_for_privateuse1_backend()
+            start_over()
             atexit.register(_let_autograd_threads_finish)
-            _library = library
             _check_autograd()
     return torch.get_device_module(NAME)
 
@@ -180,12 +193,30 @@ def _let_autograd_threads_finish() -> None:
 
 def _declare(library: ctypes.CDLL) -> None:
     integer, address = ctypes.c_int64, ctypes.c_void_p
+    library.pretend_seed.argtypes = [ctypes.c_uint64]
+    library.pretend_set_slowness.argtypes = [ctypes.c_double]
+    library.pretend_set_link_speed.argtypes = [ctypes.c_double]
+    library.pretend_is_capturing.restype = ctypes.c_bool
+    library.pretend_set_registered_limit.argtypes = [integer]
+    library.pretend_fail_registrations.argtypes = [integer]
     library.pretend_set_memory_limit.argtypes = [ctypes.c_int, integer]
     library.pretend_set_pinned_limit.argtypes = [integer]
     library.pretend_register_host.argtypes = [address, integer]
     library.pretend_unregister_host.argtypes = [address]
-    for name in ("pinned_bytes", "peak_pinned_bytes", "copied", "stale_copies", "queued_tasks"):
+    for name in _COUNTS:
         getattr(library, f"pretend_{name}").restype = integer
+
+
+_COUNTS = (
+    "pinned_bytes",
+    "peak_pinned_bytes",
+    "registrations",
+    "registered_bytes",
+    "unregistered_in_use",
+    "copied",
+    "stale_tasks",
+    "queued_tasks",
+)
 
 
 def _device_module() -> types.ModuleType:
@@ -212,6 +243,80 @@ def _index(device: int | str | torch.device | None) -> int:
     return current_device() if index is None else index
 
 
+# ------------------------------------------------------------------ when work runs
+
+
+def seed(number: int | None = None) -> None:
+    """Draw the moments at which queued work runs from this seed, or that of the environment.
+
+    With one thread, the same seed and the same calls give the same order.
+    """
+    _loaded().pretend_seed(_from_environment("SEED", 0, int) if number is None else number)
+
+
+def start_over() -> None:
+    """Take the seed and the slowness of the environment again, if the accelerator is loaded."""
+    if _library is not None:
+        seed()
+        set_slowness(_from_environment("SLOWNESS", SLOWNESS, float))
+        set_link_speed(None)
+
+
+def finish() -> None:
+    """Wait for the devices, if the accelerator is loaded. Raises what a kernel raised that ran
+    late, unless somebody was told."""
+    if _library is not None:
+        for index in range(device_count()):
+            synchronize(index)
+
+
+def _from_environment(name: str, otherwise: T, kind: Callable[[str], T]) -> T:
+    value = os.environ.get(f"TIERSTORE_PRETEND_{name}")
+    return otherwise if value is None else kind(value)
+
+
+def set_slowness(slowness: float | None = SLOWNESS) -> None:
+    """How far the device falls behind: of so many calls, one task runs by itself, on average.
+
+    None: nothing runs before somebody waits for it. 0: everything runs at its call, as far as
+    the events allow.
+    """
+    _loaded().pretend_set_slowness(math.inf if slowness is None else slowness)
+
+
+def set_link_speed(bytes_per_second: float | None) -> None:
+    """How long a copy between host and device takes, by the times of events and by the clock.
+
+    They then say when a device would have been done that begins with its work as soon as it can.
+    None: as long as this machine takes, from when the copy happens to be run.
+    """
+    _loaded().pretend_set_link_speed(bytes_per_second or 0.0)
+
+
+def begin_capture(stream: torch.Stream | None = None, capture_error_mode: str = "global") -> None:
+    """Capture what is queued from now on, on a stream or the current one. It is never run.
+
+    Meanwhile all that waits or asks is refused, as by CUDA: in this thread if the mode is
+    "thread_local", else in all.
+    """
+    if capture_error_mode not in ("global", "thread_local"):
+        raise ValueError(f"there is no such mode: {capture_error_mode}")
+    stream = current_stream() if stream is None else stream
+    with stream:
+        torch.ops.pretend_accelerator.begin_capture(
+            stream.device_index, capture_error_mode == "global"
+        )
+
+
+def end_capture() -> None:
+    """Raises RuntimeError if something was refused meanwhile."""
+    torch.ops.pretend_accelerator.end_capture()
+
+
+def is_current_stream_capturing() -> bool:
+    return bool(_loaded().pretend_is_capturing(current_device()))
+
+
 # ---------------------------------------------------------- memory and counters
 
 
@@ -225,8 +330,21 @@ def max_memory_allocated(index: int = 0) -> int:
     return torch.accelerator.max_memory_allocated(_index(index))
 
 
-def memory_reserved(index: int = 0) -> int:
+def memory_active(index: int = 0) -> int:
     """As memory_allocated, with freed blocks that record_stream still holds."""
+    return _stats(index)["active_bytes.all.current"]
+
+
+def max_memory_active(index: int = 0) -> int:
+    return _stats(index)["active_bytes.all.peak"]
+
+
+def _stats(index: int) -> dict[str, int]:
+    return torch.accelerator.memory_stats(_index(index))
+
+
+def memory_reserved(index: int = 0) -> int:
+    """As memory_active, with freed blocks that are cached for their streams."""
     return torch.accelerator.memory_reserved(_index(index))
 
 
@@ -241,7 +359,11 @@ def reset_peak_memory_stats(index: int | None = None) -> None:
 
 
 def set_memory_limit(nbytes: int | None, index: int = 0) -> None:
-    """Above this many bytes in use an allocation raises OutOfMemoryError."""
+    """Above this many bytes reserved an allocation raises OutOfMemoryError.
+
+    Before, cached blocks are released: first those whose work has passed, then, after waiting
+    for the device, all.
+    """
     _loaded().pretend_set_memory_limit(_index(index), -1 if nbytes is None else nbytes)
 
 
@@ -268,16 +390,73 @@ def set_pinned_limit(nbytes: int | None) -> None:
     _loaded().pretend_set_pinned_limit(-1 if nbytes is None else nbytes)
 
 
+class Runtime:
+    """Those functions of CUDA's own library that a store uses, with their error codes."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        """Pin memory the caller owns."""
+        return int(_loaded().pretend_register_host(address, nbytes))
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        """Unpin it. Copies that still use it are counted as mistakes, and run first."""
+        return int(_loaded().pretend_unregister_host(address))
+
+
+_ERRORS = {
+    1: "invalid argument",
+    2: "out of memory",
+    712: "part or all of the requested memory range is already mapped",
+    713: "pointer does not correspond to a registered memory region",
+    900: "operation not permitted when stream is capturing",
+}
+
+
+def cudart() -> Runtime:
+    """As torch.cuda.cudart."""
+    return Runtime()
+
+
+def check_error(code: int) -> None:
+    """As torch.cuda.check_error."""
+    if code:
+        raise RuntimeError(f"pretend error: {_ERRORS[code]} ({code})")
+
+
 def register_host(address: int, nbytes: int) -> None:
     """Pin memory the caller owns, as cudaHostRegister does."""
-    if _loaded().pretend_register_host(address, nbytes):
-        raise RuntimeError("pretend: this host memory cannot be registered")
+    check_error(cudart().cudaHostRegister(address, nbytes, 0))
 
 
 def unregister_host(address: int) -> None:
-    """Unpin what register_host pinned; queued copies run first."""
-    if _loaded().pretend_unregister_host(address):
-        raise RuntimeError("pretend: this host memory is not registered")
+    """Unpin what register_host pinned."""
+    check_error(cudart().cudaHostUnregister(address))
+
+
+def registrations() -> int:
+    """How often memory was registered, or was to be, since the counters were reset."""
+    return _loaded().pretend_registrations()
+
+
+def registered_bytes() -> int:
+    """Bytes that are registered now; queued copies keep theirs until they run."""
+    return _loaded().pretend_registered_bytes()
+
+
+def unregistered_in_use() -> int:
+    """How often memory was unregistered while copies that use it were queued."""
+    return _loaded().pretend_unregistered_in_use()
+
+
+def set_registered_limit(nbytes: int | None) -> None:
+    """Above this many registered bytes, registering fails."""
+    _loaded().pretend_set_registered_limit(-1 if nbytes is None else nbytes)
+
+
+def fail_registrations(count: int) -> None:
+    """Let the next so many registrations fail, as where a driver allows none."""
+    _loaded().pretend_fail_registrations(count)
 
 
 def copied(kind: str) -> int:
@@ -286,17 +465,17 @@ def copied(kind: str) -> int:
 
 
 def stale_copies() -> int:
-    """Queued copies that ran only after their device block was given back."""
-    return _loaded().pretend_stale_copies()
+    """Kernels and copies that ran only after a device block of theirs was given back."""
+    return _loaded().pretend_stale_tasks()
 
 
 def queued_tasks(index: int = 0) -> int:
-    """Copies, marks and waits that no wait has forced so far."""
+    """Kernels, copies, marks and waits that have not run."""
     return _loaded().pretend_queued_tasks(_index(index))
 
 
 def reset_counters() -> None:
-    """Set the byte counters and the count of stale copies to zero."""
+    """Set the counters of bytes, of stale work and of registrations to zero."""
     _loaded().pretend_reset_counters()
 
 
@@ -358,7 +537,8 @@ def stream(stream: torch.Stream) -> torch.Stream:
 
 
 def empty_cache() -> None:
-    """Nothing is cached."""
+    """Give cached memory back to the devices. Waits for them."""
+    torch.accelerator.empty_cache()
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -386,8 +566,18 @@ def set_rng_state(new_state: torch.Tensor, device: int | str | torch.device | No
 
 
 _EXPORTED = [
+    seed,
+    start_over,
+    finish,
+    set_slowness,
+    set_link_speed,
+    begin_capture,
+    end_capture,
+    is_current_stream_capturing,
     memory_allocated,
     max_memory_allocated,
+    memory_active,
+    max_memory_active,
     memory_reserved,
     max_memory_reserved,
     reset_peak_memory_stats,
@@ -397,8 +587,15 @@ _EXPORTED = [
     peak_pinned_bytes,
     reset_peak_pinned,
     set_pinned_limit,
+    cudart,
+    check_error,
     register_host,
     unregister_host,
+    registrations,
+    registered_bytes,
+    unregistered_in_use,
+    set_registered_limit,
+    fail_registrations,
     copied,
     stale_copies,
     queued_tasks,

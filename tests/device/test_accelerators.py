@@ -23,6 +23,8 @@ from tierstore import (
     undispatch,
 )
 
+pytestmark = pytest.mark.floor
+
 REASON = pretend.ready()
 ACCELERATORS = (
     pytest.param("pretend", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON))),
@@ -124,7 +126,7 @@ def test_training_is_that_of_an_optimizer_on_the_cpu(
 ) -> None:
     plain, net = model().to(device), model()
     on_cpu = [nn.Parameter(p.detach().cpu()) for p in plain.parameters()]
-    usual = torch.optim.AdamW(on_cpu, lr=1e-2)
+    usual = torch.optim.AdamW(on_cpu, lr=1e-2, fused=True)
     state_bytes = 4 * COUNT * LAYER_BYTES
     losses: list[list[float]] = [[], []]
     budget = int(share * state_bytes)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from types import ModuleType
 
@@ -15,6 +19,8 @@ from torch.nn import functional
 
 from tests.device import pretend
 from tests.helpers.processes import run_python
+from tierstore.transfer.arena import Arena
+from tierstore.transfer.pinned import RegisteredMemory
 
 REASON = pretend.ready()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -22,19 +28,28 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 @pytest.fixture
 def device() -> Iterator[ModuleType]:
-    """The device module, with nothing queued and counters at zero."""
+    """The device module, with nothing queued or cached and counters at zero.
+
+    It runs nothing before somebody waits for it.
+    """
     module = pretend.load()
+    module.set_slowness(None)
+    gc.collect()
     for index in range(2):
         module.synchronize(index)
         module.set_memory_limit(None, index)
+    module.empty_cache()
     module.reset_counters()
     module.reset_peak_memory_stats()
     module.reset_peak_pinned()
     yield module
+    module.start_over()
     for index in range(2):
         module.synchronize(index)
         module.set_memory_limit(None, index)
     module.set_pinned_limit(None)
+    module.set_registered_limit(None)
+    module.fail_registrations(0)
 
 
 @pytest.fixture
@@ -167,6 +182,7 @@ def test_a_block_freed_before_a_side_stream_reads_it_is_poison(
     device: ModuleType, side: torch.Stream
 ) -> None:
     source = torch.randn(8, device="pretend")
+    device.synchronize()
     target = torch.zeros(8).pin_memory()
     with side:
         target.copy_(source, non_blocking=True)
@@ -183,12 +199,12 @@ def test_record_stream_keeps_a_freed_block(device: ModuleType, side: torch.Strea
     with side:
         target.copy_(source, non_blocking=True)
     source.record_stream(side)
-    allocated, reserved = device.memory_allocated(), device.memory_reserved()
+    allocated, active = device.memory_allocated(), device.memory_active()
     del source
     assert device.memory_allocated() == allocated - 32
-    assert device.memory_reserved() == reserved
+    assert device.memory_active() == active
     side.synchronize()
-    assert device.memory_reserved() == reserved - 32
+    assert device.memory_active() == active - 32
     assert torch.equal(target, value)
     assert device.stale_copies() == 0
 
@@ -216,7 +232,78 @@ def test_a_queued_copy_into_a_freed_block_is_harmless(
         target = host.to("pretend", non_blocking=True)
     del target, host
     side.synchronize()
-    assert device.memory_reserved() == device.memory_allocated()
+    assert device.memory_active() == device.memory_allocated()
+
+
+def test_the_same_stream_may_have_freed_memory_again_at_once(device: ModuleType) -> None:
+    value = torch.randn(1000)
+    first = value.to("pretend")
+    doubled, place = first * 2, first.data_ptr()
+    reserved = device.memory_reserved()
+    del first  # the kernel that reads it has not run
+    second = torch.ones(1000, device="pretend")
+    assert second.data_ptr() == place
+    assert device.memory_reserved() == reserved
+    assert torch.equal(doubled.cpu(), value * 2)
+    assert (second == 1).all()
+
+
+def test_memory_goes_to_no_other_stream(device: ModuleType, side: torch.Stream) -> None:
+    first = torch.empty(1000, device="pretend")
+    place = first.data_ptr()
+    del first
+    with side:
+        other = torch.empty(1000, device="pretend")
+    assert other.data_ptr() != place
+    assert device.memory_reserved() == 8000
+    assert torch.empty(900, device="pretend").data_ptr() == place
+    assert torch.empty(500, device="pretend").data_ptr() != place  # that wastes too much
+
+
+@pytest.mark.parametrize("recorded", (False, True))
+def test_memory_is_reused_while_another_stream_reads_it_unless_recorded(
+    recorded: bool, device: ModuleType, side: torch.Stream
+) -> None:
+    value = torch.randn(1000)
+    source, host = value.to("pretend"), torch.zeros(1000).pin_memory()
+    place = source.data_ptr()
+    with side:
+        host.copy_(source, non_blocking=True)
+    if recorded:
+        source.record_stream(side)
+    del source
+    again = torch.full((1000,), 7.0, device="pretend")
+    assert (again.data_ptr() == place) != recorded
+    torch.accelerator.current_stream().synchronize()
+    side.synchronize()
+    assert torch.equal(host, value if recorded else torch.full((1000,), 7.0))
+    assert torch.empty(1000, device="pretend").data_ptr() == place or not recorded
+
+
+def test_cached_memory_is_released_before_out_of_memory(device: ModuleType) -> None:
+    device.set_memory_limit(8000)
+    first, second = torch.empty(1000, device="pretend"), torch.empty(500, device="pretend")
+    del first
+    assert (device.memory_allocated(), device.memory_reserved()) == (2000, 6000)
+    third = torch.empty(1500, device="pretend")  # only without what is cached
+    assert (device.memory_allocated(), device.memory_reserved()) == (8000, 8000)
+    del second, third
+    device.reset_peak_memory_stats()
+    assert device.max_memory_reserved() == 8000
+    device.empty_cache()
+    assert (device.memory_reserved(), device.max_memory_reserved()) == (0, 8000)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2001, device="pretend")
+    assert torch.empty(2000, device="pretend").numel() == 2000
+
+
+def test_cached_memory_whose_work_has_not_passed_is_waited_for(device: ModuleType) -> None:
+    device.set_memory_limit(8000)
+    first = torch.ones(2000, device="pretend")
+    del first
+    assert not torch.accelerator.current_stream().query()
+    assert torch.empty(1000, device="pretend").numel() == 1000
+    assert torch.accelerator.current_stream().query()
 
 
 # ---------------------------------------------------------------------- pinned
@@ -273,6 +360,60 @@ def test_a_queued_copy_keeps_its_pinned_source(device: ModuleType, side: torch.S
     side.synchronize()
     assert device.pinned_bytes() == before
     assert torch.equal(target.cpu(), value)
+
+
+def test_registering_can_fail_and_is_counted(device: ModuleType) -> None:
+    slab = torch.zeros(4096, dtype=torch.uint8)
+    place, before = slab.data_ptr(), device.pinned_bytes()
+    device.set_registered_limit(4095)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        device.register_host(place, 4096)
+    device.set_registered_limit(None)
+    device.fail_registrations(1)
+    assert device.cudart().cudaHostRegister(place, 4096, 0) == 2
+    assert (device.registrations(), device.registered_bytes()) == (2, 0)
+    device.register_host(place, 4096)
+    assert (device.registrations(), device.registered_bytes()) == (3, 4096)
+    assert device.pinned_bytes() == before + 4096
+    assert device.cudart().cudaHostRegister(place + 100, 10, 0) == 712
+    assert device.cudart().cudaHostRegister(place - 10, 20, 0) == 712
+    device.unregister_host(place)
+    assert device.cudart().cudaHostUnregister(place) == 713
+    assert (device.registered_bytes(), device.unregistered_in_use()) == (0, 0)
+
+
+def test_unregistering_what_a_copy_still_uses_is_noticed(device: ModuleType) -> None:
+    slab = torch.randn(1024)
+    device.register_host(slab.data_ptr(), slab.nbytes)
+    moved = slab.to("pretend", non_blocking=True)
+    device.unregister_host(slab.data_ptr())
+    assert device.unregistered_in_use() == 1
+    assert torch.equal(moved.cpu(), slab)
+
+
+def test_an_arena_can_register_its_memory_here(
+    device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path that otherwise only CUDA takes."""
+    monkeypatch.setattr(torch.cuda, "cudart", device.cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", device.check_error)
+    registered = RegisteredMemory()
+    arena = Arena(3 * 4096, registered.make, registered.unmake)
+    slot = arena.take(2 * 4096)
+    memory = arena.fill(slot)
+    assert memory.is_pinned()
+    assert (device.registrations(), device.registered_bytes()) == (1, 2 * 4096)
+    memory.fill_(3)
+    moved = memory.to("pretend", non_blocking=True)
+    slot.pending.append(torch.accelerator.current_stream().record_event())
+    arena.give(slot)
+    device.fail_registrations(1)
+    with pytest.warns(RuntimeWarning, match="could not page-lock"):
+        memory = arena.fill(arena.take(3 * 4096))  # the other slot must go first
+    assert not memory.is_pinned()
+    assert (device.registered_bytes(), device.unregistered_in_use()) == (0, 0)
+    assert (moved == 3).all()
+    arena.close()
 
 
 # --------------------------------------------------------------------- streams
@@ -352,6 +493,28 @@ def test_waits_reach_through_several_streams(device: ModuleType) -> None:
     assert torch.equal(target.cpu(), host)
 
 
+def test_no_wait_is_lost_where_streams_wait_for_each_other(device: ModuleType) -> None:
+    first, second, third = (torch.Stream(device="pretend:0") for _ in range(3))
+    place, host = torch.zeros(16, device="pretend"), torch.zeros(16).pin_memory()
+    device.synchronize()
+    with first:
+        place.fill_(1)
+    begun = first.record_event()
+    second.wait_event(begun)
+    looked = second.record_event()
+    third.wait_event(begun)
+    with third:
+        host.copy_(place, non_blocking=True)
+    first.wait_event(looked)
+    first.wait_stream(third)
+    with first:
+        place.fill_(2)
+    second.wait_stream(first)
+    second.synchronize()
+    third.synchronize()
+    assert (host == 1).all()
+
+
 def test_an_operation_runs_its_own_stream_first(device: ModuleType, side: torch.Stream) -> None:
     host = pinned(16)
     target = host.to("pretend", non_blocking=True)
@@ -385,8 +548,16 @@ def test_copies_that_cuda_would_stage_run_at_once(device: ModuleType) -> None:
     value = torch.randn(16)
     assert torch.equal(value.to("pretend", non_blocking=True).cpu(), value)
     assert torch.accelerator.current_stream().query()
-    halves = value.pin_memory().to("pretend", torch.float16, non_blocking=True)
+    grid = torch.randn(4, 4).pin_memory()
+    moved = grid.t().to("pretend", torch.float16, non_blocking=True)
     assert torch.accelerator.current_stream().query()
+    assert torch.equal(moved.cpu(), grid.t().half())
+
+
+def test_a_copy_that_converts_on_the_device_is_late(device: ModuleType) -> None:
+    value = pinned(16)
+    halves = value.to("pretend", torch.float16, non_blocking=True)
+    assert not torch.accelerator.current_stream().query()
     assert torch.equal(halves.cpu(), value.half())
 
 
@@ -464,6 +635,483 @@ def test_counters(device: ModuleType) -> None:
     assert device.copied("d2d") == 400
     device.reset_counters()
     assert [device.copied(kind) for kind in pretend.KINDS] == [0, 0, 0]
+
+
+# ---------------------------------------------------------------- work that is late
+
+
+def test_a_kernel_runs_later_than_its_call(device: ModuleType, side: torch.Stream) -> None:
+    x = torch.ones(16, device="pretend")
+    device.synchronize()
+    host = torch.zeros(16).pin_memory()
+    doubled = x * 2
+    event = torch.accelerator.current_stream().record_event()
+    with side:
+        host.copy_(doubled, non_blocking=True)
+    side.synchronize()
+    assert host.isnan().all()
+    assert not event.query()
+    side.wait_event(event)
+    with side:
+        host.copy_(doubled, non_blocking=True)
+    side.synchronize()
+    assert (host == 2).all()
+    assert event.query()
+
+
+@pytest.mark.parametrize("waits", (False, True))
+def test_what_is_read_must_not_be_written_before(
+    waits: bool, device: ModuleType, side: torch.Stream
+) -> None:
+    source, host = torch.ones(16, device="pretend"), torch.zeros(16).pin_memory()
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        host.copy_(source, non_blocking=True)
+        read = side.record_event()
+    if waits:
+        torch.accelerator.current_stream().wait_event(read)
+    source.fill_(2)
+    torch.accelerator.current_stream().synchronize()
+    side.synchronize()
+    assert (host == (1 if waits else 2)).all()
+
+
+def test_the_host_runs_ahead(device: ModuleType) -> None:
+    x = torch.ones(16, device="pretend")
+    depths = []
+    for slowness in (0, 1, 8, None):
+        device.synchronize()
+        device.seed(1)
+        device.set_slowness(slowness)
+        for _ in range(200):
+            x.add_(1)
+        depths.append(device.queued_tasks())
+    assert depths[0] == 0
+    assert depths == sorted(depths)
+    assert depths[1] < 50 < 150 < depths[2] < depths[3] == 200
+    assert (x == 801).all()
+
+
+def test_the_host_waits_when_very_much_is_queued(device: ModuleType) -> None:
+    x = torch.zeros(1, device="pretend")
+    for _ in range(1500):
+        x.add_(1)
+    assert device.queued_tasks() == 1024
+    assert x.item() == 1500
+
+
+def test_asking_again_and_again_ends(device: ModuleType, side: torch.Stream) -> None:
+    device.set_slowness()
+    for _ in range(20):
+        with side:
+            pinned(16).to("pretend", non_blocking=True)
+        event = side.record_event()
+        asked = next(i for i in range(1000) if event.query())
+        assert asked < 1000
+
+
+def race(device: ModuleType, seed: int) -> list[float]:
+    """Sixteen times: one stream adds to a counter, another looks at it. Nobody waits."""
+    first, second = (torch.Stream(device="pretend:0") for _ in range(2))
+    device.set_slowness(None)
+    counter, host = torch.zeros(1, device="pretend"), torch.zeros(16).pin_memory()
+    device.synchronize()
+    device.seed(seed)
+    device.set_slowness(2)
+    for i in range(16):
+        with first:
+            counter.add_(1)
+        with second:
+            host[i : i + 1].copy_(counter, non_blocking=True)
+    device.synchronize()
+    return host.tolist()
+
+
+def test_a_seed_decides_about_a_race(device: ModuleType) -> None:
+    found = [race(device, seed) for seed in range(10)]
+    assert found == [race(device, seed) for seed in range(10)]
+    assert len({tuple(values) for values in found}) > 5
+    assert all(earlier <= later for values in found for earlier, later in pairwise(values))
+
+
+def run_at_random(seed: int, waits: bool) -> list[list[float]]:
+    """Kernels and copies of tensors on four streams, each after what it must wait for, or not."""
+    choose = random.Random(seed)
+    streams = [torch.Stream(device="pretend:0") for _ in range(4)]
+    tensors = [torch.full((4,), float(i), device="pretend") for i in range(5)]
+    hosts = [torch.full((4,), float(i)).pin_memory() for i in range(3)]
+    pretend.synchronize()
+    last: list[list[torch.Event]] = [[] for _ in tensors + hosts]
+    for _ in range(60):
+        stream = choose.choice(streams)
+        kind = choose.choice(("add", "upload", "download", "fill"))
+        to, source, host = choose.choice(range(5)), choose.choice(range(5)), choose.choice(range(3))
+        used = {"add": [to, source], "fill": [to], "upload": [to, 5 + host]}.get(
+            kind, [source, 5 + host]
+        )
+        for event in (event for i in used for event in last[i] if waits):
+            stream.wait_event(event)
+        with stream:
+            if kind == "add":
+                tensors[to].add_(tensors[source] * 0.5)
+            elif kind == "fill":
+                tensors[to].fill_(float(choose.randrange(9)))
+            elif kind == "upload":
+                tensors[to].copy_(hosts[host], non_blocking=True)
+            else:
+                hosts[host].copy_(tensors[source], non_blocking=True)
+        done = stream.record_event()
+        for i in used:
+            last[i].append(done)
+    pretend.synchronize()
+    return [t.tolist() for t in [*tensors, *hosts]]
+
+
+def test_the_environment_may_set_seed_and_slowness(
+    device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIERSTORE_PRETEND_SLOWNESS", "inf")
+    monkeypatch.setenv("TIERSTORE_PRETEND_SEED", "7")
+    device.start_over()
+    x = torch.ones(16, device="pretend")
+    for _ in range(100):
+        x.add_(1)
+    assert device.queued_tasks() > 100
+    assert (x == 101).all()
+
+
+def test_events_make_every_order_right(device: ModuleType) -> None:
+    wrong = 0
+    for seed in range(10):
+        device.set_slowness(0)
+        wanted = run_at_random(seed, waits=True)
+        for slowness in (0.5, 2, 20, None):
+            device.set_slowness(slowness)
+            device.seed(seed)
+            assert run_at_random(seed, waits=True) == wanted
+            wrong += run_at_random(seed, waits=False) != wanted
+    assert wrong > 20
+
+
+UNFORCED: list[Callable[[torch.Tensor], object]] = [
+    lambda x: functional.linear(x, x),
+    lambda x: functional.layer_norm(x, (4,)),
+    lambda x: functional.conv1d(x[None], x[:, :, None]),
+    lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    lambda x: functional.dropout(x),
+    lambda x: functional.embedding(x.argmax(0), x),
+    lambda x: torch.arange(7, device=x.device),
+    lambda x: torch.mul(x, x, out=x.new_empty(0)),
+    lambda x: torch.sort(x),
+    lambda x: torch.randn(3, device=x.device),
+    lambda x: torch._foreach_add([x, x * 2], 1),
+    lambda x: x[torch.tensor([1, 2])],
+    lambda x: x.index_put_((torch.tensor([1]),), torch.tensor(2.0)),
+    lambda x: x.to("pretend", torch.float16, copy=True),
+    lambda x: x.t().contiguous(),
+    lambda x: x.untyped_storage().resize_(400),
+    lambda x: x.sum().backward(),
+]
+
+
+@pytest.mark.parametrize("operation", range(len(UNFORCED)))
+def test_what_the_host_need_not_wait_for(device: ModuleType, operation: int) -> None:
+    x = torch.ones(4, 4, device="pretend").requires_grad_(operation == len(UNFORCED) - 1)
+    assert not torch.accelerator.current_stream().query()
+    before = device.queued_tasks()
+    UNFORCED[operation](x)
+    assert device.queued_tasks() > before
+    device.synchronize()
+
+
+def test_what_needs_the_host_waits_for_its_own_stream_only(
+    device: ModuleType, side: torch.Stream
+) -> None:
+    x = torch.tensor([0.0, 3.0, 0.0, 4.0]).to("pretend")
+    with side:
+        other = pinned(16).to("pretend", non_blocking=True)
+        event = side.record_event()
+    x.add_(1).sub_(1)
+    assert x.nonzero().flatten().tolist() == [1, 3]
+    assert torch.equal(x[x > 0].cpu(), torch.tensor([3.0, 4.0]))
+    assert x.sum().item() == 7
+    assert x.unique().numel() == 3
+    assert not event.query()
+    assert other.isnan().all()
+
+
+def test_what_is_on_the_cpu_is_read_at_the_call(device: ModuleType) -> None:
+    x, index, factor = torch.arange(4.0).to("pretend"), torch.tensor([1, 2]), torch.tensor(3.0)
+    result = x[index] * factor
+    index.fill_(0)
+    factor.fill_(0)
+    assert result.tolist() == [3, 6]
+
+
+def test_random_numbers_are_those_of_the_call(device: ModuleType, side: torch.Stream) -> None:
+    torch.manual_seed(5)
+    with side:
+        first = torch.randn(5, device="pretend")
+    second = torch.randn(5, device="pretend")
+    second.cpu()  # so the second kernel ran first
+    device.synchronize()
+    generator = torch.Generator().manual_seed(5)
+    for found in (first, second):
+        assert torch.equal(found.cpu(), torch.randn(5, generator=generator))
+
+
+def test_an_error_of_the_data_comes_late(device: ModuleType) -> None:
+    weight = torch.randn(4, 2, device="pretend")
+    bad = torch.tensor([9]).to("pretend")
+    functional.embedding(bad, weight)
+    with pytest.raises(IndexError):
+        device.synchronize()
+    device.synchronize()  # it is told once
+
+
+def test_an_error_of_the_shapes_comes_at_the_call(device: ModuleType) -> None:
+    a, b = torch.randn(4, 2, device="pretend"), torch.randn(3, 2, device="pretend")
+    for wrong in (lambda: a + b, lambda: a @ b, lambda: a.add_(b), lambda: torch.cat([a, b], 1)):
+        with pytest.raises(RuntimeError, match=r"size|shape"):
+            wrong()
+
+
+def test_work_keeps_no_tensor(device: ModuleType) -> None:
+    x = torch.randn(100, device="pretend")
+    y = x * 2
+    z = y + 1
+    del x, y
+    assert device.queued_tasks() > 2
+    assert device.memory_allocated() == z.nbytes
+
+
+def test_several_threads_may_wait_for_one_event(device: ModuleType, side: torch.Stream) -> None:
+    x = torch.ones(200, 200, device="pretend")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for _ in range(50):
+            x = x @ x / 200
+    event = side.record_event()
+    seen: list[bool] = []
+
+    def wait() -> None:
+        event.synchronize()
+        seen.append(event.query())
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 4
+    assert (x == 1).all()
+
+
+def test_times_between_events(device: ModuleType) -> None:
+    stream = torch.accelerator.current_stream()
+    x = torch.ones(300, 300, device="pretend")
+    first, last = (torch.Event(device="pretend", enable_timing=True) for _ in range(2))
+    first.record(stream)
+    x.square_()
+    last.record(stream)
+    with pytest.raises(RuntimeError, match="must be completed"):
+        first.elapsed_time(last)
+    last.synchronize()
+    assert first.elapsed_time(last) > 0
+
+
+def copied_in_ms(x: torch.Tensor, y: torch.Tensor, stream: torch.Stream) -> tuple[float, float]:
+    """By the events around a copy, and by the clock, when it is run after a pause."""
+    first, last = (torch.Event(device="pretend", enable_timing=True) for _ in range(2))
+    began = time.monotonic()
+    first.record(stream)
+    with stream:
+        y.copy_(x, non_blocking=True)
+    last.record(stream)
+    time.sleep(0.02)
+    last.synchronize()
+    return first.elapsed_time(last), 1e3 * (time.monotonic() - began)
+
+
+def test_a_link_with_a_speed_takes_its_time_and_no_more(device: ModuleType) -> None:
+    device.set_slowness(None)
+    stream = torch.Stream(device="pretend")
+    there = torch.empty(1_000_000, dtype=torch.uint8, device="pretend")
+    here = torch.zeros(1_000_000, dtype=torch.uint8).pin_memory()
+    device.set_link_speed(1e8)
+    for x, y in ((here, there), (there, here)):
+        by_events, by_clock = copied_in_ms(x, y, stream)
+        assert 10 <= by_events < 15, "it began as soon as it could"
+        assert by_clock >= 20
+    between, _ = copied_in_ms(there, torch.empty_like(there), stream)
+    assert between < 10, "that is not the way over the link"
+    device.set_link_speed(None)
+    by_events, _ = copied_in_ms(here, there, stream)
+    assert by_events >= 20, "the time until some thread ran it counts"
+
+
+def test_over_a_link_with_a_speed_copies_follow_each_other(device: ModuleType) -> None:
+    device.set_slowness(None)
+    device.set_link_speed(1e8)
+    up, other = (torch.Stream(device="pretend") for _ in range(2))
+    x = torch.zeros(1_000_000, dtype=torch.uint8).pin_memory()
+    ys = [torch.empty_like(x, device="pretend") for _ in range(3)]
+    marks = [torch.Event(device="pretend", enable_timing=True) for _ in range(4)]
+    marks[0].record(up)
+    for number, y in enumerate(ys):
+        stream = other if number == 2 else up
+        stream.wait_event(marks[number])
+        with stream:
+            y.copy_(x, non_blocking=True)
+        marks[number + 1].record(stream)
+    began = time.monotonic()
+    marks[3].synchronize()
+    assert time.monotonic() - began > 0.02
+    took = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    assert all(9.9 <= each < 15 for each in took)
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def test_a_thread_begins_on_device_0(device: ModuleType) -> None:
+    seen = []
+    with torch.accelerator.device_index(1):
+        thread = threading.Thread(target=lambda: seen.append(device.current_device()))
+        thread.start()
+        thread.join()
+        assert device.current_device() == 1
+    assert seen == [0]
+
+
+def test_copies_between_devices_wait_on_both_sides(device: ModuleType) -> None:
+    value = torch.randn(16)
+    first, second = value.to("pretend:0"), torch.zeros(16, device="pretend:1")
+    first.add_(1)
+    second.add_(5)
+    second.copy_(first)
+    first.zero_()
+    second.mul_(2)
+    assert device.queued_tasks(0) and device.queued_tasks(1)
+    assert torch.equal(second.cpu(), (value + 1) * 2)
+    assert (first == 0).all()
+
+
+def test_each_device_has_its_own_memory(device: ModuleType) -> None:
+    a = torch.empty(1000, device="pretend:1")
+    del a
+    assert (device.memory_allocated(1), device.memory_reserved(1)) == (0, 4000)
+    assert device.memory_reserved(0) == 0
+    device.set_memory_limit(3999, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="pretend:1"):
+        torch.empty(1001, device="pretend:1")
+    assert torch.empty(1000, device="pretend:0").numel() == 1000
+
+
+# ------------------------------------------------------------------------ capture
+
+
+@pytest.fixture
+def capture(device: ModuleType, side: torch.Stream) -> Iterator[torch.Stream]:
+    """The stream of a capture that is under way."""
+    with side:
+        device.begin_capture()
+        yield side
+        with suppress(RuntimeError):
+            device.end_capture()
+
+
+HOST_WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "stream": lambda x: torch.accelerator.current_stream().synchronize(),
+    "other stream": lambda x: torch.Stream(device="pretend:0").synchronize(),
+    "stream's query": lambda x: torch.accelerator.current_stream().query(),
+    "event": lambda x: torch.accelerator.current_stream().record_event().synchronize(),
+    "event's query": lambda x: torch.accelerator.current_stream().record_event().query(),
+    "device": lambda x: torch.accelerator.synchronize(),
+    "item": lambda x: x.sum().item(),
+    "copy": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "cache": lambda x: torch.accelerator.empty_cache(),
+    "registering": lambda x: pretend.register_host(x.new_ones(1, device="cpu").data_ptr(), 4),
+}
+
+
+@pytest.mark.parametrize("what", HOST_WAITS)
+def test_a_capture_refuses_what_waits(what: str, device: ModuleType, side: torch.Stream) -> None:
+    x = torch.ones(4, device="pretend")
+    with side:
+        device.begin_capture()
+        with pytest.raises(RuntimeError, match="when stream is capturing"):
+            HOST_WAITS[what](x)
+        if what != "registering":
+            with pytest.raises(RuntimeError, match="previous error during capture"):
+                device.end_capture()
+        else:
+            device.end_capture()
+        assert not device.is_current_stream_capturing()
+        assert HOST_WAITS[what](x) is not False
+
+
+def test_what_is_captured_is_not_run(device: ModuleType, capture: torch.Stream) -> None:
+    assert device.is_current_stream_capturing()
+    x = torch.ones(4, device="pretend")
+    done = capture.record_event()
+    device.end_capture()
+    assert not device.is_current_stream_capturing()
+    assert done.query()
+    assert x.isnan().all()
+
+
+def test_a_capture_refuses_in_every_thread_unless_told(
+    device: ModuleType, side: torch.Stream
+) -> None:
+    found = []
+
+    def work() -> None:
+        try:
+            found.append(torch.ones(777, device="pretend").sum().item())
+        except RuntimeError as error:
+            found.append(str(error))
+
+    for mode in ("global", "thread_local"):
+        device.empty_cache()
+        with side:
+            device.begin_capture(capture_error_mode=mode)
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            with suppress(RuntimeError):
+                device.end_capture()
+    assert "allocating device memory" in str(found[0])
+    assert found[1] == 777
+
+
+def test_a_stream_that_waits_for_captured_work_is_captured(
+    device: ModuleType, capture: torch.Stream
+) -> None:
+    other = torch.Stream(device="pretend:0")
+    other.wait_event(capture.record_event())
+    with other:
+        assert device.is_current_stream_capturing()
+    capture.wait_event(other.record_event())
+    device.end_capture()
+    with other:
+        assert not device.is_current_stream_capturing()
+
+
+def test_a_capture_cannot_wait_for_work_outside(device: ModuleType, side: torch.Stream) -> None:
+    event = torch.accelerator.current_stream().record_event()
+    with side:
+        device.begin_capture()
+        with pytest.raises(RuntimeError, match="uncaptured work"):
+            side.wait_event(event)
+        with pytest.raises(RuntimeError, match="previous error"):
+            device.end_capture()
+
+
+def test_the_default_stream_cannot_be_captured(device: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="other than the default"):
+        device.begin_capture()
 
 
 # --------------------------------------------------------------------- tensors
@@ -622,6 +1270,10 @@ OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], list[tuple[int, ...]]]]
     "group_norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), [(2, 4, 5), (4,), (4,)]),
     "batch_norm": (
         lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+        [(3, 4, 5), (4,), (4,)],
+    ),
+    "batch_norm with statistics": (
+        lambda x, m, v: functional.batch_norm(x, m.detach(), v.detach().square()),
         [(3, 4, 5), (4,), (4,)],
     ),
     "attention": (functional.scaled_dot_product_attention, [(2, 3, 8, 16)] * 3),

@@ -27,6 +27,7 @@
 namespace {
 
 constexpr int kDevices = 2;
+constexpr int kStreams = 32;  // of each device, beside the default one
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr size_t kNoLimit = size_t{64} << 30;
 constexpr size_t kAlignment = 4096;
@@ -68,7 +69,7 @@ struct Mark {
   StreamKey stream;
   bool done = false;
   bool captured = false;
-  double time_ms = 0;
+  double queued_ms = 0, time_ms = 0;
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
@@ -77,6 +78,8 @@ struct Task {
   std::function<void()> run;
   std::vector<BlockPtr> uses;
   MarkPtr set, wait;
+  size_t over_link = 0;  // bytes that it copies between host and device
+  double queued_ms = 0;
 };
 
 // Tasks run in order.  The first one stays here while a thread is running it.
@@ -85,6 +88,7 @@ struct Queue {
   std::deque<Task> tasks;
   bool running = false;
   bool capturing = false;
+  double free_at_ms = 0;  // where links have a speed: when the device was done with its work
 };
 
 // Freed, but streams that record_stream named are not done with it.
@@ -122,6 +126,7 @@ struct State {
   std::exception_ptr error;  // of a task, until a synchronisation raises it
   std::mt19937_64 random{0};
   double slowness = 2;
+  double link_speed = 0;  // bytes per second; 0: as fast as this machine copies
   Stat pinned, registered;
   size_t pinned_limit = kNoLimit, registered_limit = kNoLimit;
   int64_t registrations = 0, failing_registrations = 0, unregistered_in_use = 0;

@@ -24,7 +24,13 @@ Queue& current_queue(c10::DeviceIndex device) {
   return queue_of({device, current_stream_ids[device]});
 }
 
+double now_ms() {
+  using namespace std::chrono;
+  return duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+}
+
 void push(Queue& queue, Task task) {
+  task.queued_ms = now_ms();
   queue.tasks.push_back(std::move(task));
   state().busy[queue.key] = &queue;
 }
@@ -34,10 +40,11 @@ void pop(Queue& queue) {
   if (queue.tasks.empty()) state().busy.erase(queue.key);
 }
 
+// Where links have a speed, the times of a stream are those of a device that begins with each
+// task as soon as it can, whenever some thread comes to run it here.
 void finish(const MarkPtr& mark) {
-  using namespace std::chrono;
-  mark->time_ms =
-      duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+  auto free_at = queue_of(mark->stream).free_at_ms;
+  mark->time_ms = state().link_speed ? std::max(mark->queued_ms, free_at) : now_ms();
   mark->done = true;
 }
 
@@ -45,13 +52,14 @@ void finish(const MarkPtr& mark) {
 // reached and waits that are over.
 void settle(Queue& queue) {
   while (!queue.running && !queue.tasks.empty() && !queue.tasks.front().run) {
-    auto& front = queue.tasks.front();
-    if (front.wait) {
-      if (!front.wait->done && !front.wait->captured) settle(queue_of(front.wait->stream));
-      if (!front.wait->done) return;
-    } else {
-      finish(front.set);
+    auto wait = queue.tasks.front().wait;
+    if (wait && !wait->done) {
+      if (!wait->captured) settle(queue_of(wait->stream));
+      if (!wait->done) return;
+      continue;  // that may have settled this queue, too
     }
+    if (wait) queue.free_at_ms = std::max(queue.free_at_ms, wait->time_ms);
+    else finish(queue.tasks.front().set);
     pop(queue);
   }
 }
@@ -63,6 +71,7 @@ bool is_reached(const MarkPtr& mark) {
 
 MarkPtr mark_now(Queue& queue) {
   auto mark = std::make_shared<Mark>(Mark{queue.key});
+  mark->queued_ms = now_ms();
   settle(queue);
   if (queue.capturing) {
     mark->captured = true;
@@ -103,6 +112,8 @@ void step(Lock& lock, Queue& queue) {
     break;
   }
   queue.running = true;
+  double speed = state().link_speed, began = now_ms();
+  double free_at = std::max(queue.free_at_ms, task.queued_ms);
   lock.unlock();
   std::exception_ptr error;
   try {
@@ -111,8 +122,13 @@ void step(Lock& lock, Queue& queue) {
   } catch (...) {
     error = std::current_exception();
   }
+  if (speed) {
+    free_at += task.over_link ? task.over_link / speed * 1e3 : now_ms() - began;
+    std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(free_at - now_ms()));
+  }
   task = {};
   lock.lock();
+  queue.free_at_ms = free_at;
   queue.running = false;
   if (error && !state().error) state().error = error;
   pop(queue);
