@@ -2,7 +2,8 @@
 
 - Without an option: format, lint, types, layers, and the default lane of tests. Minutes.
 - `--full`: the same checks, and every test; what lands has passed it. It watches, too, that no
-  branch of the code that decides and of the code that keeps bytes goes without a test.
+  branch of the code that decides and of the code that keeps bytes goes without a test. Before, the
+  tests marked `floor` run with the oldest torch, if that can be installed (see tools/floor.py).
 - `--long`: every test, with each search at full length. Hours, before a release.
 - `--changed`: the same checks, and those tests of the default lane that mirror the files that
   differ from the branch `main` (on `main`: from the last commit). Seconds, while one works.
@@ -25,6 +26,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.floor import NOT_INSTALLED
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # The tools come from the environment of the running interpreter, whatever PATH holds.
@@ -36,6 +40,8 @@ STEPS: dict[str, list[str]] = {
     "mypy": ["mypy"],
     "lint-imports": ["lint-imports", "--no-cache", "--no-logo"],
 }
+
+FLOOR = "oldest torch"
 
 # Each process begins with its share of the tests, in their order, so that what several neighbours
 # need is mostly made once; whichever is done first then takes over what another has not begun.
@@ -58,6 +64,7 @@ class Tally:
     started: float = field(default_factory=time.monotonic)
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
 
     def record(self, name: str, succeeded: bool) -> None:
         (self.passed if succeeded else self.failed).append(name)
@@ -67,6 +74,8 @@ class Tally:
         lines = [f"passed: {', '.join(self.passed) or 'none'}"]
         if self.failed:
             lines.append(f"FAILED: {', '.join(self.failed)}")
+        if self.not_run:
+            lines.append(f"NOT RUN: {', '.join(self.not_run)}")
         return [*lines, f"total time: {seconds:.1f} s"]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -79,14 +88,23 @@ def heading(name: str) -> None:
     print(f"\n===== {name} =====", flush=True)
 
 
-def run_step(name: str, command: list[str]) -> bool:
+def run_step(name: str, command: list[str]) -> int:
     heading(name)
     program, *arguments = command
     started = time.monotonic()
     status = subprocess.run([PROGRAMS / program, *arguments], check=False).returncode
     outcome = "passed" if status == 0 else f"FAILED with exit status {status}"
     print(f"{name} {outcome} in {time.monotonic() - started:.1f} s", flush=True)
-    return status == 0
+    return status
+
+
+def run_floor(tally: Tally) -> None:
+    """The tests of the oldest torch; where that is not to be had, the summary says so."""
+    status = run_step(FLOOR, ["python", "tools/floor.py"])
+    if status == NOT_INSTALLED:
+        tally.not_run.append(FLOOR)
+    else:
+        tally.record(FLOOR, status == 0)
 
 
 def run_tests(tally: Tally, arguments: Sequence[str]) -> bool:
@@ -145,17 +163,20 @@ def _mirrors(path: Path, root: Path) -> list[Path]:
         case ("docs", *_) | ("README.md",):
             return [tests / "docs"]
         case ("tools", *_):
-            return [tests / "bench"] if "bench" in path.parts else [tests / "architecture"]
+            measures = {"bench", "gpu"} & set(path.parts)
+            return [tests / "bench"] if measures else [tests / "architecture"]
     return []
 
 
 # -------------------------------------------------------------------------------------------------
 
 
-def run_all(arguments: Sequence[str]) -> bool:
+def run_all(lane: str, arguments: Sequence[str]) -> bool:
     tally = Tally()
     for name, command in STEPS.items():
-        tally.record(name, run_step(name, command))
+        tally.record(name, run_step(name, command) == 0)
+    if lane != "default":
+        run_floor(tally)
     return run_tests(tally, arguments) and not tally.failed
 
 
@@ -173,8 +194,8 @@ def main() -> int:
     tests = tests_of(changed_files()) if chosen.changed else []
     if chosen.changed and not tests:
         print("no test mirrors what was changed: only format, lint, types and layers are checked")
-        return 0 if all([run_step(*step) for step in STEPS.items()]) else 1
-    return 0 if run_all([*LANES[lane], *tests]) else 1
+        return 1 if any([run_step(*step) for step in STEPS.items()]) else 0
+    return 0 if run_all(lane, [*LANES[lane], *tests]) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,116 @@
+"""Run a small set of tests with the oldest torch that the package says it works with.
+
+    python tools/floor.py [-- ARGUMENTS FOR PYTEST]
+
+`pyproject.toml` names it (`torch>=X`); nothing else does. The tests are those marked `floor`, where
+they stand. They run in an environment of its own, `.venv-floor`, which is made anew where it is not
+of that torch; the other packages have the versions of `tools/constraints.txt`.
+
+Where pip reaches no packages, it says so and ends with the status `NOT_INSTALLED`: what was not
+tested is not said to work. torch's ordinary build of 2.8 for Linux comes with CUDA's libraries:
+3.6 GB to fetch, 7 GB unpacked, which took three minutes; the tests take one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACE = ROOT / ".venv-floor"
+MARK = re.compile(r"^(pytestmark = |    |@)pytest\.mark\.floor\b", re.MULTILINE)
+
+NOT_INSTALLED = os.EX_UNAVAILABLE
+"""The exit status where that torch is not to be had: no test has passed, and none has failed."""
+
+MOST_SECONDS = 900
+"""An installation that takes longer is given up."""
+
+NEEDED = (
+    "aiofiles",
+    "click",
+    "hypothesis",
+    "numpy",
+    "psutil",
+    "pytest",
+    "pytest-timeout",
+    "rich",
+    "safetensors",
+    "tqdm",
+    "xxhash",
+)
+
+
+def oldest_torch(text: str) -> str:
+    """The version that a pyproject.toml asks for at least."""
+    found = re.search(r'"torch>=([\d.]+)"', text)
+    if found is None:
+        raise ValueError("pyproject.toml does not say torch>=X")
+    version = found[1]
+    return version if version.count(".") > 1 else f"{version}.0"
+
+
+def marked_files(tests: Path) -> list[Path]:
+    """The files with tests that are marked. Others are not even imported: they need more."""
+    found = sorted(tests.rglob("test_*.py"))
+    return [file for file in found if MARK.search(file.read_text(encoding="utf-8"))]
+
+
+def pinned(names: Iterable[str], constraints: str) -> list[str]:
+    """`name==version` for each, as constraints have it. Raises ValueError if one is not there."""
+    versions = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, re.MULTILINE))
+    missing = [name for name in names if name not in versions]
+    if missing:
+        raise ValueError(f"tools/constraints.txt does not name {missing}")
+    return [f"{name}=={versions[name]}" for name in names]
+
+
+def make(place: Path, torch: str) -> None:
+    """An environment with this torch. Raises RuntimeError where it cannot be made."""
+    stamp = place / "complete"
+    packages = pinned(NEEDED, (ROOT / "tools" / "constraints.txt").read_text())
+    wanted = "\n".join([f"torch=={torch}", *packages])
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    venv.create(place, with_pip=True)
+    began = time.monotonic()
+    command = [place / "bin" / "python", "-m", "pip", "install", "-q", f"torch=={torch}", *packages]
+    try:
+        subprocess.run(command, check=True, timeout=MOST_SECONDS)
+    except subprocess.SubprocessError as error:
+        raise RuntimeError(
+            f"torch {torch} could not be installed into {place}: without it nobody knows whether "
+            "that version still works (is there a network?)"
+        ) from error
+    stamp.write_text(wanted)
+    print(f"torch {torch} was installed in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="more arguments for pytest")
+    options = parser.parse_args()
+    torch = oldest_torch((ROOT / "pyproject.toml").read_text())
+    try:
+        make(PLACE, torch)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return NOT_INSTALLED
+    files = marked_files(ROOT / "tests")
+    command = [PLACE / "bin" / "python", "-m", "pytest", "-q", "-m", "floor"]
+    environment = {name: text for name, text in os.environ.items() if "XDIST" not in name}
+    command += ["-p", "no:cacheprovider", *options.words, *files]
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,715 @@
+"""Correctness on a GPU: what only real hardware can show. It stops at the first group that fails.
+
+    python -m tools.gpu.correctness --out correctness.json
+
+It begins with what the machine is and how page-locked memory behaves, which later figures depend
+on. What is about speed alone ends nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tierstore import (
+    CaptureError,
+    OffloadModel,
+    OffloadOptimizer,
+    TierStore,
+    dispatch_model,
+    offload_activations,
+    undispatch,
+)
+from tierstore.cli.machine import direct_reads, huge_pages
+from tierstore.transfer.arena import host_arena
+from tierstore.transfer.carrier import ThreadCarrier
+from tools.gpu.bench import Bench, command
+from tools.gpu.lines import Figures, Goal, Group, Line, Unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+NONE_WRONG = Goal("wrong", at_most=0)
+TURNOVER = Goal("turnover", at_least=1.5)
+"""Otherwise nothing took over anything's memory."""
+SLACK = 1.1
+"""Reserved memory may be so much more than what is accounted for: allocators round."""
+
+
+class Correctness:
+    """The lines, and what they share."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.device = bench.device
+        self.accelerator = bench.accelerator
+        self.rows = bench.scaled(16 << 20, 8 << 10)  # float32 numbers in a group
+
+    def be_busy(self) -> None:
+        """What comes next in this stream comes late."""
+        self.accelerator.delay(0.02)
+
+    def store(self, place: Path, *, groups: float, ram: float = 32) -> TierStore:
+        """A store with room for so many groups on the device, and in RAM."""
+        one = 4 * self.rows * 9 // 8 + 4096  # as a slot may be larger than what it holds
+        return TierStore(
+            int(ram * one),
+            place / "store",
+            device=self.device,
+            device_budget=int(groups * one),
+        )
+
+    # Machine ---------------------------------------------------------------------------------
+
+    def environment(self) -> Figures:
+        """What the store asks of the system."""
+        place = str(self.bench.place)
+        return {
+            "direct_reads": float(direct_reads(place) == "yes"),
+            "huge_pages": float(huge_pages() in ("always", "madvise")),
+            "pagemap": float(os.access("/proc/self/pagemap", os.R_OK)),
+        }
+
+    def disk(self) -> Figures:
+        """The disk, by the code that a store reads and writes with."""
+        found = self.bench.disk
+        figures = found.figures()
+        return {
+            "read_gb_per_second": figures.read / 1e9,
+            "write_gb_per_second": found.new / 1e9,
+            "overwrite_gb_per_second": found.again / 1e9,
+            "block_mib": figures.block / 2**20,
+            "threads": figures.threads,
+            "direct": float(found.direct),
+        }
+
+    # Page-locked memory ----------------------------------------------------------------------
+
+    def registering(self) -> Figures:
+        """Milliseconds for making and unmaking page-locked memory, by size."""
+        figures = {}
+        for size in [1, 16, 256, 1024] if not self.bench.small else [1, 2]:
+            arena = host_arena(None, self.device)
+            began = time.perf_counter()
+            slot = arena.take(size << 20)
+            arena.fill(slot)
+            made = time.perf_counter()
+            arena.give(slot)
+            arena.close()
+            figures[f"make_{size}_mib_ms"] = 1e3 * (made - began)
+            figures[f"unmake_{size}_mib_ms"] = 1e3 * (time.perf_counter() - made)
+        return figures
+
+    def link(self) -> Figures:
+        """Copies from and to a store's memory, beside torch's own page-locked memory."""
+        nbytes = self.bench.scaled(256 << 20, 1 << 20)
+        ours = self.bench.store_memory(nbytes)
+        theirs = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
+        plain = torch.ones(nbytes, dtype=torch.uint8)
+        figures = {}
+        for name, back in ("onload", False), ("offload", True):
+            speed, reference = (self.bench.copy_speed(m, back=back) / 1e9 for m in (ours, theirs))
+            figures[f"{name}_gb_per_second"] = speed
+            figures[f"{name}_to_pin_memory"] = speed / reference
+        figures["pageable_gb_per_second"] = self.bench.copy_speed(plain) / 1e9
+        return figures
+
+    def launches(self) -> Figures:
+        """How long a launch takes while nothing else is done, and while memory is page-locked."""
+        idle = self._launch_seconds(lambda: time.sleep(0.01))
+        nbytes = self.bench.scaled(256 << 20, 1 << 20)
+
+        def register() -> None:
+            arena = host_arena(None, self.device)
+            slot = arena.take(nbytes)
+            arena.fill(slot)
+            arena.give(slot, keep=False)
+            arena.close()
+
+        busy = self._launch_seconds(register)
+        return {
+            "idle_us": 1e6 * statistics.median(idle),
+            "registering_us": 1e6 * statistics.median(busy),
+            "longest_registering_us": 1e6 * max(busy),
+        }
+
+    def _launch_seconds(self, meanwhile: Callable[[], object]) -> list[float]:
+        x = torch.ones(8, device=self.device)
+        ended = threading.Event()
+
+        def others() -> None:
+            self.accelerator.module.set_device(self.device)
+            for _ in range(self.bench.scaled(20, 2)):
+                meanwhile()
+            ended.set()
+
+        thread = threading.Thread(target=others)
+        thread.start()
+        seconds = []
+        while not ended.is_set() or not seconds:
+            began = time.perf_counter()
+            x.add_(1)
+            seconds.append(time.perf_counter() - began)
+            if len(seconds) % 100 == 0:
+                self.accelerator.synchronize()
+        thread.join()
+        return seconds
+
+    # Streams ---------------------------------------------------------------------------------
+
+    def put_constants(self, store: TierStore, sizes: Sequence[int]) -> None:
+        """Groups of one tensor each, which holds its own number everywhere."""
+        for number, size in enumerate(sizes):
+            store.put(f"{number}", torch.full((size,), number + 1.0), durable=False)
+
+    def two_streams(self, sizes: Sequence[int], rounds: int) -> Figures:
+        """Two threads, each with a stream of its own, read groups later than they release them.
+
+        `wrong` is how many readings found other values than those of their group; `astray` how
+        often a thread was on another stream than its own after a call of the store; `turnover` how
+        often the device got all groups, in bytes.
+        """
+        wrong: list[torch.Tensor] = []
+        astray = [0, 0]
+        failures: list[BaseException] = []
+        with self.bench.folder() as place, self.store(place, groups=3) as store:
+            self.put_constants(store, sizes)
+            together = threading.Barrier(2)
+
+            def work(which: int) -> None:
+                try:
+                    self.accelerator.module.set_device(self.device)
+                    stream = torch.Stream(self.device)
+                    with stream:
+                        together.wait()
+                        for turn in range(rounds):
+                            number = (turn * (which + 1) + which) % len(sizes)
+                            with store.acquire(f"{number}") as lease:
+                                astray[which] += torch.accelerator.current_stream() != stream
+                                self.be_busy()
+                                wrong.append((lease.tensor != number + 1).any())
+                            astray[which] += torch.accelerator.current_stream() != stream
+                    stream.synchronize()
+                except BaseException as error:
+                    failures.append(error)
+
+            threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found = sum(int(each) for each in wrong)
+            turnover = store.stats().bytes_onloaded / (4 * sum(sizes))
+        if failures:
+            raise failures[0]
+        return {
+            "wrong": found,
+            "astray": sum(astray),
+            "readings": len(wrong),
+            "turnover": turnover,
+        }
+
+    def equal_sizes(self) -> Figures:
+        """Groups of one size, which take over each other's memory."""
+        return self.two_streams([self.rows] * 8, self.bench.scaled(200, 24))
+
+    def unequal_sizes(self) -> Figures:
+        """Groups of different sizes, whose memory is made anew."""
+        sizes = [self.rows * part // 8 for part in (8, 5, 7, 3, 6, 4, 8, 5)]
+        return self.two_streams(sizes, self.bench.scaled(200, 24))
+
+    def without_release(self) -> Figures:
+        """The control: nobody tells the store until when a group is used."""
+        with mock.patch.object(ThreadCarrier, "used_on", lambda self, key, event: None):
+            return self.two_streams([self.rows] * 8, self.bench.scaled(200, 64))
+
+    # Whole tests -----------------------------------------------------------------------------
+
+    def tests(self) -> Figures:
+        """The tests that every adapter has to pass on an accelerator."""
+        for package in ("pytest", "hypothesis", "pytest_timeout"):
+            if importlib.util.find_spec(package) is None:
+                raise Unavailable(f"{package} is not installed")
+        words = [
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/device/test_accelerators.py",
+        ]
+        done = subprocess.run(
+            [sys.executable, *words, "-k", self.device.type],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed)", done.stdout)}
+        if done.returncode not in (0, 1):
+            raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+        return {"passed": counts.get("passed", 0), "failed": counts.get("failed", 0)}
+
+    # Memory ----------------------------------------------------------------------------------
+
+    def running_ahead(self) -> Figures:
+        """Reserved memory while backward is slow, and the CPU far ahead of it."""
+        width, layers = self.bench.scaled(4096, 64), 24
+        rows = self.bench.scaled(8192, 512)
+        net = nn.Sequential(*(Slow(width, self.be_busy) for _ in range(layers))).to(self.device)
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        x = torch.randn(rows, width, device=self.device)
+        one = x.nbytes
+        budget = 4 * one + (1 << 16)
+        self.accelerator.start_over()
+        base = self.accelerator.reserved()
+        with (
+            self.bench.folder() as place,
+            TierStore(
+                4 * layers * one + (1 << 20),
+                place / "store",
+                device=self.device,
+                device_budget=budget,
+            ) as store,
+        ):
+            with offload_activations(store, min_size=4096, model=net):
+                loss = net(x).square().mean()
+            loss.backward()
+            self.accelerator.synchronize()
+            peak = self.accelerator.peak_reserved() - base
+        # What a layer takes by itself: its input and output, and the gradients of both, twice.
+        allowed = budget + 8 * one + 2 * net[0].inner.weight.nbytes
+        return {
+            "peak_reserved_mb": peak / 1e6,
+            "allowed_mb": allowed / 1e6,
+            "to_allowed": peak / allowed,
+        }
+
+    def autocast(self) -> Figures:
+        """float32 weights that are cast to bfloat16, group by group."""
+        width, layers = self.bench.scaled(4096, 128), 16
+        net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        one = net[0].weight.nbytes
+        x = torch.randn(8, width, device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            try:
+                x @ x.T
+            except NotImplementedError as error:
+                raise Unavailable(f"{self.device.type} has no kernels for autocast") from error
+        budget = 3 * one + (1 << 16)
+        with (
+            self.bench.folder() as place,
+            TierStore(
+                2 * layers * one, place / "store", device=self.device, device_budget=budget
+            ) as store,
+        ):
+            dispatch_model(net, store)
+            self.accelerator.start_over()
+            base = self.accelerator.reserved()
+            with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16):
+                for _ in range(2):
+                    net(x)
+            self.accelerator.synchronize()
+            peak = self.accelerator.peak_reserved() - base
+            undispatch(net)
+        allowed = budget + one  # a cast takes half of what it casts; there may be two of them
+        return {"peak_reserved_mb": peak / 1e6, "to_allowed": peak / allowed}
+
+    # What is refused -------------------------------------------------------------------------
+
+    def scaler(self) -> Figures:
+        """A GradScaler on the device, where gradients are on the CPU."""
+        with self.bench.folder() as place, self.store(place, groups=8) as store:
+            net = nn.Linear(64, 64)
+            model = OffloadModel(net, store)
+            optimizer = OffloadOptimizer(model, store, torch.optim.SGD, lr=0.1)
+            scaler = torch.amp.GradScaler(self.device.type)
+            x = torch.randn(4, 64, device=self.device)
+            scaler.scale(model(x).square().mean()).backward()
+            refused = 0
+            try:
+                scaler.step(optimizer)
+            except RuntimeError as error:
+                refused = int("bfloat16" in str(error))
+            model.disable()
+        return {"refused": refused}
+
+    def capture(self) -> Figures:
+        """A store in a graph's capture, and afterwards."""
+        with self.bench.folder() as place, self.store(place, groups=8) as store:
+            self.put_constants(store, [1024])
+            refused = 0
+            with self._capturing():
+                try:
+                    store.acquire("0")
+                except CaptureError:
+                    refused = 1
+            with store.acquire("0") as lease:
+                wrong = int((lease.tensor != 1).any())
+        return {"refused": refused, "wrong": wrong}
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        module = self.accelerator.module
+        if self.device.type == "cuda":
+            graph, x = torch.cuda.CUDAGraph(), torch.ones(8, device=self.device)
+            self.accelerator.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                x.add_(1)  # a graph of nothing would be warned of
+                yield
+            return
+        if not hasattr(module, "begin_capture"):
+            raise Unavailable(f"{self.device.type} has no capture")
+        with torch.Stream(self.device):
+            module.begin_capture(capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                with suppress(RuntimeError):  # the capture may have been broken, as it should
+                    module.end_capture()
+
+    # What goes wrong -------------------------------------------------------------------------
+
+    def forked(self) -> Figures:
+        """How much of a store's memory two forked processes get."""
+        if self.device.type != "cuda":
+            raise Unavailable("only CUDA registers memory")
+        with self.bench.folder() as place, self.store(place, groups=4) as store:
+            self.put_constants(store, [self.rows] * 8)
+            for number in range(8):
+                store.get(f"{number}")
+            held = store.stats().used_bytes["HOST"]
+            before = anonymous_bytes()
+            grown = [in_a_fork(anonymous_bytes) - before + held for _ in range(2)]
+            with store.acquire("3") as lease:
+                wrong = int((lease.tensor != 4).any())
+        # What a fork has beyond the rest of the process, in shares of what the store holds.
+        return {"share": max(grown) / held, "held_mb": held / 1e6, "wrong": wrong}
+
+    def out_of_memory(self) -> Figures:
+        """A module that runs out of memory, while the store holds memory that nobody uses."""
+        width = self.bench.scaled(4096, 128)
+        net = nn.Sequential(*(Wide(width) for _ in range(8))).eval()
+        one = net[0].inner.weight.nbytes
+        x = torch.randn(8, width, device=self.device)
+        with torch.no_grad():
+            expected = x
+            for layer in net:
+                expected = F.linear(expected, layer.inner.weight.to(self.device))
+            expected = expected.cpu()
+        with (
+            self.bench.folder() as place,
+            TierStore(
+                16 * one, place / "store", device=self.device, device_budget=8 * one + (1 << 16)
+            ) as store,
+            torch.no_grad(),
+        ):
+            dispatch_model(net, store)
+            net(x)
+            self.accelerator.synchronize()
+            gc.collect()
+            self.accelerator.module.empty_cache()
+            net[0].extra = 4 * one
+            finished, same = 0, 0
+            with self.accelerator.limited(self.accelerator.reserved() + one):
+                try:
+                    found = net(x).cpu()
+                    finished, same = 1, int(torch.equal(found, expected))
+                except torch.OutOfMemoryError:
+                    pass
+            undispatch(net)
+        return {"finished": finished, "wrong": 1 - same if finished else 0}
+
+    def registration_fails(self) -> Figures:
+        """A driver that page-locks nothing: a warning, and right values."""
+        if self.device.type != "cuda":
+            raise Unavailable("only CUDA registers memory")
+        real = torch.cuda.cudart()
+
+        class Refusing:
+            cudaHostRegister = staticmethod(lambda address, nbytes, flags: 2)
+            cudaHostUnregister = real.cudaHostUnregister
+
+        with (
+            self.bench.folder() as place,
+            mock.patch.object(torch.cuda, "cudart", Refusing),
+            warnings.catch_warnings(record=True) as told,
+        ):
+            warnings.simplefilter("always")
+            with self.store(place, groups=2) as store:
+                self.put_constants(store, [self.rows] * 4)
+                wrong = sum(
+                    int((store.get(f"{number}") != number + 1).any()) for number in range(4)
+                )
+        return {"warnings": sum("page-lock" in str(w.message) for w in told), "wrong": wrong}
+
+    def closing(self) -> Figures:
+        """A store is closed while the device has yet to read what it lent."""
+        found = []
+        for _ in range(self.bench.scaled(10, 3)):
+            with self.bench.folder() as place:
+                with self.store(place, groups=3) as store:
+                    self.put_constants(store, [self.rows] * 4)
+                    for number in range(4):
+                        with store.acquire(f"{number}") as lease:
+                            self.be_busy()
+                            found.append((lease.tensor != number + 1).any())
+                self.be_busy()
+        return {"wrong": sum(int(each) for each in found), "readings": len(found)}
+
+    def opening(self) -> Figures:
+        """What is left of stores that were opened, used and closed."""
+
+        def once() -> None:
+            with self.bench.folder() as place, self.store(place, groups=2) as store:
+                self.put_constants(store, [1024] * 3)
+                store.get("1")
+
+        for _ in range(3):
+            once()
+        before = self._held()
+        for _ in range(self.bench.scaled(200, 10)):
+            once()
+        after = self._held()
+        growth = {f"more_{name}": after[name] - before[name] for name in before}
+        return {**growth, "more_mb_in_all": growth.pop("more_resident_mb")}
+
+    def _held(self) -> Mapping[str, float]:
+        self.accelerator.start_over()
+        return {
+            "reserved": self.accelerator.reserved(),
+            "allocated": self.accelerator.allocated(),
+            "threads": threading.active_count(),
+            "files": len(os.listdir("/proc/self/fd")),
+            "resident_mb": anonymous_bytes() / 1e6,
+        }
+
+    # Lines -----------------------------------------------------------------------------------
+
+    def groups(self) -> Sequence[Group]:
+        """All lines."""
+        return [
+            Group(
+                "machine",
+                [
+                    Line("environment", "1 for yes, 0 for no", self.environment),
+                    Line("disk", "past the page cache", self.disk),
+                ],
+            ),
+            Group(
+                "page-locked memory",
+                [
+                    Line("registering", "making and unmaking slots", self.registering),
+                    Line(
+                        "link",
+                        "copies each way beside torch's own page-locked memory",
+                        self.link,
+                        [
+                            Goal("onload_to_pin_memory", at_least=0.95),
+                            Goal("offload_to_pin_memory", at_least=0.95),
+                        ],
+                    ),
+                    Line("launches", "while another thread page-locks", self.launches),
+                ],
+            ),
+            Group(
+                "order",
+                [
+                    Line(
+                        "equal groups",
+                        "two threads on two streams read late",
+                        self.equal_sizes,
+                        [NONE_WRONG, Goal("astray", at_most=0), TURNOVER],
+                    ),
+                    Line(
+                        "unequal groups",
+                        "the same, with groups of six sizes",
+                        self.unequal_sizes,
+                        [NONE_WRONG, Goal("astray", at_most=0), TURNOVER],
+                    ),
+                    Line(
+                        "without the event of a release",
+                        "the control: values must be wrong",
+                        self.without_release,
+                        [Goal("wrong", at_least=1)],
+                    ),
+                ],
+                decisive=True,
+            ),
+            Group(
+                "tests",
+                [
+                    Line(
+                        "adapters",
+                        "tests/device/test_accelerators.py",
+                        self.tests,
+                        [Goal("failed", at_most=0), Goal("passed", at_least=1)],
+                    )
+                ],
+                decisive=True,
+            ),
+            Group(
+                "memory",
+                [
+                    Line(
+                        "running ahead",
+                        "reserved bytes to the budget and what a layer takes",
+                        self.running_ahead,
+                        [Goal("to_allowed", at_most=SLACK)],
+                    ),
+                    Line(
+                        "autocast",
+                        "reserved bytes to the budget and two casts",
+                        self.autocast,
+                        [Goal("to_allowed", at_most=SLACK)],
+                    ),
+                ],
+                decisive=True,
+            ),
+            Group(
+                "refusals",
+                [
+                    Line("GradScaler", "on the device", self.scaler, [Goal("refused", at_least=1)]),
+                    Line(
+                        "capture",
+                        "of a graph",
+                        self.capture,
+                        [Goal("refused", at_least=1), NONE_WRONG],
+                    ),
+                ],
+                decisive=True,
+            ),
+            Group(
+                "failures",
+                [
+                    Line(
+                        "forks",
+                        "the store's memory in forked processes",
+                        self.forked,
+                        [Goal("share", at_most=0.1), NONE_WRONG],
+                    ),
+                    Line(
+                        "out of memory",
+                        "a module that runs out of it is given what is idle",
+                        self.out_of_memory,
+                        [Goal("finished", at_least=1), NONE_WRONG],
+                    ),
+                    Line(
+                        "registration",
+                        "page-locking fails",
+                        self.registration_fails,
+                        [Goal("warnings", 1, 1), NONE_WRONG],
+                    ),
+                    Line("closing", "with work pending", self.closing, [NONE_WRONG]),
+                    Line(
+                        "opening",
+                        "200 times, and what is left",
+                        self.opening,
+                        [
+                            Goal("more_reserved", at_most=0),
+                            Goal("more_allocated", at_most=0),
+                            Goal("more_threads", at_most=0),
+                            Goal("more_files", at_most=0),
+                            Goal("more_mb_in_all", at_most=32),
+                        ],
+                    ),
+                ],
+                decisive=True,
+            ),
+        ]
+
+
+# Modules, and what a process is asked -------------------------------------------------------------
+
+
+class Later(torch.autograd.Function):
+    """Its gradient comes late: the device is busy before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, delay: Callable[[], None]) -> torch.Tensor:
+        ctx.delay = delay
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.delay()
+        return gradients[0], None
+
+
+class Slow(nn.Module):
+    """A layer whose backward is slow on the device, and quick for the CPU."""
+
+    def __init__(self, width: int, delay: Callable[[], None]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width, bias=False)
+        self.delay = delay
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(Later.apply(self.inner(x), self.delay))
+
+
+class Wide(nn.Module):
+    """A layer that needs `extra` bytes while it runs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width, bias=False)
+        self.extra = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _ = torch.empty(self.extra, dtype=torch.uint8, device=x.device)
+        return self.inner(x)
+
+
+def anonymous_bytes() -> int:
+    """Bytes of memory that this process has by itself or shares with whom it was forked from."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = re.search(r"^Anonymous: +(\d+) kB", text, re.MULTILINE)
+    assert found
+    return int(found[1]) << 10
+
+
+def in_a_fork(question: Callable[[], int]) -> int:
+    """What a forked process answers."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.write(writer, str(question()).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    if not text:
+        raise RuntimeError("a forked process has failed")
+    return int(text)
+
+
+def groups(bench: Bench) -> Sequence[Group]:
+    """The lines of this command."""
+    return Correctness(bench).groups()
+
+
+if __name__ == "__main__":
+    sys.exit(command("correctness", __doc__.splitlines()[0], groups))

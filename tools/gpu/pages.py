@@ -1,0 +1,112 @@
+"""Turn what the three commands have written into pages of docs/benchmarks.
+
+    python -m tools.gpu.pages correctness.json inference.json training.json [--to DIR]
+
+A page is named after the command, the device and the day, and names the hardware. Prose around
+what was measured stays as it is when a page is written again. A run with `--small`, or without a
+GPU, has measured nothing that a reader should see: it makes no page, but where `--trial` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tools.bench.machine import publish, table
+from tools.gpu.lines import HOLDS, MEASURED, MISSED
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+TITLES = {
+    "correctness": "Correctness on a GPU",
+    "inference": "Inference on a GPU with half of the weights there",
+    "training": "Training on a GPU with activations, or state, somewhere else",
+}
+
+Document = Mapping[str, Any]
+
+
+def name_of(document: Document) -> str:
+    """The file name of a page."""
+    hardware = re.sub(r"[^a-z0-9]+", "-", document["hardware"]["name"].lower()).strip("-")
+    return f"gpu-{document['command']}_{hardware}_{document['began'][:10]}.md"
+
+
+def text_of(document: Document) -> str:
+    """What a page says."""
+    parts = ["\n".join(f"- {line}" for line in about(document)), command_of(document)]
+    for name, lines in groupby(document["lines"], key=lambda line: line["group"]):
+        found = list(lines)
+        rows = [[line["name"], line["about"], verdict_of(line), figures_of(line)] for line in found]
+        parts.append(f"## {name.capitalize()}\n\n" + table(("", "", "verdict", "figures"), rows))
+        parts += [
+            f"{line['name']}:\n\n```text\n{line['error']}```" for line in found if line["error"]
+        ]
+    parts.append("\n".join(f"- {claim}" for claim in claims(document)) or "- nothing was promised")
+    return "\n\n".join(parts)
+
+
+def about(document: Document) -> Iterator[str]:
+    """The machine."""
+    found = document["hardware"]
+    device = f"{found['name']}"
+    if "device_gib" in found:
+        device += f", {found['device_gib']} GiB, CUDA {found['cuda']}"
+        device += f"; driver, PCIe generation and lanes: {found['link']}"
+    yield device
+    yield f"{found['cores']} cores, {found['memory_gib']} GiB of RAM, {found['system']}"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    yield f"Python {found['python']}, {versions}; commit {found['commit'][:12]}"
+    yield f"{document['began']}, {document['seconds']:.0f} s" + ", small" * document["small"]
+
+
+def command_of(document: Document) -> str:
+    """How it was measured."""
+    small = " --small" if document["small"] else ""
+    name = document["command"]
+    return f"```sh\npython -m tools.gpu.{name}{small} --out {name}.json\n```"
+
+
+def verdict_of(line: Document) -> str:
+    """Missed goals are to be seen."""
+    verdict: str = line["verdict"]
+    return verdict.upper() if verdict == MISSED else "" if verdict == MEASURED else verdict
+
+
+def figures_of(line: Document) -> str:
+    """All of them, in one cell."""
+    return "; ".join(f"{name} {value:,.4g}" for name, value in line["figures"].items())
+
+
+def claims(document: Document) -> Iterator[str]:
+    """What was promised, and what came of it."""
+    for line in document["lines"]:
+        if line["goals"] and line["verdict"] in (HOLDS, MISSED):
+            yield f"{verdict_of(line)}: {line['name']}: {', '.join(line['goals'])}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.pages", description=__doc__)
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of the commands")
+    parser.add_argument("--to", type=Path, default=PAGES, help="the folder for pages")
+    parser.add_argument("--trial", action="store_true", help="pages of trials, too")
+    options = parser.parse_args(words)
+    for path in options.results:
+        document = json.loads(path.read_text())
+        trial = document["small"] or "device_gib" not in document["hardware"]
+        if trial and not options.trial:
+            print(f"{path}: a trial, which has measured nothing: no page")
+            continue
+        page = options.to / name_of(document)
+        publish(page, TITLES[document["command"]], text_of(document))
+        print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

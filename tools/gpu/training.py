@@ -1,0 +1,430 @@
+"""Training: activations, and then parameters, gradients and states, that are not on the GPU.
+
+    python -m tools.gpu.training --out training.json
+
+Activations: 16 blocks of 4,096 numbers per token, 16k tokens, bfloat16. The bound of a step is its
+forward or what is copied away meanwhile, and then its backward or what is copied back. State: a
+model of a billion parameters, 8k tokens, float32 (tensor cores round to TF32), AdamW on the CPU.
+Plain training has its optimizer on the CPU, too, so that losses can be equal. Everything is run
+with torch's deterministic algorithms. All figures are by step, and medians.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import functional as F
+
+from tierstore import OffloadModel, OffloadOptimizer, TierStore, offload_activations
+from tools.bench import train_offload
+from tools.gpu.bench import Bench, command, installed
+from tools.gpu.lines import Figures, Goal, Group, Line, Unavailable
+
+NONE = "nothing offloaded"
+PLAIN = {True: "plain, fused", False: "plain, not fused"}
+LEARNING = {"lr": 1e-4}
+EQUAL = Goal("differing", at_most=0)
+WARM_UP = 2
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside, whatever can compute the same bits each time does so."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    precision = torch.get_float32_matmul_precision()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # that takes time
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.set_float32_matmul_precision(precision)
+
+
+def digest(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers that differ if a bit of the tensors does, but for a rare chance."""
+    rows = (tensor.detach().reshape(-1).view(torch.int16) for tensor in tensors)
+    return [int(row.to(torch.int64).sum()) for row in rows]
+
+
+# Activations --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActivationCase:
+    """The model's sizes (see train_offload), and the budgets of a store, in bytes."""
+
+    model: train_offload.Case
+    ram: int
+    device: int
+    min_size: int
+    dtype: torch.dtype
+
+
+class Activations:
+    """Steps of a model whose weights and gradients stay on the device."""
+
+    FULL = ActivationCase(
+        train_offload.Case(4096, 16, 4, 4096, steps=4, rounds=1),
+        60 * 10**9,
+        6 * 10**9,
+        1 << 20,
+        torch.bfloat16,
+    )
+    SMALL = ActivationCase(
+        train_offload.Case(128, 3, 2, 32, steps=2, rounds=1), 40 << 20, 2 << 20, 4096, torch.float32
+    )
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.case = self.SMALL if bench.small else self.FULL
+        self._gradients: list[int] = []
+
+    def run(self, around: Callable[[Path, nn.Module], AbstractContextManager[Any]]) -> Figures:
+        """Steps whose forward passes are inside of `around`, which is entered anew for each."""
+        accelerator, device = self.bench.accelerator, self.bench.device
+        model = train_offload.build(self.case.model, str(device)).to(self.case.dtype)
+        x, y = (tensor.to(device) for tensor in train_offload.data(self.case.model))
+        x = x.to(self.case.dtype)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        times: list[tuple[float, float]] = []
+        with deterministic(), self.bench.folder() as place, around(place, model) as enter:
+            accelerator.start_over()
+            base = accelerator.reserved()
+            for _ in range(WARM_UP + self.case.model.steps):
+                model.zero_grad(set_to_none=False)
+                began = time.perf_counter()
+                with enter():
+                    logits = model(x)
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+                    del logits
+                accelerator.synchronize()
+                between = time.perf_counter()
+                loss.backward()
+                accelerator.synchronize()
+                times.append((between - began, time.perf_counter() - between))
+                del loss
+            peak = accelerator.peak_reserved() - base
+        forward, backward = (statistics.median(part) for part in zip(*times[WARM_UP:], strict=True))
+        found = digest([p.grad for p in model.parameters() if p.grad is not None])
+        self._gradients = self._gradients or found
+        accelerator.start_over()
+        return {
+            "seconds": forward + backward,
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "peak_reserved_gb": peak / 1e9,
+            "differing": float(found != self._gradients),
+        }
+
+    @contextmanager
+    def none(self, place: Path, model: nn.Module) -> Iterator[Callable[[], Any]]:
+        yield nullcontext
+
+    @contextmanager
+    def save_on_cpu(self, place: Path, model: nn.Module) -> Iterator[Callable[[], Any]]:
+        yield lambda: save_on_cpu(pin_memory=True, device_type=self.bench.device.type)
+
+    @contextmanager
+    def torchtune(self, place: Path, model: nn.Module) -> Iterator[Callable[[], Any]]:
+        installed("torchtune")
+        from torchtune.training import OffloadActivations
+
+        yield lambda: OffloadActivations(use_pin_memory=True, use_streams=True)
+
+    def ours(self) -> Figures:
+        """A store with room for everything in RAM."""
+        case, stores = self.case, []
+        forward, backward = (
+            self.bench.figure(NONE, name) for name in ("forward_seconds", "backward_seconds")
+        )
+        peak = self.bench.figure(NONE, "peak_reserved_gb")
+
+        @contextmanager
+        def around(place: Path, model: nn.Module) -> Iterator[Callable[[], Any]]:
+            with TierStore(
+                case.ram, place / "store", device=self.bench.device, device_budget=case.device
+            ) as store:
+                stores.append(store)
+                offload = offload_activations(store, min_size=case.min_size, model=model)
+                yield lambda: offload
+                stores.append(store.stats())
+
+        figures = dict(self.run(around))
+        stats, steps = stores[1], WARM_UP + case.model.steps
+        away, back = (
+            n / steps / self.bench.link_speed for n in (stats.bytes_offloaded, stats.bytes_onloaded)
+        )
+        bound = max(forward, away) + max(backward, back)
+        return figures | {
+            "shipped_gb": stats.activations.shipped_bytes / steps / 1e9,
+            "bound_seconds": bound,
+            "to_bound": figures["seconds"] / bound,
+            "peak_to_none": figures["peak_reserved_gb"] / max(peak, 1e-9),
+        }
+
+    def group(self) -> Group:
+        """The lines of activations."""
+        keep = self.bench.keep
+        return Group(
+            "activations",
+            [
+                Line(NONE, "what computing takes", keep(NONE, lambda: self.run(self.none))),
+                Line(
+                    "offload_activations",
+                    f"a store with {self.case.device / 1e9:g} GB of the GPU",
+                    self.ours,
+                    [EQUAL, Goal("to_bound", at_most=1.3), Goal("peak_to_none", at_most=1)],
+                ),
+                Line(
+                    "save_on_cpu, pin_memory",
+                    "torch's own: copies every saved tensor, and waits for it",
+                    lambda: self.run(self.save_on_cpu),
+                    peer=True,
+                ),
+                Line(
+                    "torchtune OffloadActivations",
+                    "on streams",
+                    lambda: self.run(self.torchtune),
+                    peer=True,
+                ),
+            ],
+        )
+
+
+# Parameters, gradients and states -----------------------------------------------------------------
+
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Trains with one batch, and gives its loss."""
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> Any:
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+class States:
+    """Steps of training with what is trained somewhere else than on the device."""
+
+    FULL = train_offload.Case(2048, 20, 4, 2048, steps=3, rounds=1)
+    SMALL = train_offload.Case(128, 3, 2, 16, steps=2, rounds=1)
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.case = self.SMALL if bench.small else self.FULL
+        self._losses: dict[bool, list[float]] = {}
+
+    def run(self, start: Callable[[Path], AbstractContextManager[Step]], fused: bool) -> Figures:
+        """Train for some steps."""
+        accelerator, device = self.bench.accelerator, self.bench.device
+        x, y = (tensor.to(device) for tensor in train_offload.data(self.case))
+        seconds, losses = [], []
+        with deterministic(), self.bench.folder() as place:
+            accelerator.start_over()
+            base = accelerator.reserved()
+            with start(place) as step:
+                for _ in range(WARM_UP + self.case.steps):
+                    began = time.perf_counter()
+                    losses.append(step(x, y).item())
+                    accelerator.synchronize()
+                    seconds.append(time.perf_counter() - began)
+                peak = accelerator.peak_reserved() - base
+            accelerator.start_over()
+        plain = self._losses.setdefault(fused, losses)
+        return {
+            "seconds": statistics.median(seconds[WARM_UP:]),
+            "peak_reserved_gb": peak / 1e9,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+            "differing": float(sum(a != b for a, b in zip(losses, plain, strict=True))),
+        }
+
+    def plain(self, fused: bool) -> Callable[[Path], AbstractContextManager[Step]]:
+        """The model on the device, its optimizer on the CPU: no overlap, and no budget."""
+
+        @contextmanager
+        def start(place: Path) -> Iterator[Step]:
+            model = train_offload.build(self.case).to(self.bench.device)
+            away = [nn.Parameter(p.detach().cpu()) for p in model.parameters()]
+            optimizer = torch.optim.AdamW(away, fused=fused, **LEARNING)
+
+            def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                loss = loss_of(model, x, y)
+                loss.backward()
+                for there, here in zip(model.parameters(), away, strict=True):
+                    assert there.grad is not None
+                    here.grad, there.grad = there.grad.cpu(), None
+                optimizer.step()
+                with torch.no_grad():
+                    for there, here in zip(model.parameters(), away, strict=True):
+                        there.copy_(here)
+                return loss.detach()
+
+            yield step
+
+        return start
+
+    def ours(self, share: float, fused: bool) -> Figures:
+        """RAM for `share` of the state."""
+        plain = self.bench.figure(PLAIN[fused], "seconds")
+        stats: list[Any] = []
+
+        @contextmanager
+        def start(place: Path) -> Iterator[Step]:
+            with TierStore(
+                int(share * self.case.state),
+                place / "store",
+                device=self.bench.device,
+                device_budget=self.case.state // 8,
+            ) as store:
+                model = OffloadModel(train_offload.build(self.case), store)
+                optimizer = OffloadOptimizer(
+                    model, store, torch.optim.AdamW, fused=fused, **LEARNING
+                )
+                yield stepping(model, optimizer)
+                stats.append(store.stats())
+
+        figures = dict(self.run(start, fused))
+        budgets = stats[0].budget_bytes
+        return figures | {
+            "to_plain": figures["seconds"] / plain,
+            "read_gb": stats[0].bytes_read / (WARM_UP + self.case.steps) / 1e9,
+            "written_gb": stats[0].bytes_written / (WARM_UP + self.case.steps) / 1e9,
+            "budgets_taken": max(
+                stats[0].peak_bytes[tier] / budgets[tier] for tier in ("DEVICE", "HOST")
+            ),
+        }
+
+    @contextmanager
+    def fsdp(self, place: Path) -> Iterator[Step]:
+        """FSDP2 with one rank."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        kind = self.bench.device.type
+        if kind != "cuda":
+            raise Unavailable("FSDP2 needs a CUDA device to offload from")
+        backend = f"cpu:gloo,{kind}:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh(kind, (1,))
+            model = train_offload.build(self.case)
+            for block in model:
+                if isinstance(block, train_offload.Block):
+                    fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy())
+            fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True, **LEARNING)
+            yield stepping(model, optimizer)
+        finally:
+            dist.destroy_process_group()
+
+    @contextmanager
+    def torchao(self, place: Path) -> Iterator[Step]:
+        installed("torchao")
+        from torchao.optim import CPUOffloadOptimizer
+
+        model = train_offload.build(self.case).to(self.bench.device)
+        optimizer = CPUOffloadOptimizer(
+            model.parameters(), torch.optim.AdamW, fused=True, **LEARNING
+        )
+        yield stepping(model, optimizer)
+
+    @contextmanager
+    def deepspeed(self, place: Path) -> Iterator[Step]:
+        installed("deepspeed")
+        import deepspeed
+
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+        model = train_offload.build(self.case)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": self.case.batch,
+                "optimizer": {"type": "AdamW", "params": dict(LEARNING)},
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                },
+            },
+        )
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = loss_of(engine, x, y)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        yield step
+
+    def group(self) -> Group:
+        """The lines of states."""
+        lines = [
+            Line(
+                name,
+                "the model on the GPU, AdamW on the CPU",
+                self.bench.keep(name, lambda fused=fused: self.run(self.plain(fused), fused)),
+            )
+            for fused, name in PLAIN.items()
+        ]
+        lines += [
+            Line(
+                f"OffloadModel, RAM for {share:g} x, {'fused' if fused else 'not fused'}",
+                "with OffloadOptimizer; an eighth of the state on the GPU",
+                lambda share=share, fused=fused: self.ours(share, fused),
+                [EQUAL, Goal("budgets_taken", at_most=1)],
+            )
+            for share, fused in ((2.0, True), (0.5, True), (2.0, False))
+        ]
+        peers: dict[str, Callable[[Path], AbstractContextManager[Step]]] = {
+            "FSDP2, CPUOffloadPolicy": self.fsdp,
+            "torchao CPUOffloadOptimizer": self.torchao,
+            "DeepSpeed, ZeRO-Offload": self.deepspeed,
+        }
+        lines += [
+            Line(name, "fused", lambda start=start: self.run(start, True), peer=True)
+            for name, start in peers.items()
+        ]
+        return Group("states", lines)
+
+
+def stepping(
+    model: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer
+) -> Step:
+    """The usual step."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def groups(bench: Bench) -> Sequence[Group]:
+    """The lines of this command."""
+    return [Activations(bench).group(), States(bench).group()]
+
+
+if __name__ == "__main__":
+    sys.exit(command("training", __doc__.splitlines()[0], groups))
