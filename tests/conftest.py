@@ -113,6 +113,21 @@ def disk_dir(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+@pytest.fixture(autouse=True)
+def same_moments() -> Iterator[None]:
+    """The pretend accelerator, where it is loaded, runs work at the same moments in each test.
+
+    Nothing is left for the next test. What a kernel raised that nobody asked about is raised here.
+    """
+    accelerator = sys.modules.get("tests.device.pretend")
+    if accelerator is None:
+        yield
+        return
+    accelerator.start_over()
+    yield
+    accelerator.finish()
+
+
 @pytest.fixture
 def pretend() -> Any:
     """The pretend accelerator, loaded; the test is skipped where it cannot be built."""
@@ -121,3 +136,11 @@ def pretend() -> Any:
     if why_not is not None:
         pytest.skip(why_not)
     return accelerator.load()
+
+
+@pytest.fixture
+def late_pretend(pretend: Any) -> Any:
+    """The pretend accelerator, doing nothing before somebody waits for it: whoever does not wait
+    finds that out each time."""
+    pretend.set_slowness(None)
+    return pretend

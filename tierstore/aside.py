@@ -13,6 +13,7 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from tierstore.lease import Lease
 from tierstore.model.tiers import Tier
 from tierstore.observer import ActivationCounts
 from tierstore.serving import Serving
-from tierstore.settings import Settings
+from tierstore.settings import Settings, device_memory, grown_device_budget
 from tierstore.steps import step
 from tierstore.transfer.objects import check_key
 from tierstore.waiting import Request, Want
@@ -63,6 +64,7 @@ class PuttingAside(Serving):
         self._fresh = itertools.count()
         self._left: deque[int] = deque()  # dropped by finalizers
         self._unspilled: dict[int, str] = {}  # number -> version, the oldest first
+        self._largest = 0  # bytes of the largest group that was lent or put aside so far
         self.givers: weakref.WeakSet[Giver] = weakref.WeakSet()
         super().__init__(settings)
 
@@ -102,6 +104,45 @@ class PuttingAside(Serving):
         for giver in list(self.givers):
             giver.make_room()
 
+    @step
+    def spare_device_memory(self) -> int:
+        """The bytes that `give_back_device_memory` would give back now, on an accelerator."""
+        return self._planner.spare_bytes() + self._carrier.arenas[Tier.DEVICE].idle_bytes
+
+    def give_back_device_memory(self) -> None:
+        """Let others have the memory of the device that the store holds and that nobody uses.
+
+        What is given up has a copy elsewhere. It comes back when it is needed. Waits for the
+        device to be done with it.
+        """
+        self._vacate()
+        self._carrier.catch_up()  # the slots of what was given up are idle by then
+        self._carrier.arenas[Tier.DEVICE].give_back_idle()
+
+    @step
+    def _vacate(self) -> None:
+        self._check_open()
+        self._call_in()
+        self._planner.vacate()
+        self._deliver()
+
+    @step
+    def grow_device_budget(self) -> None:
+        """Every model has run: have the device budget take half of what is free, if nobody chose
+        it. For adapters. Happens once."""
+        given = self._settings
+        if self._ended() or not given.device_budget_may_grow:
+            return
+        arena, before = self._carrier.arenas[Tier.DEVICE], given.budgets[Tier.DEVICE]
+        assert before is not None
+        free, _ = device_memory(self.device)
+        budget = grown_device_budget(before, arena.bytes_held, free)
+        arena.resize(budget)  # first: the planner's instructions may need it
+        budgets = {**given.budgets, Tier.DEVICE: budget}
+        self._settings = replace(given, budgets=budgets, device_budget_may_grow=False)
+        self._planner.resize(budget)
+        self._deliver()
+
     def largest_aside(self) -> int:
         """The bytes that any one group may have at most: what every tier above the disk can hold
         (2**62 if there is no limit)."""
@@ -113,11 +154,22 @@ class PuttingAside(Serving):
         ]
         return min(rooms, default=1 << 62)
 
+    def room_for_the_lent(self) -> int:
+        """The bytes that may be lent for long on the fastest tier: the largest group that was ever
+        wanted there has room beside them (2**62 or so if there is no limit)."""
+        top = self._planner.top
+        for_good = self.held_for_good if top is Tier.HOST else 0
+        return (self._planner.budgets[top] or 1 << 62) - for_good - self._largest
+
+    def _lend(self, request: Request, version: str) -> Lease:
+        self._largest = max(self._largest, self._carrier.cargo(version).spec.nbytes)
+        return super()._lend(request, version)
+
     def put_aside(self, memory: torch.Tensor) -> tuple[int, Any]:
         """Copy `memory` (uint8, 1-d) into the store, beside what the device does next.
 
-        Returns its number, and an event: the caller neither changes `memory` nor lets it go before
-        the event has passed. None: it is copied. Raises what `put` raises.
+        Returns its number, and an event of the device: before it has passed, nothing may change
+        `memory`, nor get it from the allocator. None: it is copied. Raises what `put` raises.
         """
         number = next(n for n in self._fresh if key_of(n) not in self._versions)
         request = Request(key_of(number), Want.ROOM)
@@ -126,7 +178,7 @@ class PuttingAside(Serving):
             self._wait(request, self._granted)
             copied = self._carrier.fill_behind(request.version, data)
             self._filled(request, False)
-            self._spill_early(number)
+            self._see_to_room(number)
             return number, copied
         except BaseException:
             self._give_up(request)
@@ -134,8 +186,9 @@ class PuttingAside(Serving):
             raise
 
     @step
-    def _spill_early(self, number: int) -> None:
-        """Where room gets scarce, write as much as has come: the oldest is wanted last.
+    def _see_to_room(self, number: int) -> None:
+        """What was put aside comes back some day. And where room gets scarce, write as much as has
+        come: the oldest is wanted last.
 
         Later, who needs the room can have it at once.
         """
@@ -143,10 +196,11 @@ class PuttingAside(Serving):
         version = self._versions.get(key_of(number))
         if version is None or budget is None:
             return
+        due = self._carrier.cargo(version).spec.nbytes
+        self._largest = max(self._largest, due)
         self._unspilled[number] = version
         if self._planner.used[Tier.HOST] <= budget - min(budget // SCARCE_SHARE, SCARCE):
             return
-        due = self._carrier.cargo(version).spec.nbytes
         while due > 0 and self._unspilled:
             oldest = self._unspilled.pop(next(iter(self._unspilled)))
             due -= self._planner.spill_early(oldest)
@@ -173,16 +227,3 @@ class PuttingAside(Serving):
         found = [self._versions.get(key) for key in keys]
         self._planner.prefetch([version for version in found if version is not None], top)
         self._deliver()
-
-    def hand_over(self, lease: Lease) -> torch.Tensor:
-        """End the lease of one tensor on an accelerator, and leave the caller its memory.
-
-        No other group ever gets that memory. It is the caller's to read, not to change: as long as
-        the group is known, it may be the store's copy too.
-        """
-        tensor = lease.tensor
-        # The store allocated it on a stream of its own.
-        tensor.record_stream(torch.accelerator.current_stream(self.device))
-        self._carrier.hand_over(lease.version)
-        lease.release()
-        return tensor

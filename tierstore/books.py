@@ -23,6 +23,7 @@ from typing import NoReturn, TypeVar
 
 import torch
 
+from tierstore.lessons import Lessons
 from tierstore.model.errors import (
     BudgetError,
     CaptureError,
@@ -87,6 +88,7 @@ class Books:
         self._out: dict[Lent, None] = {}  # what was not given back yet
         self._resting: dict[Lent, Lent] = {}  # what of it is not used at this moment
         self._numbers = itertools.count(1)
+        self._lessons = Lessons()
         self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
         self._directory = ObjectDirectory(settings.disk_dir)
@@ -99,7 +101,8 @@ class Books:
             self, _shut_down, self._carrier, self._directory, self._pid
         )
         try:
-            self._observer = Observer(self._carrier.journal, self._carrier.times)
+            journal, times = self._carrier.journal, self._carrier.times
+            self._observer = Observer(journal, times, self._lessons.ran)
             self._recover()
             self._observer.level(self._planner.used)
         except BaseException:
@@ -109,14 +112,16 @@ class Books:
     def _new_planner(self) -> Planner:
         schedule = LearnedOrder()
         policy = policy_named(self._settings.policy, schedule)
-        return Planner(self._settings.budgets, policy, schedule, time.perf_counter)
+        told = self.device.type != "cpu"
+        return Planner(self._settings.budgets, policy, schedule, time.monotonic, told=told)
 
     def _new_carrier(self) -> ThreadCarrier:
         # Its threads must not keep a forgotten store alive.
         report, ending = (weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
         given = self._settings
+        moved, verify = self._lessons.moved, given.verify
         return ThreadCarrier(
-            given.device, given.budgets, self._directory, given.verify, report, ending
+            given.device, given.budgets, self._directory, verify, report, ending, moved
         )
 
     def _recover(self) -> None:
@@ -314,7 +319,7 @@ class Books:
         # Who takes it out of there has it: this caller, or one who calls it in.
         if self._resting.pop(loan, None) is None:
             return False
-        self._order_after_arrival(loan.version)
+        self._order_after_arrival(self._carrier.cargo(loan.version), self.current_stream())
         loan.stream = self.current_stream()
         return True
 
@@ -329,11 +334,10 @@ class Books:
             return None
         return torch.accelerator.current_stream(self.device)
 
-    def _order_after_arrival(self, version: str) -> None:
-        """What this thread's stream does from now on, it does when the group is there."""
-        arrival = self._carrier.cargo(version).arrival
-        if arrival is not None:
-            torch.accelerator.current_stream(self.device).wait_event(arrival)
+    def _order_after_arrival(self, cargo: Cargo, stream: torch.Stream | None) -> None:
+        """What the stream does from now on, it does when the group is there."""
+        if cargo.arrival is not None and stream is not None:
+            stream.wait_event(cargo.arrival)
 
     def _is_coming(self, request: Request) -> bool:
         """Whether what a request waits for is on its way: then it lacks no room."""
@@ -350,10 +354,13 @@ class Books:
     # Between the planner and the carrier -------------------------------------------------------
 
     def _deliver(self) -> None:
-        """Hand the planner's instructions on, in order, and wake whoever waits."""
-        instructions = self._planner.instructions()
-        if instructions:
-            self._carrier.accept(instructions)
+        """Hand the planner's instructions on, in order, and wake whoever waits.
+
+        What is over at once makes the planner instruct more, until nothing is.
+        """
+        while instructions := self._planner.instructions():
+            for copy, error in self._carrier.accept(instructions):
+                self._note_end(copy, error)
         self._observer.level(self._planner.used)
         self._waiting.changed()
 
@@ -364,12 +371,16 @@ class Books:
 
     @step
     def _arrived(self, copy: Copy, error: BaseException | None) -> None:
-        if error is None:
-            self._planner.arrived(copy.key, copy.dst, copy.src)
-        else:
-            self._planner.failed(copy.key, copy.dst, copy.src, error)
+        self._note_end(copy, error)
         self._carrier.moved(copy)
         self._deliver()
+
+    def _note_end(self, copy: Copy, error: BaseException | None) -> None:
+        if error is None:
+            timed = copy.dst is not Tier.DEVICE  # else it is queued
+            self._planner.arrived(copy.key, copy.dst, copy.src, timed=timed)
+        else:
+            self._planner.failed(copy.key, copy.dst, copy.src, error)
 
     # Mending -----------------------------------------------------------------------------------
 
@@ -381,6 +392,7 @@ class Books:
         if self._ended():
             return
         self._carrier.catch_up()
+        self._carrier.mend()
         for wish in self._waiting.lost_wishes():
             self._putting.pop(wish.version, None)
         planner = self._new_planner()

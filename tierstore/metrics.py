@@ -39,7 +39,9 @@ class Stats:
     such as `DISK>HOST`. `overlap` is the share of the time in which any bytes moved that no acquire
     waited: 1.0 if all transfers were hidden behind the caller's work, or if there were none.
     `peak_bytes` is memory that really existed at once (and was page-locked, where an accelerator
-    wants that), staging included.
+    wants that), staging included. `reserved_bytes` is what torch has taken of the accelerator for
+    this process now: the store's memory, everybody else's, and what is kept for later tensors
+    (empty on the CPU, and where torch cannot tell).
     """
 
     hits: int
@@ -55,6 +57,7 @@ class Stats:
     used_bytes: dict[str, int]
     peak_bytes: dict[str, int]
     budget_bytes: dict[str, int | None]
+    reserved_bytes: dict[str, int] = field(default_factory=dict)
     activations: ActivationStats = ActivationStats()
 
     def as_dict(self) -> dict[str, Any]:

@@ -6,13 +6,15 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+
+import torch
 
 from tierstore.metrics import BYTES_MOVED, ActivationStats, Stats
 from tierstore.model.journal import STALL, Journal, Span, Summary, Use
 from tierstore.model.tiers import Tier
 from tierstore.plan.shelves import Shelves
+from tierstore.transfer.device_memory import reserved_bytes
 from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.waiting import Request
 
@@ -52,18 +54,23 @@ class ActivationCounts:
             return ActivationStats(saved, self._shipped, self._deduplicated, kept, skipped)
 
 
+Ran = Callable[[str, float, float], None]
+
+
 class Observer:
     """Takes notes of how acquires are met, for `stats` and traces. All methods need the lock.
 
     `times` is None where the device is the CPU. Otherwise the caller runs ahead of the device, so
-    that waiting and computing are timed on the device.
+    that waiting and computing are timed on the device; and `ran` is told, on any thread, of which
+    version a use began there, from when on the device had waited for it, and when it began.
     """
 
-    def __init__(self, journal: Journal, times: DeviceTimes | None) -> None:
+    def __init__(self, journal: Journal, times: DeviceTimes | None, ran: Ran) -> None:
         self.journal = journal
         self.counts: Counter[str] = Counter()
         self.activations = ActivationCounts()
         self._times = times
+        self._ran = ran
         self._used: tuple[int, ...] = ()
 
     def level(self, used: Mapping[Tier, int]) -> None:
@@ -78,37 +85,56 @@ class Observer:
         request.met = met
         self.counts[met] += 1
 
-    def waits(self, request: Request) -> None:
-        """What an acquire asks for is not there (yet)."""
+    def waits(self, request: Request, stream: torch.Stream | None = None) -> None:
+        """What an acquire asks for is not there (yet). `stream` is the current one, if known."""
         if request.stall is None:
             request.stall = Span(STALL, request.key, note=request.met, start=request.since)
             if self._times is None:
                 self.journal.begin(request.stall)
             else:
-                request.mark = self._times.mark()
+                request.mark = self._times.mark(stream)
 
-    def arrives(self, request: Request, arrival: Any) -> None:
+    def arrives(
+        self, request: Request, arrival: torch.Event | None, stream: torch.Stream | None
+    ) -> None:
         """The device will wait for `arrival`, if that has not come yet, before it goes on."""
         if arrival is not None and not arrival.query():
-            self.waits(request)
+            self.waits(request, stream)
 
-    def granted(self, request: Request, use: Use, nbytes: int) -> None:
-        """An acquire has got its lease, of a group of `nbytes` bytes."""
+    def granted(
+        self,
+        request: Request,
+        use: Use,
+        nbytes: int,
+        stream: torch.Stream | None,
+        *,
+        learned: bool,
+    ) -> None:
+        """An acquire has got its lease, of a group of `nbytes` bytes, for use on `stream`.
+
+        Of its use something is `learned`.
+        """
         use.nbytes = nbytes
         use.granted = time.monotonic()
         self.journal.uses.add(use)
-        if request.stall is None:
-            return
+        stall, request.stall = request.stall, None
         if self._times is None:
-            self.journal.end(request.stall)
-        else:
-            arrived = functools.partial(self._arrived, request.stall, use)
-            self._times.tell(arrived, request.mark, self._times.mark())
-        request.stall = None
+            if stall is not None:
+                self.journal.end(stall)
+        elif stall is not None:
+            began = functools.partial(self._began, use, stall, learned)
+            self._times.tell(began, request.mark, self._times.mark(stream))
+        elif learned:
+            began = functools.partial(self._began, use, None, True)
+            self._times.tell(began, self._times.mark(stream))
 
-    def _arrived(self, stall: Span, use: Use, times: list[float]) -> None:
-        use.ready = times[-1]
-        self.journal.end_between(stall, times)
+    def _began(self, use: Use, stall: Span | None, learned: bool, times: list[float]) -> None:
+        """The device has begun with a use, maybe after a stall."""
+        if stall is not None:
+            use.ready = times[-1]
+            self.journal.end_between(stall, times)
+        if learned:
+            self._ran(use.version, times[0], times[-1])
 
     def gave_up(self, request: Request) -> None:
         """An acquire has failed, or was interrupted."""
@@ -127,6 +153,7 @@ class Observer:
 
     def stats(self, summary: Summary, shelves: Shelves, peak: Mapping[Tier, int]) -> Stats:
         """What all of it comes to. `peak` is what memory existed at once, where that is known."""
+        reserved = None if self._times is None else reserved_bytes(self._times.device)
         tiers, moved = shelves.tiers, summary.moved
         return Stats(
             hits=self.counts["hit"],
@@ -139,6 +166,7 @@ class Observer:
             used_bytes={t.name: shelves.used[t] for t in tiers},
             peak_bytes={t.name: peak.get(t, shelves.peak[t]) for t in tiers},
             budget_bytes={t.name: shelves.budgets[t] for t in tiers},
+            reserved_bytes={} if reserved is None else {Tier.DEVICE.name: reserved},
             activations=self.activations.stats(),
         )
 

@@ -64,6 +64,8 @@ def _families() -> Iterator[
     yield gauge("peak_bytes", text, "tier"), lambda s: _rows(s.peak_bytes)
     text = "The bytes that a tier may take."
     yield gauge("budget_bytes", text, "tier"), lambda s: _rows(s.budget_bytes)
+    text = "The bytes that torch has taken of an accelerator for this process, its cache included."
+    yield gauge("reserved_bytes", text, "tier"), lambda s: _rows(s.reserved_bytes)
 
 
 def _one(value: float) -> Rows:

@@ -203,10 +203,11 @@ class Serving(Books):
         self._waiting.lend(loan.caller, version)
         tensors = self._carrier.view(version)
         cargo = self._carrier.cargo(version)
-        self._observer.arrives(request, cargo.arrival)
-        self._order_after_arrival(version)
         loan.stream = self.current_stream()
-        self._observer.granted(request, loan, cargo.spec.nbytes)
+        self._observer.arrives(request, cargo.arrival, loan.stream)
+        self._order_after_arrival(cargo, loan.stream)
+        learned = not cargo.guided
+        self._observer.granted(request, loan, cargo.spec.nbytes, loan.stream, learned=learned)
         return OpenLease(
             request.key,
             version,
@@ -295,6 +296,8 @@ class Serving(Books):
         self._waiting.give_back(loan.caller, version)
         self._observer.released(loan, mark)
         cargo = self._carrier.cargo(version)
+        self._carrier.look()
+        self._lessons.tell(self._planner)
         self._planner.release(version, access, for_good=for_good)
         self._deliver()
         if access is not Access.TAKE or key in self._versions:

@@ -17,13 +17,17 @@ Size = int | float | str
 
 @dataclass(frozen=True)
 class Settings:
-    """What a store works with: `budgets` are bytes per tier, None for no limit."""
+    """What a store works with: `budgets` are bytes per tier, None for no limit.
+
+    `device_budget_may_grow`: nobody chose it, and it has not grown yet. See `grown_device_budget`.
+    """
 
     device: torch.device
     budgets: dict[Tier, int | None]
     disk_dir: str
     policy: str
     verify: str
+    device_budget_may_grow: bool = False
 
 
 def resolve_device(wanted: str | torch.device | None) -> torch.device:
@@ -66,6 +70,21 @@ def ram_bytes(ram: Size) -> int:
     usable = usable_memory()
     available = min(usable, psutil.virtual_memory().available)
     return parse_size(ram, total=usable, auto=available // 2)
+
+
+def is_chosen(device_budget: Size | None) -> bool:
+    """Whether somebody said how large the device budget is."""
+    return device_budget not in (None, "auto")
+
+
+def grown_device_budget(budget: int, held: int, free: int) -> int:
+    """A device budget that nobody chose, once every model has run: half of what that left over.
+
+    Until then it is half of what was `free`, so that models may take the rest. What they took is
+    still in torch's cache, for their next run. The other half of what is free now is for a larger
+    run, and for what runs beside the store. `held` are the bytes that the store has there.
+    """
+    return max(budget, (held + free // 2) // PAGE * PAGE)
 
 
 def _device_bytes(device: torch.device, budget: Size | None) -> int:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -21,7 +20,7 @@ from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.journal import Summary
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access
-from tierstore.settings import Settings, Size, resolve_budgets, resolve_device
+from tierstore.settings import Settings, Size, is_chosen, resolve_budgets, resolve_device
 from tierstore.state import KeepingState
 from tierstore.steps import step
 from tierstore.trace import load, merged, save
@@ -44,7 +43,8 @@ class TierStore(KeepingState):
         disk_dir: a directory of the store's own, made if missing. One live store per directory.
         device: where leases are; None for the current accelerator, else `cpu`. On `cpu`, device
             and host memory are one and `ram_budget` covers it.
-        device_budget: memory of the accelerator, like `ram_budget`; None for half of what is free.
+        device_budget: memory of the accelerator, like `ram_budget`; None for half of what is free,
+            and, once every model in the store has run, half of what is still free then besides.
         disk_budget: what may be written to `disk_dir`; None for no limit. Checkpoints that are
             used where they lie do not count.
         policy: `"next-use"` (give up what is needed last, by a learned order) or `"lru"`.
@@ -71,7 +71,8 @@ class TierStore(KeepingState):
             raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
         device = resolve_device(device)
         budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(disk_dir))
-        super().__init__(Settings(device, budgets, os.fspath(disk_dir), policy, verify))
+        grows = device.type != "cpu" and not is_chosen(device_budget)
+        super().__init__(Settings(device, budgets, os.fspath(disk_dir), policy, verify, grows))
 
     # Putting -----------------------------------------------------------------------------------
 
@@ -441,10 +442,5 @@ class TierStore(KeepingState):
     def __enter__(self) -> TierStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

@@ -52,7 +52,16 @@ KINDS = {
 _FARTHEST = 1e18
 """No time in microseconds and no number of bytes is as large."""
 
-_BY_NAME = ("used_bytes", "peak_bytes", "budget_bytes", "busy_seconds", "activations")
+_BY_NAME = (
+    "used_bytes",
+    "peak_bytes",
+    "budget_bytes",
+    "reserved_bytes",
+    "busy_seconds",
+    "activations",
+)
+_ADDED = {"reserved_bytes": dict[str, int]()}
+"""Fields of `Stats` that older traces lack, and what is said of them then."""
 _GZIP = b"\x1f\x8b"
 _LARGEST = 1 << 30
 """Bytes of a trace when it is unpacked: a few may be packed that fill all memory."""
@@ -215,7 +224,7 @@ def _mapping(
 
 
 def _stats(ours: Document) -> dict[str, Any]:
-    found = _mapping(ours, "stats", lambda _: True, _is_figure)
+    found = _ADDED | _mapping(ours, "stats", lambda _: True, _is_figure)
     names = [field.name for field in dataclasses.fields(Stats)]
     _expect(found.keys() >= set(names), "'stats' is not whole")
     for name in names:

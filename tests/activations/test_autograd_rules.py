@@ -27,9 +27,12 @@ from tests.activations.helpers import (
 )
 from tests.store.helpers import run_threads
 
-pytestmark = pytest.mark.full(
-    "devices differ in what test_training_steps.py does on both", keep="any device"
-)
+pytestmark = [
+    pytest.mark.floor,
+    pytest.mark.full(
+        "devices differ in what test_training_steps.py does on both", keep="any device"
+    ),
+]
 
 RAM = 1 << 20
 MODIFIED = "modified by an inplace operation"
@@ -448,13 +451,13 @@ def test_the_second_of_two_devices(disk_dir: Path) -> None:
 @needs_pretend
 @pytest.mark.parametrize("backward_there", [True, False], ids=["backward too", "forward only"])
 def test_computing_on_a_stream_of_the_user(
-    backward_there: bool, pretend: Any, disk_dir: Path
+    backward_there: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
-    """Copies run only when something waits for them: a stream that is not waited for shows."""
+    """A stream that is not waited for shows."""
     x, *weights = random_matrices(6, "pretend")
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     side = torch.Stream(device="pretend")
-    pretend.reset_counters()
+    late_pretend.reset_counters()
     with open_store(disk_dir, 4 * 4 * SMALL, "pretend") as store:
         for _ in range(3):
             side.wait_stream(torch.accelerator.current_stream())
@@ -467,7 +470,7 @@ def test_computing_on_a_stream_of_the_user(
             assert_equal(found, wanted)
             del loss
         assert shipped(store) > 0
-        assert pretend.stale_copies() == 0
+        assert late_pretend.stale_copies() == 0
         assert_nothing_left(store)
 
 

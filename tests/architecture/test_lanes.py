@@ -317,6 +317,7 @@ def test_one_that_is_left_out_is_noticed(tmp_path: Path) -> None:
         (["tierstore/store.py"], ["tests/store"]),
         (["docs/why.md", "README.md"], ["tests/docs"]),
         (["tools/bench/disk.py"], ["tests/bench"]),
+        (["tools/gpu/lines.py"], ["tests/bench"]),
         (["tests/conftest.py", "tests/plan/test_policy.py"], ["tests"]),
         (["LICENSE", "tests/nowhere/test_gone.py"], []),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import output_of
+from tests.store.helpers import needs_pretend
 from tools.bench import memory_group
 from tools.bench.memory_group import MemoryGroup
 from tools.bench.report import Claim
@@ -64,6 +65,17 @@ def test_overhead(tmp_path: Path) -> None:
     assert "acquire and release take at most 30 us" in text
 
 
+@needs_pretend
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+def test_queueing(tmp_path: Path) -> None:
+    text = run("queueing", tmp_path)
+    for tensors in ("1", "12"):
+        copies, queued, leased, _ = cells(text)[tensors]
+        assert number(copies) > 50
+        assert 0 < number(queued) <= number(leased)
+    assert "held: copies that another thread queued (0)" in text
+
+
 @pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_overlap(tmp_path: Path) -> None:
     rows = cells(run("overlap", tmp_path))
@@ -71,14 +83,6 @@ def test_overlap(tmp_path: Path) -> None:
         stalled, read = rows[ratio]
         assert 0 <= number(stalled) < 100
         assert number(read) >= 1, "less was read than can be missed"
-
-
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
-def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    words = ["tools/bench/cuda.py", "--small", "--dir", tmp_path]
-    output = output_of(*words, environment=environment, timeout=300)
-    assert output == "There is no CUDA GPU here: nothing was measured.\n"
 
 
 def test_a_claim_is_held_within_its_bounds() -> None:

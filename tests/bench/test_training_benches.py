@@ -19,7 +19,7 @@ def test_a_short_run_of_the_optimizer(tmp_path: Path) -> None:
     text = run("optimizer", tmp_path)
     in_ram, found, on_disk = text.partition("## On disk")
     assert found
-    for flags in ("default arguments", "foreach=True", "fused=True"):
+    for flags in ("foreach=False", "foreach=True", "fused=True"):
         torchs, ours, ratio, values = cells(in_ram)[flags]
         assert min(map(number, (torchs, ours, ratio))) > 0
         assert values == "equal"

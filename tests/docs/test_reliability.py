@@ -1,4 +1,4 @@
-"""What docs/reliability.md says of tests is true: each one that it names is there."""
+"""What pages say of tests is true: each one that they name is there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
+OTHERS = [ROOT / "docs" / "decisions" / "0024-on-a-real-gpu.md"]
 NAMED = re.compile(r"`(?P<path>tests/[\w/]+\.py)?::(?P<name>\w+)`")
 
 
@@ -33,9 +34,10 @@ def missing(path: str, name: str) -> str | None:
     return None
 
 
-def test_every_test_that_is_named_is_there() -> None:
-    tests = named(PAGE.read_text(encoding="utf-8"))
-    assert len(tests) > 50
+@pytest.mark.parametrize(("page", "least"), [(PAGE, 50), *((page, 10) for page in OTHERS)])
+def test_every_test_that_is_named_is_there(page: Path, least: int) -> None:
+    tests = named(page.read_text(encoding="utf-8"))
+    assert len(tests) > least
     assert [why for test in tests if (why := missing(*test)) is not None] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.model.sizes import PAGE, parse_size, round_up, usable_memory
+from tierstore.model.sizes import PAGE, parse_size, round_up, slot_bytes, usable_memory
 
 POWERS = {
     "B": 1,
@@ -164,3 +165,19 @@ def test_a_path_outside_the_mount_still_finds_the_mount(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/../../elsewhere\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", "40960\n")
     assert usable_memory(tmp_path) == 40960
+
+
+def test_a_slot_is_hardly_larger_than_what_it_is_for() -> None:
+    chance = random.Random(0)
+    for nbytes in [*range(1, 3 * PAGE, 7), *(chance.randrange(1, 1 << 36) for _ in range(2000))]:
+        slot = slot_bytes(nbytes)
+        assert slot % PAGE == 0
+        assert 0 <= slot - nbytes < max(PAGE, nbytes / 64)
+        assert slot_bytes(slot) == slot, "a slot of its own size is right for it"
+        assert slot_bytes(max(nbytes - 1, 1)) <= slot
+
+
+def test_there_are_few_sizes_of_slots() -> None:
+    """64 for each doubling; below half a megabyte, every multiple of the page."""
+    assert len({slot_bytes(nbytes) for nbytes in range(1 << 30, 1 << 31, 1 << 20)}) <= 65
+    assert [slot_bytes(n * PAGE) for n in range(1, 129)] == [n * PAGE for n in range(1, 129)]

@@ -228,6 +228,48 @@ def test_uses_of_one_group_in_a_row_add_up() -> None:
     assert float(seen._seconds[0]) == pytest.approx(3.0)
 
 
+def on_a_device(runs: Sequence[tuple[int, float, float]]) -> Foresight:
+    """After uses on a device that was told of all of them at once: of which group, from when on the
+    device waited for it, and when it began."""
+    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, Clock(), told=True)
+    for number in range(3):
+        seen.know(number, 1)
+    for number, _, _ in runs:
+        seen.asked(number)
+        seen.used(number)
+    for run in runs:
+        seen.ran(*run)
+    return seen
+
+
+def test_on_a_device_computing_is_what_the_device_does() -> None:
+    seen = on_a_device([(0, 0.0, 1.0), (1, 3.0, 3.5), (2, 8.0, 8.0), (0, 9.0, 9.0)])
+    assert seen._seconds[:3].tolist() == pytest.approx([2.0, 4.5, 1.0])
+    assert seen.residents._computed == pytest.approx(7.5)
+    assert seen.residents._waited == pytest.approx(1.5)
+
+
+def test_uses_of_one_group_in_a_row_add_up_on_a_device() -> None:
+    seen = on_a_device([(0, 0.0, 0.0), (0, 2.0, 3.0), (1, 4.0, 4.0)])
+    assert float(seen._seconds[0]) == pytest.approx(3.0)
+
+
+def test_uses_on_several_streams_take_no_less_than_no_time() -> None:
+    seen = on_a_device([(0, 0.0, 5.0), (1, 2.0, 3.0), (2, 4.0, 4.0)])
+    assert seen._seconds[:2].tolist() == [0.0, 1.0]
+
+
+def test_of_what_is_gone_a_device_tells_nothing() -> None:
+    seen = on_a_device([(0, 0.0, 0.0), (-1, 1.0, 1.0), (1, 5.0, 5.0)])
+    assert float(seen._seconds[0]) == pytest.approx(1.0)
+    seen.forget(1)
+    seen.ran(2, 7.0, 7.0)
+    assert float(seen._seconds[1]) == 0.0
+    seen.forget(0)  # another than the one that runs
+    seen.ran(0, 9.0, 9.0)
+    assert float(seen._seconds[2]) == pytest.approx(2.0)
+
+
 def bandwidth_after(moves: Callable[[Hop], None]) -> float | None:
     hop = Hop()
     moves(hop)

@@ -278,6 +278,33 @@ def test_a_hop_is_as_fast_as_what_came_over_it() -> None:
     assert bandwidth() == pytest.approx((0.8 * 8 + 6) / (0.8 * 4 + 2)), "it began at 20"
 
 
+def test_a_hop_whose_copies_are_only_queued_is_as_fast_as_it_is_said_to_be() -> None:
+    now = 10.0
+    planner = Planner({DEVICE: 100, HOST: 100, DISK: None}, ByName(), LearnedOrder(), lambda: now)
+    hop = planner._foresight.hops[HOST, DEVICE]
+    for key in "ab":
+        put(planner, key, 8)
+        planner.demand(key)
+        planner.arrived(key, DEVICE, HOST, timed=False)
+        assert (hop.copies, hop.nbytes, hop.bandwidth) == (0, 0, None)
+        assert planner.residence(key) == (DEVICE, HOST)
+    planner.measured(DEVICE, HOST, 8, 3.0, 5.0)
+    planner.measured(DEVICE, HOST, 8, 4.0, 9.0)
+    assert hop.bandwidth == pytest.approx((0.8 * 8 + 8) / (0.8 * 2 + 4))
+
+
+def test_a_use_that_a_device_tells_of_is_one_of_a_group_that_is_known() -> None:
+    planner = Planner({HOST: 100, DISK: None}, ByName(), LearnedOrder(), told=True)
+    for key in "ab":
+        put(planner, key, 8)
+    planner.ran("a", 0.0, 0.0)
+    planner.ran("b", 2.0, 2.0)
+    planner.ran("gone", 5.0, 5.0)
+    planner.ran("a", 9.0, 9.0)
+    seconds = [planner._foresight._seconds[planner._groups[key].number] for key in "ab"]
+    assert seconds == [2.0, 3.0]
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_copy_that_is_over_is_not_ending_any_more(fails: bool) -> None:
     planner = planner_of(10)

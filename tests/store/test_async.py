@@ -564,7 +564,9 @@ def test_a_checkpoint_is_registered_from_a_coroutine(disk_dir: Path, tmp_path: P
 
 
 @needs_pretend
-def test_what_is_put_from_a_side_stream_is_what_was_queued_there(disk_dir: Path) -> None:
+def test_what_is_put_from_a_side_stream_is_what_was_queued_there(
+    late_pretend: Any, disk_dir: Path
+) -> None:
     with open_store(disk_dir, device="pretend") as store:
         source = pages(3).pin_memory()
 
@@ -579,7 +581,7 @@ def test_what_is_put_from_a_side_stream_is_what_was_queued_there(disk_dir: Path)
 
 
 @needs_pretend
-def test_a_copy_got_on_a_side_stream_is_in_order_with_it(disk_dir: Path) -> None:
+def test_a_copy_got_on_a_side_stream_is_in_order_with_it(late_pretend: Any, disk_dir: Path) -> None:
     with open_store(disk_dir, device="pretend") as store:
         store.put("key", pages(3))
 

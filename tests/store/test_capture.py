@@ -20,6 +20,8 @@ from tierstore import (
     offload_activations,
 )
 
+pytestmark = pytest.mark.floor
+
 
 @contextmanager
 def captured(accelerator: Any) -> Iterator[None]:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -34,6 +35,8 @@ from tests.store.helpers import (
 )
 from tierstore import Access, TierStore
 from tierstore.transfer.views import DTYPES
+
+pytestmark = pytest.mark.floor
 
 Group = torch.Tensor | Mapping[str, torch.Tensor]
 ROOT = Path(__file__).resolve().parents[2]
@@ -627,7 +630,9 @@ def test_what_was_updated_on_the_accelerator_is_what_comes_back(disk_dir: Path) 
 
 @needs_pretend
 @pytest.mark.parametrize("change", ["queued", "none"])
-def test_an_update_that_has_only_been_queued_is_saved(change: str, disk_dir: Path) -> None:
+def test_an_update_that_has_only_been_queued_is_saved(
+    change: str, late_pretend: Any, disk_dir: Path
+) -> None:
     """The way back to the host waits for the way there, and for the last user's stream."""
     store = open_store(disk_dir, device="pretend")
     store.put("key", pages(1))
@@ -644,7 +649,9 @@ def test_an_update_that_has_only_been_queued_is_saved(change: str, disk_dir: Pat
 
 @needs_pretend
 @pytest.mark.parametrize("way", ["acquire", "get"])
-def test_a_side_stream_waits_for_what_it_acquires(way: str, disk_dir: Path) -> None:
+def test_a_side_stream_waits_for_what_it_acquires(
+    way: str, late_pretend: Any, disk_dir: Path
+) -> None:
     with open_store(disk_dir, device="pretend") as store:
         store.put("key", pages(3))
         with torch.Stream(device="pretend:0"):
@@ -657,10 +664,12 @@ def test_a_side_stream_waits_for_what_it_acquires(way: str, disk_dir: Path) -> N
 
 
 @needs_pretend
-def test_without_that_wait_the_accelerator_reads_what_is_not_there(disk_dir: Path) -> None:
-    """The control: the pretend accelerator's copies run only when somebody waits for them."""
+def test_without_that_wait_the_accelerator_reads_what_is_not_there(
+    late_pretend: Any, disk_dir: Path
+) -> None:
+    """The control for the test above."""
     with open_store(disk_dir, device="pretend") as store:
-        store._order_after_arrival = lambda version: None
+        store._order_after_arrival = lambda cargo, stream: None
         store.put("key", pages(3))
         with torch.Stream(device="pretend:0"), store.acquire("key") as lease:
             assert not torch.equal((lease.tensor * 2).cpu(), pages(6))
@@ -679,7 +688,9 @@ def read_late(store: TierStore) -> torch.Tensor:
 
 
 @needs_pretend
-def test_memory_is_not_used_again_before_its_last_reader_is_done(disk_dir: Path) -> None:
+def test_memory_is_not_used_again_before_its_last_reader_is_done(
+    late_pretend: Any, disk_dir: Path
+) -> None:
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
         store.put("first", pages(1, 4))
         store.put("second", pages(2, 4))
@@ -687,7 +698,9 @@ def test_memory_is_not_used_again_before_its_last_reader_is_done(disk_dir: Path)
 
 
 @needs_pretend
-def test_without_the_guard_on_releases_a_late_reader_reads_something_else(disk_dir: Path) -> None:
+def test_without_the_guard_on_releases_a_late_reader_reads_something_else(
+    late_pretend: Any, disk_dir: Path
+) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
         store._carrier.used_on = lambda version, event: None

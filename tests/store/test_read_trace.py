@@ -201,3 +201,13 @@ def test_merging_moves_times_onto_the_clock_of_the_other(written: Document) -> N
     assert document["baseTimeNanoseconds"] == base - 3_000_000
     before = [e["ts"] for e in written["traceEvents"] if "ts" in e]
     assert [e["ts"] for e in document["traceEvents"] if "ts" in e] == [at + 3_000 for at in before]
+
+
+def test_a_trace_from_before_a_figure_was_told_can_be_read(
+    written: Document, tmp_path: Path
+) -> None:
+    older = json.loads(json.dumps(written))
+    del older["tierstore"]["stats"]["reserved_bytes"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(older))
+    assert read_trace(path).stats["reserved_bytes"] == {}

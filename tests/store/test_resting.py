@@ -236,7 +236,7 @@ def test_threads_that_rest_see_nothing_change_while_they_read(disk_dir: Path) ->
 @needs_pretend
 @pytest.mark.parametrize("guarded", [True, False])
 def test_memory_of_what_is_called_in_waits_for_the_stream_that_used_it(
-    guarded: bool, disk_dir: Path
+    guarded: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
     """The download is queued on a stream of the holder's, and runs only when somebody waits.
 

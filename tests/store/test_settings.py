@@ -11,6 +11,8 @@ import torch
 from tierstore.model.tiers import Tier
 from tierstore.settings import device_memory, resolve_budgets
 
+pytestmark = pytest.mark.floor
+
 MIB = 1 << 20
 
 

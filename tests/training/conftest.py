@@ -22,6 +22,7 @@ from tests.helpers.tensors import assert_same, parameter_bytes
 from tests.training import models
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+from tierstore.adapters.training.optimizer import FUSED
 
 __all__ = ["DEVICES", "NEEDS_PRETEND"]
 
@@ -31,8 +32,9 @@ SMALL = 0.2  # of the full state: most of it streams
 LARGE = 2.0  # all of it stays, and there is room for activations
 STEPS = 5
 
-ADAMW = {"lr": 1e-3, "weight_decay": 0.05}
-SGD = {"lr": 0.02, "momentum": 0.9}
+# Both are what an optimizer on a store does by itself; plain ones have to be told.
+ADAMW = {"lr": 1e-3, "weight_decay": 0.05, "fused": True}
+SGD = {"lr": 0.02, "momentum": 0.9, "fused": True}
 
 
 # What a model's training takes --------------------------------------------------------------------
@@ -350,7 +352,9 @@ def compare(
     build = build or functools.partial(models.build, kind)
     options = ADAMW if options is None else options
     module = build()
-    plain = optimizer_class(grouping(module) if grouping else module.parameters(), **options)
+    fused = {"fused": True} if optimizer_class in FUSED and "foreach" not in options else {}
+    parameters = grouping(module) if grouping else module.parameters()
+    plain = optimizer_class(parameters, **{**fused, **options})
     needs = Needs(plain)
     expected = Trained.of(module, plain, scenario(module, plain, "cpu"))
     module = build()

@@ -39,7 +39,7 @@ STEPS = 4
 LAYERS = 4
 WIDTH = 96
 BUDGET = 48 * 4096  # of 590 kB of parameters, gradients and states
-ADAMW = {"lr": 1e-2}
+ADAMW = {"lr": 1e-2, "fused": True}
 
 
 # Ways to save -------------------------------------------------------------------------------------

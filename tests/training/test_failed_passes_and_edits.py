@@ -33,7 +33,7 @@ pytestmark = pytest.mark.full(
 )
 
 Found = list[torch.Tensor]
-MASTERED = {"lr": 1e-2, "weight_decay": 0.05}
+MASTERED = {"lr": 1e-2, "weight_decay": 0.05, "fused": True}
 
 
 class Interrupted(Exception):

@@ -125,7 +125,7 @@ class Peaks:
 
     @property
     def held(self) -> int:
-        return pretend.max_memory_reserved() - self._before
+        return pretend.max_memory_active() - self._before
 
 
 def plain_step(kind: str, runs: list[int] | None) -> int:
@@ -221,7 +221,8 @@ def test_two_slices_and_the_activations_are_on_the_device(
     ram = parameter_bytes(build(kind))  # a quarter of what there is: the rest is on disk
     taken = train(kind, num_slices, disk_dir, ram, recompute=recompute)
     assert len(taken.slices) == num_slices
-    assert taken.allocated <= taken.bound
+    # Gradients of one group may be kept until they are copied to the host.
+    assert taken.allocated <= taken.bound + max(taken.groups)
     # Gradients of two groups may be on their way to the host: what they took is free after that.
     assert taken.held <= taken.bound + sum(sorted(taken.groups)[-2:])
     assert taken.pinned <= ram

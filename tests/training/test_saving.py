@@ -478,7 +478,7 @@ def test_a_scheduler_and_groups_in_another_order_are_resumed(tmp_path: Path) -> 
         return found
 
     plain_model = models.build("mlp")
-    expected = (plain_model, torch.optim.AdamW(groups(plain_model, False)))
+    expected = (plain_model, torch.optim.AdamW(groups(plain_model, False), fused=True))
     schedule = torch.optim.lr_scheduler.ExponentialLR(expected[1], 0.5)
     module = models.build("mlp")
     with store_for(module, tmp_path / "one") as store:

@@ -25,6 +25,8 @@ from tierstore.model.sizes import PAGE
 from tierstore.transfer.arena import Arena, Slot, device_arena, host_arena
 from tierstore.transfer.pages import fresh_memory
 
+pytestmark = pytest.mark.floor
+
 REASON = pretend.ready()
 BUDGET = 12 * PAGE
 
@@ -338,3 +340,21 @@ def test_an_accelerators_own_memory_is_counted_to_the_byte() -> None:
     arena.give(slot)
     arena.close()
     assert pretend.memory_allocated() == before
+
+
+# Books that are made anew ------------------------------------------------------------------------
+
+
+def test_after_who_kept_the_books_was_cut_short_all_room_is_there_again() -> None:
+    memory = Memory()
+    arena = Arena(BUDGET, memory.make, memory.unmake)
+    used, lost, idle = (arena.take(4 * PAGE) for _ in range(3))
+    for slot in (used, lost, idle):
+        arena.fill(slot)
+    arena.give(idle)
+    arena.recount([used])
+    assert arena.bytes_held == 8 * PAGE
+    whole = arena.take(8 * PAGE)  # what idles makes room for it, and what was lost has
+    arena.fill(whole)
+    assert idle.memory is None
+    assert arena.bytes_held == BUDGET

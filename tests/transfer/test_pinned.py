@@ -18,6 +18,8 @@ from tierstore.model.sizes import PAGE
 from tierstore.transfer import pinned
 from tierstore.transfer.arena import Arena, host_arena
 
+pytestmark = pytest.mark.floor
+
 NBYTES = 3 << 20
 CUDA = torch.device("cuda", 0)
 

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.store.helpers import PAGE, assert_same, needs_pretend, open_store, pages
 from tierstore import Access, TierStore
 from tierstore.transfer import arena
 from tierstore.transfer.arena import device_arena
+from tierstore.transfer.streams import on
+
+pytestmark = pytest.mark.floor
 
 NBYTES = 64 << 10
 KINDS = ("disk", "onload", "offload", "copy")
@@ -144,6 +148,8 @@ def test_threads_of_a_store_work_on_its_device(
     monkeypatch.setattr(arena, "pinned_memory", make)
     with TierStore(2 * NBYTES, disk_dir, device=device, device_budget=2 * NBYTES) as store:
         monkeypatch.setattr(torch, "Event", event)
+        # Then copies to the device are queued by a thread of the store's, too.
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
         for key in "abcd":
             store.put(key, torch.ones(NBYTES, dtype=torch.uint8))
         store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # others are made anew
@@ -158,7 +164,7 @@ def test_threads_of_a_store_work_on_its_device(
 
 @pytest.mark.parametrize("rested", [False, True])
 def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_has_passed(
-    rested: bool, pretend: Any, disk_dir: Path
+    rested: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
     """Whoever finds out that it was lost, or calls it in, is on another stream."""
     device = torch.device("pretend", 0)
@@ -175,9 +181,35 @@ def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_h
             else:
                 lease = store.acquire("a")
             read.copy_(lease.tensor, non_blocking=True)
-            assert pretend.queued_tasks() > 0, "nothing of it is to run later"
+            assert late_pretend.queued_tasks() > 0, "nothing of it is to run later"
         lease.abandon()  # as finalizers do
         with store.acquire("b") as other:
             assert other.tensor.sum() == 2 * NBYTES
     theirs.synchronize()
     assert read.sum() == NBYTES, "another group had the memory before it was read"
+
+
+@needs_pretend
+def test_what_is_done_on_a_stream_of_another_device_leaves_the_caller_on_its_own(
+    pretend: Any,
+) -> None:
+    stream = torch.Stream("pretend:1")
+    mine = torch.accelerator.current_stream("pretend:0"), torch.accelerator.current_stream(1)
+    assert on(stream, torch.accelerator.current_device_index) == 1
+    assert torch.accelerator.current_device_index() == 0
+    after = torch.accelerator.current_stream("pretend:0"), torch.accelerator.current_stream(1)
+    assert after == mine
+
+
+@needs_pretend
+def test_memory_first_used_in_inference_mode_is_used_outside_of_it(
+    pretend: Any, disk_dir: Path
+) -> None:
+    with open_store(disk_dir, ram=8 * PAGE, device="pretend", device_budget=PAGE) as store:
+        for number in range(2):
+            store.put(f"g{number}", pages(number + 1))
+        with torch.inference_mode():
+            assert_same(store.get("g0"), pages(1))
+        assert_same(store.get("g1"), pages(2))  # in the same slot
+        with store.acquire("g1") as lease:
+            assert not lease.tensor.is_inference()

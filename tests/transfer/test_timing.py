@@ -11,9 +11,11 @@ import torch
 
 from tierstore.transfer.timing import DeviceTimes, Mark
 
+pytestmark = pytest.mark.floor
+
 
 @pytest.fixture
-def device(pretend: Any) -> torch.device:
+def device(late_pretend: Any) -> torch.device:
     return torch.device("pretend", 0)
 
 

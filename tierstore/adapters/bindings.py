@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tierstore.adapters.casting import CastCache
 from tierstore.adapters.wrapping import (
     Arguments,
     refuse_to_go_back,
@@ -228,10 +229,14 @@ class Shared:
 
 
 class WholeRun:
-    """One call of the whole model: while it goes on, leases may be kept from unit to unit."""
+    """One call of the whole model: while it goes on, leases may be kept from unit to unit.
 
-    def __init__(self, shared: Shared) -> None:
+    `over` is called after one that is not inside of another, and that did not raise.
+    """
+
+    def __init__(self, shared: Shared, over: Callable[[], None]) -> None:
         self._kept = shared.kept
+        self._over = over
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> bool:
@@ -242,7 +247,10 @@ class WholeRun:
 
     def finish(self, result: Any, given: Arguments) -> Any:
         """Leave nothing leased. What units return is theirs to look at."""
+        outermost = self._kept.run is self
         self.end()
+        if outermost:
+            self._over()
         return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -289,11 +297,12 @@ class Visit:
     Every visit holds leases of its own, so that visits on several threads may overlap.
     """
 
-    __slots__ = ("_leases", "_loan", "_with_grad")
+    __slots__ = ("_casts", "_leases", "_loan", "_with_grad")
 
     def __init__(self, loan: Loan) -> None:
         self._loan = loan
         self._leases: list[Lease] = []
+        self._casts = CastCache()
         self._with_grad = False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -312,6 +321,7 @@ class Visit:
                 self._loan.settled()
                 return False
             edited = self._show(unless_edited=False)
+        self._casts.stop()
         return True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -382,6 +392,7 @@ class Visit:
         self._end()
 
     def _end(self) -> None:
+        self._casts.resume()
         loan, kept = self._loan, self._loan.shared.kept
         with loan.shared.lock:
             self._put_back()
@@ -398,3 +409,9 @@ class Visit:
         while self._leases:
             self._leases[-1].release()
             self._leases.pop()
+
+
+def visit_of(lend: Callable[[set[int]], Loan], tensors: set[int]) -> Visit | None:
+    """A visit of those of the tensors (by id) that somebody else offloads, where they are now."""
+    loan = lend(tensors)
+    return Visit(loan) if loan.bindings else None

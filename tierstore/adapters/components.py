@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierstore.adapters.grouping import Cutting, unique_bytes, usual_target
+from tierstore.adapters.grouping import Cutting, sizes_for, unique_bytes
 from tierstore.adapters.modules import OffloadedModule
 from tierstore.adapters.owners import MARKER, refuse_other_offloading
 from tierstore.store import TierStore
@@ -151,11 +151,13 @@ class Component:
         blocks = settings["block_modules"]
         if blocks is None:
             blocks = getattr(module, "_group_offload_block_modules", None) or []
+        sizes = sizes_for(settings["offload_type"], self.store, module)
         cutting = Cutting(
             settings["offload_type"],
-            settings["group_size"] or usual_target(settings["offload_type"], self.store, module),
+            settings["group_size"] or sizes.group,
             tuple(blocks),
             settings["num_blocks_per_group"],
+            largest_block=0 if settings["group_size"] else sizes.block,
         )
         offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
         self._offloaded = weakref.ref(offloaded)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import assign
-from tierstore.adapters.grouping import Cutting, unique_bytes, usual_target
+from tierstore.adapters.grouping import Cutting, sizes_for, unique_bytes
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
 from tierstore.adapters.owners import owner_of, refuse_other_offloading
@@ -69,11 +69,13 @@ class Dispatched(OffloadedModule):
 
     def __init__(self, model: nn.Module, store: TierStore, settings: Settings) -> None:
         self.settings = settings
+        sizes = sizes_for("block_level", store, model)
         cutting = Cutting(
             "block_level",
-            usual_target("block_level", store, model),
+            sizes.group,
             tuple(getattr(model, "_group_offload_block_modules", None) or ()),
             whole=settings.whole,
+            largest_block=sizes.block,
         )
         super().__init__(
             model,

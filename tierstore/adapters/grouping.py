@@ -14,11 +14,12 @@ from torch import nn
 
 from tierstore.model.outline import (
     RESIDENT_BUFFER_BYTES,
+    GroupSizes,
     Need,
     Piece,
     cut,
     portions,
-    target_bytes,
+    usual_sizes,
 )
 from tierstore.model.tiers import Tier
 from tierstore.store import TierStore
@@ -29,18 +30,18 @@ _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that use the weights of their children without calling them."""
 
 
-def usual_target(offload_type: str, store: TierStore, module: nn.Module) -> int:
-    """How large a group should be at most, in bytes, given the store's budgets."""
-    budgets = store.stats().budget_bytes
-    smallest = min(b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None)
-    return target_bytes(offload_type, smallest, sum(map(_bytes_of, module.parameters())))
+def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
+    """How large groups and whole blocks should be at most, given the store's budgets."""
+    budgets = {Tier[name]: nbytes for name, nbytes in store.stats().budget_bytes.items()}
+    return usual_sizes(offload_type, budgets, sum(map(_bytes_of, module.parameters())))
 
 
 @dataclass(frozen=True)
 class Cutting:
     """How a model is cut into units and groups; see `tierstore.model.outline`.
 
-    Groups have up to `target` bytes, or `blocks_per_group` blocks. Modules whose class is named in
+    Groups have up to `target` bytes, or `blocks_per_group` blocks. Blocks of up to `largest_block`
+    bytes are not cut into leaves, but may be in several groups. Modules whose class is named in
     `whole` use the weights of their children without calling them.
     """
 
@@ -49,11 +50,12 @@ class Cutting:
     block_modules: tuple[str, ...] = ()
     blocks_per_group: int | None = None
     whole: frozenset[str] = frozenset()
+    largest_block: int = 0
 
     @property
     def block_limit(self) -> int | None:
         """Blocks of more bytes are cut into leaves."""
-        return None if self.blocks_per_group else self.target
+        return None if self.blocks_per_group else max(self.target, self.largest_block)
 
     def units(self, root: nn.Module) -> list[Unit]:
         """The units of a model."""

@@ -28,6 +28,7 @@ from tierstore.adapters.bindings import (
     WholeRun,
     assign,
     make_ordinary,
+    visit_of,
 )
 from tierstore.adapters.changing import (
     Conversion,
@@ -36,13 +37,7 @@ from tierstore.adapters.changing import (
     Saving,
     after_state_dict,
 )
-from tierstore.adapters.grouping import (
-    Cutting,
-    GroupPlan,
-    Unit,
-    tensor_bytes,
-    unused,
-)
+from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, tensor_bytes, unused
 from tierstore.adapters.owners import (
     Change,
     Owner,
@@ -53,6 +48,7 @@ from tierstore.adapters.owners import (
     own,
     owner_of,
 )
+from tierstore.adapters.rerunning import OnceMore
 from tierstore.adapters.staying import Staying, forget
 from tierstore.adapters.wrapping import (
     Arguments,
@@ -76,7 +72,6 @@ MANY_UNITS = 8
 ON_DEVICE, IN_RAM, ANYWHERE = "device", "cpu", "disk"
 """Where a weight should stay between its uses: for good on the device; in RAM, given up last; or
 wherever the store finds it best."""
-
 
 _renewals = itertools.count(1)
 
@@ -105,6 +100,7 @@ class OffloadedModule:
         self.store = store
         self.groups: dict[str, list[str]] = {}
         self.changed = False
+        self.has_run = False
         self.prefix = prefix
         self._cutting = cutting
         self._skip = skip
@@ -240,13 +236,14 @@ class OffloadedModule:
             # A weight may be tied to one that they offload: they lend it, as it is with them then.
             if other is not self and not own.isdisjoint(other.tensor_ids()):
                 tied = self._used_by(unit) & own
-                self._wrap_with(unit, other, functools.partial(_visit_of, other, tied))
+                self._wrap_with(unit, other, functools.partial(visit_of, other.loan, tied))
 
     def _wrap_with(self, unit: Unit, owner: Owner, visit: Callable[[], Visit | None]) -> None:
         move = self._move if self._aligned else None
+        call = None if self.store.device.type == "cpu" else OnceMore(unit.module, self.store)
         for name in self._entries() if unit.module is self.root else ["forward"]:
             if has_method(unit.module, name):
-                wrapper = OffloadedForward(unit.module, name, owner.look, visit, move)
+                wrapper = OffloadedForward(unit.module, name, owner.look, visit, move, call=call)
                 self._wrappers.append(wrapper)
 
     def _wrap_entries(self, units: set[nn.Module]) -> None:
@@ -269,11 +266,18 @@ class OffloadedModule:
             self._wrappers.append(wrapper)
 
     def _run(self) -> WholeRun | None:
-        return WholeRun(self.shared) if self.shared.kept.run is None else None
+        return WholeRun(self.shared, self._over) if self.shared.kept.run is None else None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _over(self) -> None:
+        if not self.has_run:
+            self.has_run = True
+            if all(other.has_run for other in everyone() if other.store is self.store):
+                self.store.grow_device_budget()
 
     def loan(self, tensors: set[int]) -> Loan:
         """What a unit needs to use those of the tensors (by id) that are offloaded here."""
-        bindings = [self._bindings[number] for number in tensors if number in self._bindings]
+        bindings = [self._bindings[each] for each in tensors if each in self._bindings]
         return Loan(self.store, bindings, self.shared, self.renew, self._settled)
 
     def _used_by(self, unit: Unit) -> set[int]:
@@ -439,9 +443,3 @@ class OffloadedModule:
                 if key in self.store:
                     self.store.discard(key)
         self.groups.clear()
-
-
-def _visit_of(lender: Owner, tensors: set[int]) -> Visit | None:
-    """A visit of those of the tensors (by id) that somebody else offloads, where they are now."""
-    loan = lender.loan(tensors)
-    return Visit(loan) if loan.bindings else None

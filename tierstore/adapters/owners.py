@@ -24,7 +24,8 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 class Owner(Protocol):
     """One who offloads a model. See `tierstore.adapters.modules`, where it is done.
 
-    `changed` says that the model is built differently from what it was when it was cut.
+    `changed` says that the model is built differently from what it was when it was cut; `has_run`,
+    that it has run as a whole.
     """
 
     root: nn.Module
@@ -32,6 +33,7 @@ class Owner(Protocol):
     prefix: str
     shared: Shared
     changed: bool
+    has_run: bool
 
     @property
     def in_use(self) -> bool:

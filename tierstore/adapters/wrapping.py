@@ -92,10 +92,10 @@ class OffloadedForward(StandIn):
 
     `look` is called first, and may put others in this one's place. `visit` may return None: then
     there is nothing to do around this call. `before` changes the arguments, `after` the result,
-    given the arguments as they came.
+    given the arguments as they came. `call` is given the method and its arguments, to call it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - half of them are optional
         self,
         module: nn.Module,
         name: str,
@@ -103,11 +103,13 @@ class OffloadedForward(StandIn):
         visit: Callable[[], Run | None],
         before: Callable[[Any, Any], Arguments] | None = None,
         after: Callable[[Any, Any, Any], Any] | None = None,
+        call: Callable[[Any, Any, Any], Any] | None = None,
     ) -> None:
         self.look = look
         self.visit: Callable[[], Run | None] | None = visit
         self.before = before
         self.after = after
+        self.call = call
         super().__init__(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +128,9 @@ class OffloadedForward(StandIn):
             try:
                 begun = run.begin()
                 if begun:
-                    result = run.finish(self.original(*args, **kwargs), given)
+                    call, method = self.call, self.original
+                    result = call(method, args, kwargs) if call else method(*args, **kwargs)
+                    result = run.finish(result, given)
             except BaseException:
                 _end(run)
                 raise
@@ -135,7 +139,7 @@ class OffloadedForward(StandIn):
         return result if after is None else after(result, *given)
 
     def remove(self) -> None:
-        self.visit = self.before = self.after = None
+        self.visit = self.before = self.after = self.call = None
         self.look = _nothing
         super().remove()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tierstore.checkpoints import read_checkpoint
 from tierstore.model.groups import FileTensor, GroupSpec
 from tierstore.model.naming import groups_of
-from tierstore.model.outline import target_bytes
+from tierstore.model.outline import usual_sizes
 from tierstore.model.tiers import Tier
 from tierstore.simulation import Outcome, Use, Way, simulate
 
@@ -82,24 +82,25 @@ class Forecast:
 
 
 def components_of(
-    checkpoint: str, offload_type: str, budgets: Iterable[int], only: str | None
+    checkpoint: str, offload_type: str, budgets: Mapping[Tier, int | None], only: str | None
 ) -> list[Component]:
     """The models of a checkpoint, each cut as `enable_group_offload` would cut it.
 
-    `budgets` are the ones of the tiers in memory. Raises TransferError or InvalidHeaderError for
-    files that cannot be read, KeyError if there is no component `only`.
+    Raises TransferError or InvalidHeaderError for files that cannot be read, KeyError if there is
+    no component `only`.
     """
-    smallest = min(budgets)
     found = []
     for name, (place, blocks) in _places(checkpoint, only).items():
         files = read_checkpoint(place)
         tensors: list[FileTensor] = [tensor for file in files for tensor in file.tensors]
         prefix = f"{name}/" if name else ""
         weights = sum(tensor.extent.nbytes for tensor in tensors)
-        target = target_bytes(offload_type, smallest, weights)
+        sizes = usual_sizes(offload_type, budgets, weights)
         named = [
             (replace(group, key=prefix + group.key), read)
-            for group, read in groups_of(tensors, offload_type, target, blocks)
+            for group, read in groups_of(
+                tensors, offload_type, sizes.group, blocks, largest_block=sizes.block
+            )
         ]
         in_files = {group.key: read for group, read in named}
         found.append(Component(name, tuple(group for group, _ in named), in_files))

@@ -115,9 +115,8 @@ def _components(
 ) -> list[Component]:
     from tierstore.cli.forecast import components_of
 
-    in_memory = [budget for budget in budgets.values() if budget is not None]
     try:
-        components = components_of(checkpoint, offload_type, in_memory, only)
+        components = components_of(checkpoint, offload_type, budgets, only)
     except KeyError as error:
         raise Failure(
             f"{checkpoint} has no component {only!r} with safetensors files",

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tierstore.model.sizes import PAGE, round_up
+from tierstore.model.sizes import PAGE, round_up, slot_bytes
 
 ALIGNMENT = 256
 
@@ -106,7 +106,7 @@ class Run:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What moves together: `nbytes` is what one copy takes on any tier, padded to the page."""
+    """What moves together: `nbytes` is what one copy takes on any tier, the size of its slot."""
 
     key: str
     tensors: tuple[TensorSpec, ...]
@@ -167,11 +167,11 @@ def _covered(tensors: Iterable[TensorSpec]) -> list[tuple[int, int, list[TensorS
 
 
 def group_of(key: str, tensors: Iterable[TensorSpec], nbytes: int) -> GroupSpec:
-    """A group of `nbytes` packed bytes on the host, padded so that it fits on every tier."""
+    """A group of `nbytes` packed bytes on the host, in a slot that fits on every tier."""
     tensors = tuple(tensors)
     runs = _device_runs(tensors)
     on_device = runs[-1].device_offset + runs[-1].nbytes if runs else 0
-    return GroupSpec(key, tensors, round_up(max(nbytes, on_device, 1), PAGE))
+    return GroupSpec(key, tensors, slot_bytes(max(nbytes, on_device, 1)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,14 +95,17 @@ def groups_of(
     offload_type: str,
     target: int,
     block_modules: Collection[str] = (),
+    *,
+    largest_block: int = 0,
 ) -> list[tuple[GroupSpec, int]]:
     """The groups that a model of these tensors would be cut into, in the order of their use.
 
     With each comes how many bytes of the files are read for it: without padding.
 
     `target` is how many bytes a group should have at most. `block_modules` names children of the
-    model that count as blocks.
+    model that count as blocks; blocks of up to `largest_block` bytes are not cut into leaves.
     """
+    limit = max(target, largest_block)
     by_name = {tensor.name: tensor for tensor in tensors}
     needs = [
         Need(
@@ -111,7 +114,7 @@ def groups_of(
             piece.block,
             piece.encloses,
         )
-        for piece in cut(outline(by_name.values()), offload_type, target, block_modules)
+        for piece in cut(outline(by_name.values()), offload_type, limit, block_modules)
     ]
     sizes = {name: tensor.extent.nbytes for name, tensor in by_name.items()}
     groups = []

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from tierstore.model.tiers import Tier
 
 OFFLOAD_TYPES = ("block_level", "leaf_level")
 
@@ -26,7 +28,35 @@ model that fits, of which nothing has to move."""
 WELL_READ = 32 << 20
 """Smaller groups are read more slowly, byte for byte, and each costs a call."""
 LARGEST_GROUP = 256 << 20
+LINK_GROUP = 128 << 20
+"""The largest group that crosses a link to an accelerator: about 5 ms of one with 25 GB/s. A larger
+one keeps what comes next waiting for longer, and its overhead is small already. (It is the same on
+every machine: weights that are in no file are found again by the content of their groups.)"""
 LARGEST_LEAF_GROUP = 32 << 20
+
+
+class GroupSizes(NamedTuple):
+    """Bytes: of groups, and of blocks that are not cut into leaves, at most.
+
+    A block that is larger than a group is in several. They are in use together.
+    """
+
+    group: int
+    block: int
+
+
+def usual_sizes(
+    offload_type: str, budgets: Mapping[Tier, int | None], model_bytes: int
+) -> GroupSizes:
+    """What fits the budgets of the tiers in memory."""
+    limits = [nbytes for tier, nbytes in budgets.items() if tier is not Tier.DISK]
+    smallest = min(nbytes for nbytes in limits if nbytes is not None)
+    on_device = budgets.get(Tier.DEVICE)
+    if on_device is None:
+        group = target_bytes(offload_type, smallest, model_bytes)
+        return GroupSizes(group, group)
+    group = min(target_bytes(offload_type, smallest, model_bytes), LINK_GROUP)
+    return GroupSizes(group, max(group, on_device // LARGE_SHARE))
 
 
 def target_bytes(offload_type: str, smallest_budget: int, model_bytes: int) -> int:
@@ -146,7 +176,7 @@ def portions(
     """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
 
     `nbytes` tells the size of each piece of memory. It is in the group of the first unit that
-    needs it.
+    needs it. A block of more than `target` bytes is spread over groups of its own.
     """
     groups: list[Portion] = []
     claimed: set[Hashable] = set()
@@ -155,6 +185,11 @@ def portions(
     for unit in units:
         own = [piece for piece in dict.fromkeys(unit.memory) if piece not in claimed]
         needed = sum(nbytes[piece] for piece in own)
+        if unit.block and needed > target and not blocks_per_group:
+            groups += _spread(unit.name, own, nbytes, target)
+            claimed.update(own)
+            of_blocks = None
+            continue
         counted = blocks_per_group and unit.block
         full = count >= (blocks_per_group or 0) if counted else size + needed > target
         if full or unit.encloses or unit.block is not of_blocks:
@@ -166,3 +201,17 @@ def portions(
         if unit.encloses:
             of_blocks = None  # held while its children run: nothing else should be in it
     return [group for group in groups if group.memory]
+
+
+def _spread(
+    name: str, memory: Sequence[Hashable], nbytes: Mapping[Any, int], target: int
+) -> Iterator[Portion]:
+    """Pieces of memory in portions of up to `target` bytes, or of one piece."""
+    portion, size = Portion(name), 0
+    for piece in memory:
+        if portion.memory and size + nbytes[piece] > target:
+            yield portion
+            portion, size = Portion(name), 0
+        portion.memory.append(piece)
+        size += nbytes[piece]
+    yield portion

@@ -15,6 +15,8 @@ import psutil
 
 PAGE = 4096
 
+_SIZES_PER_DOUBLING = 64
+
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
@@ -26,6 +28,19 @@ _WRITTEN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)\s*")
 def round_up(nbytes: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `nbytes`."""
     return -(-nbytes // multiple) * multiple
+
+
+def slot_bytes(nbytes: int) -> int:
+    """The size of a slot for so many bytes: whole pages, and less than a 64th more than it takes.
+
+    Equal blocks of a model differ by a page, as each begins elsewhere in its file. There are few
+    sizes of slots, so that such groups take each other's place in memory that is made once.
+
+    >>> slot_bytes(5000), slot_bytes(10_000_000), slot_bytes(10_004_096)
+    (8192, 10092544, 10092544)
+    """
+    step = (1 << max(nbytes - 1, 1).bit_length() - 1) // _SIZES_PER_DOUBLING
+    return round_up(nbytes, max(step, PAGE))
 
 
 def parse_size(

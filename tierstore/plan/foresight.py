@@ -83,11 +83,19 @@ class Hop:
 
     def end(self, nbytes: int, began: float, now: float, *, counts: bool) -> None:
         """A copy is over. It `counts` as a measurement unless it failed."""
+        self.leave(nbytes)
+        self.measure(nbytes, began, now, counts=counts)
+
+    def leave(self, nbytes: int) -> None:
+        """A copy is over. How long it took is told of by `measure`, now or later."""
         self.copies -= 1
         self.nbytes -= nbytes
+
+    def measure(self, nbytes: int, began: float, ended: float, *, counts: bool = True) -> None:
+        """So many bytes moved between these times."""
         # Copies share the hop: what one took is the time since the one before was done.
-        seconds = now - max(began, self.free_at)
-        self.free_at = now
+        seconds = ended - max(began, self.free_at)
+        self.free_at = ended
         if counts and seconds > 0:
             self._bytes = _REMEMBERED * self._bytes + nbytes
             self._seconds = _REMEMBERED * self._seconds + seconds
@@ -111,6 +119,8 @@ class Foresight:
     """What will be missing, and whether it should be fetched now.
 
     Groups go by the numbers of the schedule. `budgets` are the planner's; `clock` gives seconds.
+    Where groups are used on a device that works later than it is told to, the clock sees only how
+    long its caller takes to tell it; then `ran` is `told` how long it computes.
     """
 
     def __init__(
@@ -118,7 +128,11 @@ class Foresight:
         schedule: Schedule,
         budgets: Mapping[Tier, int | None],
         clock: Callable[[], float],
+        *,
+        told: bool = False,
     ) -> None:
+        self._told = told
+        self._running: _Use | None = None  # on the device
         self._schedule = schedule
         self._budgets = budgets
         self._clock = clock
@@ -174,6 +188,8 @@ class Foresight:
         self._see(number)
         if self._use is not None and self._use.number == number:
             self._use = None
+        if self._running is not None and self._running.number == number:
+            self._running = None
 
     def took(self, number: int, tier: Tier) -> None:
         """The group has room on `tier`, whether or not the bytes are there."""
@@ -231,7 +247,8 @@ class Foresight:
         use.spent += now - use.resumed
         use.resumed = now
         if use.number != number:
-            self._learn(use.number, use.spent)
+            if not self._told:
+                self._learn(use.number, use.spent)
             self._use = None
 
     def _learn(self, number: int, spent: float) -> None:
@@ -251,7 +268,8 @@ class Foresight:
         self.came(number)
         now = self._clock()
         if self._asked_since is not None:
-            self.residents.passed(waited=now - self._asked_since)
+            if not self._told:
+                self.residents.passed(waited=now - self._asked_since)
             self._asked_since = None
         if number < 0:
             self._use = None  # nothing is foreseen of an older version
@@ -259,6 +277,18 @@ class Foresight:
             self._use = _Use(number, now)
         else:
             self._use.resumed = now
+
+    def ran(self, number: int, asked: float, began: float) -> None:
+        """On the device a use began, for which it had waited since it was `asked` for."""
+        self.residents.passed(waited=began - asked)
+        last = self._running
+        if last is not None:
+            last.spent += max(asked - last.resumed, 0.0)  # streams are told of in any order
+            last.resumed = began
+            if last.number == number:
+                return
+            self._learn(last.number, last.spent)
+        self._running = _Use(number, began) if number >= 0 else None
 
     def came(self, number: int) -> None:
         """A group was lent. Nothing is learned from that."""
@@ -294,6 +324,19 @@ class Foresight:
     def all_there(self) -> bool:
         """Whether every known group is on the fastest tier: nothing is left to foresee."""
         return self._on_top == self._known
+
+    def about_as_far(self, number: int, farthest: int) -> bool:
+        """Whether one group is used next no sooner than in a quarter of the time until another is.
+
+        Within a loop that is so for most of them; not for what comes only after the loop, nor for
+        what nobody expects, or knows by a number (from 0).
+        """
+        if min(number, farthest) < 0:
+            return False
+        ranks = self._schedule.ranks(np.array([number, farthest]))
+        return bool(
+            math.isfinite(ranks[1]) and self._schedule.farther(ranks[:1], 4.0)[0] >= ranks[1]
+        )
 
     def next_missing(self, dst: Tier) -> tuple[int, Numbers] | None:
         """The group to copy to `dst` now, if any, and those that are used before it.

@@ -6,7 +6,7 @@ by an optimizer, say, which works there whatever the model computes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import name_of
@@ -24,7 +24,7 @@ class Holding(Movements):
 
     def __init__(
         self,
-        budgets: Mapping[Tier, int | None],
+        budgets: dict[Tier, int | None],
         policy: Policy,
         schedule: Schedule,
         foresight: Foresight,

@@ -7,7 +7,7 @@ needs sooner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 
 from tierstore.model.moves import Forget, Reserve
 from tierstore.model.tiers import Hold, Tier
@@ -22,7 +22,7 @@ class Movements(Shelves):
     """What is wanted of the copies on the shelves, and the next move towards it."""
 
     def __init__(
-        self, budgets: Mapping[Tier, int | None], policy: Policy, foresight: Foresight
+        self, budgets: dict[Tier, int | None], policy: Policy, foresight: Foresight
     ) -> None:
         super().__init__(budgets, policy, foresight)
         self._numbered: dict[int, GroupRecord] = {}  # the newest version of each name
@@ -129,6 +129,25 @@ class Movements(Shelves):
         return bool(orphans)
 
     # Putting groups away -----------------------------------------------------------------------
+
+    def spare_bytes(self) -> int:
+        """Bytes on the fastest tier that `vacate` would free."""
+        return sum(group.cost(self.top) for group in self._idle_on_top())
+
+    def _drop_idle(self) -> None:
+        for group in list(self._idle_on_top()):
+            self._drop(group, self.top)
+
+    def _idle_on_top(self) -> Iterator[GroupRecord]:
+        """What nobody uses, or is about to, on the fastest tier, and is on another, too."""
+        for group in self._groups.values():
+            idle = group.present(self.top) and not self._in_use(group, self.top)
+            if (
+                idle
+                and group.valid_elsewhere(self.top)
+                and not self._is_wanted(group.key, self.top)
+            ):
+                yield group
 
     def _pursue_offload(self, group: GroupRecord) -> None:
         copy = group.copies.get(self.top)

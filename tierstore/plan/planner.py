@@ -42,7 +42,8 @@ class Planner(Stocktaking):
     """Plans for the tiers of `budgets` (bytes; None for no limit). The disk must be among them.
 
     `clock` gives seconds; with it the planner learns how long computing and moving take. Without,
-    it fetches about two groups ahead.
+    it fetches about two groups ahead. Of a device that works later than it is told to, the planner
+    is `told` how long it computes, by `ran`.
     """
 
     def __init__(
@@ -51,8 +52,11 @@ class Planner(Stocktaking):
         policy: Policy,
         schedule: Schedule,
         clock: Callable[[], float] = lambda: 0.0,
+        *,
+        told: bool = False,
     ) -> None:
-        super().__init__(budgets, policy, schedule, Foresight(schedule, budgets, clock))
+        budgets = dict(budgets)  # one for all: see `resize`
+        super().__init__(budgets, policy, schedule, Foresight(schedule, budgets, clock, told=told))
 
     # Steps -------------------------------------------------------------------------------------
 
@@ -164,9 +168,37 @@ class Planner(Stocktaking):
         self._schedule.expect_not(name_of(key))
         self._settle()
 
+    def vacate(self) -> None:
+        """Give up what nobody uses on the fastest tier and is on another: its memory is wanted.
+
+        Nothing is fetched early before the next use.
+        """
+        self._drop_idle()
+        self._look_ahead = False
+        self._settle()
+
     def keep(self, key: str) -> None:
         """The group should stay in host memory: no other gets its room as long as there is any."""
         self._groups[key].kept = True
+
+    def resize(self, nbytes: int) -> None:
+        """The fastest tier, an accelerator's, has so many bytes from now on.
+
+        If those are fewer: copies go that nobody uses and another tier has, those needed last
+        first. The tier keeps room for the copies that are left, and for its largest group.
+        """
+        tier, before = self.top, self.budgets[self.top]
+        assert before is not None
+        for group in list(self._candidates(tier, None)) if nbytes < self.used[tier] else ():
+            if self._evictable(group, tier, None) and group.valid_elsewhere(tier):
+                self._drop(group, tier)
+            if self.used[tier] <= nbytes:
+                break
+        largest = max((group.nbytes for group in self._groups.values()), default=0)
+        self.budgets[tier] = max(nbytes, self.used[tier], min(largest, before))
+        self._in_vain.clear()
+        self._look_ahead = True
+        self._settle()
 
     def save(self, key: str) -> None:
         """See that a copy is on disk. `saved` tells when; `error_of` if it cannot be."""
@@ -200,12 +232,16 @@ class Planner(Stocktaking):
             self._look_ahead = True
             self._settle()
 
-    def arrived(self, key: str, dst: Tier, src: Tier | None = None) -> None:
-        """A copy that was instructed (or a claim that was granted: no `src`) is complete."""
+    def arrived(self, key: str, dst: Tier, src: Tier | None = None, *, timed: bool = True) -> None:
+        """A copy that was instructed (or a claim that was granted: no `src`) is complete.
+
+        If it is not `timed`, it is only queued so far, for who uses it in order with the device;
+        `measured` tells later how long its bytes took to move.
+        """
         group = self._groups[key]
         group.copies[dst].state = State.PRESENT
         self._policy.admitted(key, dst)
-        self._over(group, src, dst, came=True)
+        self._over(group, src, dst, came=True, timed=timed)
         self._claims.pop(key, None)
         self._look_ahead = True
         self._tidy(group)
@@ -224,6 +260,15 @@ class Planner(Stocktaking):
             self._fail_save(group, src, error)
         self._tidy(group)
         self._settle()
+
+    def measured(self, dst: Tier, src: Tier, nbytes: int, began: float, ended: float) -> None:
+        """So many bytes of a copy moved between these times, in seconds of the clock."""
+        self._foresight.hops[src, dst].measure(nbytes, began, ended)
+
+    def ran(self, key: str, asked: float, began: float) -> None:
+        """On the device a use of `key` began, for which it had waited since it was `asked` for."""
+        group = self._groups.get(key)
+        self._foresight.ran(-1 if group is None else group.number, asked, began)
 
     def error_of(self, key: str) -> BaseException | None:
         """Why the group could not be brought or saved; None while all is well."""

@@ -8,7 +8,8 @@ is the policy's choice, among those that nobody uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
+from itertools import islice
 
 from tierstore.model.groups import name_of
 from tierstore.model.moves import Copy, Drop, Instruction
@@ -17,16 +18,21 @@ from tierstore.plan.foresight import Foresight
 from tierstore.plan.policy import Policy
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 
+SAME_SIZE_AMONG = 128
+"""How many of the copies that would be missed least are looked at for one of the size that is
+needed: it leaves a slot that need not be made anew. Where memory has to be page-locked, that takes
+longer than reading the group. The more are looked at, the more goes that was better kept."""
+
 
 class Shelves:
     """The copies on the tiers of `budgets` (bytes; None for no limit), and what moves them."""
 
     def __init__(
-        self, budgets: Mapping[Tier, int | None], policy: Policy, foresight: Foresight
+        self, budgets: dict[Tier, int | None], policy: Policy, foresight: Foresight
     ) -> None:
         self.tiers = tuple(sorted(budgets))
         self.top = self.tiers[0]
-        self.budgets = dict(budgets)
+        self.budgets = budgets
         self.used = {tier: 0 for tier in self.tiers}
         self.peak = {tier: 0 for tier in self.tiers}
         self._policy = policy
@@ -65,11 +71,16 @@ class Shelves:
         held = tier is self.tiers[-2] and group.held is not None
         return leased or held or copy.readers > 0 or copy.state is State.ARRIVING
 
-    def _over(self, group: GroupRecord, src: Tier | None, dst: Tier, *, came: bool) -> None:
+    def _over(
+        self, group: GroupRecord, src: Tier | None, dst: Tier, *, came: bool, timed: bool = True
+    ) -> None:
         """A transfer is over. There was none (no `src`) if the caller filled the copy."""
         if src is not None:
             began, hop = group.copies[dst].began, self._foresight.hops[src, dst]
-            hop.end(group.nbytes, began, self._foresight.now(), counts=came)
+            if timed:
+                hop.end(group.nbytes, began, self._foresight.now(), counts=came)
+            else:
+                hop.leave(group.nbytes)
             hop.ending -= group.copies[dst].ending
             group.copies[src].readers -= 1
         self._in_flight -= 1
@@ -138,18 +149,44 @@ class Shelves:
     def _chosen(
         self, tier: Tier, nbytes: int, rival: str | None, tried: Set[str]
     ) -> list[GroupRecord] | None:
-        """Whose copies should go; None if there are not enough that may."""
+        """Whose copies should go; None if there are not enough that may.
+
+        Beside an accelerator, one of the size that is needed goes before those that are missed a
+        little less.
+        """
         short = self.used[tier] + nbytes - (self.budgets[tier] or 0)
+        if 0 < short <= nbytes and len(self.tiers) > 2 and tier is not Tier.DISK:
+            same = self._of_same_size(tier, nbytes, rival, tried)
+            if same is not None:
+                return [same]
         chosen = []
-        for group in self._candidates(tier, rival) if short > 0 else ():
-            if group.key not in tried and self._evictable(group, tier, rival):
-                chosen.append(group)
-                short -= group.nbytes
-                if short <= 0:
-                    break
+        for group in self._may_go(tier, rival, tried) if short > 0 else ():
+            chosen.append(group)
+            short -= group.nbytes
+            if short <= 0:
+                break
         if rival is None:
             short -= self._leaving(tier)
         return chosen if short <= 0 else None
+
+    def _of_same_size(
+        self, tier: Tier, nbytes: int, rival: str | None, tried: Set[str]
+    ) -> GroupRecord | None:
+        """Of those that need not stay, one of `nbytes` bytes that is not needed much sooner than
+        the one that is missed least."""
+        first = list(islice(self._may_go(tier, rival, tried), SAME_SIZE_AMONG))
+        for group in first:
+            if group.nbytes == nbytes and group.valid_elsewhere(tier):
+                staying = group.kept or group.key in self._demands
+                about = self._foresight.about_as_far(group.number, first[0].number)
+                return group if about and not staying else None
+        return None
+
+    def _may_go(self, tier: Tier, rival: str | None, tried: Set[str]) -> Iterator[GroupRecord]:
+        """Those that may be evicted and were not tried yet, the one missed least first."""
+        for group in self._candidates(tier, rival):
+            if group.key not in tried and self._evictable(group, tier, rival):
+                yield group
 
     def _candidates(self, tier: Tier, rival: str | None) -> Iterator[GroupRecord]:
         """In the policy's order, but what should be kept late, and a demand's own source last."""

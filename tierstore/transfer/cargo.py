@@ -23,10 +23,9 @@ class Cargo:
     it; None for what came from checkpoints, which is written only once it was changed. `durable`
     groups are written as object files, others into the spill. `stamps` is what the checkpoint files
     in `source` must look like. Of two versions of one key, the disk keeps the one of the higher
-    `order`. Its checksums were right when its files had the stamps in `verified`. The device's copy
-    may have been `handed_over` to a caller. Of a `settled` group, the spilled copy always lies in
-    the same `place`, where it can be shown. `backed`, `guided` and `kept` are what the planner was
-    told of it.
+    `order`. Its checksums were right when its files had the stamps in `verified`. Of a
+    `settled` group, the spilled copy always lies in the same `place`, where it can be shown.
+    `backed`, `guided` and `kept` are what the planner was told of it.
     """
 
     key: str
@@ -43,7 +42,6 @@ class Cargo:
     views: dict[str, torch.Tensor] | None = None
     arrival: Any = None
     first_digests: list[str] | None = None
-    handed_over: bool = False
     settled: bool = False
     place: Place | None = None
     backed: bool = False

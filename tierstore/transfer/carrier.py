@@ -1,9 +1,14 @@
-"""Lifts bytes between the tiers, off the caller's thread, and decides nothing.
+"""Moves bytes between the tiers, and decides nothing.
 
-The planner's instructions are accepted in order. A clerk, one thread, keeps the books (which slot
-belongs to which group). Bytes move on worker threads: several for the disk, one for each direction
-of the link to an accelerator. What is urgent goes before what is hoped for. Nothing that a caller's
-thread does here can be cut short half-way.
+The planner's instructions are accepted in order. A copy to a device is queued there and then, by
+whoever has come to need it: that takes microseconds, and no other thread has to wake up. All else
+is off the caller's thread. A clerk, one thread, keeps the books of host memory and of the disk
+(which slot belongs to which group); nothing that it does can be cut short half-way. Files are read
+and written by several threads, and what leaves the device is waited for by one. What is urgent goes
+before what is hoped for.
+
+The books of the device's memory are kept by callers, as part of a step of the store. If that is cut
+short, `mend` finds what is true.
 
 *Arrived* means two things. In host memory and on disk the bytes are there. On a device the copy is
 queued on a side stream and an event is recorded; whoever uses the tensors makes its own stream wait
@@ -16,7 +21,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,14 +30,15 @@ from tierstore.model.groups import name_of
 from tierstore.model.journal import Journal, Span, hop
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier
-from tierstore.transfer.arena import Slot, device_arena, host_arena
+from tierstore.transfer.arena import Slot, host_arena
 from tierstore.transfer.cargo import Cargo
 from tierstore.transfer.directory import ObjectDirectory
 from tierstore.transfer.disk import FileTable
 from tierstore.transfer.figures import disk_threads
+from tierstore.transfer.link import Link
 from tierstore.transfer.reading import Reader, Reading, explained
 from tierstore.transfer.saver import Saver
-from tierstore.transfer.streams import entered, selecting
+from tierstore.transfer.streams import selecting
 from tierstore.transfer.timing import DeviceTimes, Mark
 from tierstore.transfer.views import view_all
 from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, Job, Workers
@@ -40,26 +46,20 @@ from tierstore.transfer.workers import EARLY, PATIENCE, URGENT, Answer, Clerk, J
 T = TypeVar("T")
 
 Report = Callable[[Copy, BaseException | None], None]
-
-
-class Carrier(Protocol):
-    """What the store needs of whoever moves the bytes."""
-
-    def accept(self, instructions: Iterable[Instruction]) -> None:
-        """Take instructions, in order. Never blocks."""
-
-    def view(self, key: str) -> dict[str, torch.Tensor]:
-        """The tensors of a group's copy on the fastest tier."""
+Timed = Callable[[Copy, float, float], None]
+Ended = tuple[Copy, BaseException | None]
+"""A copy that is over, and why it could not be made; None: it was."""
 
 
 class ThreadCarrier:
     """Moves groups between an accelerator (if any), host memory and files.
 
     `report` is called, on a worker thread, when a copy is done or has failed; `ending`, when the
-    last bytes of a copy from disk are asked for. `top` is HOST when the device is the CPU.
+    last bytes of a copy from disk are asked for; `timed`, when it is known from when to when (in
+    seconds of `time.monotonic`) a device copied. `top` is HOST when the device is the CPU.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it is made of, and whom it tells
         self,
         device: torch.device,
         budgets: dict[Tier, int | None],
@@ -67,6 +67,7 @@ class ThreadCarrier:
         verify: str,
         report: Report,
         ending: Callable[[Copy], None],
+        timed: Timed,
     ) -> None:
         self.device = device
         self.stopped = False
@@ -76,14 +77,16 @@ class ThreadCarrier:
         self.files = FileTable(directory.path)
         self._report = report
         self._ending = ending
+        self._timed = timed
         self._cargo: dict[str, Cargo] = {}
         self._removing: dict[int, str] = {}
         self._moving: dict[tuple[str, Tier], Copy] = {}
         self.arenas = {Tier.HOST: host_arena(budgets[Tier.HOST], device)}
+        self._link: Link | None = None
         if self.top is Tier.DEVICE:  # before there are threads: there may be no such device
-            self._up, self._down = torch.Stream(device), torch.Stream(device)
-            self.arenas[Tier.DEVICE] = device_arena(budgets[Tier.DEVICE], device, self._up)
-            self.times = DeviceTimes(device, self._up)
+            self._link = Link(device, budgets[Tier.DEVICE], self.arenas[Tier.HOST])
+            self.arenas[Tier.DEVICE] = self._link.arena
+            self.times = self._link.times
         self._clerk = Clerk()
         self._disk = Workers(disk_threads(), "disk", selecting(device))
         self.saver = Saver(directory, self.files, self._disk)
@@ -109,8 +112,53 @@ class ThreadCarrier:
         """What is known of all groups, the oldest first."""
         return list(self._cargo.items())
 
-    def accept(self, instructions: Iterable[Instruction]) -> None:
-        self._clerk.give(functools.partial(self._execute, instructions))
+    def accept(self, instructions: Iterable[Instruction]) -> list[Ended]:
+        """Take instructions, in order, as part of a step of the store. Waits for nobody.
+
+        What changes the device's memory is done by this thread. Returns the copies that it has
+        queued, or has failed to: `report` is not called for these.
+        """
+        ended: list[Ended] = []
+        others = []
+        for instruction in instructions:
+            if isinstance(instruction, Drop) and instruction.tier is Tier.DEVICE:
+                self._drop(instruction.tier, self._cargo[instruction.key])
+                continue
+            if isinstance(instruction, Copy) and instruction.dst is Tier.DEVICE:
+                now = self._onload(instruction, self._cargo[instruction.key])
+                ended += now
+                if now:
+                    continue
+            others.append(instruction)
+        if others:
+            self._clerk.give(functools.partial(self._execute, others))
+        return ended
+
+    def _onload(self, copy: Copy, cargo: Cargo) -> list[Ended]:
+        """Queue a copy to the device. If that takes longer, only make room: others queue it."""
+        assert self._link is not None
+        src, dst = cargo.slots.get(Tier.HOST), self.arenas[Tier.DEVICE].take(cargo.spec.nbytes)
+        cargo.slots[Tier.DEVICE] = dst
+        if src is None or not self._link.only_queues(src):
+            return []
+        error: BaseException | None = None
+        marks: tuple[Mark, ...] = ()
+        span = Span(hop(copy.src, copy.dst), name_of(copy.key), start=time.monotonic())
+        try:
+            marks = self._link.onload(cargo, src, dst)
+        except Exception as failure:  # an interrupt is none of the copy
+            error = explained(failure, copy)
+        self._note(span, copy, error, marks)
+        return [(copy, error)]
+
+    def mend(self) -> None:
+        """Make the books of the device's memory anew, after a step was cut short.
+
+        A copy to it that nobody makes, or that was not queued to the end, is none.
+        """
+        if self._link is not None:
+            coming = {key for key, dst in self._moving if dst is Tier.DEVICE}
+            self._link.mend(list(self._cargo.values()), coming)
 
     def catch_up(self) -> None:
         """Wait until all instructions are in the books. Waits for no bytes."""
@@ -163,20 +211,15 @@ class ThreadCarrier:
             if cargo.arrival is not None:
                 slot.pending.append(cargo.arrival)
                 cargo.arrival = None
-        if tier is Tier.DEVICE and cargo.handed_over:
-            cargo.handed_over = False
-            self.arenas[tier].forget(slot)
-        else:
-            self.arenas[tier].give(slot, keep=tier is not Tier.DEVICE or not cargo.settled)
+        self.arenas[tier].give(slot, keep=tier is not Tier.DEVICE or not cargo.settled)
 
     def _begin(self, copy: Copy, cargo: Cargo) -> None:
         priority = URGENT if copy.urgent else EARLY
         span = Span(hop(copy.src, copy.dst), name_of(copy.key))
         self._moving[copy.key, copy.dst] = copy
-        slot = None
-        if copy.dst is not Tier.DISK:
-            slot = self.arenas[copy.dst].take(cargo.spec.nbytes)
-            cargo.slots[copy.dst] = slot
+        if copy.dst is Tier.HOST:
+            cargo.slots[copy.dst] = self.arenas[copy.dst].take(cargo.spec.nbytes)
+        slot = cargo.slots.get(copy.dst)
         if copy.src is Tier.DISK:
             assert slot is not None
             finish = functools.partial(self._finish, span)
@@ -204,10 +247,10 @@ class ThreadCarrier:
                 if dst is None:
                     self.journal.begin(span)
                     self.saver.save(cargo, src)
-                elif copy.dst is Tier.DEVICE:
-                    marks = self._onload(cargo, src, dst)
                 else:
-                    marks = self._offload(cargo, src, dst)
+                    assert self._link is not None
+                    up = copy.dst is Tier.DEVICE
+                    marks = (self._link.onload if up else self._link.offload)(cargo, src, dst)
             except BaseException as failure:  # every failure must reach whoever waits
                 error = explained(failure, copy)
             self._finish(span, copy, error, marks)
@@ -218,21 +261,31 @@ class ThreadCarrier:
         self, span: Span, copy: Copy, error: BaseException | None, marks: tuple[Mark, ...] = ()
     ) -> None:
         """Count and report a copy. `marks` are where the accelerator begins and ends it."""
+        self._note(span, copy, error, marks)
+        if error is None and copy.dst is self.top:
+            with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
+                self.view(copy.key)  # here, as every torch call may cost who computes the GIL
+        self.look()
+        self._report(copy, error)
+
+    def _note(
+        self, span: Span, copy: Copy, error: BaseException | None, marks: tuple[Mark, ...]
+    ) -> None:
         if error is None:
             source = self._cargo[copy.key].source if copy.src is Tier.DISK else None
             span.nbytes = copy.nbytes if source is None else source.nbytes
             self.journal.count(span.kind, span.nbytes)
-            if copy.dst is self.top:
-                with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
-                    self.view(copy.key)  # here, as every torch call may cost who computes the GIL
         else:
             span.note = "failed"
         if self.times is None or not marks:
             self.journal.end(span)
         else:
-            self.times.tell(functools.partial(self.journal.end_between, span), *marks)
-        self.look()
-        self._report(copy, error)
+            self.times.tell(functools.partial(self._note_times, span, copy), *marks)
+
+    def _note_times(self, span: Span, copy: Copy, times: list[float]) -> None:
+        self.journal.end_between(span, times)
+        if copy.dst is Tier.DEVICE:
+            self._timed(copy, *times)
 
     def look(self) -> None:
         """Learn what the accelerator has done meanwhile, for the journal."""
@@ -261,16 +314,20 @@ class ThreadCarrier:
         cargo = self._cargo[key]
         assert cargo.packing is not None
         slot, memory = self._host_memory(cargo)
-        slot.wait()
         places = [
             (memory[at : at + block.nbytes], blocks[block.name])
             for block, at in zip(cargo.packing.blocks, cargo.packing.offsets, strict=True)
         ]
-        if self.top is Tier.DEVICE and all(source.device == self.device for _, source in places):
-            return self._fetch(key, slot, places, behind)
-        for target, source in places:
-            target.copy_(source)
-        return None
+        if self._link is None or any(source.device != self.device for _, source in places):
+            slot.wait()
+            for target, source in places:
+                target.copy_(source)
+            return None
+        began, ended = self._link.fetch(slot, places, behind)
+        span = Span(hop(Tier.DEVICE, Tier.HOST), name_of(key), sum(s.nbytes for _, s in places))
+        self.journal.count(span.kind, span.nbytes)
+        self._link.times.tell(functools.partial(self.journal.end_between, span), began, ended)
+        return ended.event
 
     def _host_memory(self, cargo: Cargo) -> tuple[Slot, torch.Tensor]:
         """The room of a group in host memory, for a caller: made by a thread of ours."""
@@ -286,72 +343,6 @@ class ThreadCarrier:
         """What `question` gives on a thread of `workers`."""
         submit, give = functools.partial(workers.submit, URGENT), self._clerk.give
         return Answer(question, lambda job: give(lambda: submit(job)), workers.alive)
-
-    def _fetch(
-        self, key: str, slot: Slot, places: list[tuple[torch.Tensor, torch.Tensor]], behind: bool
-    ) -> torch.Event:
-        """Have the device fill a host slot. Who reads the slot waits for what is pending there."""
-        assert self.times is not None
-        stream = torch.accelerator.current_stream(self.device)
-        if behind:
-            self._down.wait_event(self.times.mark(stream).event)
-            stream = self._down
-        began = self.times.mark(stream)
-        try:
-            with entered(stream):
-                for target, source in places:
-                    target.copy_(source, non_blocking=True)
-            ended = self.times.mark(stream)
-            slot.pending.append(ended.event)
-        except BaseException:
-            stream.synchronize()  # the room may be another's next
-            raise
-        nbytes = sum(source.nbytes for _, source in places)
-        span = Span(hop(Tier.DEVICE, Tier.HOST), name_of(key), nbytes)
-        self.journal.count(span.kind, nbytes)
-        self.times.tell(functools.partial(self.journal.end_between, span), began, ended)
-        return ended.event
-
-    def hand_over(self, key: str) -> None:
-        """The copy on the device is its borrower's as well: no other group gets its memory."""
-        self._cargo[key].handed_over = True
-
-    # Between host and device -------------------------------------------------------------------
-
-    def _onload(self, cargo: Cargo, src: Slot, dst: Slot) -> tuple[Mark, Mark]:
-        memory = self.arenas[Tier.DEVICE].fill(dst)
-        assert src.memory is not None and self.times is not None
-        for event in [*src.look(), *dst.pending]:  # a put may still be filling the source
-            self._up.wait_event(event)
-        dst.pending.clear()
-        began = self.times.mark(self._up)
-        with entered(self._up):
-            for run in cargo.spec.runs:
-                source = src.memory[run.host_offset : run.host_offset + run.nbytes]
-                target = memory[run.device_offset : run.device_offset + run.nbytes]
-                target.copy_(source, non_blocking=True)
-        ended = self.times.mark(self._up)
-        src.pending.append(ended.event)
-        cargo.arrival = ended.event
-        return began, ended
-
-    def _offload(self, cargo: Cargo, src: Slot, dst: Slot) -> tuple[Mark, Mark]:
-        memory = self.arenas[Tier.HOST].fill(dst)
-        dst.wait()
-        assert src.memory is not None and self.times is not None
-        for event in [*src.pending, cargo.arrival]:
-            if event is not None:
-                self._down.wait_event(event)
-        began = self.times.mark(self._down)
-        with entered(self._down):
-            for run in cargo.spec.runs:
-                source = src.memory[run.device_offset : run.device_offset + run.nbytes]
-                target = memory[run.host_offset : run.host_offset + run.nbytes]
-                target.copy_(source, non_blocking=True)
-        # Host memory has arrived when the bytes are there: a save to disk may read them next.
-        ended = self.times.mark(self._down)
-        ended.event.synchronize()
-        return began, ended
 
     # For callers, on a disk's thread -----------------------------------------------------------
 
@@ -403,14 +394,16 @@ class ThreadCarrier:
     def view(self, key: str) -> dict[str, torch.Tensor]:
         cargo = self._cargo[key]
         if cargo.views is None:
-            memory = cargo.slots[self.top].memory
-            assert memory is not None
-            offsets = {t.name: t.offset for t in cargo.spec.tensors}
-            on_device = self.top is Tier.DEVICE
-            cargo.views = view_all(
-                cargo.spec, memory, cargo.spec.device_offsets if on_device else offsets
-            )
+            cargo.views = self._new_views(cargo)
         return cargo.views
+
+    @torch.inference_mode(mode=False)  # they are for others, too
+    def _new_views(self, cargo: Cargo) -> dict[str, torch.Tensor]:
+        memory = cargo.slots[self.top].memory
+        assert memory is not None
+        offsets = {t.name: t.offset for t in cargo.spec.tensors}
+        on_device = self.top is Tier.DEVICE
+        return view_all(cargo.spec, memory, cargo.spec.device_offsets if on_device else offsets)
 
     def host_view(self, key: str) -> dict[str, torch.Tensor]:
         """The tensors of a group's copy in host memory. Waits for the device to be done with it."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def selecting(device: torch.device) -> Callable[[], None]:
@@ -28,8 +33,14 @@ def is_captured(device: torch.device) -> bool:
     """Whether what this thread tells the device now goes into a graph instead of being done."""
     if device.type == "cpu":
         return False
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    ask = getattr(_module(device.type), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
+
+
+@functools.cache
+def _module(kind: str) -> types.ModuleType:
+    module: types.ModuleType = torch.get_device_module(kind)  # takes some microseconds
+    return module
 
 
 def entered(stream: torch.Stream) -> torch.Stream:
@@ -43,3 +54,26 @@ def entered(stream: torch.Stream) -> torch.Stream:
         device_index=stream.device_index,
         device_type=stream.device_type,
     )
+
+
+def on(stream: torch.Stream, action: Callable[[], T]) -> T:
+    """Do something with `stream` as the current one of this thread.
+
+    There are two ends, as for locks: an interrupt may come before the inner one has given the
+    caller's own stream back. To set a stream sets its device, too.
+    """
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device_index)
+
+    def give_back() -> None:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+    try:
+        try:
+            torch.accelerator.set_stream(stream)
+            return action()
+        finally:
+            give_back()
+    finally:
+        give_back()

@@ -40,7 +40,7 @@ class DeviceTimes:
     """
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
-        self._device = device
+        self.device = device
         self._lock = RLock()
         self._new: deque[_Waiting] = deque()  # any thread may append, without the lock
         self._waiting: dict[torch.Stream | None, deque[_Waiting]] = {}
@@ -51,8 +51,9 @@ class DeviceTimes:
     def mark(self, stream: torch.Stream | None = None) -> Mark:
         """Mark this place in a stream: the current one, or `stream`."""
         asked = time.monotonic()
-        event = torch.Event(self._device, enable_timing=True)
-        stream = stream or torch.accelerator.current_stream(self._device)
+        # `blocking`: who waits for it should sleep. (torch 2.13 takes the option and ignores it.)
+        event = torch.Event(self.device, enable_timing=True, blocking=True)
+        stream = stream or torch.accelerator.current_stream(self.device)
         event.record(stream)
         return Mark(event, asked, stream)
 

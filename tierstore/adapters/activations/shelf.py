@@ -2,8 +2,8 @@
 
 A piece is held by the graph, through the handles of the tensors that look at it, and goes with it.
 It begins as a reference to the storage. Once it is worth it, the bytes are copied to the store and
-the reference is let go. On an accelerator that is when the copy has been made; until then, and as
-long as anybody else holds the storage, unpacking needs no copy at all.
+the reference is let go. On an accelerator that is soon after: as long as anybody holds the storage,
+unpacking needs no copy at all.
 
 Finalizers run anywhere, even in the middle of another step: they take no lock, and only leave a
 note in a queue.
@@ -11,17 +11,18 @@ note in a queue.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.adapters.activations.geometry import COVERAGE, Geometry, Watch, alive
+from tierstore.adapters.lending import Holder, over
 from tierstore.aside import key_of
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
@@ -37,7 +38,7 @@ TRAIL = 256
 """Pieces, gone or not, that a trail may have in any case."""
 
 WAITING = 64 << 20
-"""Bytes, at most, that stay on the device until they are copied, ..."""
+"""Bytes, at most, that stay on the device while its work goes on beside their copies, ..."""
 WAITING_SHARE = 32
 """... and at most one in so many bytes of what is away."""
 
@@ -127,7 +128,7 @@ class Piece:
             if storage is not None:
                 return storage
         self._hint(shelf)
-        storage = shelf.fetch(number, self.nbytes)
+        storage = shelf.fetch(number)
         self._back = StorageWeakRef(storage), stream
         self.held = storage
         shelf.was_read(self)
@@ -175,6 +176,21 @@ class Trail:
         return [piece for piece in reversed(found) if piece is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A piece that is being copied from the device, and its memory, as somebody may look at it.
+
+    The allocator may give the memory away when `stream`, on which it was saved, has waited for
+    the event `copied`.
+    """
+
+    copied: torch.Event
+    stream: torch.Stream
+    memory: torch.UntypedStorage
+    piece: weakref.ref[Piece]
+    nbytes: int
+
+
 class Shelf:
     """The pieces that one store looks after, for all who save activations in it."""
 
@@ -185,8 +201,7 @@ class Shelf:
         self._pieces: weakref.WeakValueDictionary[Place, Piece] = weakref.WeakValueDictionary()
         self._local = threading.local()
         self.desk = Desk(store)
-        # What is being copied: its event, its memory, who wants it, and how many bytes.
-        self._leaving: deque[tuple[Any, torch.UntypedStorage, weakref.ref[Piece], int]] = deque()
+        self._leaving: deque[Leaving] = deque()
         self._leaving_bytes = 0
         self._away_bytes = 0
         self._gone: deque[int] = deque()
@@ -254,7 +269,7 @@ class Shelf:
         return "sparse_slice" if piece.looked_at * COVERAGE < piece.nbytes else ""
 
     def _ship(self, piece: Piece) -> None:
-        storage = piece.original
+        storage, stream = piece.original, self.store.current_stream()
         assert storage is not None
         try:
             number, event = self.store.put_aside(piece.part_of(storage))
@@ -270,12 +285,13 @@ class Shelf:
             self.counts.shipped(piece.nbytes, instead_of=piece.reason)
             piece.reason = ""
             self._away_bytes += piece.nbytes
-            if event is None:
+            if event is None or stream is None:
                 piece.original = None
             else:
-                self._leaving.append((event, storage, weakref.ref(piece), piece.nbytes))
+                self._leaving.append(
+                    Leaving(event, stream, storage, weakref.ref(piece), piece.nbytes)
+                )
                 self._leaving_bytes += piece.nbytes
-        self.desk.leave_room_for(round_up(piece.nbytes, PAGE))
         self.let_go(but=1)
 
     def _trail(self) -> Trail:
@@ -287,23 +303,25 @@ class Shelf:
     def let_go(self, *, but: int | None = None) -> None:
         """Let go of the memory of what has been copied.
 
-        `but` the newest few: wait for the others, the oldest first, until little is left.
+        `but` the newest few: let go of others too, the oldest first, until little is left. The
+        stream on which they were saved goes on once they are copied: it may get the memory next.
+        The caller does not wait, however far the device is behind.
         """
         with self._lock:
             while self._gone:
                 self._away_bytes -= self._gone.popleft()
             most = min(WAITING, self._away_bytes // WAITING_SHARE)
             while self._leaving:
-                event, _, piece, nbytes = self._leaving[0]
-                if not event.query():
+                oldest = self._leaving[0]
+                if not oldest.copied.query():
                     may_wait = but is not None and len(self._leaving) > but
                     if not may_wait or self._leaving_bytes <= most:
                         return
-                    event.synchronize()
+                    oldest.stream.wait_event(oldest.copied)
                 self._leaving.popleft()
-                self._leaving_bytes -= nbytes
-                if (found := piece()) is not None:
-                    found.original = None
+                self._leaving_bytes -= oldest.nbytes
+                if (piece := oldest.piece()) is not None:
+                    piece.original = None
 
     def gone(self, number: int, nbytes: int) -> None:
         """Nobody wants a piece any more. For finalizers."""
@@ -319,7 +337,7 @@ class Shelf:
         if other is not None and other is not piece:
             other.held = None
 
-    def fetch(self, number: int, nbytes: int) -> torch.UntypedStorage:
+    def fetch(self, number: int) -> torch.UntypedStorage:
         """Memory on the store's device with the bytes of a piece. Raises what `acquire` raises."""
         self.let_go()
         try:
@@ -327,53 +345,45 @@ class Shelf:
         except BudgetError:
             self.store.make_room()
             lease = self.store.acquire(key_of(number))
-        if self.store.device.type != "cpu":
-            return self.store.hand_over(lease).untyped_storage()
-        return self.desk.lay_out(lease, nbytes)
+        return self.desk.lay_out(lease)
 
 
 class Desk:
-    """Where pieces are read on the CPU: in the store's own memory, as long as the lease lasts.
+    """Where pieces are read: in the store's own memory, as long as the lease lasts.
+
+    It ends with the last view of the piece. On an accelerator that is when the work that reads it
+    has been queued: the room is still taken until an event behind that work has passed.
 
     A backward pass may keep what it reads (to be differentiated again), so leases hold no more of
-    a budget of `room` bytes than leaves room for the largest piece. Beyond that it gets copies.
+    a budget than leaves room for the largest group. Beyond that it gets copies, in memory that the
+    allocator has for the stream that reads them.
     """
 
     def __init__(self, store: TierStore) -> None:
         self._lock = threading.Lock()
         self._store = store
-        self._largest = 0
         self._lent = 0
         self._returned: deque[int] = deque()
 
-    def leave_room_for(self, nbytes: int) -> None:
-        """A piece may be so large."""
-        with self._lock:
-            self._largest = max(self._largest, nbytes)
-
-    def lay_out(self, lease: Lease, nbytes: int) -> torch.UntypedStorage:
+    def lay_out(self, lease: Lease) -> torch.UntypedStorage:
         """Memory with the bytes of a piece; the lease is over when it is gone, or now."""
-        if self._may_lend(round_up(nbytes, PAGE)):
-            return self._lend(lease, nbytes)
-        with lease:
-            return lease.tensor.clone().untyped_storage()
+        memory = lease.tensor
+        taken = round_up(memory.nbytes, PAGE)
+        if not self._may_lend(taken):
+            with lease:
+                return memory.clone().untyped_storage()
+        holder = Holder(lease)
+        weakref.finalize(holder, self._take_back, lease, taken).atexit = False
+        return over(memory, holder).untyped_storage()
 
     def _may_lend(self, nbytes: int) -> bool:
         with self._lock:
             while self._returned:
                 self._lent -= self._returned.popleft()
-            room = self._store.largest_aside()
-            if self._lent + nbytes > (room - self._largest) // LENT_SHARE:
+            if self._lent + nbytes > self._store.room_for_the_lent() // LENT_SHARE:
                 return False
             self._lent += nbytes
             return True
-
-    def _lend(self, lease: Lease, nbytes: int) -> torch.UntypedStorage:
-        # A storage of its own tells when its last view is gone.
-        buffer = (ctypes.c_uint8 * nbytes).from_address(lease.tensor.data_ptr())
-        taken = round_up(nbytes, PAGE)
-        weakref.finalize(buffer, self._take_back, lease, taken).atexit = False
-        return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
     def _take_back(self, lease: Lease, nbytes: int) -> None:
         lease.abandon()  # possibly in the middle of anything

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,19 @@ OPEN = 1
 """Groups of gradients, beside the newest, that are kept open: they are written as they close."""
 
 
+@dataclass(slots=True)
+class _Copy:
+    """A gradient that is being copied from the device to `target`, kept until it is `copied`.
+
+    `made_on` is the stream on which it was made; `gradient` is None once that waits for the copy.
+    """
+
+    target: torch.Tensor
+    copied: torch.Event
+    made_on: torch.Stream
+    gradient: torch.Tensor | None
+
+
 class Gradients:
     """The gradients of one group of parameters. `place` is None until there was one."""
 
@@ -44,7 +58,7 @@ class Gradients:
         self._shown: set[str] = set()  # of those whose `grad` is what we gave them
         self._open: dict[str, torch.Tensor] | None = None
         self._closing = ExitStack()
-        self._events: list[tuple[torch.Event, torch.Tensor]] = []
+        self._copies: list[_Copy] = []
 
     def take_back(self, name: str, parameter: nn.Parameter) -> None:
         """Before autograd leaves a gradient: see what became of the last one, and hide it."""
@@ -85,37 +99,53 @@ class Gradients:
                 f"{target.dtype}: set grad_dtype={gradient.dtype} for this parameter before its "
                 "first gradient"
             )
-        self._await(target)
         with torch.no_grad():
-            if add:
-                target.add_(gradient.to(target.device))
-            elif gradient.device.type == "cpu":
-                target.copy_(gradient)
+            if gradient.device.type != "cpu":
+                self._fetch(target, gradient, add=add)
             else:
-                self._fetch(target, gradient)
+                self._await()
+                target.add_(gradient) if add else target.copy_(gradient)
         self._stored.add(name)
 
-    def _fetch(self, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Have the device copy it, beside what it does next."""
-        stream = _streams.beside(gradient.device)
-        with entered(stream):
-            target.copy_(gradient.detach(), non_blocking=True)
-        gradient.record_stream(stream)
-        self._events.append((stream.record_event(), target))
+    def _fetch(self, target: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+        """Have the device copy it, or add it to what is stored, beside what it does next.
 
-    def _await(self, target: torch.Tensor | None = None) -> None:
-        """Wait for what is on its way to `target` (None: to any), before it is changed or read.
-
-        A weight that is used twice gets its second gradient while the first one may be copied yet.
+        To add, the device fetches what is stored: so nobody here waits, and the processor is left
+        to the optimizer. For that moment, it takes as much memory there as the gradient itself.
         """
-        for event, place in self._events:
-            if target is None or place is target:
-                event.synchronize()
-        self._events = [
-            (event, place)
-            for event, place in self._events
-            if target is not None and place is not target
-        ]
+        beside = _streams.beside(gradient.device)
+        for copy in self._copies:
+            if copy.target is target:  # a weight that is used twice gets its second gradient soon
+                beside.wait_event(copy.copied)
+        with entered(beside):
+            total = gradient.detach()
+            if add:
+                total = target.to(gradient.device, non_blocking=True).add_(total)
+            target.copy_(total, non_blocking=True)
+        self.let_go(wait=False)
+        made_on = torch.accelerator.current_stream(gradient.device)
+        self._copies.append(_Copy(target, beside.record_event(), made_on, gradient))
+
+    def let_go(self, *, wait: bool = True) -> None:
+        """Keep no gradients on the device that are copied; if others are to `wait`, none at all.
+
+        The streams that made them then go on once they are copied, and may get their memory next.
+        The caller does not wait.
+        """
+        for copy in self._copies:
+            if copy.gradient is None:
+                continue
+            if not copy.copied.query():
+                if not wait:
+                    return  # later ones are copied later
+                copy.made_on.wait_event(copy.copied)
+            copy.gradient = None
+
+    def _await(self) -> None:
+        """Wait for what is on its way, before it is changed or read here."""
+        while self._copies:
+            self._copies[-1].copied.synchronize()
+            self._copies.pop()
 
     def opened(self) -> dict[str, torch.Tensor]:
         """The stored gradients, to be changed, until `close`."""
@@ -271,6 +301,9 @@ class Shipping:
             weights.gradients.add(name, parameter)
 
     def _turn_to(self, gradients: Gradients) -> None:
+        for other in self._open:
+            if other is not gradients:
+                other.let_go()
         if gradients in self._open:
             return
         self._open.append(gradients)

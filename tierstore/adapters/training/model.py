@@ -26,6 +26,7 @@ from tierstore.adapters.training.forwards import (
     regions_in,
 )
 from tierstore.adapters.training.gradients import Shipping
+from tierstore.adapters.training.parallel import ADVICE, spread_by
 from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
 from tierstore.adapters.training.regions import Microbatches
 from tierstore.adapters.training.slices import Slice, cut_into_slices
@@ -64,9 +65,11 @@ class OffloadModel(nn.Module):
         num_microbatches: cut each batch (the first dimension of tensors) into so many parts that
             go through the model one after the other; gradients add up.
 
-    Raises ValueError for arguments that cannot be, or a module that is offloaded already;
-    BudgetError, at its first use, for a parameter that is larger than a budget (the CPU uses that
-    where it lies on disk); what `put` raises.
+    It cannot be combined with DistributedDataParallel or FSDP, neither around it nor inside.
+
+    Raises ValueError for arguments that cannot be, or a module that is offloaded already, or spread
+    over processes; BudgetError, at its first use, for a parameter that is larger than a budget (the
+    CPU uses that where it lies on disk); what `put` raises.
     """
 
     module: nn.Module
@@ -123,6 +126,13 @@ class OffloadModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["module"], name)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What DistributedDataParallel asks a module for, before it does anything to it."""
+        raise RuntimeError(
+            f"a model in training on a store cannot be in DistributedDataParallel, {ADVICE}"
+        )
 
     def train(self, mode: bool = True) -> OffloadModel:
         """Set the mode of the module."""
@@ -230,6 +240,10 @@ class OffloadModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, on the device, for inputs from anywhere."""
+        if (library := spread_by(self)) is not None:
+            raise RuntimeError(
+                f"a model in training on a store was given to {library} later, {ADVICE}"
+            )
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
@@ -314,6 +328,8 @@ def _refuse_arguments(
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} is no positive whole number")
     refuse_other_offloading(type(module).__name__, module)
+    if (library := spread_by(module)) is not None:
+        raise ValueError(f"{type(module).__name__} is in {library}, {ADVICE}")
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(

@@ -24,6 +24,10 @@ from tierstore.store import TierStore
 AHEAD = 2
 """Tiles that the store is told of in advance."""
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Classes that have a kernel for the CPU that does a whole step at once: torch's usual ones go
+through memory for each operation."""
+
 _numbers = itertools.count()
 
 
@@ -44,6 +48,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     It is used as torch's are: schedulers, groups of parameters, `state_dict` and `load_state_dict`
     in torch's own form, with states as CPU tensors that read as what they are. Every step gives
     what the class would give, to the last bit, with the same arguments.
+
+    Adam, AdamW, SGD and Adagrad are `fused`, unless arguments or a group say otherwise (`fused`,
+    `foreach`, `capturable`, `differentiable`) or parameters are no real floating-point numbers.
+    The group says so: a plain optimizer with `fused=True` gives the same. What is loaded counts
+    as it is.
 
     Raises TypeError or ValueError for arguments that cannot be, and what the class raises.
     """
@@ -74,9 +83,22 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with arguments of their own."""
         super().add_param_group(param_group)
+        if self._may_fuse(self.param_groups[-1]):
+            self.param_groups[-1]["fused"] = True
         known = {id(p) for tile in self._tiles for p in tile.parameters}
         fresh = [p for p in self.param_groups[-1]["params"] if id(p) not in known]
         self._cut(fresh)
+
+    def _may_fuse(self, group: dict[str, Any]) -> bool:
+        """Whether nobody has said how a group is to be computed, and one kernel can."""
+        return (
+            type(self._inner) in FUSED
+            and group.get("fused") is None
+            and group.get("foreach") is None
+            and not group.get("capturable")
+            and not group.get("differentiable")
+            and all(p.is_floating_point() for p in group["params"])
+        )
 
     def _cut(self, parameters: list[nn.Parameter]) -> None:
         """Put parameters into tiles: those of an offloaded model as they are grouped there."""

@@ -11,11 +11,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from tierstore.adapters.grouping import span
 from tierstore.adapters.training.places import Place
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.tiers import Hold
@@ -33,6 +34,33 @@ class Whole(Protocol):
     store: TierStore
     master_dtype: torch.dtype | None
     state: Any
+
+
+class Alike(NamedTuple):
+    """What parameters must have in common for one step: their group, whether its kernel is fused,
+    and, if so, whether they have states. (A fused SGD wants them of all, or of none.)"""
+
+    group: int
+    fused: bool = False
+    begun: bool = False
+
+
+def fits_a_fused_step(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
+    """Whether a fused kernel can step it. It goes through memory as it lies, whatever strides are,
+    and believes that all is of one dtype."""
+    assert parameter.grad is not None
+    large = [value for value in state.values() if _is_large(value)]
+    return parameter.is_floating_point() and all(
+        each.layout is torch.strided
+        and each.dtype is parameter.dtype
+        and each.stride() == parameter.stride()
+        and (not each.numel() or span(each) == each.nbytes)
+        for each in (parameter, parameter.grad, *large)
+    )
+
+
+def _has_tensors(state: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 class Groups:
@@ -55,16 +83,20 @@ class Groups:
 
     def step(self, inner: torch.optim.Optimizer, stand_ins: dict[int, torch.Tensor]) -> None:
         """Have `inner` do its step on what stands for some of the parameters, by their ids."""
-        members: dict[int, list[torch.Tensor]] = {}
+        members: dict[Alike, list[torch.Tensor]] = {}
         still_there = filter(self._order.__contains__, stand_ins)
         for parameter in sorted(still_there, key=self._order.__getitem__):
-            members.setdefault(self._order[parameter][0], []).append(stand_ins[parameter])
+            number, stand_in = self._order[parameter][0], stand_ins[parameter]
+            state = inner.state.get(stand_in, {})
+            fused = bool(self._before[number].get("fused")) and fits_a_fused_step(stand_in, state)
+            alike = Alike(number, fused, fused and _has_tensors(state))
+            members.setdefault(alike, []).append(stand_in)
         self._run(inner, members)
 
     def finish(self, inner: torch.optim.Optimizer) -> None:
         """All parts are done. Groups without any gradient still have their turn, as in torch."""
         idle = {
-            number: list(group["params"])
+            Alike(number): list(group["params"])
             for number, group in enumerate(self._groups)
             if number not in self._after
         }
@@ -76,18 +108,23 @@ class Groups:
                 if name not in before or not _same(before[name], value):
                     self._groups[number][name] = value
 
-    def _run(self, inner: torch.optim.Optimizer, members: dict[int, list[torch.Tensor]]) -> None:
-        numbers = sorted(members)
+    def _run(self, inner: torch.optim.Optimizer, members: dict[Alike, list[torch.Tensor]]) -> None:
+        parts = sorted(members)
         inner.param_groups = [
-            {**_copied(self._before[number]), "params": members[number]} for number in numbers
+            {**_copied(self._before[part.group]), "params": members[part]} for part in parts
         ]
+        for part, group in zip(parts, inner.param_groups, strict=True):
+            if group.get("fused") and not part.fused:
+                group["fused"] = None
         # Not its wrapper, which tells those who listen of a step: this is a part of one.
         step: Any = type(inner).step
         getattr(step, "__wrapped__", step)(inner)
         done, inner.param_groups = inner.param_groups, []
-        for number, group in zip(numbers, done, strict=True):
+        for part, group in zip(parts, done, strict=True):
             left = _without_parameters(group)
-            if not _same(self._after.setdefault(number, left), left):
+            if "fused" in left:
+                left["fused"] = self._before[part.group]["fused"]
+            if not _same(self._after.setdefault(part.group, left), left):
                 raise TypeError(
                     f"{type(inner).__name__} computes something from all parameters of a group "
                     "together, but is given one part of them after the other; this step was given "

@@ -23,11 +23,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from tierstore.adapters.activations import Kept
 from tierstore.adapters.activations.geometry import Geometry, described, geometry_of, refuse_changed
 from tierstore.adapters.bindings import assign
+from tierstore.adapters.casting import CastCache
 from tierstore.adapters.lending import Loan
 from tierstore.adapters.training.gradients import Gradients
 from tierstore.adapters.training.places import Place
 from tierstore.model.errors import BudgetError
 from tierstore.store import TierStore
+
+_CAST = "ToCopyBackward0"
+"""What autograd calls a cast."""
 
 BORROWED = 2
 """Groups that the backward pass keeps, where there are no slices on a device."""
@@ -109,6 +113,50 @@ class Noted:
         refuse_changed(self._said, self._parameter._version, self._version)
         with torch.no_grad():
             return self._desk.borrow(self._weights, self._name, self._geometry)
+
+
+class Recast:
+    """What the graph holds instead of a view of a weight's cast, as autocast makes them.
+
+    It is cast again when it is wanted: to the same bytes, laid out in the same way.
+    """
+
+    __slots__ = ("_geometry", "_layout", "_weight")
+
+    def __init__(self, weight: Noted, cast: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._weight = weight
+        self._layout = geometry_of(cast)
+        self._geometry = geometry_of(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """The view, as it was."""
+        layout = self._layout
+        with torch.no_grad():
+            cast = torch.empty_strided(
+                layout.size, layout.stride, dtype=layout.dtype, device=layout.device
+            )
+            cast.copy_(self._weight.unpack())
+            return _view(cast.untyped_storage(), self._geometry)
+
+
+def _view(memory: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+    bare = torch.empty(0, dtype=geometry.dtype, device=geometry.device)
+    view = bare.set_(memory, geometry.offset, geometry.size, geometry.stride)
+    if geometry.conjugated:
+        view = view.conj()
+    return torch._neg_view(view) if geometry.negated else view
+
+
+def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The leaf that a saved tensor is a cast of, or a view of one, and the cast."""
+    cast = tensor if tensor._base is None else tensor._base
+    node = cast.grad_fn
+    if node is None or node.name() != _CAST or cast._version:  # it was changed since
+        return None
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    if leaf is None or leaf.device != cast.device:
+        return None
+    return leaf, cast
 
 
 class Desk:
@@ -224,10 +272,19 @@ class Desk:
 
     # Backward ----------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Noted | None:
-        """A note of what a saved tensor looks at, if that is a weight's memory that is on loan."""
+    def pack(self, tensor: torch.Tensor) -> Noted | Recast | None:
+        """A note of what a saved tensor looks at, if that is a weight's memory that is on loan, or
+        a cast of such a weight."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
+        noted = self._noted(tensor)
+        if noted is None and (found := _cast_in(tensor)) is not None:
+            leaf, cast = found
+            weight = self._noted(leaf)
+            return None if weight is None else Recast(weight, cast, tensor)
+        return noted
+
+    def _noted(self, tensor: torch.Tensor) -> Noted | None:
         found = self._shown.get(tensor.untyped_storage()._cdata)
         return None if found is None else Noted(self, *found, tensor)
 
@@ -236,11 +293,7 @@ class Desk:
         with weights.lock:
             loan = weights.loan or self._borrow(weights)
             memory = (weights.place if loan is None else loan).tensors[name].untyped_storage()
-            bare = torch.empty(0, dtype=geometry.dtype, device=geometry.device)
-            view = bare.set_(memory, geometry.offset, geometry.size, geometry.stride)
-            if geometry.conjugated:
-                view = view.conj()
-            return torch._neg_view(view) if geometry.negated else view
+            return _view(memory, geometry)
 
     def _borrow(self, weights: Weights) -> Loan | None:
         with self._lock:
@@ -343,6 +396,7 @@ class Passage:
         self._groups = groups
         self._entered = 0
         self._hooks: Any = None
+        self._casts = CastCache()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> None:
@@ -354,10 +408,12 @@ class Passage:
             hooks = Watching(self._desk).hooks
             hooks.__enter__()
             self._hooks = hooks
+        self._casts.stop()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """Let them go. To be called again if it was interrupted."""
+        self._casts.resume()
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()

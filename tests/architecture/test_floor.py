@@ -1,0 +1,84 @@
+"""The oldest torch is tested where there is a network, and what is tested is said by the tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import check, floor
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = (ROOT / "tools" / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
+    oldest = floor.oldest_torch((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert oldest.count(".") == 2
+    decision = (ROOT / "docs" / "decisions" / "0011-dependencies.md").read_text(encoding="utf-8")
+    assert f"torch, {oldest.removesuffix('.0')} or later" in decision
+    assert floor.oldest_torch('dependencies = ["torch>=3.1.2"]') == "3.1.2"
+    with pytest.raises(ValueError, match="does not say"):
+        floor.oldest_torch('dependencies = ["torch"]')
+
+
+def test_what_is_marked_is_found() -> None:
+    folders = {file.parent.name for file in floor.marked_files(ROOT / "tests")}
+    assert {"store", "transfer", "device", "activations"} <= folders
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("pytestmark = pytest.mark.floor\n", True),
+        ("pytestmark = [\n    pytest.mark.floor,\n    pytest.mark.alone,\n]\n", True),
+        ("@pytest.mark.floor\ndef test_it(): ...\n", True),
+        ("pytestmark = pytest.mark.floored\n", False),
+        ("# pytest.mark.floor\n", False),
+    ],
+)
+def test_a_mark_counts_where_it_marks(text: str, found: bool, tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(text)
+    assert floor.marked_files(tmp_path) == [file] * found
+
+
+def test_the_other_packages_have_the_versions_of_the_constraints() -> None:
+    assert floor.pinned(["numpy"], "numpy==1.2\n") == ["numpy==1.2"]
+    assert len(floor.pinned(floor.NEEDED, CONSTRAINTS)) == len(floor.NEEDED)
+    with pytest.raises(ValueError, match=r"does not name \['nothing'\]"):
+        floor.pinned(["numpy", "nothing"], CONSTRAINTS)
+
+
+@pytest.mark.full("makes an environment; what is made of its status is tested below")
+def test_without_packages_to_reach_it_says_so_and_no_test_counts_as_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(floor, "PLACE", tmp_path / "venv")
+    monkeypatch.setattr(sys, "argv", ["floor.py"])
+    assert floor.main() == floor.NOT_INSTALLED != 0
+    assert "could not be installed" in capfd.readouterr().err
+    assert not (tmp_path / "venv" / "complete").exists()
+
+
+def test_what_was_not_tested_is_listed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for status, passed, failed, left in (
+        (0, 1, 0, 0),
+        (1, 0, 1, 0),
+        (floor.NOT_INSTALLED, 0, 0, 1),
+    ):
+        tally = check.Tally()
+        monkeypatch.setattr(check, "run_step", lambda name, command, status=status: status)
+        check.run_floor(tally)
+        assert (len(tally.passed), len(tally.failed), len(tally.not_run)) == (passed, failed, left)
+        assert any("NOT RUN" in line for line in tally.lines()) == bool(left)
+
+
+def test_an_environment_that_is_there_is_used_again(tmp_path: Path) -> None:
+    wanted = ["torch==0.0.1", *floor.pinned(floor.NEEDED, CONSTRAINTS)]
+    (tmp_path / "complete").write_text("\n".join(wanted))
+    floor.make(tmp_path, "0.0.1")
+    assert [file.name for file in tmp_path.iterdir()] == ["complete"]

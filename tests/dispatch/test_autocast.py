@@ -1,0 +1,137 @@
+"""Autocast over weights in a store: what it casts of them goes when their module is done."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from tests.device import autocast, pretend
+from tests.dispatch import models
+from tests.dispatch.conftest import NEEDS_PRETEND, store_for
+from tests.helpers.casts import Casts
+from tests.helpers.tensors import parameter_bytes
+from tierstore import dispatch_model
+
+SHARE = 0.3
+LAYER = models.WIDTH * models.WIDTH * 2
+"""Bytes of one layer's weight, cast."""
+WEIGHTS = [torch.Size((models.WIDTH, models.WIDTH))]
+
+
+def half(**how: Any) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, **how)
+
+
+@pytest.mark.parametrize("grad", (False, True))
+def test_no_cast_outlives_its_module(grad: bool, disk_dir: Path) -> None:
+    """Nobody holds the graph of what was computed, so it keeps nothing either."""
+    plain, model = models.Tower(), models.Tower()
+    with store_for(model, disk_dir, "cpu", SHARE) as store, torch.set_grad_enabled(grad):
+        dispatch_model(model, store)
+        with half():
+            expected = plain(models.rows())
+            with Casts(WEIGHTS) as casts:
+                for _ in range(2):
+                    found = model(models.rows()).detach()
+        assert torch.equal(found, expected)
+        assert casts.total == 2 * 8 * LAYER
+        assert casts.alive == 0
+        if not grad:
+            assert casts.peak == LAYER
+        assert store.stats().bytes_read > 0
+
+
+def test_the_control_of_counting_casts() -> None:
+    """An ordinary model's are all there until autocast ends."""
+    model = models.Tower()
+    with torch.no_grad(), half(), Casts(WEIGHTS) as casts:
+        for _ in range(2):
+            model(models.rows())
+    assert casts.total == casts.peak == 8 * LAYER
+
+
+@pytest.mark.full("builds kernels of their own; casts are counted on the CPU above")
+@NEEDS_PRETEND
+def test_the_device_holds_the_budget_the_activations_and_one_layers_cast(disk_dir: Path) -> None:
+    autocast.load()
+    model, layers = models.Tower(40), 40
+    weights = parameter_bytes(model)
+    budget = int(weights * SHARE)
+    with store_for(model, disk_dir, "pretend", SHARE) as store, torch.no_grad():
+        dispatch_model(model, store)
+        x = models.rows().to("pretend")
+        torch.accelerator.synchronize("pretend")
+        pretend.reset_peak_memory_stats()
+        before = pretend.memory_allocated() - store.stats().used_bytes["DEVICE"]
+        with torch.autocast("pretend", torch.bfloat16):
+            for _ in range(2):
+                found = model(x)
+                assert found.dtype is torch.bfloat16 or found.dtype is torch.float32
+        torch.accelerator.synchronize("pretend")
+        peak = pretend.max_memory_allocated() - before
+        assert store.stats().bytes_onloaded > 2 * (weights - budget)
+    # The device runs behind the program: casts of a few layers may wait for their kernels.
+    assert layers * LAYER > 8 * LAYER
+    assert peak <= budget + 8 * LAYER
+
+
+class Noting(nn.Linear):
+    """Notes whether autocast would keep casts while it runs."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.is_autocast_cache_enabled())
+        if x.shape[0] == 1:
+            raise ValueError("one row")
+        return super().forward(x)
+
+
+def test_the_cache_is_as_it_was_afterwards(disk_dir: Path) -> None:
+    """After an error, where it was off, in nested autocasts and on other threads too."""
+    model = nn.Sequential(*(Noting(models.WIDTH, models.WIDTH) for _ in range(3)))
+    with store_for(model, disk_dir, "cpu", 0.5) as store, torch.no_grad():
+        dispatch_model(model, store)
+        Noting.seen.clear()
+        for on in (True, False):
+            with half(cache_enabled=on):
+                model(models.rows())
+                assert torch.is_autocast_cache_enabled() is on
+                with pytest.raises(ValueError, match="one row"):
+                    model(models.rows(count=1))
+                assert torch.is_autocast_cache_enabled() is on
+                with half(cache_enabled=not on):
+                    model(models.rows())
+                    assert torch.is_autocast_cache_enabled() is not on
+                assert torch.is_autocast_cache_enabled() is on
+        found: list[bool] = []
+
+        def elsewhere() -> None:
+            with torch.no_grad():
+                model(models.rows())
+            found.append(torch.is_autocast_cache_enabled())
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert found == [True]
+        assert torch.is_autocast_cache_enabled()
+        assert Noting.seen and not any(Noting.seen)
+
+
+def test_edits_between_two_runs_in_one_autocast_are_seen(disk_dir: Path) -> None:
+    """Its cache would give the cast of what the weight was."""
+    plain, model = models.Tower(), models.Tower()
+    with store_for(model, disk_dir, "cpu", SHARE) as store, torch.no_grad():
+        dispatch_model(model, store)
+        with half():
+            model(models.rows())
+            for each in (plain, model):
+                each.layers[3].weight.mul_(2)
+            assert torch.equal(model(models.rows()), plain(models.rows()))
+        assert store.stats().bytes_read > 0

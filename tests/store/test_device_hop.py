@@ -1,0 +1,335 @@
+"""Copies to a device: queued by whoever needs them, and known by the device's own times."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.interrupting import Interrupter
+from tests.helpers.threads import hold_calls, start_thread
+from tests.lanes import by_lane
+from tests.store.helpers import (
+    PAGE,
+    PATIENCE,
+    assert_at_rest,
+    assert_same,
+    join,
+    needs_pretend,
+    open_store,
+    pages,
+    wait_until,
+)
+from tierstore import TierStore, TransferError
+from tierstore.model.tiers import Tier
+from tierstore.transfer.link import Link
+from tierstore.transfer.workers import Clerk, Workers
+
+MIB = 1 << 20
+
+
+def in_ram(disk_dir: Path, count: int = 4, size: int = 1, **options: Any) -> TierStore:
+    """A store whose groups `g0`, `g1`, ... of so many pages are in RAM, and not on the device."""
+    store = open_store(disk_dir, ram=2 * count * size * PAGE, device="pretend", **options)
+    for number in range(count):
+        store.put(f"g{number}", pages(number, size), durable=False)
+    return store
+
+
+@pytest.fixture
+def threads_of_copies(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that queue copies to the device."""
+    names: list[str] = []
+    onload = Link.onload
+
+    def noting(link: Link, *arguments: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return onload(link, *arguments)
+
+    monkeypatch.setattr(Link, "onload", noting)
+    return names
+
+
+@pytest.fixture
+def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is given to other threads."""
+    jobs: list[object] = []
+
+    def noting(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def handing_on(self: object, *arguments: Any) -> Any:
+            jobs.append(arguments[-1])
+            return original(self, *arguments)
+
+        monkeypatch.setattr(kind, name, handing_on)
+
+    noting(Clerk, "give")
+    noting(Workers, "submit")
+    return jobs
+
+
+def test_who_acquires_what_is_in_ram_queues_the_copy_itself(
+    threads_of_copies: list[str], handed_on: list[object], disk_dir: Path
+) -> None:
+    here = threading.current_thread().name
+    with in_ram(disk_dir, device_budget=2 * PAGE) as store:
+        for number in (0, 1, 2, 3, 0):  # two of them make others leave the device
+            handed_on.clear()
+            with store.acquire(f"g{number}") as lease:
+                assert not handed_on, "another thread had to do something"
+                assert_same(lease.tensor.cpu(), pages(number))
+        assert store.stats().bytes_onloaded >= 5 * PAGE
+        assert store.stats().misses >= 3
+        assert set(threads_of_copies) == {here}
+
+
+def test_who_reads_what_is_on_disk_queues_its_copy(
+    threads_of_copies: list[str], disk_dir: Path
+) -> None:
+    with open_store(disk_dir, device="pretend") as store:
+        store.put("g", pages(1))
+    with open_store(disk_dir, device="pretend") as store:
+        assert_same(store.get("g").cpu(), pages(1))
+    (name,) = threads_of_copies
+    assert name.startswith("tierstore-disk")
+
+
+def test_a_hint_queues_copies_at_once(
+    threads_of_copies: list[str], handed_on: list[object], disk_dir: Path
+) -> None:
+    with in_ram(disk_dir) as store:
+        handed_on.clear()
+        store.prefetch(["g1", "g2"])
+        assert len(threads_of_copies) == 2
+        assert not handed_on
+        hits = store.stats().hits
+        for number in (1, 2):
+            with store.acquire(f"g{number}") as lease:
+                assert_same(lease.tensor.cpu(), pages(number))
+        assert store.stats().hits == hits + 2
+
+
+def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
+    threads_of_copies: list[str], disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver makes such a copy while its caller waits."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    with in_ram(disk_dir) as store:
+        gate = hold_calls(monkeypatch, Link, "onload")
+        store.prefetch("g1")
+        assert gate.reached.wait(PATIENCE)
+        gate.open()
+        with store.acquire("g1") as lease:
+            assert_same(lease.tensor.cpu(), pages(1))
+    assert threads_of_copies == ["tierstore-onload-0"]
+
+
+def test_nothing_is_queued_by_a_thread_whose_work_is_captured(
+    threads_of_copies: list[str], pretend: Any, disk_dir: Path
+) -> None:
+    with in_ram(disk_dir) as store:
+        with pytest.MonkeyPatch.context() as patch:
+            captured = threading.get_ident()
+            patch.setattr(
+                pretend,
+                "is_current_stream_capturing",
+                lambda: threading.get_ident() == captured,
+                raising=False,
+            )
+            store.prefetch("g1")
+            wait_until(lambda: bool(threads_of_copies), "nobody queued the copy")
+        assert threads_of_copies == ["tierstore-onload-0"]
+        assert_same(store.get("g1").cpu(), pages(1))
+
+
+def test_a_copy_that_cannot_be_queued_is_told_of_and_leaves_nothing(
+    pretend: Any, disk_dir: Path
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("the device is out of order")
+
+    with in_ram(disk_dir, device_budget=2 * PAGE) as store:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", fail)
+            with pytest.raises(TransferError, match="out of order") as raised:
+                store.acquire("g1")
+            assert raised.value.key == "g1"
+        assert_at_rest(store)
+        with store.acquire("g1"), store.acquire("g2") as lease:  # all room is there
+            assert_same(lease.tensor.cpu(), pages(2))
+
+
+# Interrupts --------------------------------------------------------------------------------------
+
+SIZE = 2
+STRIDE = by_lane(47, 13, 1)
+
+
+def misses(store: TierStore, patience: float) -> Iterator[Interrupter]:
+    """Interrupt acquires that have a group make room for another, at every so many instructions."""
+    turn = 0
+    while True:
+        key = f"g{turn % 4}"
+        store.offload(key)
+        interrupter = Interrupter(turn)
+        interrupter.run(lambda key=key: store.acquire(key, timeout=patience).release())
+        gc.collect()
+        yield interrupter
+        if not interrupter.fired:
+            return
+        turn += STRIDE
+
+
+def look_at(store: TierStore, patience: float) -> None:
+    for number in range(4):
+        with store.acquire(f"g{number}", timeout=patience) as lease:
+            assert_same(lease.tensor.cpu(), pages(number, SIZE))
+    assert_at_rest(store)
+    arena = store._carrier.arenas[Tier.DEVICE]
+    with store._lock:
+        there = [
+            c.slots[Tier.DEVICE] for _, c in store._carrier.all_cargo() if Tier.DEVICE in c.slots
+        ]
+    idle = [slot for same in arena._idle.values() for slot in same]
+    assert arena._counted == sum(slot.nbytes for slot in [*there, *idle])
+
+
+def two_of_four(disk_dir: Path) -> TierStore:
+    return in_ram(disk_dir, size=SIZE, device_budget=2 * SIZE * PAGE)
+
+
+@needs_pretend
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_of_who_queues_a_copy_leaves_the_device_whole(disk_dir: Path) -> None:
+    with two_of_four(disk_dir) as store:
+        count, stream = 0, torch.accelerator.current_stream()
+        for interrupter in misses(store, PATIENCE):
+            try:
+                assert torch.accelerator.current_stream() == stream, "left on another stream"
+                look_at(store, PATIENCE)
+            except BaseException as error:
+                error.add_note(f"interrupted at {interrupter.where}, number {interrupter.turn}")
+                raise
+            count += interrupter.fired
+        assert count > 1300 // STRIDE
+
+
+@needs_pretend
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_without_mending_an_interrupt_leaves_it_wrong(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the books of the device's memory are not made anew."""
+    monkeypatch.setattr(Link, "mend", lambda *arguments: None)
+    store = two_of_four(disk_dir)
+    found = []
+    for interrupter in misses(store, 1.0):
+        try:
+            look_at(store, 1.0)
+        except BaseException as error:
+            found.append((interrupter.where, error))
+            break
+    assert found
+    store._finalizer()
+
+
+# Times -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def link_speed(pretend: Any) -> Iterator[Callable[[float], None]]:
+    """Sets the speed of the device's link, in bytes per second. What is queued waits to be waited
+    for."""
+    pretend.set_slowness(None)
+    yield pretend.set_link_speed
+    pretend.start_over()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_planner_believes_what_the_link_can_do(
+    link_speed: Callable[[float], None], runs_ahead: bool, disk_dir: Path
+) -> None:
+    speed = 50e6  # a copy takes 20 ms: that this process has to wait for a core is little
+    link_speed(speed)
+    count, size = 6, MIB // PAGE
+    with in_ram(disk_dir, count, size, device_budget=3 * MIB) as store:
+        for turn in range(3):
+            for number in range(count):
+                with store.acquire(f"g{number}") as lease:
+                    if not runs_ahead:
+                        assert lease.tensor[0].item() == number
+            if turn < 2:
+                torch.accelerator.synchronize(store.device)
+        torch.accelerator.synchronize(store.device)
+        store.acquire("g0").release()  # what the device has done is looked at in steps
+        believed = store._planner._foresight.hops[Tier.HOST, Tier.DEVICE].bandwidth
+        assert store.stats().bytes_onloaded >= count * MIB
+    assert believed == pytest.approx(speed, rel=0.1)
+
+
+def test_computing_is_what_the_device_does_not_what_its_caller_says(
+    link_speed: Callable[[float], None], disk_dir: Path
+) -> None:
+    """A copy on the caller's own stream takes the place of a kernel that takes a known time."""
+    speed, busy = 20e6, 0.05  # seconds
+    link_speed(speed)
+    work = torch.zeros(int(speed * busy), dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(work, device="pretend")
+    with in_ram(disk_dir) as store:
+        began = time.monotonic()
+        for _ in range(3):
+            for number in range(4):
+                with store.acquire(f"g{number}"):
+                    target.copy_(work, non_blocking=True)
+        queued = time.monotonic() - began
+        torch.accelerator.synchronize(store.device)
+        store.acquire("g0").release()
+        seen = store._planner._foresight
+        believed = [float(seen._seconds[number]) for number in range(4)]
+    assert believed == [pytest.approx(busy, rel=0.1)] * 4
+    assert queued < 6 * busy
+
+
+def test_events_sleep_where_torch_can(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for an event should not take a core from those who compute."""
+    made: list[dict[str, Any]] = []
+    kind = torch.Event
+
+    def noting(*arguments: Any, **options: Any) -> torch.Event:
+        made.append(options)
+        return kind(*arguments, **options)
+
+    monkeypatch.setattr(torch, "Event", noting)
+    Link(torch.device("pretend", 0), None, None).times.mark()  # type: ignore[arg-type]
+    assert made
+    assert all(options.get("blocking") for options in made)
+
+
+def test_a_thread_that_makes_room_for_itself_keeps_others_right(
+    pretend: Any, disk_dir: Path
+) -> None:
+    """Many at once queue copies, in less memory than all of them need."""
+    errors: list[BaseException] = []
+    with in_ram(disk_dir, 8, device_budget=3 * PAGE) as store:
+
+        def work(first: int) -> None:
+            try:
+                for turn in range(40):
+                    number = (first + 3 * turn) % 8
+                    with store.acquire(f"g{number}", timeout=PATIENCE) as lease:
+                        assert_same(lease.tensor.cpu(), pages(number))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [start_thread(lambda first=first: work(first)) for first in range(3)]
+        for thread in threads:
+            join(thread)
+        assert not errors
+        assert_at_rest(store)

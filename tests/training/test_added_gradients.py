@@ -1,0 +1,84 @@
+"""Gradients that are added to those that are stored: by the device, beside its other work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.device import pretend
+from tests.helpers.tensors import assert_same
+from tests.training.conftest import NEEDS_PRETEND, store_for
+from tierstore.adapters.training import OffloadModel
+
+WIDTH = 64
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def given(seed: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@NEEDS_PRETEND
+def test_nobody_waits_for_the_device_to_add(disk_dir: Path) -> None:
+    """It does nothing before somebody waits for it: so it has not even begun."""
+    model = build()
+    with store_for(1 << 22, disk_dir, "pretend", share=4.0) as store:
+        offloaded = OffloadModel(model, store, num_slices=1)
+        offloaded(given(0)).square().sum().backward()
+        expected = {name: gradient + 5.0 for name, gradient in gradients(model).items()}
+        (weights,) = offloaded._groups
+        added = {n: torch.full(p.shape, 5.0, device="pretend") for n, p in model.named_parameters()}
+        torch.accelerator.synchronize("pretend")
+        pretend.set_slowness(None)
+        torch.ones(1, device="pretend").add_(1)
+        start = torch.accelerator.current_stream("pretend").record_event()
+        for name, gradient in added.items():
+            weights.gradients._keep(name, gradient, add=True)
+        assert not start.query()
+        weights.gradients.show()
+        assert start.query()
+        assert_same(gradients(model), expected)
+
+
+@NEEDS_PRETEND
+def test_gradients_on_the_cpu_and_on_the_device_add_up(disk_dir: Path) -> None:
+    """Somebody gives one by hand in between."""
+    plain, model = build(), build()
+    with store_for(1 << 22, disk_dir, "pretend", share=4.0) as store:
+        offloaded = OffloadModel(model, store, num_slices=1)
+        for each in (plain, offloaded):
+            each(given(0)).square().sum().backward()
+            for parameter in each.parameters():
+                assert parameter.grad is not None
+                parameter.grad = torch.full_like(parameter, 2.0)
+            each(given(1)).square().sum().backward()
+            for parameter in each.parameters():
+                parameter.backward(torch.full_like(parameter, 3.0))
+        assert_same(gradients(model), gradients(plain))
+
+
+@NEEDS_PRETEND
+def test_a_weight_that_is_used_twice(disk_dir: Path) -> None:
+    def run(model: nn.Module) -> None:
+        for seed in range(3):
+            model(given(seed)).square().sum().backward()
+
+    tied, plain = build(), build()
+    for each in (tied, plain):
+        each[2].weight = each[0].weight
+    run(plain)
+    with store_for(1 << 22, disk_dir, "pretend", share=4.0) as store:
+        run(OffloadModel(tied, store))
+        for name, gradient in gradients(tied).items():  # added in another order
+            torch.testing.assert_close(gradient, gradients(plain)[name])
