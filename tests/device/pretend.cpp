@@ -161,7 +161,9 @@ int64_t pretend_stale_tasks() {
 int64_t pretend_queued_tasks(int index) {
   Lock lock(state().mutex);
   int64_t count = 0;
-  for (auto& [key, queue] : state().busy) count += key.first == index ? queue->tasks.size() : 0;
+  for (auto& [turn, queue] : state().busy) {
+    if (queue->key.first == index) count += queue->tasks.size();
+  }
   return count;
 }
 void pretend_reset_counters() {

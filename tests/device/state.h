@@ -88,6 +88,7 @@ struct Queue {
   std::deque<Task> tasks;
   bool running = false;
   bool capturing = false;
+  uint64_t turn = 0;  // its key among the busy ones
   double free_at_ms = 0;  // where links have a speed: when the device was done with its work
 };
 
@@ -120,7 +121,10 @@ struct State {
   std::recursive_mutex mutex;
   std::condition_variable_any changed;  // some task has ended
   DeviceState devices[kDevices];
-  std::map<StreamKey, Queue*> busy;  // the queues that are not empty
+  // The queues that are not empty, in the order in which they became so: what a seed draws must
+  // not depend on which streams of the pool a test was given.
+  std::map<uint64_t, Queue*> busy;
+  uint64_t turns = 0;
   std::map<uintptr_t, BlockPtr> blocks;
   std::optional<Capture> capture;
   std::exception_ptr error;  // of a task, until a synchronisation raises it

@@ -31,13 +31,16 @@ double now_ms() {
 
 void push(Queue& queue, Task task) {
   task.queued_ms = now_ms();
+  if (queue.tasks.empty()) {
+    queue.turn = ++state().turns;
+    state().busy[queue.turn] = &queue;
+  }
   queue.tasks.push_back(std::move(task));
-  state().busy[queue.key] = &queue;
 }
 
 void pop(Queue& queue) {
   queue.tasks.pop_front();
-  if (queue.tasks.empty()) state().busy.erase(queue.key);
+  if (queue.tasks.empty()) state().busy.erase(queue.turn);
 }
 
 // Where links have a speed, the times of a stream are those of a device that begins with each
@@ -154,8 +157,8 @@ void drain(Lock& lock, Queue& queue) {
 
 void drain_device(Lock& lock, c10::DeviceIndex device) {
   std::vector<Queue*> queues;
-  for (auto& [key, queue] : state().busy) {
-    if (key.first == device) queues.push_back(queue);
+  for (auto& entry : state().busy) {
+    if (entry.second->key.first == device) queues.push_back(entry.second);
   }
   for (auto* queue : queues) drain(lock, *queue);
 }

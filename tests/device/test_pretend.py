@@ -729,6 +729,7 @@ def race(device: ModuleType, seed: int) -> list[float]:
 
 def test_a_seed_decides_about_a_race(device: ModuleType) -> None:
     found = [race(device, seed) for seed in range(10)]
+    torch.Stream(device="pretend:0")  # so that the pool of streams is at another place now
     assert found == [race(device, seed) for seed in range(10)]
     assert len({tuple(values) for values in found}) > 5
     assert all(earlier <= later for values in found for earlier, later in pairwise(values))
