@@ -32,6 +32,10 @@ os.environ["OMP_NUM_THREADS"] = str(THREADS)
 if "torch" in sys.modules:  # too late for the variable above
     sys.modules["torch"].set_num_threads(THREADS)
 
+# Compiled files are kept, whatever was set: hundreds of processes that tests start import the same.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

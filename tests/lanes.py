@@ -17,6 +17,8 @@ or a rule by which they are chosen.
 - `keep="values"`: cases in which each value of each parameter occurs. Enough where no two have.
 - `keep="any device"`: the same, but for the parameter `device`: one device for each case, which
   one is drawn by the case's name. Enough where devices only matter to what is tested elsewhere.
+- `keep="a third"`: one in three of those, drawn by the cases' names. Enough where each case shows
+  the same of another model or another call.
 
 By a rule, a test without parameters is kept. Without `keep`, all of it is left to the full lane.
 The mark of a `pytest.param` counts before that of the function, and that before one of the module.
@@ -99,11 +101,11 @@ def kept_cases(
     if isinstance(keep, str):
         if keep not in RULES:
             raise pytest.UsageError(f"{name}: keep={keep!r} is none of {sorted(RULES)}, nor ids")
-        strength, ignored = RULES[keep]
+        strength, ignored, one_in = RULES[keep]
         drawn = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
         order = drawn if ignored else cases
         values = [_parameters(case, ignored) for case in order]
-        return [order[number] for number in covering(values, strength)]
+        return [order[number] for number in covering(values, strength)][::one_in]
     ids = {_case(case): case for case in cases}
     if not some and (missing := sorted(set(keep) - ids.keys())):
         raise pytest.UsageError(f"{name} has no case that is called {missing}")
@@ -129,8 +131,14 @@ def _parameters(item: pytest.Item, ignored: str) -> dict[str, int]:
     return {name: id(value) for name, value in values.items() if name != ignored}
 
 
-RULES = {"values": (1, ""), "any device": (1, "device"), "pairs": (2, "")}
-"""How many parameters are looked at together, and which one is not looked at."""
+RULES = {
+    "values": (1, "", 1),
+    "pairs": (2, "", 1),
+    "any device": (1, "device", 1),
+    "a third": (1, "device", 3),
+}
+"""How many parameters are looked at together, which one is not looked at, and one case in how many
+of those that are found is kept."""
 
 
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:

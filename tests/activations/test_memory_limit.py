@@ -37,6 +37,7 @@ def test_a_step_of_five_times_the_memory_finishes(tmp_path: Path) -> None:
     assert result["peak"] <= limited.BUDGET
 
 
+@pytest.mark.full("a process of its own for each", keep=["nothing"])
 @pytest.mark.parametrize("how", ["nothing", "save_on_cpu"])
 def test_without_the_store_it_does_not(how: str, tmp_path: Path) -> None:
     """The control."""

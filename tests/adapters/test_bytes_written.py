@@ -16,7 +16,7 @@ from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
-    keep="any device",
+    keep="a third",
 )
 
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)

@@ -1,7 +1,7 @@
 """Offloaded, every pipeline computes bit for bit what it computes without a store.
 
-Small pipelines under budgets below, around and above the size of their weights. The first run
-learns the order of use, the second one follows it.
+Small pipelines, in the default lane tiny ones, under budgets below, around and above the size of
+their weights. The first run learns the order of use, the second one follows it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tests.adapters.conftest import (
     start_measuring,
 )
 from tests.device import pretend
+from tests.lanes import by_lane
 from tierstore import TierStore, enable_group_offload
 from tierstore.metrics import Stats
 
@@ -34,6 +35,8 @@ pytestmark = [
     pytest.mark.parametrize("offload_type", OFFLOAD_TYPES),
     pytest.mark.parametrize("kind", pipelines.KINDS),
 ]
+
+SIZE = by_lane("tiny", "small")
 
 # transformers takes an offloaded model for one on the CPU, and sends each step's token ids and
 # positions there: int64, for 2 x 12 prompt tokens and 2 x 7 of the 8 that are generated.
@@ -62,9 +65,9 @@ def test_on_the_cpu(
     reference: References,
     disk_dir: Path,
 ) -> None:
-    expected = reference(kind, "small")
+    expected = reference(kind, SIZE)
     budget = int(expected.weights * share)
-    pipe = pipelines.load(kind, checkpoint(kind, "small"))
+    pipe = pipelines.load(kind, checkpoint(kind, SIZE))
     with (
         TierStore(budget, disk_dir, device="cpu") as store,
         enable_group_offload(pipe, store, offload_type=offload_type) as handle,
@@ -84,9 +87,9 @@ def test_on_an_accelerator(
     reference: References,
     disk_dir: Path,
 ) -> None:
-    expected = reference(kind, "small", "pretend")
+    expected = reference(kind, SIZE, "pretend")
     budget = int(expected.weights * share)
-    pipe = pipelines.load(kind, checkpoint(kind, "small"))
+    pipe = pipelines.load(kind, checkpoint(kind, SIZE))
     start_measuring()
     device_before, pinned_before = pretend.memory_allocated(), pretend.pinned_bytes()
     with (

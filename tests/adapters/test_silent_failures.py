@@ -27,7 +27,7 @@ from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
-    keep="any device",
+    keep="a third",
 )
 
 KINDS_WITH_TIES = {"flux": "text_encoder_2", "wan": "text_encoder"}

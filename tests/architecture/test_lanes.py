@@ -55,6 +55,15 @@ def test_one_device(device): pass
 @pytest.mark.full("devices", keep="any device")
 def test_no_device(): pass
 
+@pytest.mark.full("models", keep="a third")
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("model", "abcdefg")
+def test_models(model, device): pass
+
+@pytest.mark.full("models", keep="a third")
+@pytest.mark.parametrize("model", "ab")
+def test_two(model): pass
+
 @pytest.mark.full("all of the product", keep="pairs")
 @pytest.mark.parametrize("third", ["3", "4"])
 @pytest.mark.parametrize("other", ["x", "y"])
@@ -73,7 +82,9 @@ ON_DEVICES = {f"test_devices[{x}-{device}]" for x in "abcd" for device in ("cpu"
 ON_ONE = {"test_one_device[cpu]", "test_one_device[gpu]"}
 WITHOUT = {"test_sizes", "test_no_device"}
 EVERYTHING = {"test_whole", *(f"test_some[{x}]" for x in "abc")}
-EVERYTHING |= EVERY_PAIR | ON_DEVICES | ON_ONE | WITHOUT
+MODELS = {f"test_models[{model}-{device}]" for model in "abcdefg" for device in ("cpu", "gpu")}
+TWO = {"test_two[a]", "test_two[b]"}
+EVERYTHING |= EVERY_PAIR | ON_DEVICES | ON_ONE | WITHOUT | MODELS | TWO
 
 
 def run_pytest(place: Path, *words: str, tests: str = TESTS) -> str:
@@ -95,9 +106,12 @@ def passed(text: str) -> set[str]:
 def test_the_default_lane_leaves_out_what_is_marked_but_for_its_sentinels(tmp_path: Path) -> None:
     text = run_pytest(tmp_path)
     ran = passed(text)
-    assert ran - EVERY_PAIR - ON_DEVICES - ON_ONE == {"test_some[b]", *WITHOUT}
+    drawn = EVERY_PAIR | ON_DEVICES | ON_ONE | MODELS | TWO
+    assert ran - drawn == {"test_some[b]", *WITHOUT}
     assert [name[len("test_devices[")] for name in sorted(ran & ON_DEVICES)] == ["a", "b", "c"]
     assert len(ran & ON_ONE) == 1
+    assert len({name.partition("-")[0] for name in ran & MODELS}) == len(ran & MODELS) == 3
+    assert len(ran & TWO) == 1
     assert 4 <= len(ran & EVERY_PAIR) < len(EVERY_PAIR)
     assert "SIZE 1 4 default" in text
 
@@ -115,9 +129,13 @@ def test_the_other_lanes_run_everything(option: str, told: str, tmp_path: Path) 
         ("@pytest.mark.full", "needs one argument, its reason"),
         ("@pytest.mark.full('')", "needs one argument, its reason"),
         ("@pytest.mark.full('why', keep=['a', 'd'])", "no case that is called ['d']"),
-        ("@pytest.mark.full('why', keep='most')", "is none of ['any device', 'pairs', 'values']"),
+        (
+            "@pytest.mark.full('why', keep='most')",
+            "is none of ['a third', 'any device', 'pairs', 'values']",
+        ),
     ],
 )
+@pytest.mark.full("a process of its own for each", keep="a third")
 def test_a_mark_that_is_wrong_is_refused(mark: str, why: str, tmp_path: Path) -> None:
     cases = "@pytest.mark.parametrize('x', 'ab')\ndef test_it(x): pass\n"
     text = run_pytest(tmp_path, tests=f"import pytest\n{mark}\n{cases}")

@@ -23,7 +23,10 @@ from tierstore.transfer.arena import Arena
 from tierstore.transfer.pinned import RegisteredMemory
 
 REASON = pretend.ready()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.full("kernels and devices: each is asked for the same", keep="a third"),
+]
 
 
 @pytest.fixture

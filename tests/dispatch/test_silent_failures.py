@@ -42,7 +42,7 @@ from tierstore import (
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
-    keep="any device",
+    keep="a third",
 )
 
 SHARE = 0.25

@@ -18,7 +18,8 @@ from tests.fresh import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_FILE = 300
-LONGEST = {"docs/guides/dispatch.md", "docs/guides/profiling.md"}
+GUIDES = ("dispatch", "profiling", "diffusers", "activations", "training")
+LONGEST = {f"docs/guides/{name}.md" for name in GUIDES}
 
 FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
 NO_RUN = re.compile(r"<!--\s*no-run:\s*(?P<reason>\S.*?)\s*-->")

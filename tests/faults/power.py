@@ -45,6 +45,9 @@ HOW = ("stopped", "stopped", "opening", "working", "working", "killed")
 """What happens before the power is cut. Behind an acknowledgement nothing more does; while the
 store is opened or at work, the moment is left to chance. Or the process is killed, just when a name
 has changed, and then the next one opens the store, sees what there is, and closes it."""
+STILL_ALIVE = (0.0, 1.0, 0.002)
+"""Seconds that a process at work may go on when the power is off: some see that nothing can be
+written any more, and some are gone before. A busy machine, too, lets them see within a second."""
 STEPS = 60
 """What a worker does before the store is closed and opened again."""
 
@@ -268,7 +271,8 @@ class Machine:
                 result.broken.append(f"surprise: {result.ended}")
             if result.how != "killed":
                 cut_power(directory)
-                self._hear(child, chosen.uniform(0, 0.005), "ended", result)
+                lives = chosen.choice(STILL_ALIVE) if result.how != "stopped" else 0.0
+                self._hear(child, lives, "ended", result)
         finally:
             child.kill()
             self._hear(child, PATIENCE, "", result)

@@ -62,7 +62,7 @@ def failing(
     return lambda world: file_system.failing(**{operation: error})
 
 
-@pytest.mark.full("the operation, its error, and what meets it", keep="values")
+@pytest.mark.full("the operation, its error, and what meets it", keep="a third")
 @pytest.mark.parametrize(("operation", "error", "name"), ERRORS)
 def test_an_operation_that_fails_is_told_or_made_good(
     operation: str, error: str, name: str, file_system: FailingFileSystem

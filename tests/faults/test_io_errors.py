@@ -26,6 +26,7 @@ ALL = [(fault, once) for fault in FAULTS for once in (True, False)]
 BRIEF = [("EIO", True), ("short", False)]
 
 
+@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_call_that_fails_is_told_or_made_good(name: str, quick_dir: Path) -> None:
     sweep = Sweep(name, quick_dir)

@@ -56,6 +56,7 @@ def room_left(at: Path, what: str, spare: int) -> Callable[[World], object]:
     return full
 
 
+@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
 @pytest.mark.needs("root", "tmpfs")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_disk_that_is_full_is_told_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def next_descriptor() -> int:
     return descriptor
 
 
+@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_process_with_too_few_descriptors_is_told(name: str, tmp_path: Path) -> None:
@@ -101,6 +103,7 @@ def test_a_process_with_too_few_descriptors_is_told(name: str, tmp_path: Path) -
         sweep.surely_meets(f"{spare} descriptors left", lower)
 
 
+@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SYNCED)
 def test_files_that_may_not_grow_are_told(name: str, tmp_path: Path) -> None:
@@ -171,6 +174,7 @@ def test_a_checkpoint_on_a_read_only_mount_is_as_good_as_any(tmp_path: Path) -> 
     sweep.surely_meets("a read-only mount", read_only, untold=True)
 
 
+@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
 @pytest.mark.needs("root", "immutable-files")
 @pytest.mark.parametrize("name", ["replacing", "discarding", "closing with unsaved groups"])
 @pytest.mark.parametrize("what", ["objects", "tmp", "objects/*", "objects/*/*"])
@@ -191,6 +195,7 @@ def test_what_was_made_immutable_is_told_of(name: str, what: str, tmp_path: Path
     Sweep(name, tmp_path).surely_meets(f"{what} is immutable", immutable)
 
 
+@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
 @pytest.mark.needs("root", "overlay")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_overlay_is_as_good_as_any(name: str, tmp_path: Path) -> None:

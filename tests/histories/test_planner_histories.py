@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from tests.histories.machine import World, play
 from tests.histories.mutants import DropsWhatIsRead, unchecked
+from tests.lanes import by_lane
 from tierstore.model.groups import name_of
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
@@ -142,7 +143,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.world.finish()
 
 
-MODERATE = settings(max_examples=300, stateful_step_count=40)
+MODERATE = settings(max_examples=by_lane(100, 300), stateful_step_count=40)
 UNSHRUNK = settings(MODERATE, phases=[Phase.generate])
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from tests.histories.machine import play
+from tests.lanes import by_lane
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
 from tierstore.plan.schedule import LearnedOrder
 
 PAGE = 4096
-SEEDS = 60
+SEEDS = by_lane(20, 60)
 STEPS = 60
 
 

@@ -240,6 +240,7 @@ print("done")
 """
 
 
+@pytest.mark.full("a process of its own for each limit", keep=["files"])
 @pytest.mark.parametrize("limit", ["files", "addresses"])
 def test_limits_of_the_process_leave_room_for_what_is_needed(limit: str, disk_dir: Path) -> None:
     """Not for what is reserved in advance: 64 MiB of a spill file, eight times the addresses."""

@@ -58,7 +58,7 @@ from tierstore.model.header import digest
 pytestmark = [
     pytest.mark.full(
         "the model, the optimizer: each has its own part; test_parity.py runs on both devices",
-        keep="any device",
+        keep="a third",
     ),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
