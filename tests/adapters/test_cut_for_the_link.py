@@ -90,6 +90,7 @@ def test_a_small_budget_cuts_blocks_into_leaves() -> None:
     assert any("attn" in name for name, _ in cut("flux", size))
 
 
+@pytest.mark.full("all budgets with each other", keep="pairs")
 @pytest.mark.parametrize("device_gb", [None, 0.5, 1, 2, 4, 8, 12, 24, 70])
 @pytest.mark.parametrize("ram_gb", [0.5, 4, 64])
 @pytest.mark.parametrize("kind", MODELS)

@@ -29,7 +29,7 @@ from tierstore.metrics import Stats
 pytestmark = [
     pytest.mark.full(
         "how a pipeline is cut and how much of it stays have nothing to do with each other",
-        keep="pairs",
+        keep="values",
     ),
     pytest.mark.parametrize("share", (0.15, 0.4, 1.5)),
     pytest.mark.parametrize("offload_type", OFFLOAD_TYPES),
@@ -56,7 +56,6 @@ def assert_bytes_moved(stats: Stats, expected: Reference, runs: int, memory: int
     assert stats.bytes_offloaded == 0
 
 
-@pytest.mark.full("how it is cut and how much of it stays are tested together below", keep="values")
 def test_on_the_cpu(
     kind: str,
     offload_type: str,

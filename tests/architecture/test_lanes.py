@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -235,9 +236,14 @@ def sentinels() -> dict[str, list[tuple[str, str]]]:
     return rows
 
 
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def left_out_of_the_default_lane(path: str, name: str, root: Path = ROOT) -> str | None:
     """Why no case of a test runs in the default lane; None if one does."""
-    tree = ast.parse((root / path).read_text(encoding="utf-8"))
+    tree = _parsed(root / path)
     marks = [
         node.value
         for node in tree.body

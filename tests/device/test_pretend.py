@@ -1229,11 +1229,13 @@ def run_with_pretend(code: str) -> subprocess.CompletedProcess[str]:
     return run_python("-c", "import torch; from tests.device import pretend;" + code)
 
 
+@pytest.mark.full("a process of its own; what it shows is of the device of the tests alone")
 def test_loading_after_a_backward_pass_is_an_error(device: ModuleType) -> None:
     done = run_with_pretend("torch.ones(1, requires_grad=True).backward(); pretend.load()")
     assert done.stderr.endswith("must come before the first backward pass\n")
 
 
+@pytest.mark.full("a process of its own; what it shows is of the device of the tests alone")
 def test_a_process_with_queued_work_exits_cleanly(device: ModuleType) -> None:
     code = (
         "pretend.load(); s = torch.Stream(device='pretend');"

@@ -37,7 +37,7 @@ from tierstore import (
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched, and the device: each has its own part in what is tested",
-    keep="values",
+    keep="a third",
 )
 
 ALL_KINDS = pytest.mark.parametrize("kind", models.KINDS)

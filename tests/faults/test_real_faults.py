@@ -263,6 +263,7 @@ def test_interrupted_calls_are_repeated(disk_dir: Path) -> None:
         assert torch.equal(found[f"k{number}"], torch.full((5000,), float(number)))
 
 
+@pytest.mark.full("a process of its own for each", keep=["preadv,preadv2-error=EIO-TransferError"])
 @pytest.mark.needs("strace")
 @pytest.mark.parametrize(
     ("call", "fault", "told"),

@@ -148,6 +148,7 @@ def test_without_direct_reads_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(found.read(setting) > 0 for setting in SETTINGS)
 
 
+@pytest.mark.full("the call, and what file it is made on", keep="values")
 @pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate", "fsync"])
 @pytest.mark.parametrize("nameless", [True, False])
 def test_a_measurement_that_fails_leaves_nothing_behind(
