@@ -174,11 +174,12 @@ class Shelves:
     ) -> GroupRecord | None:
         """Of those that need not stay, one of `nbytes` bytes that is not needed much sooner than
         the one that is missed least."""
-        first = list(islice(self._may_go(tier, rival, tried), SAME_SIZE_AMONG))
-        for group in first:
+        first = None
+        for group in islice(self._may_go(tier, rival, tried), SAME_SIZE_AMONG):
+            first = first or group
             if group.nbytes == nbytes and group.valid_elsewhere(tier):
                 staying = group.kept or group.key in self._demands
-                about = self._foresight.about_as_far(group.number, first[0].number)
+                about = self._foresight.about_as_far(group.number, first.number)
                 return group if about and not staying else None
         return None
 
