@@ -45,9 +45,9 @@ HOW = ("stopped", "stopped", "opening", "working", "working", "killed")
 """What happens before the power is cut. Behind an acknowledgement nothing more does; while the
 store is opened or at work, the moment is left to chance. Or the process is killed, just when a name
 has changed, and then the next one opens the store, sees what there is, and closes it."""
-STILL_ALIVE = (0.0, 1.0, 0.002)
+STILL_ALIVE = (0.0, 0.3, 0.002)
 """Seconds that a process at work may go on when the power is off: some see that nothing can be
-written any more, and some are gone before. A busy machine, too, lets them see within a second."""
+written any more, and some are gone before. A busy machine, too, lets most of them see by then."""
 STEPS = 60
 """What a worker does before the store is closed and opened again."""
 
