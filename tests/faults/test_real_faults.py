@@ -133,7 +133,7 @@ store.close()
 """
 
 
-@pytest.mark.full("shows hundreds of groups; test_readable_again.py meets the same limit with fewer")
+@pytest.mark.full("shows hundreds of groups; test_readable_again.py meets the same limit")
 @pytest.mark.needs("limits")
 def test_what_weights_show_while_away_needs_no_descriptors(quick_dir: Path) -> None:
     """Five hundred groups are shown at once, with 200 descriptors."""
