@@ -2,7 +2,8 @@
 
 `python tools/durations.py [--full]` runs a lane in two processes, one for each core, and
 writes what it measured into `tests/durations.json`: for each test function its slowest case, in
-seconds, with what it needed to be set up. Run it on a machine that does nothing else.
+seconds, with what it needed to be set up. Run it on a machine that does nothing else. What took
+more than `MOST` seconds is measured again, alone, and counts with what it took then.
 
 As a pytest plugin, which `tools/check.py` loads, it fails a run of the default lane in which a test
 that was never measured took more than `MOST` seconds. What was measured is judged by the file alone
@@ -106,13 +107,23 @@ def main() -> int:
     if status != pytest.ExitCode.OK:
         print(f"nothing was written to {FILE}: the tests failed", file=sys.stderr)
         return int(status)
-    write("full" if full else "default", time.monotonic() - started, recorder)
+    seconds, found = time.monotonic() - started, recorder.functions()
+    write("full" if full else "default", seconds, recorder, found | alone(found, options[2:]))
     return 0
 
 
-def write(lane: str, seconds: float, recorder: Recorder) -> None:
+def alone(found: Seconds, options: list[str]) -> Seconds:
+    """How long those take that were too slow beside others, each by itself."""
+    slow = [name for name, seconds in found.items() if seconds > MOST]
+    recorder = Recorder()
+    if slow:
+        pytest.main(["--quiet", *options, *slow], plugins=[recorder])
+    return recorder.functions()
+
+
+def write(lane: str, seconds: float, recorder: Recorder, functions: Seconds) -> None:
     lanes: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
-    tests = {name: round(took, 2) for name, took in sorted(recorder.functions().items())}
+    tests = {name: round(took, 2) for name, took in sorted(functions.items())}
     lanes[lane] = {
         "measured": f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}",
         "seconds": round(seconds),

@@ -86,6 +86,7 @@ def test_an_error_with_all_that_was_going_on_would_keep_it(
 # The controls: the same with one protection removed -----------------------------------------------
 
 
+@pytest.mark.full("a search for what happens now and then; the controls below take no luck")
 def test_a_value_that_is_seen_late_is_noticed(tmp_path: Path) -> None:
     """Now and then a put returns before readers can see what was put."""
     throng = Throng(1, "cpu", tmp_path / "store", threads=8)

@@ -845,16 +845,18 @@ else:
 
 
 def test_a_second_process_on_the_same_directory(disk_dir: Path) -> None:
-    def second() -> str:
-        return output_of("-c", SECOND, disk_dir)
-
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        message = second()
+        message = output_of("-c", SECOND, disk_dir)
         for part in (str(disk_dir), f"process {os.getpid()} ", "another disk_dir"):
             assert part in message
         assert_group(store.get("key"), pages(1))
-    assert second() == "opened\n"
+
+
+@pytest.mark.full("a process of its own; below, a second store opens what the first one closed")
+def test_a_second_process_after_the_first(disk_dir: Path) -> None:
+    open_store(disk_dir).close()
+    assert output_of("-c", SECOND, disk_dir) == "opened\n"
 
 
 def test_a_second_store_in_the_same_process(disk_dir: Path) -> None:
