@@ -1,0 +1,62 @@
+"""The planner decides as it did, instruction by instruction, while its code changes its shape."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.histories import recorded
+from tests.histories.machine import play
+from tierstore.model.moves import Copy, Drop, Forget, Reserve
+from tierstore.model.tiers import Tier
+
+RECORDED = json.loads(recorded.FILE.read_text())
+CASES = [
+    (policy, first)
+    for policy in recorded.POLICIES
+    for first in range(0, recorded.SEEDS, recorded.AT_ONCE)
+]
+
+
+@pytest.mark.full(
+    "thousands of histories, for changes of the planner's structure; a hundred show most of them",
+    keep=[f"{policy}-0" for policy in recorded.POLICIES],
+)
+@pytest.mark.parametrize(("policy", "first"), CASES)
+def test_the_same_instructions_as_were_recorded(policy: str, first: int) -> None:
+    assert recorded.digest(policy, first) == RECORDED[f"{policy} {first}"], (
+        "the planner decides differently: if that is meant, python -m tests.histories.recorded"
+    )
+
+
+def test_every_history_is_recorded() -> None:
+    assert list(RECORDED) == [f"{policy} {first}" for policy, first in CASES]
+    assert len(set(RECORDED.values())) == len(RECORDED)
+
+
+def test_whatever_an_instruction_says_is_in_its_words() -> None:
+    """So another instruction, order or history gives another digest."""
+    a, b = "a\x001", "a\x002"
+    words = [
+        recorded.words_of(each)
+        for key in (a, b)
+        for nbytes in (1, 2)
+        for each in (
+            Copy(key, nbytes, Tier.DISK, Tier.HOST),
+            Copy(key, nbytes, Tier.DISK, Tier.HOST, urgent=True),
+            Copy(key, nbytes, Tier.HOST, Tier.DISK),
+            Copy(key, nbytes, Tier.HOST, Tier.DEVICE),
+            Drop(key, nbytes, Tier.HOST),
+            Drop(key, nbytes, Tier.DEVICE),
+            Reserve(key, nbytes, Tier.HOST),
+        )
+    ]
+    words += [recorded.words_of(Forget(key)) for key in (a, b)]
+    assert len(set(words)) == len(words) == 2 * 2 * 7 + 2
+    assert words[0] == "copy a 1 1 DISK HOST early"
+
+
+def test_histories_have_instructions_of_all_kinds() -> None:
+    kinds = {type(each) for seed in range(20) for each in play(seed, "next-use").books.followed}
+    assert kinds == {Copy, Drop, Reserve, Forget}
