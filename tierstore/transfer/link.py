@@ -30,6 +30,19 @@ def _copy_all(places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         target.copy_(source, non_blocking=True)
 
 
+def _copy_group(
+    cargo: Cargo, host: torch.Tensor | None, device: torch.Tensor | None, *, up: bool
+) -> None:
+    """Copy each run of a group's bytes between its slots' memory, `up` to the device or down."""
+    assert host is not None
+    assert device is not None
+    for run in cargo.spec.runs:
+        here = part(host, run.host_offset, run.nbytes)
+        there = part(device, run.device_offset, run.nbytes)
+        target, source = (there, here) if up else (here, there)
+        target.copy_(source, non_blocking=True)
+
+
 class Link:
     """Two streams of `device`, one for each direction, between `host` and memory of the device.
 
@@ -61,33 +74,23 @@ class Link:
         dst.pending.clear()
         began = self.times.mark(up)
         try:
-            on(up, lambda: self._queue(cargo, src.memory, memory))
+            on(up, lambda: _copy_group(cargo, src.memory, memory, up=True))
         finally:  # if one of them failed, those before it still read the source
             ended = self.times.mark(up)
             src.pending.append(ended.event)
         cargo.arrival = ended.event
         return began, ended
 
-    @staticmethod
-    def _queue(cargo: Cargo, src: torch.Tensor | None, dst: torch.Tensor) -> None:
-        assert src is not None
-        for run in cargo.spec.runs:
-            source = part(src, run.host_offset, run.nbytes)
-            part(dst, run.device_offset, run.nbytes).copy_(source, non_blocking=True)
-
     def offload(self, cargo: Cargo, src: Slot, dst: Slot) -> tuple[Mark, Mark]:
         """Copy a group to host memory, and wait for it."""
         memory = self._host.fill(dst)
         dst.wait()
-        assert src.memory is not None
         for event in [*src.pending, cargo.arrival]:
             if event is not None:
                 self.down.wait_event(event)
         began = self.times.mark(self.down)
         with entered(self.down):
-            for run in cargo.spec.runs:
-                source = part(src.memory, run.device_offset, run.nbytes)
-                part(memory, run.host_offset, run.nbytes).copy_(source, non_blocking=True)
+            _copy_group(cargo, memory, src.memory, up=False)
         # Host memory has arrived when the bytes are there: a save to disk may read them next.
         ended = self.times.mark(self.down)
         ended.event.synchronize()
