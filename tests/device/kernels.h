@@ -66,6 +66,25 @@ void queue_work(c10::DeviceIndex device, std::function<void()> run, std::vector<
              over_link);
 }
 
+// What `through(tensor, is_index)` makes of the tensors of a value; nothing if it holds none.
+template <typename Through>
+std::optional<c10::IValue> tensors_through(const c10::IValue& value, Through through) {
+  if (value.isTensor()) return through(value.toTensor(), false);
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& t : value.toTensorVector()) list.push_back(through(t, false));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {  // only indexing takes these
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector()) {
+      list.push_back(t ? std::optional<at::Tensor>(through(*t, true)) : std::nullopt);
+    }
+    return list;
+  }
+  return std::nullopt;
+}
+
 // The CPU tensors that stand in for device tensors during one kernel.  Device
 // storages and their stand-ins are paired, so that aliasing is kept.
 struct StandIns {
@@ -258,19 +277,7 @@ struct Shadow {
   }
 
   c10::IValue in_value(const c10::IValue& value) {
-    if (value.isTensor()) return in(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorVector()) list.push_back(in(t));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector()) {
-        list.push_back(t ? std::optional<at::Tensor>(in(*t)) : std::nullopt);
-      }
-      return list;
-    }
+    if (auto found = tensors_through(value, [&](const at::Tensor& t, bool) { return in(t); })) return *found;
     if (value.isDevice()) return device;
     return value;
   }
@@ -332,19 +339,8 @@ struct Call {
   }
 
   c10::IValue in_value(const c10::IValue& value) {
-    if (value.isTensor()) return in(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorVector()) list.push_back(in(t));
-      return list;
-    }
-    if (value.isOptionalTensorList()) {  // only indexing takes these
-      c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector()) {
-        list.push_back(t ? std::optional<at::Tensor>(in(*t, true)) : std::nullopt);
-      }
-      return list;
-    }
+    auto into = [&](const at::Tensor& t, bool is_index) { return in(t, is_index); };
+    if (auto found = tensors_through(value, into)) return *found;
     if (value.isGenerator()) return cpu_generator(value.toGenerator());
     if (value.isDevice()) {
       if (value.toDevice().type() == kType) target = device_at(checked(value.toDevice().index()));
@@ -356,13 +352,7 @@ struct Call {
   at::Tensor out(const at::Tensor& t) { return stand_ins.device(t, *target); }
 
   c10::IValue out_value(const c10::IValue& value) {
-    if (value.isTensor()) return out(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& t : value.toTensorVector()) list.push_back(out(t));
-      return list;
-    }
-    return value;
+    return tensors_through(value, [&](const at::Tensor& t, bool) { return out(t); }).value_or(value);
   }
 
   // What a kernel will put here later.

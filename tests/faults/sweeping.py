@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from tests.faults.injecting import FAULTS, Fault, Injector, injected
 from tests.faults.scenarios import (
     SCENARIOS,
@@ -28,6 +30,11 @@ from tests.store.helpers import join
 T = TypeVar("T")
 Meet = Callable[[World], AbstractContextManager[T]]
 """What makes the fault, and ends it."""
+
+ONE_IN_THREE = pytest.mark.full(
+    "what it is that calls: one scenario after another, of one kind", keep="a third"
+)
+"""A sweep over scenarios, in the default lane over some of them."""
 
 TOLERATED = {"short"}
 """Of these nobody is told: they are completed."""

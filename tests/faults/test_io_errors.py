@@ -15,7 +15,7 @@ import pytest
 
 from tests.faults.injecting import FAULTS
 from tests.faults.scenarios import SCENARIOS
-from tests.faults.sweeping import Sweep
+from tests.faults.sweeping import ONE_IN_THREE, Sweep
 from tests.lanes import by_lane
 from tierstore.model.errors import TransferError
 from tierstore.transfer import disk, spill
@@ -26,7 +26,7 @@ ALL = [(fault, once) for fault in FAULTS for once in (True, False)]
 BRIEF = [("EIO", True), ("short", False)]
 
 
-@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
+@ONE_IN_THREE
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_call_that_fails_is_told_or_made_good(name: str, quick_dir: Path) -> None:
     sweep = Sweep(name, quick_dir)

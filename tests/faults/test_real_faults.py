@@ -15,7 +15,7 @@ import torch
 
 from tests.faults.facilities import mounted, program, run
 from tests.faults.scenarios import SCENARIOS, World, tensors_of, value_of
-from tests.faults.sweeping import Sweep, no_fault
+from tests.faults.sweeping import ONE_IN_THREE, Sweep, no_fault
 from tests.helpers.processes import output_of
 from tests.lanes import by_lane
 from tests.store.helpers import files_below
@@ -56,7 +56,7 @@ def room_left(at: Path, what: str, spare: int) -> Callable[[World], object]:
     return full
 
 
-@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
+@ONE_IN_THREE
 @pytest.mark.needs("root", "tmpfs")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_disk_that_is_full_is_told_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def next_descriptor() -> int:
     return descriptor
 
 
-@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
+@ONE_IN_THREE
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_process_with_too_few_descriptors_is_told(name: str, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_process_with_too_few_descriptors_is_told(name: str, tmp_path: Path) -
         sweep.surely_meets(f"{spare} descriptors left", lower)
 
 
-@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
+@ONE_IN_THREE
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SYNCED)
 def test_files_that_may_not_grow_are_told(name: str, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_checkpoint_on_a_read_only_mount_is_as_good_as_any(tmp_path: Path) -> 
     sweep.surely_meets("a read-only mount", read_only, untold=True)
 
 
-@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
+@ONE_IN_THREE
 @pytest.mark.needs("root", "immutable-files")
 @pytest.mark.parametrize("name", ["replacing", "discarding", "closing with unsaved groups"])
 @pytest.mark.parametrize("what", ["objects", "tmp", "objects/*", "objects/*/*"])
@@ -196,7 +196,7 @@ def test_what_was_made_immutable_is_told_of(name: str, what: str, tmp_path: Path
     Sweep(name, tmp_path).surely_meets(f"{what} is immutable", immutable)
 
 
-@pytest.mark.full("what it is that calls: one scenario after another, of one kind", keep="a third")
+@ONE_IN_THREE
 @pytest.mark.needs("root", "overlay")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_an_overlay_is_as_good_as_any(name: str, tmp_path: Path) -> None:
