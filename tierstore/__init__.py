@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.training import OffloadModel, OffloadOptimizer
     from tierstore.adapters.training.saving import load_training, save_training
     from tierstore.lease import Lease
-    from tierstore.metrics import ActivationStats, Snapshot, Stats
+    from tierstore.observe.stats import ActivationStats, Snapshot, Stats
     from tierstore.store import TierStore
 
 __version__ = "0.1.0"
@@ -52,9 +52,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "TierStore": "tierstore.store",
     "Lease": "tierstore.lease",
-    "Stats": "tierstore.metrics",
-    "Snapshot": "tierstore.metrics",
-    "ActivationStats": "tierstore.metrics",
+    "Stats": "tierstore.observe.stats",
+    "Snapshot": "tierstore.observe.stats",
+    "ActivationStats": "tierstore.observe.stats",
     "ActivationOffload": "tierstore.adapters.activations",
     "offload_activations": "tierstore.adapters.activations",
     "checkpoint": "tierstore.adapters.checkpointing",

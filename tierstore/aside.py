@@ -19,12 +19,16 @@ from typing import Any, Protocol
 import torch
 
 from tierstore.lease import Lease
+from tierstore.model import events
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Tier
-from tierstore.observer import ActivationCounts
+from tierstore.observe.observer import ActivationCounts
 from tierstore.serving import Serving
 from tierstore.settings import Settings, device_memory, grown_device_budget
 from tierstore.steps import step
-from tierstore.transfer.objects import check_key
+from tierstore.tiers.arena import Arena
+from tierstore.tiers.objects import check_key
 from tierstore.waiting import Request, Want
 
 PREFIX = "activation/"
@@ -63,24 +67,23 @@ class PuttingAside(Serving):
     def __init__(self, settings: Settings) -> None:
         self._fresh = itertools.count()
         self._left: deque[int] = deque()  # dropped by finalizers
-        self._unspilled: dict[int, str] = {}  # number -> version, the oldest first
+        self._unspilled: dict[int, GroupId] = {}  # number -> version, the oldest first
         self._largest = 0  # bytes of the largest group that was lent or put aside so far
         self.givers: weakref.WeakSet[Giver] = weakref.WeakSet()
         super().__init__(settings)
 
     def _collect_lost(self) -> None:
         super()._collect_lost()
-        gone = False
+        instructions: list[Instruction] = []
         while self._left:
             number = self._left[0]
             version = self._versions.pop(key_of(number), None)
             self._unspilled.pop(number, None)
             self._left.popleft()
             if version is not None:
-                self._planner.discard(version)
-                gone = True
-        if gone:
-            self._deliver()
+                instructions += self._handled(events.Discarded(version))
+        if instructions:
+            self._deliver(instructions)
 
     @staticmethod
     def _check_key(key: str) -> None:
@@ -90,7 +93,7 @@ class PuttingAside(Serving):
 
     def _tidy_up(self) -> None:
         """Take back what finalizers have left, so that one sees what really is there."""
-        self._carrier.look()
+        self._mover.look()
         if not self._closed:
             self._collect_lost()
 
@@ -104,10 +107,16 @@ class PuttingAside(Serving):
         for giver in list(self.givers):
             giver.make_room()
 
+    @property
+    def _device_arena(self) -> Arena:
+        device = self._tiers.device
+        assert device is not None, "there is no accelerator"
+        return device.arena
+
     @step
     def spare_device_memory(self) -> int:
         """The bytes that `give_back_device_memory` would give back now, on an accelerator."""
-        return self._planner.spare_bytes() + self._carrier.arenas[Tier.DEVICE].idle_bytes
+        return self._planner.spare_bytes() + self._device_arena.idle_bytes
 
     def give_back_device_memory(self) -> None:
         """Let others have the memory of the device that the store holds and that nobody uses.
@@ -116,15 +125,14 @@ class PuttingAside(Serving):
         device to be done with it.
         """
         self._vacate()
-        self._carrier.catch_up()  # the slots of what was given up are idle by then
-        self._carrier.arenas[Tier.DEVICE].give_back_idle()
+        self._mover.catch_up()  # the slots of what was given up are idle by then
+        self._device_arena.give_back_idle()
 
     @step
     def _vacate(self) -> None:
         self._check_open()
         self._call_in()
-        self._planner.vacate()
-        self._deliver()
+        self._tell(events.DeviceVacated())
 
     @step
     def grow_device_budget(self) -> None:
@@ -133,15 +141,14 @@ class PuttingAside(Serving):
         given = self._settings
         if self._ended() or not given.device_budget_may_grow:
             return
-        arena, before = self._carrier.arenas[Tier.DEVICE], given.budgets[Tier.DEVICE]
+        arena, before = self._device_arena, given.budgets[Tier.DEVICE]
         assert before is not None
         free, _ = device_memory(self.device)
         budget = grown_device_budget(before, arena.bytes_held, free)
         arena.resize(budget)  # first: the planner's instructions may need it
         budgets = {**given.budgets, Tier.DEVICE: budget}
         self._settings = replace(given, budgets=budgets, device_budget_may_grow=False)
-        self._planner.resize(budget)
-        self._deliver()
+        self._tell(events.BudgetChanged(budget))
 
     def largest_aside(self) -> int:
         """The bytes that any one group may have at most: what every tier above the disk can hold
@@ -161,9 +168,9 @@ class PuttingAside(Serving):
         for_good = self.held_for_good if top is Tier.HOST else 0
         return (self._planner.budgets[top] or 1 << 62) - for_good - self._largest
 
-    def _lend(self, request: Request, version: str) -> Lease:
-        self._largest = max(self._largest, self._carrier.cargo(version).spec.nbytes)
-        return super()._lend(request, version)
+    def _lend(self, request: Request, version: GroupId, demanded: bool) -> Lease:
+        self._largest = max(self._largest, self._mover.entry(version).spec.nbytes)
+        return super()._lend(request, version, demanded)
 
     def put_aside(self, memory: torch.Tensor) -> tuple[int, Any]:
         """Copy `memory` (uint8, 1-d) into the store, beside what the device does next.
@@ -176,7 +183,8 @@ class PuttingAside(Serving):
         try:
             data = self._claim(request, memory, False, guided=True)
             self._wait(request, self._granted)
-            copied = self._carrier.fill_behind(request.version, data)
+            entry = self._mover.entry(request.version)
+            copied = self._tiers.host.fill(entry, data, behind=True)
             self._filled(request, False)
             self._see_to_room(number)
             return number, copied
@@ -196,15 +204,16 @@ class PuttingAside(Serving):
         version = self._versions.get(key_of(number))
         if version is None or budget is None:
             return
-        due = self._carrier.cargo(version).spec.nbytes
+        due = self._mover.entry(version).spec.nbytes
         self._largest = max(self._largest, due)
         self._unspilled[number] = version
         if self._planner.used[Tier.HOST] <= budget - min(budget // SCARCE_SHARE, SCARCE):
             return
         while due > 0 and self._unspilled:
             oldest = self._unspilled.pop(next(iter(self._unspilled)))
-            due -= self._planner.spill_early(oldest)
-        self._deliver()
+            instructions = self._handled(events.SpillAdvised(oldest))
+            due -= sum(copy.nbytes for copy in instructions if isinstance(copy, Copy))
+            self._deliver(instructions)
 
     def _mend(self) -> None:
         super()._mend()
@@ -225,5 +234,5 @@ class PuttingAside(Serving):
         self._check_open()
         self._collect_lost()
         found = [self._versions.get(key) for key in keys]
-        self._planner.prefetch([version for version in found if version is not None], top)
-        self._deliver()
+        known = tuple(version for version in found if version is not None)
+        self._tell(events.Expected(known, top))

@@ -1,11 +1,11 @@
-"""What a store believes: the planner, the carrier, and who waits, in agreement.
+"""What a store believes: the planner, the mover, and who waits, in agreement.
 
-This is the only module that knows both planner and carrier. Every step follows one pattern: ask
-the planner, and hand its instructions to the carrier, so that their order is kept. The carrier's
+This is the only module that knows both planner and mover. Every step follows one pattern: ask
+the planner, and hand its instructions to the mover, so that their order is kept. The mover's
 threads report back in the same way. Nothing here waits but `_wait`, between steps.
 
 The planner can be made anew at any time. What is true of a group is known elsewhere: which copies
-the carrier has made and is making, which version of a key readers see, and what is lent. If a step
+the mover has made and is making, which version of a key readers see, and what is lent. If a step
 was cut short, whatever the planner believed by then is forgotten.
 """
 
@@ -18,12 +18,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 import torch
 
 from tierstore.lessons import Lessons
+from tierstore.model import events
 from tierstore.model.errors import (
     BudgetError,
     CaptureError,
@@ -32,41 +32,29 @@ from tierstore.model.errors import (
     StoreTimeoutError,
     UnknownKeyError,
 )
-from tierstore.model.groups import GroupSpec, Source, name_of, version_id
-from tierstore.model.journal import Use
+from tierstore.model.groups import NO_GROUP, GroupId, GroupSpec, Source
 from tierstore.model.locks import RLock
-from tierstore.model.moves import Copy
-from tierstore.model.tiers import Access, Hold, Tier
-from tierstore.observer import Observer
+from tierstore.model.moves import Copy, Instruction
+from tierstore.model.tiers import Access, Tier
+from tierstore.observe.event_log import EventLog
+from tierstore.observe.observer import Observer
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
-from tierstore.plan.records import Found, State
+from tierstore.plan.records import State
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.settings import Settings
 from tierstore.steps import step
-from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.carrier import ThreadCarrier
-from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.disk import FileStamp
-from tierstore.transfer.objects import object_name
-from tierstore.transfer.streams import is_captured
-from tierstore.transfer.workers import weakly
-from tierstore.waiting import LOOK_AGAIN, Request, WaitingRoom, Want, Wish
+from tierstore.tiers.assembly import StoreTiers, build
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.disk import FileStamp
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.mover import Mover, Told
+from tierstore.tiers.objects import object_name
+from tierstore.tiers.streams import is_captured
+from tierstore.tiers.workers import weakly
+from tierstore.waiting import LOOK_AGAIN, Lent, Request, WaitingRoom, Want, Wish
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False, slots=True)
-class Lent(Use):
-    """The store's side of a lease, and later a note of it.
-
-    It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device
-    uses what was lent, as far as is known: if the lease is lost, whoever finds it is on another.
-    """
-
-    access: Access = Access.READ
-    held: Hold | None = None
-    stream: torch.Stream | None = None
 
 
 class Books:
@@ -83,26 +71,28 @@ class Books:
         self._waiting = WaitingRoom(
             self._ready, lambda: self._planner.idle(), self._refuse_the_hopeless
         )
-        self._versions: dict[str, str] = {}  # key -> the version that readers see
-        self._putting: dict[str, None] = {}  # versions that nobody sees yet
+        self._versions: dict[str, GroupId] = {}  # key -> the version that readers see
+        self._putting: dict[GroupId, None] = {}  # versions that nobody sees yet
         self._out: dict[Lent, None] = {}  # what was not given back yet
         self._resting: dict[Lent, Lent] = {}  # what of it is not used at this moment
         self._numbers = itertools.count(1)
         self._lessons = Lessons()
+        self._events = EventLog()
         self._closing = False  # nothing new may begin; what there is, is being saved
         self._closed = False
         self._directory = ObjectDirectory(settings.disk_dir)
         try:
-            self._carrier = self._new_carrier()
+            self._tiers, self._mover = self._new_tiers()
         except BaseException:
             self._directory.close()
             raise
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._carrier, self._directory, self._pid
+            self, _shut_down, self._mover, self._directory, self._pid
         )
         try:
-            journal, times = self._carrier.journal, self._carrier.times
-            self._observer = Observer(journal, times, self._lessons.ran)
+            device = self._tiers.device
+            times = None if device is None else device.times
+            self._observer = Observer(self._mover.journal, times, self._lessons.ran)
             self._recover()
             self._observer.level(self._planner.used)
         except BaseException:
@@ -113,25 +103,25 @@ class Books:
         schedule = LearnedOrder()
         policy = policy_named(self._settings.policy, schedule)
         told = self.device.type != "cpu"
-        return Planner(self._settings.budgets, policy, schedule, time.monotonic, told=told)
+        return Planner(self._settings.budgets, policy, schedule, told=told)
 
-    def _new_carrier(self) -> ThreadCarrier:
+    def _new_tiers(self) -> tuple[StoreTiers, Mover]:
         # Its threads must not keep a forgotten store alive.
         report, ending = (weakly(weakref.WeakMethod(m)) for m in (self._arrived, self._ending))
         given = self._settings
-        moved, verify = self._lessons.moved, given.verify
-        return ThreadCarrier(
-            given.device, given.budgets, self._directory, verify, report, ending, moved
+        told = Told(report, ending, self._lessons.moved)
+        return build(
+            given.device, given.budgets, self._directory, given.verify, told, given.extra_tiers
         )
 
     def _recover(self) -> None:
         for stored in self._directory.objects():
-            version = version_id(stored.key, 0)
-            spec = stored.spec(version)
+            version = GroupId(stored.key, 0)
+            spec = stored.spec()
             source = stored.source(self._directory.path_of(stored.key))
-            self._carrier.add(Cargo(version, spec, source, stored.packing, single=stored.single))
-            self._planner.register(version, spec.nbytes, backed=False)
-            self._carrier.saver.add_file(stored.key)
+            self._mover.add(GroupEntry(version, spec, source, stored.packing, single=stored.single))
+            self._tell(events.Registered(version, spec.nbytes))
+            self._tiers.disk.add_file(stored.key)
             self._versions[stored.key] = version
         budget, held = self._planner.budgets[Tier.DISK], self._planner.used[Tier.DISK]
         if budget is not None and held > budget:
@@ -161,25 +151,26 @@ class Books:
         single: bool,
     ) -> None:
         version = self._new_version(key)
-        spec = GroupSpec(version, spec.tensors, spec.nbytes)
         order = self._newest_so_far()
-        self._carrier.add(
-            Cargo(version, spec, source, single=single, stamps=stamps, order=order, backed=True)
+        self._mover.add(
+            GroupEntry(
+                version, spec, source, single=single, stamps=stamps, order=order, backed=True
+            )
         )
-        self._planner.register(version, spec.nbytes, backed=True)
+        self._tell(events.Registered(version, spec.nbytes, backing=True))
         self._versions[key] = version
 
     def _refuse_duplicate(self, key: str) -> None:
         if key in self._versions:
             raise DuplicateKeyError(key)
 
-    def _new_version(self, key: str) -> str:
-        return version_id(key, next(self._numbers))
+    def _new_version(self, key: str) -> GroupId:
+        return GroupId(key, next(self._numbers))
 
     def _newest_so_far(self) -> int:
         return next(self._numbers)
 
-    def _lookup(self, key: str) -> str:
+    def _lookup(self, key: str) -> GroupId:
         version = self._versions.get(key)
         if version is None:
             damage = None
@@ -191,11 +182,10 @@ class Books:
     def _check_open(self, *, saving: bool = False) -> None:
         if self._ended() or (self._closing and not saving):
             raise ClosedError("the store is closed: open a new TierStore on its disk_dir")
-        self._check_process()
 
     def _ended(self) -> bool:
         """Whether the store was closed, by `close` or by the end of the interpreter."""
-        return self._closed or self._carrier.stopped
+        return self._closed or self._mover.stopped
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -263,23 +253,22 @@ class Books:
     def _give_up(self, request: Request) -> None:
         """Leave nothing of a request behind."""
         if self._ended():
-            request.version = ""
+            request.version = NO_GROUP
             return
         self._waiting.leave(request)
         self._observer.gave_up(request)
         if request.loan is not None:
             self._take_away(request.loan)
-        wish, request.version = request.wish, ""
+        wish, request.version = request.wish, NO_GROUP
         self._take_back(wish)
 
     def _take_back(self, wish: Wish) -> None:
         """See that the planner pursues a wish no more."""
         if wish.version in self._planner:
             if wish.want is Want.HOLD and wish.purpose is not None:
-                self._planner.withdraw_fetch(wish.version, wish.purpose)
+                self._tell(events.HostWithdrawn(wish.version, wish.purpose))
             elif wish.want is not Want.SAVE:
-                self._planner.withdraw(wish.version)
-            self._deliver()
+                self._tell(events.Withdrawn(wish.version))
         self._putting.pop(wish.version, None)
 
     def _collect_lost(self) -> None:
@@ -295,7 +284,7 @@ class Books:
         """Whether to try again can make a difference for a request that waits."""
         raise NotImplementedError
 
-    def _refuse_the_hopeless(self, request: Request, held: set[str]) -> None:
+    def _refuse_the_hopeless(self, request: Request, held: set[GroupId]) -> None:
         """Raise: whoever could give the room (or the group) back is waiting too."""
         raise NotImplementedError
 
@@ -307,10 +296,10 @@ class Books:
             return False
         if loan.access is not Access.READ or loan.held is not None:
             return False
-        if self._carrier.times is not None:
+        if (device := self._tiers.device) is not None:
             loan.stream = self.current_stream()
-            mark = self._carrier.times.mark(loan.stream)
-            self._carrier.used_on(loan.version, mark.event)
+            mark = device.times.mark(loan.stream)
+            device.used_on(self._mover.entry(loan.version), mark.event)
         self._resting[loan] = loan
         return True
 
@@ -319,7 +308,7 @@ class Books:
         # Who takes it out of there has it: this caller, or one who calls it in.
         if self._resting.pop(loan, None) is None:
             return False
-        self._order_after_arrival(self._carrier.cargo(loan.version), self.current_stream())
+        self._order_after_arrival(self._mover.entry(loan.version), self.current_stream())
         loan.stream = self.current_stream()
         return True
 
@@ -334,10 +323,10 @@ class Books:
             return None
         return torch.accelerator.current_stream(self.device)
 
-    def _order_after_arrival(self, cargo: Cargo, stream: torch.Stream | None) -> None:
+    def _order_after_arrival(self, entry: GroupEntry, stream: torch.Stream | None) -> None:
         """What the stream does from now on, it does when the group is there."""
-        if cargo.arrival is not None and stream is not None:
-            stream.wait_event(cargo.arrival)
+        if entry.arrival is not None and stream is not None:
+            stream.wait_event(entry.arrival)
 
     def _is_coming(self, request: Request) -> bool:
         """Whether what a request waits for is on its way: then it lacks no room."""
@@ -351,36 +340,45 @@ class Books:
             loan, _ = self._resting.popitem()
             self._take_away(loan)
 
-    # Between the planner and the carrier -------------------------------------------------------
+    # Between the planner and the mover -------------------------------------------------------
 
-    def _deliver(self) -> None:
+    def _tell(self, event: events.Event) -> None:
+        """Tell the planner what happened, and see that what it instructs is done."""
+        self._deliver(self._handled(event))
+
+    def _handled(self, event: events.Event) -> list[Instruction]:
+        """Tell the planner what happened. Returns its instructions, for `_deliver`."""
+        now = time.monotonic()
+        instructions = self._planner.handle(event, now)
+        self._events.add((now, event))
+        return instructions
+
+    def _deliver(self, instructions: list[Instruction]) -> None:
         """Hand the planner's instructions on, in order, and wake whoever waits.
 
         What is over at once makes the planner instruct more, until nothing is.
         """
-        while instructions := self._planner.instructions():
-            for copy, error in self._carrier.accept(instructions):
-                self._note_end(copy, error)
+        while instructions:
+            over = self._mover.accept(instructions)
+            instructions = [more for copy, error in over for more in self._ended_copy(copy, error)]
         self._observer.level(self._planner.used)
         self._waiting.changed()
 
     @step
     def _ending(self, copy: Copy) -> None:
-        self._planner.ending(copy.key, copy.dst, copy.src)
-        self._deliver()
+        self._tell(events.Ending(copy.key, copy.src, copy.dst))
 
     @step
     def _arrived(self, copy: Copy, error: BaseException | None) -> None:
-        self._note_end(copy, error)
-        self._carrier.moved(copy)
-        self._deliver()
+        instructions = self._ended_copy(copy, error)
+        self._mover.moved(copy)
+        self._deliver(instructions)
 
-    def _note_end(self, copy: Copy, error: BaseException | None) -> None:
-        if error is None:
-            timed = copy.dst is not Tier.DEVICE  # else it is queued
-            self._planner.arrived(copy.key, copy.dst, copy.src, timed=timed)
-        else:
-            self._planner.failed(copy.key, copy.dst, copy.src, error)
+    def _ended_copy(self, copy: Copy, error: BaseException | None) -> list[Instruction]:
+        if error is not None:
+            return self._handled(events.Failed(copy.key, copy.src, copy.dst, error))
+        timed = copy.dst is not Tier.DEVICE  # else it is queued
+        return self._handled(events.Arrived(copy.key, copy.src, copy.dst, timed))
 
     # Mending -----------------------------------------------------------------------------------
 
@@ -391,51 +389,52 @@ class Books:
         """
         if self._ended():
             return
-        self._carrier.catch_up()
-        self._carrier.mend()
+        self._mover.catch_up()
+        self._mover.mend()
         for wish in self._waiting.lost_wishes():
             self._putting.pop(wish.version, None)
-        planner = self._new_planner()
-        planner.take_stock(self._what_there_is())
-        for tier, nbytes in self._planner.peak.items():
-            planner.peak[tier] = max(planner.peak[tier], nbytes)
-        self._planner = planner
+        peak, self._planner = self._planner.peak, self._new_planner()
+        self._events.clear()
+        instructions = self._handled(events.Recovered(tuple(self._what_there_is())))
+        for tier, nbytes in peak.items():
+            self._planner.peak[tier] = max(self._planner.peak[tier], nbytes)
         for request in self._waiting.requests():
             if request.want in (Want.LEASE, Want.HOLD):
-                request.version = ""
+                request.version = NO_GROUP
         self._waiting.count_again((lent.caller, lent.version) for lent in self._out)
         self.held_for_good = sum(
-            self._carrier.cargo(lent.version).spec.nbytes
+            self._mover.entry(lent.version).spec.nbytes
             for lent in self._out
             if lent.held is not None and lent.caller is None
         )
-        self._deliver()
+        self._deliver(instructions)
 
-    def _what_there_is(self) -> Iterator[Found]:
-        lent: dict[str, list[Lent]] = {}
+    def _what_there_is(self) -> Iterator[events.RecoveredGroup]:
+        lent: dict[GroupId, list[Lent]] = {}
         for loan in self._out:
             lent.setdefault(loan.version, []).append(loan)
-        moving = self._carrier.moving()
-        for version, cargo in self._carrier.all_cargo():
+        moving = self._mover.moving()
+        for entry in self._mover.entries():
+            version = entry.key
             loans = lent.get(version, [])
             moves = tuple((copy.src, copy.dst) for copy in moving if copy.key == version)
-            yield Found(
+            yield events.RecoveredGroup(
                 version,
-                cargo.spec.nbytes,
-                tuple(sorted({*cargo.tiers, *(dst for _, dst in moves)})),
+                entry.spec.nbytes,
+                tuple(sorted({*self._mover.tiers_of(entry), *(dst for _, dst in moves)})),
                 moves,
                 tuple((n.access, n.caller is None) for n in loans if n.held is None),
                 next((n.held for n in loans if n.held is not None), None),
-                backed=cargo.backed,
-                guided=cargo.guided,
-                kept=cargo.kept,
-                shown=self._versions.get(name_of(version)) == version,
+                backing=Tier.DISK if entry.backed else None,
+                caller_scheduled=entry.guided,
+                sticky=entry.kept,
+                visible=self._versions.get(version.key) == version,
                 claimed=version in self._putting,
             )
 
 
-def _shut_down(carrier: ThreadCarrier, directory: ObjectDirectory, pid: int) -> None:
+def _shut_down(mover: Mover, directory: ObjectDirectory, pid: int) -> None:
     # A forked child has neither the threads nor the lock. And a thread that a dead disk has stopped
     # may still write, some day: until then nobody else may have the directory.
-    if os.getpid() == pid and carrier.stop():
+    if os.getpid() == pid and mover.stop():
         directory.close()

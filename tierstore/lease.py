@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from tierstore.model.errors import LeaseError
+from tierstore.model.groups import GroupId
 
 
 class Lender(Protocol):
@@ -41,7 +42,7 @@ class Lease:
     def __init__(
         self,
         key: str,
-        version: str,
+        version: GroupId,
         tensors: dict[str, torch.Tensor],
         lender: Lender,
         loan: object,

@@ -1,9 +1,11 @@
-"""A bar for what keeps its caller waiting for seconds."""
+"""Bars for what keeps its caller waiting for seconds, on a terminal only."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,3 +27,22 @@ def bar(items: Iterable[T], doing: str, unit: str) -> Iterable[T]:
         items, doing, unit=f" {unit}", delay=QUIET_SECONDS, miniters=1, disable=None, leave=False
     )
     return shown
+
+
+@contextmanager
+def byte_bar(doing: str, nbytes: int, *, at_once: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar for `nbytes` bytes, drawn if it takes over two seconds, or `at_once`.
+
+    Gives a function to tell of every so many bytes more, on any thread.
+    """
+    delay, lock = 0.0 if at_once else QUIET_SECONDS, threading.Lock()
+    unit = {"unit": "iB", "unit_scale": True, "unit_divisor": 1024}
+    with _bars()(
+        desc=doing, total=nbytes, **unit, delay=delay, miniters=1, disable=None, leave=False
+    ) as shown:
+
+        def advance(more: int) -> None:
+            with lock:
+                shown.update(more)
+
+        yield advance

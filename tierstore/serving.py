@@ -13,9 +13,10 @@ from typing import TypeVar
 
 import torch
 
-from tierstore.books import Books, Lent
+from tierstore.books import Books
 from tierstore.copiers import Copiers
 from tierstore.lease import Lease, OpenLease
+from tierstore.model import events
 from tierstore.model.errors import (
     BudgetError,
     ClosedError,
@@ -24,18 +25,18 @@ from tierstore.model.errors import (
     TierStoreError,
     TransferError,
 )
-from tierstore.model.groups import name_of
+from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.objects import refuse_unreadable
-from tierstore.model.tiers import Access, Tier
+from tierstore.model.tiers import Access
 from tierstore.plan.records import State
 from tierstore.progress import bar
 from tierstore.settings import Settings
 from tierstore.steps import step
-from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.streams import selecting
-from tierstore.transfer.views import laid_out, packed
-from tierstore.transfer.workers import Answer, weakly
-from tierstore.waiting import Request, Want
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.streams import selecting
+from tierstore.tiers.views import laid_out, packed
+from tierstore.tiers.workers import Answer, weakly
+from tierstore.waiting import Lent, Request, Want
 
 T = TypeVar("T")
 
@@ -72,22 +73,26 @@ class Serving(Books):
         if durable:
             refuse_unreadable(key, packing, single=single)
         version = self._new_version(key)
-        spec = laid_out(version, packing, named)
-        self._enter(request, Cargo(version, spec, None, packing, durable, single, guided=guided))
+        spec = laid_out(key, packing, named)
+        self._enter(
+            request, GroupEntry(version, spec, None, packing, durable, single, guided=guided)
+        )
         return sources
 
     @step
-    def _enter(self, request: Request, cargo: Cargo) -> None:
+    def _enter(self, request: Request, entry: GroupEntry) -> None:
         self._check_open()
-        self._planner.claim(cargo.key, cargo.spec.nbytes, guided=cargo.guided)
-        self._carrier.add(cargo)
-        request.version = cargo.key  # first: who gives it up looks for this
-        self._putting[cargo.key] = None
-        self._deliver()
+        instructions = self._handled(
+            events.Claimed(entry.key, entry.spec.nbytes, caller_scheduled=entry.guided)
+        )
+        self._mover.add(entry)
+        request.version = entry.key  # first: who gives it up looks for this
+        self._putting[entry.key] = None
+        self._deliver(instructions)
 
     def _fill(self, request: Request, data: Mapping[str, torch.Tensor], durable: bool) -> None:
         """Fill the room that was granted, and let readers see it. Copies; waits for nobody."""
-        self._carrier.fill(request.version, data)
+        self._tiers.host.fill(self._mover.entry(request.version), data)
         self._filled(request, durable)
 
     def _fill_whole(
@@ -114,17 +119,17 @@ class Serving(Books):
         self._check_open()  # what is not seen now is not written by who closes the store
         version, key = request.version, request.key
         replaced = self._versions.get(key)
-        was_durable = replaced is not None and self._carrier.cargo(replaced).durable
-        cargo = self._carrier.cargo(version)
-        cargo.order = newest = self._newest_so_far()
+        was_durable = replaced is not None and self._mover.entry(replaced).durable
+        entry = self._mover.entry(version)
+        entry.order = newest = self._newest_so_far()
         self._versions[key] = version
         self._putting.pop(version, None)
-        request.version = ""
-        self._planner.arrived(version, Tier.HOST)
+        request.version = NO_GROUP
+        instructions = self._handled(events.Filled(version))
         if replaced is not None:
-            self._planner.discard(replaced)
-        self._deliver()
-        return None if durable else self._carrier.remove(key, newest, was_durable)
+            instructions += self._handled(events.Discarded(replaced))
+        self._deliver(instructions)
+        return None if durable else self._tiers.disk.remove(key, newest, was_durable)
 
     async def _off_the_loop(self, job: Callable[[], T]) -> T:
         """Run `job` on a thread of ours, in order with the device work of this one."""
@@ -157,31 +162,35 @@ class Serving(Books):
         self._refuse_capture()
         return Request(key, Want.LEASE, Access(access))
 
-    def _demand(self, request: Request) -> None:
-        """Insist on the newest version of the key."""
-        version = self._lookup(request.key)
+    def _demand(self, request: Request, version: GroupId) -> None:
+        """Insist on a group that cannot be lent at once."""
         state = self._planner.state_of(version)
-        self._planner.demand(version)
+        instructions = self._handled(events.Demanded(version))
         request.version = version
         if not request.met:
             met = "hit" if state is State.PRESENT else "late" if state else "miss"
             self._observer.asked(request, met)
         if state is not State.PRESENT:  # otherwise nothing has to move
-            self._deliver()
+            self._deliver(instructions)
 
     def _attempt(self, request: Request) -> Lease | None:
         """Lease the group if it is there."""
         self._check_open()
         self._collect_lost()
-        if self._versions.get(request.key) != request.version:
-            self._demand(request)  # the first time, and if it was replaced meanwhile
-        version = request.version
-        error = self._planner.error_of(version)
+        planner, version = self._planner, request.version
+        demanded = self._versions.get(request.key) == version
+        if not demanded:  # the first time, and if it was replaced meanwhile
+            version = self._lookup(request.key)
+            demanded = not planner.lendable(version, request.access)
+            if demanded:
+                self._demand(request, version)
+            elif not request.met:
+                self._observer.asked(request, "hit")
+        error = planner.error_of(version)
         if error is not None:
             raise error
-        for_good = request.owner is None
-        if self._planner.lease(version, request.access, for_good=for_good):
-            return self._lend(request, version)
+        if not demanded or planner.lendable(version, request.access):
+            return self._lend(request, version, demanded)
         if request.access is not Access.READ:
             self._refuse_what_is_kept(request)
         self._observer.waits(request)
@@ -194,20 +203,22 @@ class Serving(Books):
                 "until that is over"
             )
 
-    def _lend(self, request: Request, version: str) -> Lease:
+    def _lend(self, request: Request, version: GroupId, demanded: bool) -> Lease:
+        permanent = request.owner is None
+        instructions = self._handled(events.Leased(version, request.access, permanent, demanded))
         loan = Lent(version, request.owner, request.met, request.since, access=request.access)
-        self._deliver()  # first: what is lent to be changed has no other copy
+        self._deliver(instructions)  # first: what is lent to be changed has no other copy
         request.loan = loan
         self._out[loan] = None
-        request.version = ""
+        request.version = NO_GROUP
         self._waiting.lend(loan.caller, version)
-        tensors = self._carrier.view(version)
-        cargo = self._carrier.cargo(version)
+        entry = self._mover.entry(version)
+        tensors = self._tiers.top.view(entry)
         loan.stream = self.current_stream()
-        self._observer.arrives(request, cargo.arrival, loan.stream)
-        self._order_after_arrival(cargo, loan.stream)
-        learned = not cargo.guided
-        self._observer.granted(request, loan, cargo.spec.nbytes, loan.stream, learned=learned)
+        self._observer.arrives(request, entry.arrival, loan.stream)
+        self._order_after_arrival(entry, loan.stream)
+        learned = not entry.guided
+        self._observer.granted(request, loan, entry.spec.nbytes, loan.stream, learned=learned)
         return OpenLease(
             request.key,
             version,
@@ -228,18 +239,18 @@ class Serving(Books):
             return True
         return request.access is not Access.READ and planner.kept(version)
 
-    def _refuse_the_hopeless(self, request: Request, held: set[str]) -> None:
+    def _refuse_the_hopeless(self, request: Request, held: set[GroupId]) -> None:
         if request.version in held:
             raise LeaseError(
                 f"group {request.key!r} is leased by callers that all wait for something: release "
                 "those leases first"
             )
-        nbytes = sum(self._carrier.cargo(version).spec.nbytes for version in held)
+        nbytes = sum(self._mover.entry(version).spec.nbytes for version in held)
         top = self._planner.top
         raise BudgetError(
             request.key,
             top.name,
-            self._carrier.cargo(request.version).spec.nbytes,
+            self._mover.entry(request.version).spec.nbytes,
             self._planner.budgets[top] or 0,
             f"the leases of callers that all wait hold {nbytes:,} bytes; release some of them "
             "first, or raise the budget",
@@ -283,26 +294,26 @@ class Serving(Books):
         if self._ended() or loan not in self._out:
             return None
         mark = None
-        if self._carrier.times is not None:
-            mark = self._carrier.times.mark(loan.stream)
-            self._carrier.used_on(loan.version, mark.event)
-        version, access, key = loan.version, loan.access, name_of(loan.version)
+        if (device := self._tiers.device) is not None:
+            mark = device.times.mark(loan.stream)
+            device.used_on(self._mover.entry(loan.version), mark.event)
+        version, access, key = loan.version, loan.access, loan.version.key
         self._resting.pop(loan, None)
         # In this order: if it is cut short, it can be done again.
         if access is Access.TAKE and self._versions.get(key) == version:
             del self._versions[key]
         del self._out[loan]
-        for_good = loan.caller is None
+        permanent = loan.caller is None
         self._waiting.give_back(loan.caller, version)
         self._observer.released(loan, mark)
-        cargo = self._carrier.cargo(version)
-        self._carrier.look()
-        self._lessons.tell(self._planner)
-        self._planner.release(version, access, for_good=for_good)
-        self._deliver()
+        entry = self._mover.entry(version)
+        self._mover.look()
+        for measured in self._lessons.take():
+            self._handled(measured)
+        self._tell(events.Released(version, access, permanent))
         if access is not Access.TAKE or key in self._versions:
             return None
-        return self._carrier.remove(key, self._newest_so_far(), cargo.durable)
+        return self._tiers.disk.remove(key, self._newest_so_far(), entry.durable)
 
     def _see_removed(self, removal: Answer[None]) -> None:
         """Wait for a removal, and wake who flushes: they wait for it, too.
@@ -335,33 +346,32 @@ class Serving(Books):
             version = self._versions.pop(self._lost_groups[0], None)
             self._lost_groups.popleft()
             if version is not None:
-                self._planner.discard(version)
-                self._deliver()
+                self._tell(events.Discarded(version))
 
     # Saving ------------------------------------------------------------------------------------
 
     def _flush_one(self, key: str, timeout: float | None = None) -> None:
         """Wait until nothing older than what there is now of a key is on disk."""
         request = self._of_version(key, self._begin_to_save(key))
-        self._wait(request, self._saved if request.version else self._removed, timeout)
+        pending = request.version is not NO_GROUP
+        self._wait(request, self._saved if pending else self._removed, timeout)
 
-    def _of_version(self, key: str, version: str) -> Request:
+    def _of_version(self, key: str, version: GroupId) -> Request:
         request = Request(key, Want.SAVE)
         request.version = version
         return request
 
     @step
-    def _begin_to_save(self, key: str) -> str:
-        """The version of a key that is not on disk yet, but will be; empty if there is none."""
+    def _begin_to_save(self, key: str) -> GroupId:
+        """The version of a key that is not on disk yet, but will be; NO_GROUP if there is none."""
         version = self._versions.get(key)
         if version is None or not self._is_dirty(version):
-            return ""
-        self._planner.save(version)
-        self._deliver()
+            return NO_GROUP
+        self._tell(events.SaveRequested(version))
         return version
 
-    def _is_dirty(self, version: str) -> bool:
-        return self._carrier.cargo(version).durable and not self._planner.saved(version)
+    def _is_dirty(self, version: GroupId) -> bool:
+        return self._mover.entry(version).durable and not self._planner.saved(version)
 
     def _saved(self, request: Request) -> bool | None:
         """Whether a save is over."""
@@ -374,19 +384,18 @@ class Serving(Books):
             return True
         error = self._planner.error_of(version)
         if error is not None:
-            self._planner.forgive(version)
+            self._tell(events.ErrorReported(version))
             raise error
         if not self._planner.saving(version):
             # Changed again before we woke up, or somebody else was told of a failure.
-            self._planner.save(version)
-            self._deliver()
+            self._tell(events.SaveRequested(version))
         return None
 
     def _superseded(self, request: Request) -> bool | None:
         """Whether the disk has nothing older than what was to be saved, and then was replaced."""
         key = request.key
         newest = self._versions.get(key)
-        if newest is not None and self._carrier.cargo(newest).durable:
+        if newest is not None and self._mover.entry(newest).durable:
             request.version = newest
             return self._saved(request)
         return self._removed(request)
@@ -394,7 +403,7 @@ class Serving(Books):
     def _removed(self, request: Request) -> bool | None:
         """Whether no file of the key is being removed."""
         self._check_open(saving=True)
-        return request.key not in self._carrier.removing() or None
+        return request.key not in self._tiers.disk.removing() or None
 
     def _flush_all(self, timeout: float | None = None) -> None:
         ends = None if timeout is None else time.monotonic() + timeout
@@ -402,14 +411,14 @@ class Serving(Books):
         for key in bar(self._dirty(), "Writing what is not on disk", "groups"):
             left = None if ends is None else max(ends - time.monotonic(), 0.0)
             errors.append(self._save_error(key, left))
-        errors += self._carrier.remove_leftovers()
+        errors += self._tiers.disk.remove_leftovers()
         self._raise_first(errors)
 
     @step
     def _dirty(self) -> list[str]:
         """The keys of which something else is on disk than there should be."""
         unsaved = {key: None for key, version in self._versions.items() if self._is_dirty(version)}
-        return list(unsaved | dict.fromkeys(self._carrier.removing()))
+        return list(unsaved | dict.fromkeys(self._tiers.disk.removing()))
 
     def _save_error(self, key: str, timeout: float | None) -> BaseException | None:
         try:
@@ -423,7 +432,7 @@ class Serving(Books):
         errors: list[BaseException | None] = []
         for key in bar(self._dirty(), "Writing what is not on disk", "groups"):
             error = self._save_error(key, DEAD)
-            while isinstance(error, StoreTimeoutError) and self._carrier.idle_for() < DEAD:
+            while isinstance(error, StoreTimeoutError) and self._tiers.disk.idle_for() < DEAD:
                 error = self._save_error(key, DEAD)
             if isinstance(error, ClosedError):
                 return  # somebody else closes the store, too, and was faster
@@ -431,7 +440,7 @@ class Serving(Books):
             if isinstance(error, StoreTimeoutError):
                 break
         else:
-            errors += self._carrier.remove_leftovers()
+            errors += self._tiers.disk.remove_leftovers()
         self._raise_first(errors)
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 
 from tierstore.model.sizes import PAGE, parse_size, usable_memory
 from tierstore.model.tiers import Tier
+from tierstore.tiers.assembly import ExtraTier
 
 Size = int | float | str
 
@@ -20,6 +21,7 @@ class Settings:
     """What a store works with: `budgets` are bytes per tier, None for no limit.
 
     `device_budget_may_grow`: nobody chose it, and it has not grown yet. See `grown_device_budget`.
+    `extra_tiers` make what is below the disk; each has its budget here, too.
     """
 
     device: torch.device
@@ -28,6 +30,7 @@ class Settings:
     policy: str
     verify: str
     device_budget_may_grow: bool = False
+    extra_tiers: tuple[ExtraTier, ...] = ()
 
 
 def resolve_device(wanted: str | torch.device | None) -> torch.device:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tierstore.model.events import Arrived, Demanded, Event, Leased, Registered, Released
+from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.matching import Numbers
@@ -98,17 +100,23 @@ def planner_of(
 ) -> Planner:
     """The planner that `simulate` plays with: it knows the groups, and looks at this clock."""
     schedule = LearnedOrder() if prefetch else _NoForesight()
-    planner = Planner(budgets, policy_named(policy, schedule), schedule, clock.time)
+    planner = Planner(budgets, policy_named(policy, schedule, budgets), schedule)
     for key, nbytes in groups.items():
-        planner.register(key, nbytes, backed=True)
+        planner.handle(Registered(GroupId(key, 0), nbytes, backing=True), clock.now)
     return planner
 
 
 def play(
-    planner: Planner, clock: Clock, uses: Sequence[Use], bandwidth: Mapping[Way, float]
+    planner: Planner,
+    clock: Clock,
+    uses: Sequence[Use],
+    bandwidth: Mapping[Way, float],
 ) -> Outcome:
     """`simulate` with a planner that knows its groups, and looks at this clock."""
-    return _Run(planner, clock, dict(bandwidth), uses).play()
+    run = Run(planner, clock, bandwidth)
+    for use in uses:
+        run.use(use)
+    return run.outcome()
 
 
 class _NoForesight(LearnedOrder):
@@ -124,9 +132,6 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def time(self) -> float:
-        return self.now
-
 
 @dataclass
 class _Channel:
@@ -137,20 +142,22 @@ class _Channel:
     busy: bool = False
 
 
-class _Run:
-    """One simulated run."""
+class Run:
+    """One simulated run. Each instruction is `told` of, too, before it is followed."""
 
     def __init__(
         self,
         planner: Planner,
         clock: Clock,
-        bandwidth: dict[Way, float],
-        uses: Sequence[Use],
+        bandwidth: Mapping[Way, float],
+        told: Callable[[Instruction], object] = lambda instruction: None,
     ) -> None:
         self._planner = planner
         self._clock = clock
         self._bandwidth = bandwidth
-        self._uses = uses
+        self._told = told
+        self._served: list[Served] = []
+        self._computed = 0.0
         self._channels: dict[Way, _Channel] = {}
         self._moving: list[tuple[float, int, Copy]] = []  # (end, age, copy)
         self._age = itertools.count()
@@ -158,46 +165,43 @@ class _Run:
         self._read = 0
         self._reads: Counter[str] = Counter()
 
-    def play(self) -> Outcome:
-        served = [self._use(use) for use in self._uses]
-        counts = Counter(s.found for s in served)
+    def outcome(self) -> Outcome:
+        """What the uses so far took."""
+        counts = Counter(served.found for served in self._served)
         return Outcome(
             seconds=self._clock.now,
-            computed_seconds=sum(use.seconds for use in self._uses),
-            stalled_seconds=sum(s.waited for s in served),
+            computed_seconds=self._computed,
+            stalled_seconds=sum(served.waited for served in self._served),
             hits=counts["hit"],
             late=counts["late"],
             misses=counts["miss"],
             bytes_moved=dict(self._moved),
-            uses=tuple(served),
+            uses=tuple(self._served),
             reads=dict(self._reads),
             peak_bytes=dict(self._planner.peak),
         )
 
-    def _use(self, use: Use) -> Served:
-        planner, asked = self._planner, self._clock.now
-        state = planner.state_of(use.key)
+    def use(self, use: Use) -> None:
+        """Wait for a group, compute with it, and give it back."""
+        planner, asked, group = self._planner, self._clock.now, GroupId(use.key, 0)
+        state = planner.state_of(group)
         found = {State.PRESENT: "hit", None: "miss"}.get(state, "late")
-        planner.demand(use.key)
-        self._deliver()
-        while not planner.lease(use.key, Access.READ):
-            error = planner.error_of(use.key)
+        self._tell(Demanded(group))
+        while not planner.lendable(group, Access.READ):
+            error = planner.error_of(group)
             if error is not None:
                 raise error
             self._wait_for_a_move()
-        self._deliver()
+        self._tell(Leased(group, Access.READ))
         start = self._clock.now
-        served = Served(use.key, start, start - asked, self._read, found)
+        self._served.append(Served(use.key, start, start - asked, self._read, found))
+        self._computed += use.seconds
         self._pass(use.seconds)
-        planner.release(use.key, Access.READ)
-        self._deliver()
-        return served
+        self._tell(Released(group, Access.READ))
 
-    def _deliver(self) -> None:
-        self._follow(self._planner.instructions())
-
-    def _follow(self, instructions: Sequence[Instruction]) -> None:
-        for copy in instructions:
+    def _tell(self, event: Event) -> None:
+        for copy in self._planner.handle(event, self._clock.now):
+            self._told(copy)
             if isinstance(copy, Copy):
                 way = (copy.src, copy.dst)
                 channel = self._channels.setdefault(way, _Channel(self._bandwidth.get(way)))
@@ -230,9 +234,8 @@ class _Run:
         self._moved[way] += copy.nbytes
         if copy.src is Tier.DISK:
             self._read += copy.nbytes
-            self._reads[copy.key] += 1
+            self._reads[copy.key.key] += 1
         channel = self._channels[way]
         channel.busy = False
-        self._planner.arrived(copy.key, copy.dst, copy.src)
-        self._deliver()
+        self._tell(Arrived(copy.key, copy.src, copy.dst))
         self._start(channel)

@@ -19,16 +19,18 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from tierstore.aside import PuttingAside
-from tierstore.books import Lent
 from tierstore.lease import Lease, OpenLease
+from tierstore.model import events
 from tierstore.model.errors import BudgetError
+from tierstore.model.groups import NO_GROUP, GroupId
+from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.records import State
 from tierstore.steps import step
-from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.views import laid_out, packed
-from tierstore.transfer.workers import Answer
-from tierstore.waiting import Request, Want
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.views import laid_out, packed
+from tierstore.tiers.workers import Answer
+from tierstore.waiting import Lent, Request, Want
 
 
 class KeepingState(PuttingAside):
@@ -47,9 +49,9 @@ class KeepingState(PuttingAside):
         request = Request(key, Want.ROOM)
         try:
             data = self._claim(request, tensors, False, guided=True)
-            self._carrier.cargo(request.version).settled = True
+            self._mover.entry(request.version).settled = True
             self._wait(request, self._granted)
-            self._carrier.fill(request.version, data)
+            self._tiers.host.fill(self._mover.entry(request.version), data)
             self._filled(request, False)
         except BaseException:
             self._give_up(request)
@@ -64,11 +66,11 @@ class KeepingState(PuttingAside):
         self._refuse_duplicate(key)
         packing, _ = packed(key, like)
         version = self._new_version(key)
-        spec = laid_out(version, packing, like)
-        cargo = Cargo(version, spec, None, packing, False, settled=True, guided=True)
+        spec = laid_out(key, packing, like)
+        entry = GroupEntry(version, spec, None, packing, False, settled=True, guided=True)
         self._refuse_beyond_the_disk(key, spec.nbytes)
-        self._carrier.place(cargo)
-        self._know_settled(key, cargo)
+        self._tiers.disk.place(entry)
+        self._know_settled(key, entry)
 
     def _refuse_beyond_the_disk(self, key: str, nbytes: int) -> None:
         budget = self._planner.budgets[Tier.DISK]
@@ -77,13 +79,13 @@ class KeepingState(PuttingAside):
             raise BudgetError(key, Tier.DISK.name, nbytes, budget, advice)
 
     @step
-    def _know_settled(self, key: str, cargo: Cargo) -> None:
+    def _know_settled(self, key: str, entry: GroupEntry) -> None:
         self._check_open()
         self._refuse_duplicate(key)
-        self._refuse_beyond_the_disk(key, cargo.spec.nbytes)
-        self._carrier.add(cargo)
-        self._planner.register(cargo.key, cargo.spec.nbytes, backed=False, guided=True)
-        self._versions[key] = cargo.key
+        self._refuse_beyond_the_disk(key, entry.spec.nbytes)
+        self._mover.add(entry)
+        self._tell(events.Registered(entry.key, entry.spec.nbytes, caller_scheduled=True))
+        self._versions[key] = entry.key
 
     def hold(self, key: str, purpose: Hold) -> Lease:
         """The group in host memory, until the lease is released.
@@ -100,7 +102,7 @@ class KeepingState(PuttingAside):
             return OpenLease(
                 key,
                 held.version,
-                self._carrier.host_view(held.version),
+                self._tiers.host.view_for_caller(self._mover.entry(held.version)),
                 self,
                 held,
             )
@@ -113,25 +115,26 @@ class KeepingState(PuttingAside):
         self._collect_lost()
         if self._versions.get(request.key) != request.version:
             version = self._lookup(request.key)
-            self._planner.fetch(version, purpose)
+            instructions = self._handled(events.HostDemanded(version, purpose))
             request.version = version
-            self._deliver()
+            self._deliver(instructions)
         version = request.version
         error = self._planner.error_of(version)
         if error is not None:
             raise error
         self._refuse_what_is_kept(request)
-        if not self._planner.hold(version, purpose):
+        if not self._planner.host_lendable(version, purpose):
             return None
+        instructions = self._handled(events.HostLeased(version, purpose))
         owner = None if purpose is Hold.KEEP else request.owner
         held = Lent(version, owner, "held", request.since, access=request.access, held=purpose)
-        self._deliver()  # first: what is held to be changed has no other copy
+        self._deliver(instructions)  # first: what is held to be changed has no other copy
         request.loan = held
         self._out[held] = None
         if owner is None:
-            self.held_for_good += self._carrier.cargo(version).spec.nbytes
+            self.held_for_good += self._mover.entry(version).spec.nbytes
         self._waiting.lend(owner, version)
-        request.version = ""
+        request.version = NO_GROUP
         return held
 
     @step
@@ -141,10 +144,9 @@ class KeepingState(PuttingAside):
             return
         del self._out[held]
         if held.caller is None:
-            self.held_for_good -= self._carrier.cargo(held.version).spec.nbytes
+            self.held_for_good -= self._mover.entry(held.version).spec.nbytes
         self._waiting.give_back(held.caller, held.version)
-        self._planner.let_go(held.version)
-        self._deliver()
+        self._tell(events.HostReleased(held.version))
 
     def _give_back(self, loan: Lent) -> Answer[None] | None:
         if loan.held is None:
@@ -162,8 +164,7 @@ class KeepingState(PuttingAside):
     def write_back(self, key: str) -> None:
         """Begin to save a group that was changed. Never waits; `put_away` tells of failures."""
         self._check_open()
-        self._planner.spill_early(self._lookup(key))
-        self._deliver()
+        self._tell(events.SpillAdvised(self._lookup(key)))
 
     def put_away(self, keys: Iterable[str]) -> None:
         """See that groups are on disk, and not in memory, as soon as nobody uses them there.
@@ -179,20 +180,20 @@ class KeepingState(PuttingAside):
             self._wait(self._of_version(key, version), self._has_gone)
 
     @step
-    def _save_all(self, keys: list[str]) -> list[tuple[str, str]]:
+    def _save_all(self, keys: list[str]) -> list[tuple[str, GroupId]]:
         self._check_open()
         versions = [(key, self._lookup(key)) for key in keys]
+        instructions: list[Instruction] = []
         for _, version in versions:
             if not self._planner.saved(version):
-                self._planner.save(version)
-        self._deliver()
+                instructions += self._handled(events.SaveRequested(version))
+        self._deliver(instructions)
         return versions
 
     @step
-    def _leave_memory(self, version: str) -> None:
+    def _leave_memory(self, version: GroupId) -> None:
         if version in self._planner:
-            self._planner.put_away(version)
-            self._deliver()
+            self._tell(events.MemoryReleased(version))
 
     def land(self, keys: Iterable[str]) -> None:
         """Wait for those of the groups that are on their way to the fastest tier, or are gone."""
@@ -200,12 +201,12 @@ class KeepingState(PuttingAside):
             self._wait(self._of_version(key, version), self._has_landed)
 
     @step
-    def _arriving(self, keys: list[str]) -> list[tuple[str, str]]:
+    def _arriving(self, keys: list[str]) -> list[tuple[str, GroupId]]:
         self._check_open()
         found = [(key, self._versions.get(key)) for key in keys]
         return [(k, v) for k, v in found if v is not None and self._is_arriving(v)]
 
-    def _is_arriving(self, version: str) -> bool:
+    def _is_arriving(self, version: GroupId) -> bool:
         return self._planner.state_of(version) is State.ARRIVING
 
     def _has_landed(self, request: Request) -> bool | None:
@@ -214,7 +215,7 @@ class KeepingState(PuttingAside):
     def _has_gone(self, request: Request) -> bool | None:
         return self._is_over(request, self._planner.arriving)
 
-    def _is_over(self, request: Request, goes_on: Callable[[str], bool]) -> bool | None:
+    def _is_over(self, request: Request, goes_on: Callable[[GroupId], bool]) -> bool | None:
         self._check_open(saving=True)
         gone = request.version not in self._planner
         return gone or not goes_on(request.version) or None
@@ -235,4 +236,4 @@ class KeepingState(PuttingAside):
         it was changed. Raises TransferError where the file system knows no such maps.
         """
         self._check_open()
-        return self._carrier.saver.show(self._carrier.cargo(self._lookup(key)))
+        return self._tiers.disk.view(self._mover.entry(self._lookup(key)))

@@ -15,20 +15,21 @@ import torch
 from tierstore.adoption import WEIGHTS, Adoption, adopt, checkpoint_groups, content_hash
 from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpoint
 from tierstore.lease import Lease
-from tierstore.metrics import GroupSnapshot, Snapshot, Stats
-from tierstore.model.groups import GroupSpec, Source
-from tierstore.model.journal import Summary
+from tierstore.model import events
+from tierstore.model.groups import GroupId, GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access
+from tierstore.observe.journal import Summary
+from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
+from tierstore.observe.trace import load
+from tierstore.observe.trace_writer import Notes, document, merged, save
 from tierstore.settings import Settings, Size, is_chosen, resolve_budgets, resolve_device
 from tierstore.state import KeepingState
 from tierstore.steps import step
-from tierstore.trace import load, merged, save
-from tierstore.tracks import Notes, document
-from tierstore.transfer.maps import AddressSpace
-from tierstore.transfer.objects import intact_object
-from tierstore.transfer.views import clone_all
-from tierstore.transfer.workers import Answer
+from tierstore.tiers.maps import AddressSpace
+from tierstore.tiers.objects import intact_object
+from tierstore.tiers.views import clone_all
+from tierstore.tiers.workers import Answer
 from tierstore.waiting import Request, Want
 
 VERIFY = ("first", "always", "never")
@@ -189,7 +190,7 @@ class TierStore(KeepingState):
         for key in found:
             self._refuse_duplicate(key)
         for file in files:
-            self._carrier.files.expect(file.path, file.header_digest)
+            self._tiers.disk.files.expect(file.path, file.header_digest)
         stamps = {file.path: file.stamp for file in files}
         for key, (spec, source) in found.items():
             self._know(key, spec, source, stamps, single=single)
@@ -223,7 +224,7 @@ class TierStore(KeepingState):
         self._check_open()
         self._refuse_duplicate(key)
         for path in adoption.stamps:
-            self._carrier.files.expect(path)
+            self._tiers.disk.files.expect(path)
         self._know(key, adoption.spec, adoption.source, adoption.stamps, single=False)
 
     # Getting -----------------------------------------------------------------------------------
@@ -268,9 +269,9 @@ class TierStore(KeepingState):
         return await self._off_the_loop(copy)
 
     def _owned(self, lease: Lease) -> torch.Tensor | dict[str, torch.Tensor]:
-        cargo = self._carrier.cargo(lease.version)
-        copies = clone_all(cargo.spec, lease.tensors)
-        return next(iter(copies.values())) if cargo.single else copies
+        entry = self._mover.entry(lease.version)
+        copies = clone_all(entry.spec, lease.tensors)
+        return next(iter(copies.values())) if entry.single else copies
 
     # Hints and housekeeping --------------------------------------------------------------------
 
@@ -281,15 +282,13 @@ class TierStore(KeepingState):
     @step
     def _prefetch(self, keys: list[str]) -> None:
         self._check_open()
-        self._planner.prefetch([self._lookup(key) for key in keys])
-        self._deliver()
+        self._tell(events.Expected(tuple(self._lookup(key) for key in keys)))
 
     @step
     def offload(self, key: str) -> None:
         """Say that a group is not needed on the device for now. Never waits."""
         self._check_open()
-        self._planner.offload(self._lookup(key))
-        self._deliver()
+        self._tell(events.Offloaded(self._lookup(key)))
 
     @step
     def keep(self, key: str) -> None:
@@ -299,8 +298,8 @@ class TierStore(KeepingState):
         """
         self._check_open()
         version = self._lookup(key)
-        self._carrier.cargo(version).kept = True
-        self._planner.keep(version)
+        self._mover.entry(version).kept = True
+        self._tell(events.MadeSticky(version))
 
     def discard(self, key: str) -> None:
         """Forget a group, on disk too. Who holds a lease keeps it; a checkpoint stays untouched.
@@ -316,14 +315,13 @@ class TierStore(KeepingState):
     def _forget(self, key: str) -> Answer[None] | None:
         """Returns the removal of the group's file."""
         self._check_open()
-        if key not in self._versions and self._carrier.saver.is_left(key):
-            return self._carrier.remove(key, self._newest_so_far(), True)
+        if key not in self._versions and self._tiers.disk.is_left(key):
+            return self._tiers.disk.remove(key, self._newest_so_far(), True)
         version = self._lookup(key)
-        durable = self._carrier.cargo(version).durable and not self._planner.backed(version)
+        durable = self._mover.entry(version).durable and not self._planner.backed(version)
         del self._versions[key]
-        self._planner.discard(version)
-        self._deliver()
-        return self._carrier.remove(key, self._newest_so_far(), durable)
+        self._tell(events.Discarded(version))
+        return self._tiers.disk.remove(key, self._newest_so_far(), durable)
 
     def flush(self, *, timeout: float | None = None) -> None:
         """Wait until every durable group is on disk. Raises the first error, after trying all.
@@ -352,10 +350,11 @@ class TierStore(KeepingState):
     def stats(self) -> Stats:
         """What the store has done so far."""
         self._tidy_up()
-        return self._stats(self._carrier.journal.summary())
+        return self._stats(self._mover.journal.summary())
 
     def _stats(self, summary: Summary) -> Stats:
-        peak = {tier: arena.peak_held for tier, arena in self._carrier.arenas.items()}
+        drivers = self._mover.drivers.items()
+        peak = {tier: d.peak_bytes for tier, d in drivers if d.peak_bytes is not None}
         return self._observer.stats(summary, self._planner, peak)
 
     def trace(
@@ -375,7 +374,7 @@ class TierStore(KeepingState):
     @step
     def _notes(self) -> Notes:
         self._tidy_up()
-        journal, groups = self._carrier.journal, self._versions.items()
+        journal, groups = self._mover.journal, self._versions.items()
         summary, spans = journal.read()
         return Notes(
             self._stats(summary),
@@ -383,7 +382,7 @@ class TierStore(KeepingState):
             spans,
             journal.uses.events(),
             journal.levels.events(),
-            {key: self._carrier.cargo(version).spec.nbytes for key, version in groups},
+            {key: self._mover.entry(version).spec.nbytes for key, version in groups},
             str(self.device),
             journal.dropped,
             journal.number,
@@ -402,8 +401,8 @@ class TierStore(KeepingState):
             {t.name: planner.budgets[t] for t in planner.tiers},
         )
 
-    def _group_snapshot(self, key: str, version: str) -> GroupSnapshot:
-        spec = self._carrier.cargo(version).spec
+    def _group_snapshot(self, key: str, version: GroupId) -> GroupSnapshot:
+        spec = self._mover.entry(version).spec
         tiers = tuple(tier.name for tier in self._planner.residence(version))
         return GroupSnapshot(key, spec.nbytes, tiers, len(spec.tensors))
 

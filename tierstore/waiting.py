@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tierstore.model.journal import Span
+from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.locks import Bell
 from tierstore.model.tiers import Access, Hold
+from tierstore.observe.journal import Span, Use
 
 LOOK_AGAIN = 1.0
 """Seconds between looks at what nobody can be woken for: leases that were lost, not released."""
@@ -49,7 +50,7 @@ class Wish:
     """What the planner pursues because of a request, until it is met or taken back."""
 
     want: Want
-    version: str
+    version: GroupId
     purpose: Hold | None = None
 
 
@@ -57,7 +58,7 @@ class Wish:
 class Request:
     """A caller that wants something of `key`. `tried` is the epoch of its last vain attempt.
 
-    `version` is the one that the planner pursues; empty if it pursues none. `met` says how an
+    `version` is the one that the planner pursues; NO_GROUP if it pursues none. `met` says how an
     acquire was met; `stall` is its wait, which began on an accelerator at `mark`; `loan` is what it
     was lent.
     """
@@ -66,7 +67,7 @@ class Request:
     want: Want
     access: Access = Access.READ
     purpose: Hold | None = None
-    version: str = ""
+    version: GroupId = NO_GROUP
     owner: object = field(default_factory=caller)
     since: float = field(default_factory=time.monotonic)
     tried: int = -1
@@ -91,6 +92,19 @@ class Request:
                 loop.call_soon_threadsafe(woken.set)
 
 
+@dataclass(eq=False, slots=True)
+class Lent(Use):
+    """The store's side of a lease, and later a note of it.
+
+    It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device
+    uses what was lent, as far as is known: if the lease is lost, whoever finds it is on another.
+    """
+
+    access: Access = Access.READ
+    held: Hold | None = None
+    stream: Any = None
+
+
 class Ticket(weakref.ref[Request]):
     """Of a request that waits, and of its wish, which may be all that is left of it."""
 
@@ -110,7 +124,7 @@ class WaitingRoom:
         self,
         ready: Callable[[Request], bool],
         idle: Callable[[], bool],
-        refuse: Callable[[Request, set[str]], None],
+        refuse: Callable[[Request, set[GroupId]], None],
     ) -> None:
         self._ready = ready
         self._idle = idle
@@ -119,7 +133,7 @@ class WaitingRoom:
         self._called = -1  # the epoch in which a holder was woken to be refused
         self._tickets: dict[int, Ticket] = {}
         self._lost: deque[Wish] = deque()
-        self._held: dict[object, dict[str, int]] = {}  # owner -> version -> leases of it
+        self._held: dict[object, dict[GroupId, int]] = {}  # owner -> version -> leases of it
 
     def anybody(self) -> bool:
         """Whether anybody may wait."""
@@ -158,14 +172,14 @@ class WaitingRoom:
                 request.tried = self._epoch
         self._call(self._stuck())
 
-    def lend(self, owner: object, version: str) -> None:
+    def lend(self, owner: object, version: GroupId) -> None:
         """A lease goes out. With no `owner` it does so for good: nobody waits for it."""
         if owner is None:
             return
         held = self._held.setdefault(owner, {})
         held[version] = held.get(version, 0) + 1
 
-    def give_back(self, owner: object, version: str) -> None:
+    def give_back(self, owner: object, version: GroupId) -> None:
         """A lease comes back."""
         if owner is None:
             return
@@ -176,7 +190,7 @@ class WaitingRoom:
         elif not held:
             self._held.pop(owner, None)
 
-    def count_again(self, lent: Iterable[tuple[object, str]]) -> None:
+    def count_again(self, lent: Iterable[tuple[object, GroupId]]) -> None:
         """These leases are out, and no others: by whom, and of which version."""
         self._held = {}
         for owner, version in lent:

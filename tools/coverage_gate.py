@@ -27,10 +27,10 @@ GUARDED = [
     "tierstore/model/objects.py",
     "tierstore/model/scanning.py",
     "tierstore/plan/*.py",
-    "tierstore/transfer/directory.py",
-    "tierstore/transfer/disk.py",
-    "tierstore/transfer/locking.py",
-    "tierstore/transfer/objects.py",
+    "tierstore/tiers/directory.py",
+    "tierstore/tiers/disk.py",
+    "tierstore/tiers/locking.py",
+    "tierstore/tiers/objects.py",
 ]
 RANDOM = "tests/histories/test_planner_histories.py::test_every_promise_holds_in_random_histories"
 WATCHED = (
@@ -47,14 +47,14 @@ WATCHED = (
     "tests/plan/",
     "tests/store/test_checkpoint_files.py",
     "tests/store/test_readable_again.py",
-    "tests/transfer/test_directory.py::test_a_damaged_object",
-    "tests/transfer/test_directory.py::test_nobody_else_may_look",
-    "tests/transfer/test_directory.py::test_one_live_store",
-    "tests/transfer/test_disk.py",
-    "tests/transfer/test_file_table.py",
-    "tests/transfer/test_locks.py",
-    "tests/transfer/test_objects.py",
-    "tests/transfer/test_writing.py",
+    "tests/tiers/test_directory.py::test_a_damaged_object",
+    "tests/tiers/test_directory.py::test_nobody_else_may_look",
+    "tests/tiers/test_directory.py::test_one_live_store",
+    "tests/tiers/test_disk.py",
+    "tests/tiers/test_file_table.py",
+    "tests/tiers/test_locks.py",
+    "tests/tiers/test_objects.py",
+    "tests/tiers/test_writing.py",
 )
 """How the names of the tests begin. Watching a test makes it take two or three times as long: these
 are quick ones, and they suffice."""

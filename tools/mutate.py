@@ -43,7 +43,7 @@ HISTORIES = ["tests/histories/test_known_faults.py", f"{RANDOM}[next-use-0]", f"
 PLAN = ["tests/plan", "tests/conformance", *HISTORIES, "tests/simulation/test_simulation.py"]
 # Others of these let a process die at each of its system calls: too slow for thousands of mutants.
 DIRECTORY = [
-    f"tests/transfer/test_directory.py::test_{name}"
+    f"tests/tiers/test_directory.py::test_{name}"
     for name in (
         "what_a_commit_says_would_survive_a_power_cut",
         "the_object_is_a_safetensors_file_whose_data_begins_at_a_page",
@@ -60,11 +60,11 @@ DIRECTORY = [
 ]
 FILES = [
     *DIRECTORY,
-    "tests/transfer/test_disk.py",
-    "tests/transfer/test_file_table.py",
-    "tests/transfer/test_locks.py",
-    "tests/transfer/test_objects.py",
-    "tests/transfer/test_writing.py",
+    "tests/tiers/test_disk.py",
+    "tests/tiers/test_file_table.py",
+    "tests/tiers/test_locks.py",
+    "tests/tiers/test_objects.py",
+    "tests/tiers/test_writing.py",
     "tests/model/test_header.py",
     "tests/model/test_limits.py",
     "tests/model/test_scanning.py",
@@ -73,10 +73,11 @@ FILES = [
 ]
 FILE_MODULES = (
     "model/header model/objects model/scanning checkpoints "
-    "transfer/directory transfer/disk transfer/locking transfer/objects"
+    "tiers/directory tiers/disk tiers/locking tiers/objects"
 )
 PLAN_MODULES = (
-    "foresight holding movements planner policy records residents schedule shelves stocktaking"
+    "copies eviction fixpoint foresight hint_events host_lease_events known_events lease_events "
+    "movement planner policy records requests residents schedule transfer_events uses"
 )
 TARGETS: dict[str, list[str]] = {
     **{f"tierstore/plan/{name}.py": PLAN for name in PLAN_MODULES.split()},

@@ -168,7 +168,7 @@ def test_a_read_that_failed_can_be_repeated(
 
 def damage(store: TierStore) -> int:
     """Change every byte that was spilled. Returns how many there are."""
-    spill = store._carrier.saver._spill
+    spill = store._tiers.disk._spill
     assert spill is not None, "nothing was spilled"
     with open(spill.path, "r+b", buffering=0) as file:
         there = os.pread(file.fileno(), spill._end, 0)

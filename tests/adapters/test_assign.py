@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.device import pretend
-from tierstore.adapters.bindings import assign
+from tierstore.adapters.codecs.plain import assign
 
 REASON = pretend.ready()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.real_models import MODELS
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, find_units, group_units
+from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
 from tierstore.model.groups import Extent, FileTensor
-from tierstore.model.naming import groups_of
+from tierstore.model.module_tree import groups_of
 from tierstore.model.outline import LARGE_SHARE, LINK_GROUP, GroupSizes, Need, portions, usual_sizes
 from tierstore.model.sizes import slot_bytes
 from tierstore.model.tiers import Tier
@@ -159,6 +159,7 @@ def test_modules_at_hand_are_cut_as_names_are() -> None:
     assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "blocks.2"]
     plans: list[GroupPlan] = cutting.groups(units)
     assert [plan.name for plan in plans] == [f"blocks.{n}" for n in range(3) for _ in range(4)]
-    leaves = find_units(model, "block_level", 600, [])
+    finer = Cutting("block_level", 600)
+    leaves = finer.units(model)
     assert len(leaves) == 6
-    assert len(group_units(leaves, 600, None)) == 6
+    assert len(finer.groups(leaves)) == 6

@@ -144,7 +144,8 @@ class InterruptAt:
         sys.settrace(self._before)
 
     def _called(self, frame: FrameType, event: str, arg: object) -> Any:
-        if Path(frame.f_code.co_filename).parent != ADAPTERS or frame.f_code.co_name == "__del__":
+        ours = ADAPTERS in Path(frame.f_code.co_filename).parents
+        if not ours or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
         last = ""

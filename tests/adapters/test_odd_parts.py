@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.store.helpers import open_store
 from tierstore import dispatch_model, enable_group_offload, undispatch
-from tierstore.adapters.wrapping import tensors_in, with_tensors
+from tierstore.adapters.nested import tensors_in, with_tensors
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",

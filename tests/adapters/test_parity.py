@@ -24,7 +24,7 @@ from tests.adapters.conftest import (
 from tests.device import pretend
 from tests.lanes import by_lane
 from tierstore import TierStore, enable_group_offload
-from tierstore.metrics import Stats
+from tierstore.observe.stats import Stats
 
 pytestmark = [
     pytest.mark.full(

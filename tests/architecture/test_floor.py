@@ -25,7 +25,7 @@ def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
 
 def test_what_is_marked_is_found() -> None:
     folders = {file.parent.name for file in floor.marked_files(ROOT / "tests")}
-    assert {"store", "transfer", "device", "activations"} <= folders
+    assert {"store", "tiers", "device", "activations"} <= folders
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from tests.docs.test_reliability import NAMED, PAGE, named
 from tests.lanes import covering
-from tierstore.plan import planner
+from tierstore.plan import invariants
 from tools import check, durations, mutate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,7 +220,7 @@ def test_one_that_nobody_measured_fails_the_run_in_which_it_is_slow(
 def promises() -> list[str]:
     """What docs/reliability.md and the planner promise, as they number it."""
     page = re.findall(r"^### (P\d): ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    stated = planner.__doc__ or ""
+    stated = invariants.__doc__ or ""
     numbered = re.findall(r"^(\d)\. ", stated, re.MULTILINE)
     assert "And one of liveness" in stated
     return [*page, *(f"planner {number}" for number in numbered), "planner, liveness"]
@@ -334,7 +334,7 @@ def test_one_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     [
         (["tests/plan/test_policy.py"], ["tests/plan/test_policy.py"]),
         (["tests/store/helpers.py", "tests/store/test_async.py"], ["tests/store"]),
-        (["tierstore/transfer/spill.py"], ["tests/transfer/test_spill.py"]),
+        (["tierstore/tiers/spill.py"], ["tests/tiers/test_spill.py"]),
         (["tierstore/adapters/training/tiles.py"], ["tests/training"]),
         (["tierstore/adapters/dispatch.py"], ["tests/dispatch"]),
         (["tierstore/simulation.py"], ["tests/simulation"]),

@@ -108,7 +108,7 @@ def test_every_way_is_noticed(source: str) -> None:
         "import ctypes\nctypes.CDLL(None)",
         "from importlib import import_module\nimport_module('torch')",
         "self.load('f')",
-        "from tierstore.trace import load",
+        "from tierstore.observe.trace import load",
     ],
 )
 def test_other_code_does_not_count(source: str) -> None:

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tierstore.cli.commands import inspector
 from tierstore.model.groups import Block, TensorSpec, contiguous_stride, pack
 from tierstore.model.objects import StoredObject
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.transfer.directory import ObjectDirectory
+from tierstore.tiers.directory import ObjectDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +69,7 @@ def store(disk_dir: Path) -> Path:
 def locked(store: Path) -> Iterator[Path]:
     """The same directory, in use by another process."""
     code = (
-        "import sys; from tierstore.transfer.directory import ObjectDirectory;"
+        "import sys; from tierstore.tiers.directory import ObjectDirectory;"
         "held = ObjectDirectory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -152,6 +153,7 @@ def on_terminal(
 ) -> Shown:
     """Run the command on a terminal of its own. Once it asks, type an answer or interrupt it."""
     ours, its = os.openpty()
+    termios.tcsetwinsize(its, (24, int(more.get("COLUMNS", 80))))
     process = subprocess.Popen(
         command(args, before), stdin=its, stdout=its, stderr=its, env=environment(**more)
     )

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.transfer.dying import DEAD, DONE, KEY, NEW, attempt, data_of, packing
+from tests.tiers.dying import DEAD, DONE, KEY, NEW, attempt, data_of, packing
 from tierstore.cli import quarantine
 from tierstore.cli.quarantine import Damage
 from tierstore.cli.removal import only_user
 from tierstore.cli.report import survey
-from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.objects import object_name
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.objects import object_name
 
 DAMAGED, PLACE = b"damaged but precious" * 500, f"objects/{object_name(KEY)}"
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.cli.conftest import Inspect, command, environment
+from tests.helpers.events import before
 from tierstore import TierStore
-from tierstore.cli import removal, report
-from tierstore.transfer import locking
+from tierstore.tiers import locking
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -49,19 +49,16 @@ def test_a_lock_that_cannot_be_written_is_told_of(
     assert len(inspect.json("ls", store)["groups"]) == 3
 
 
-def test_what_was_removed_before_a_failure_is_counted(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unlink, done = os.unlink, []
+def test_what_was_removed_before_a_failure_is_counted(store: Path, inspect: Inspect) -> None:
+    done: list[object] = []
 
-    def once(*arguments: Any, **options: Any) -> None:
+    def once(path: object, *_: object) -> None:
         if done:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        done.append(arguments)
-        unlink(*arguments, **options)
+        done.append(path)
 
-    monkeypatch.setattr(removal.os, "unlink", once)
-    result = inspect("rm", store, "a", "b", "-y")
+    with before("os.remove", once):
+        result = inspect("rm", store, "a", "b", "-y")
     assert result.exit_code == 1
     assert "after 1 of them" in result.stderr
 
@@ -78,14 +75,13 @@ def test_an_output_that_is_full_is_told_of(arguments: list[str], store: Path) ->
     assert done.returncode
 
 
-def test_rm_tells_of_what_it_may_not_read(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(*arguments: Any) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+def test_rm_tells_of_what_it_may_not_read(store: Path, inspect: Inspect) -> None:
+    def denied(path: object, *_: object) -> None:
+        if path == "objects":  # who runs this may be one who may do anything
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(report, "look_at", denied)  # who runs this may be one who may do anything
-    result = inspect("rm", store, "a", "-y")
+    with before("open", denied):
+        result = inspect("rm", store, "a", "-y")
     assert result.exit_code == 1
     assert "Permission denied" in result.stderr
 
@@ -113,18 +109,16 @@ def test_a_component_whose_shards_are_missing_is_not_left_out(
 
 
 def test_a_checkpoint_that_may_not_be_read_is_no_wrong_use(
-    tmp_path: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, inspect: Inspect
 ) -> None:
     place = pipeline(tmp_path / "pipe")
-    opened = os.open
 
-    def denied(path: Any, *rest: Any, **options: Any) -> int:
+    def denied(path: object, *_: object) -> None:
         if str(path).endswith(".safetensors"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return opened(path, *rest, **options)
 
-    monkeypatch.setattr(os, "open", denied)
-    result = inspect("plan", place / "vae", "--ram", "1MB")
+    with before("open", denied):
+        result = inspect("plan", place / "vae", "--ram", "1MB")
     assert (result.exit_code, "Permission denied" in result.stderr) == (1, True), result.stderr
     assert inspect("plan", tmp_path / "missing", "--ram", "1MB").exit_code == 2
 

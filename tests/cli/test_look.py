@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -21,11 +20,12 @@ from tests.cli.conftest import (
     start,
     tree,
 )
+from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import machine
 from tierstore.model.groups import Block, TensorSpec
 from tierstore.model.header import LENGTH_BYTES
-from tierstore.transfer.directory import ObjectDirectory
+from tierstore.tiers.directory import ObjectDirectory
 
 EVIL = "a \x1b[31mb\x07 [bold]c[/] [red] \u202e d"
 EVIL_AS_SHOWN = r"a \x1b[31mb\x07 [bold]c[/] [red] \u202e d"
@@ -128,20 +128,17 @@ def test_ls_counts_what_holds_no_group(store: Path, inspect: Inspect) -> None:
     assert "3 temporary files (111 B); 3 stray files (90 B)" in summary
 
 
-def test_a_vanished_file_is_left_out(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tierstore.cli import report
+def test_a_vanished_file_is_left_out(store: Path, inspect: Inspect) -> None:
+    there = object_file(store, "b")
 
-    read = report.read_object
+    def remove_it(path: object, *_: object) -> None:
+        if path == there.name:
+            there.unlink()
 
-    def removed_meanwhile(path: str, *rest: Any) -> Any:
-        if path == str(object_file(store, "b")):
-            os.unlink(path)
-        return read(path, *rest)
-
-    monkeypatch.setattr(report, "read_object", removed_meanwhile)
-    assert [group["key"] for group in inspect.json("ls", store)["groups"]] == ["a", "layers/0"]
+    with before("open", remove_it):
+        groups = inspect.json("ls", store)["groups"]
+    assert [group["key"] for group in groups] == ["a", "layers/0"]
+    assert not there.exists()
 
 
 # Names that may hold anything --------------------------------------------------------------------

@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from tests import pipelines
 from tests.cli.conftest import Inspect, start
 from tierstore import TierStore, enable_group_offload
-from tierstore.model.groups import name_of
+from tierstore.cli.disk_speed import remember
 from tierstore.model.tiers import Tier
 from tierstore.simulation import Use, simulate
 from tierstore.trace import read_trace
-from tierstore.transfer.figures import DiskFigures, remember
 
 MB = 1_000_000
 BLOCKS = 12
@@ -225,7 +224,7 @@ def test_seconds_are_told_only_if_the_disk_is_known(inspect: Inspect, checkpoint
     assert "takes" not in plain.stdout
     assert "--disk-bandwidth" in plain.stderr
     assert inspect.json("plan", checkpoint, "--ram", "2MB")["steps"][0]["seconds"] is None
-    remember(checkpoint, DiskFigures(8 << 20, 4, 2e9, 1e9, 1.0))
+    remember(checkpoint, 2e9)
     measured = inspect("plan", checkpoint, "--ram", "2MB")
     assert "takes" in measured.stdout
     assert "1.9 GiB/s" in measured.stderr
@@ -365,7 +364,7 @@ def budget_of(pipe: Any, share: float) -> int:
 
 def without_prefix(key: str) -> str:
     """A key of a run, `FluxPipeline-0/transformer/norm`, without what names the run."""
-    return name_of(key).partition("/")[2]
+    return key.partition("/")[2]
 
 
 @pytest.mark.full("the model, and how it is cut", keep="values")
@@ -415,7 +414,7 @@ def steps_of(path: Path, prefix: str, first: str) -> tuple[dict[str, int], list[
 
 def source_bytes(store: TierStore, key: str) -> int:
     """What reading a group adds to `stats().bytes_read`."""
-    source = store._carrier.cargo(store._versions[key]).source
+    source = store._mover.entry(store._versions[key]).source
     assert source is not None
     return source.nbytes
 

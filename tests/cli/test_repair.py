@@ -17,13 +17,14 @@ from safetensors.torch import save_file
 from tests.cli.conftest import Inspect, on_terminal, put, tree
 from tests.cli.damage import empty, extend, flip_header, truncate
 from tests.cli.repairing import by_deleting
+from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tests.helpers.processes import output_of, run_python
 from tierstore import TierStore, UnknownKeyError
 from tierstore.cli import checking, quarantine
 from tierstore.model.errors import CorruptDataError, TransferError
-from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.objects import object_name
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.objects import object_name
 
 Verify = Callable[..., Any]
 
@@ -422,20 +423,18 @@ def test_a_store_in_use_is_left_alone(locked: Path, inspect: Inspect) -> None:
     assert inspect("verify", locked).exit_code == 3, "to look needs no lock"
 
 
-def test_the_lock_is_held_while_moving(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_is_held_while_moving(store: Path, inspect: Inspect) -> None:
     flip_bit(object_file(store, "b"), 50)
-    move = quarantine._move
+    looked: list[str] = []
 
-    def look_first(*args: Any) -> None:
-        code = "import sys; from tierstore.transfer.directory import ObjectDirectory as Directory\n"
-        opened = run_python("-c", code + "Directory(sys.argv[1])", store)
-        assert "StoreLockedError" in opened.stderr
-        move(*args)
+    def look(*_: object) -> None:
+        code = "import sys; from tierstore.tiers.directory import ObjectDirectory as Directory\n"
+        looked.append(run_python("-c", code + "Directory(sys.argv[1])", store).stderr)
 
-    monkeypatch.setattr(quarantine, "_move", look_first)
-    assert inspect("verify", store, "--repair").exit_code == 0
+    with before("os.rename", look):
+        assert inspect("verify", store, "--repair").exit_code == 0
+    assert len(looked) == 1
+    assert "StoreLockedError" in looked[0]
     assert not object_file(store, "b").exists()
 
 
@@ -504,23 +503,17 @@ def notes(store: Path) -> list[Path]:
     return sorted((store / "quarantine").glob(f"*{quarantine.NOTE_SUFFIX}"))
 
 
-def test_what_changes_meanwhile_is_left(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_changes_meanwhile_is_left(store: Path, inspect: Inspect) -> None:
     path = object_file(store, "b")
     truncate(path, store)
-    free_name, look_at = quarantine._free_name, quarantine.look_at
 
-    def changed(*args: Any) -> Any:
+    def change(*_: object) -> None:
         path.write_bytes(b"another")
-        return look_at(*args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(quarantine, "look_at", changed)
+    with before("os.mkdir", change):  # of the quarantine
         (problem,) = inspect.json("verify", store, "--repair", code=3)["problems"]
     assert problem["left"] == "it has just changed: verify again"
     assert path.read_bytes() == b"another"
-    assert quarantine._free_name is free_name
     assert inspect("verify", store, "--repair").exit_code == 0
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Inspect, on_terminal, put, tree
+from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import report
 from tierstore.model.errors import CorruptDataError, TransferError
-from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.objects import FoundObject
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.locking import is_locked
+from tierstore.tiers.objects import FoundObject
 
 LEFTOVER = "object-0123456789abcdef"
 
@@ -126,20 +128,19 @@ def test_prune_does_not_follow_links_out_of_the_directory(
 
 
 def test_a_file_that_was_exchanged_meanwhile_stays(
-    store: Path, leftover: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
+    store: Path, leftover: Path, inspect: Inspect
 ) -> None:
-    from tierstore.cli import tidy
+    opened: list[object] = []
 
-    def exchanged(directory: str) -> report.Contents:
-        contents = report.survey(directory)
-        leftover.rename(leftover.with_name("kept"))
-        leftover.write_text("another")
-        return contents
+    def exchange(path: object, *_: object) -> None:
+        opened.extend([path] if path == "tmp" else [])
+        if opened == ["tmp", "tmp"]:  # to look what there is, and now to remove it
+            leftover.rename(leftover.with_name("kept"))
+            leftover.write_text("another")
 
-    monkeypatch.setattr(tidy, "survey", exchanged)
-    assert inspect.json("prune", store, "-y")["removed"] == []
+    with before("open", exchange):
+        assert inspect.json("prune", store, "-y")["removed"] == []
     assert leftover.read_text() == "another"
-    monkeypatch.undo()
     assert len(inspect.json("prune", store, "-y")["removed"]) == 1
 
 
@@ -290,20 +291,14 @@ def test_a_directory_in_use_is_left_alone(
     assert tree(locked) == before
 
 
-def test_the_lock_is_held_while_removing(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tierstore.cli import tidy
+def test_the_lock_is_held_while_removing(store: Path, leftover: Path, inspect: Inspect) -> None:
+    owners: list[str | None] = []
 
-    seen: list[report.Contents] = []
+    def look(*_: object) -> None:
+        owners.append(is_locked(str(store)))
 
-    def look(directory: str) -> report.Contents:
-        seen.append(report.survey(directory))
-        return seen[-1]
-
-    monkeypatch.setattr(tidy, "survey", look)
-    assert inspect("prune", store, "-y").exit_code == 0
-    assert inspect("prune", store, "--dry-run").exit_code == 0
-    owners = [contents.locked_by or "" for contents in seen]
-    assert owners[0].startswith(f"process {os.getpid()} on ")
-    assert owners[1] == ""
+    with before("os.remove", look):
+        assert inspect("prune", store, "-y").exit_code == 0
+    assert not leftover.exists()
+    assert [str(owner).startswith(f"process {os.getpid()} on ") for owner in owners] == [True]
+    assert is_locked(str(store)) is None

@@ -13,10 +13,12 @@ import pytest
 from matplotlib.image import imread
 
 from tests.cli.conftest import Inspect, start
+from tests.helpers.events import before, failing
 from tests.store.helpers import PAGE, open_store, pages, push_out, wait_until_idle
 from tierstore.cli import picture
-from tierstore.metrics import Stats
-from tierstore.trace import Slice, load, read_trace, save
+from tierstore.observe.stats import Stats
+from tierstore.observe.trace import Slice, load, read_trace
+from tierstore.observe.trace_writer import save
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def test_many_tracks_of_a_kind_share_the_last_row(run: Run, tmp_path: Path) -> N
         Slice("disk read", f"disk read {i + 1}" if i else "disk read", "key", 0.0, 1.0, {})
         for i in range(12)
     ]
-    lanes = picture._lanes([*recorded.slices, *reads])
+    lanes = picture.lanes_of([*recorded.slices, *reads])
     assert [name for name in lanes if name.startswith("disk read")] == [
         "disk read",
         "disk read 2",
@@ -208,15 +210,11 @@ def test_a_picture_that_cannot_be_written_is_a_failure(
 
 
 def test_a_picture_that_fails_leaves_the_one_that_is_there(
-    run: Run, inspect: Inspect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     picture = tmp_path / "run.png"
     picture.write_bytes(b"the one of yesterday")
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "replace", full)
+    with before("os.rename", failing(errno.ENOSPC)):
         assert inspect("trace", run.path, "--png", picture).exit_code == 1
     assert picture.read_bytes() == b"the one of yesterday"
     assert os.listdir(tmp_path) == ["run.png"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import pytest
 
 from tests.cli.conftest import Inspect, float_block, on_terminal, put, start
 from tests.cli.damage import empty, extend, flip_header, truncate
+from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import checking
 from tierstore.cli.report import survey
 from tierstore.model.header import LENGTH_BYTES
-from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.disk import DataFile
-from tierstore.transfer.objects import object_name
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.objects import object_name
 
 
 def test_a_whole_store_passes(store: Path, inspect: Inspect) -> None:
@@ -152,30 +153,31 @@ def test_a_file_in_the_wrong_directory_is_damage(store: Path, inspect: Inspect) 
 # Meanwhile ---------------------------------------------------------------------------------------
 
 
-class Meanwhile(DataFile):
-    """Does something just before a file is opened for reading."""
+@contextmanager
+def meanwhile(store: Path, happens: Callable[[], object]) -> Iterator[None]:
+    """It happens just before the data of the first group are read."""
+    done: list[bool] = []
 
-    def __init__(self, path: str, *, follow_links: bool) -> None:
-        happens.pop()() if happens else None
-        super().__init__(path, follow_links=follow_links)
+    def act(path: object, *_: object) -> None:
+        if path == str(object_file(store, "a")) and not done:  # headers are read in their directory
+            done.append(True)
+            happens()
 
-
-happens: list[Callable[[], None]] = []
+    with before("open", act):
+        yield
+    assert done
 
 
 def test_a_group_that_is_replaced_meanwhile_is_looked_at_again(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "DataFile", Meanwhile)
-
-    happens.append(lambda: put_all(store, version=1))
-    assert inspect.json("verify", store, "--data")["problems"] == []
-    assert not happens
+    with meanwhile(store, lambda: put_all(store, version=1)):
+        assert inspect.json("verify", store, "--data")["problems"] == []
     # Without looking again, the new bytes are taken for damaged old ones.
     stale = {group.key: group for group in survey(str(store)).groups}
     monkeypatch.setattr(checking, "find_group", lambda _, key: stale[key])
-    happens.append(lambda: put_all(store, version=2))
-    assert inspect("verify", store, "--data").exit_code == 3
+    with meanwhile(store, lambda: put_all(store, version=2)):
+        assert inspect("verify", store, "--data").exit_code == 3
 
 
 def put_all(store: Path, version: int) -> None:
@@ -185,13 +187,9 @@ def put_all(store: Path, version: int) -> None:
     directory.close()
 
 
-def test_a_group_that_is_removed_meanwhile_is_no_damage(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checking, "DataFile", Meanwhile)
-    happens.append(lambda: shutil.rmtree(store / "objects"))
-    assert inspect.json("verify", store, "--data")["problems"] == []
-    assert not happens
+def test_a_group_that_is_removed_meanwhile_is_no_damage(store: Path, inspect: Inspect) -> None:
+    with meanwhile(store, lambda: shutil.rmtree(store / "objects")):
+        assert inspect.json("verify", store, "--data")["problems"] == []
 
 
 def test_an_error_of_the_disk_is_reported_but_is_no_damage(
@@ -244,7 +242,7 @@ def test_memory_is_bounded(large: Path) -> None:
 
     usual = peak()
     assert peak("--data") - usual < 16 << 20
-    whole = "import tierstore.transfer.disk as disk; disk.CHUNK = 64 << 20"
+    whole = "import tierstore.tiers.disk as disk; disk.CHUNK = 64 << 20"
     assert peak("--data", before=whole) - usual > 16 << 20
 
 

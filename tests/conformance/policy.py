@@ -14,8 +14,8 @@ from itertools import islice
 
 import pytest
 
-from tierstore.model.groups import name_of, version_id
-from tierstore.model.tiers import Tier
+from tierstore.model.groups import GroupId
+from tierstore.model.tiers import TIERS, Tier
 from tierstore.plan.policy import Policy
 from tierstore.plan.schedule import LearnedOrder, Schedule
 
@@ -28,17 +28,17 @@ class Shelf:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.on: dict[Tier, set[str]] = {tier: set() for tier in Tier}
+        self.on: dict[Tier, set[GroupId]] = {tier: set() for tier in TIERS.values()}
 
-    def admit(self, key: str, tier: Tier) -> None:
+    def admit(self, key: GroupId, tier: Tier) -> None:
         self.policy.admitted(key, tier)
         self.on[tier].add(key)
 
-    def drop(self, key: str, tier: Tier) -> None:
+    def drop(self, key: GroupId, tier: Tier) -> None:
         self.policy.dropped(key, tier)
         self.on[tier].discard(key)
 
-    def victims(self, tier: Tier, rival: str | None = None) -> list[str]:
+    def victims(self, tier: Tier, rival: GroupId | None = None) -> list[GroupId]:
         """What the policy would give up, in its order."""
         found = []
         for key in self.policy.victims(tier, rival):
@@ -52,7 +52,7 @@ class Shelf:
             everybody = self.victims(tier)
             assert len(everybody) == len(set(everybody)), "a copy is given up twice"
             assert set(everybody) == keys, "room that must be had is refused, or is not there"
-            for rival in [*sorted(keys)[:2], version_id("somebody new", 1)]:
+            for rival in [*sorted(keys)[:2], GroupId("somebody new", 1)]:
                 some = self.victims(tier, rival)
                 assert rival not in some, "a prefetch would push itself out"
                 assert len(some) == len(set(some))
@@ -70,8 +70,8 @@ class PolicyConformance(ABC):
         schedule = LearnedOrder(memory=32)
         return Shelf(self.make(schedule)), schedule
 
-    def keys(self, names: str) -> list[str]:
-        return [version_id(name, 1) for name in names]
+    def keys(self, names: str) -> list[GroupId]:
+        return [GroupId(name, 1) for name in names]
 
     def test_nothing_is_there_at_first(self) -> None:
         shelf, _ = self.shelf()
@@ -80,7 +80,7 @@ class PolicyConformance(ABC):
     def test_every_copy_on_a_tier_is_a_victim_sooner_or_later(self) -> None:
         shelf, _ = self.shelf()
         for number, key in enumerate(self.keys("abcdef")):
-            for tier in list(Tier)[: number % 3 + 1]:
+            for tier in list(TIERS.values())[: number % 3 + 1]:
                 shelf.admit(key, tier)
             shelf.check()
 
@@ -122,17 +122,17 @@ class PolicyConformance(ABC):
         for key in self.keys("abcdef"):
             shelf.admit(key, Tier.HOST)
             shelf.policy.used(key)
-            schedule.advance_past(name_of(key))
+            schedule.advance_past(key.key)
         first = shelf.victims(Tier.HOST)
         rival = self.keys("c")[0]
         for _ in range(3):
-            some: Iterator[str] = shelf.policy.victims(Tier.HOST, rival)
+            some: Iterator[GroupId] = shelf.policy.victims(Tier.HOST, rival)
             next(some, None)
             assert shelf.victims(Tier.HOST) == first
 
     def test_versions_of_one_group_are_copies_of_their_own(self) -> None:
         shelf, _ = self.shelf()
-        old, new = version_id("a", 1), version_id("a", 2)
+        old, new = GroupId("a", 1), GroupId("a", 2)
         shelf.admit(old, Tier.HOST)
         shelf.admit(new, Tier.HOST)
         shelf.policy.used(new)
@@ -148,15 +148,15 @@ class PolicyConformance(ABC):
         for name in names:
             schedule.introduce(name)
         for _ in range(150):
-            key = version_id(rng.choice(names), rng.randrange(2))
-            tier = rng.choice(list(Tier))
+            key = GroupId(rng.choice(names), rng.randrange(2))
+            tier = rng.choice(list(TIERS.values()))
             if key in shelf.on[tier] and rng.random() < 0.4:
                 shelf.drop(key, tier)
             elif rng.random() < 0.5:
                 shelf.admit(key, tier)
             elif any(key in keys for keys in shelf.on.values()):
                 shelf.policy.used(key)
-                schedule.advance_past(name_of(key))
+                schedule.advance_past(key.key)
             if rng.random() < 0.1:
                 schedule.expect(rng.sample(names, 2))
             if rng.random() < 0.05:

@@ -32,10 +32,10 @@ from tierstore import (
     undispatch,
 )
 from tierstore.lease import Lease
-from tierstore.transfer import carrier
-from tierstore.transfer.arena import Arena, Slot
-from tierstore.transfer.carrier import ThreadCarrier
-from tierstore.transfer.pinned import RegisteredMemory
+from tierstore.tiers import host_tier
+from tierstore.tiers.arena import Arena, Slot
+from tierstore.tiers.device_tier import DeviceTier
+from tierstore.tiers.pinned import RegisteredMemory
 
 pytestmark = needs_pretend
 
@@ -237,12 +237,12 @@ def release_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 def arrival_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A borrower does not wait for the copy that brings the group."""
-    patch.setattr(TierStore, "_order_after_arrival", lambda store, cargo, stream: None)
+    patch.setattr(TierStore, "_order_after_arrival", lambda store, entry, stream: None)
 
 
 def use_is_not_noted(patch: pytest.MonkeyPatch) -> None:
     """The store does not learn up to where a borrower uses the memory."""
-    patch.setattr(ThreadCarrier, "used_on", lambda carrier, key, event: None)
+    patch.setattr(DeviceTier, "used_on", lambda tier, entry, event: None)
 
 
 def slot_is_given_back_early(patch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def closes_with_copies_queued(seed: int, place: Path, patch: pytest.MonkeyPatch)
     was closed at once, in memory that is page-locked as CUDA does it."""
     patch.setattr(torch.cuda, "cudart", pretend.cudart)
     patch.setattr(torch.cuda, "check_error", pretend.check_error)
-    patch.setattr(carrier, "host_arena", registered_arena)
+    patch.setattr(host_tier, "host_arena", registered_arena)
     choose = random.Random(seed)
     pretend.reset_counters()
     pretend.seed(seed)

@@ -15,8 +15,9 @@ from torch import nn
 from tests.device import pretend
 from tierstore import TierStore, dispatch_model
 from tierstore.model.sizes import PAGE
-from tierstore.transfer.arena import device_arena
-from tierstore.transfer.device_memory import empty_cache, reserved_bytes
+from tierstore.observe.observer import reserved_bytes
+from tierstore.tiers.arena import device_arena
+from tierstore.tiers.device_memory import empty_cache
 
 REASON = pretend.ready()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from tests.device import pretend
 from tests.helpers.processes import run_python
-from tierstore.transfer.arena import Arena
-from tierstore.transfer.pinned import RegisteredMemory
+from tierstore.tiers.arena import Arena
+from tierstore.tiers.pinned import RegisteredMemory
 
 REASON = pretend.ready()
 pytestmark = [

@@ -25,9 +25,9 @@ from tierstore import (
     enable_group_offload,
     offload_activations,
 )
-from tierstore.adapters.activations import shelf
-from tierstore.adapters.activations.shelf import Desk, Leaving
-from tierstore.transfer.carrier import ThreadCarrier
+from tierstore.adapters.activations import cache
+from tierstore.adapters.activations.cache import Leaving, ReadLeases
+from tierstore.tiers.device_tier import DeviceTier
 
 REASON = pretend.ready()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -171,7 +171,7 @@ def test_activations(
         assert stats.peak_bytes["DEVICE"] <= BUDGET
 
 
-def left_to_the_allocator(self: Desk, lease: Any) -> torch.UntypedStorage:
+def left_to_the_allocator(self: ReadLeases, lease: Any) -> torch.UntypedStorage:
     """Memory of another stream that is only free when the reader's work has passed."""
     with lease:
         reader = torch.accelerator.current_stream(DEVICE)
@@ -192,7 +192,7 @@ def test_more_would_be_noticed(
 ) -> None:
     """The control: what is handed over is in no budget."""
     net, wanted, activations = step
-    monkeypatch.setattr(Desk, "lay_out", left_to_the_allocator)
+    monkeypatch.setattr(ReadLeases, "lend", left_to_the_allocator)
     with store_in(disk_dir) as store:
         peak = Peak()
         pretend.set_slowness(slowness)
@@ -203,13 +203,13 @@ def test_more_would_be_noticed(
 
 def nobody_is_waited_for(patch: pytest.MonkeyPatch) -> None:
     """What ends a lease leaves no event behind."""
-    patch.setattr(ThreadCarrier, "used_on", lambda self, key, event: None)
+    patch.setattr(DeviceTier, "used_on", lambda tier, entry, event: None)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
     """What was saved is let go of before it is copied, and nothing waits for that."""
     patch.setattr(
-        shelf, "Leaving", lambda copied, stream, *rest: Leaving(copied, torch.Stream(DEVICE), *rest)
+        cache, "Leaving", lambda copied, stream, *rest: Leaving(copied, torch.Stream(DEVICE), *rest)
     )
 
 

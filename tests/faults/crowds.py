@@ -21,7 +21,6 @@ from tests.faults.linearizability import History, Some, assert_linearizable, len
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
 from tests.store.helpers import PAGE, assert_at_rest, assert_sound, open_store
 from tierstore import Access, BudgetError, Lease, LeaseError, TierStore, UnknownKeyError
-from tierstore.model.tiers import Tier
 
 KEYS = 20
 LARGEST = 4  # pages of a group
@@ -63,7 +62,7 @@ class Watch:
                 held = nbytes.get(tier, 0)
                 assert budget is None or held <= budget, f"{what} {held} of {budget} on {tier}"
         if self.store.device.type == "cpu":
-            pages = self.store._carrier.arenas[Tier.HOST]._make.__self__
+            pages = self.store._tiers.host.arena._make.__self__
             assert pages._held <= self.budgets["HOST"], "memory that nobody lets go of"
         self.samples += 1
         if self.samples % 8 == 0:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tierstore.transfer import disk, mapping
+from tierstore.tiers import disk, mapping
 
 OPENING = frozenset({"open", "open to write", "create", "listdir", "scandir"})
 LOOKING = frozenset({"stat", "lstat", "fstat", "statvfs", "fstatvfs"})

@@ -36,7 +36,7 @@ from tests.faults.promised import BUDGET, Name, Promised, Tell, Worker, contents
 from tests.helpers.processes import forked
 from tierstore import TierStore
 from tierstore.model.errors import TierStoreError
-from tierstore.transfer.directory import ObjectDirectory
+from tierstore.tiers.directory import ObjectDirectory
 
 LONGEST = 0.06
 """Seconds of work until the power is cut, at the most, where the moment is left to chance."""

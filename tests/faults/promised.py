@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from tests.helpers.files import damaged_objects
 from tierstore import TierStore
 from tierstore.adoption import WEIGHTS, content_hash
 from tierstore.model.errors import TierStoreError
 from tierstore.model.tiers import Access
-from tierstore.transfer.objects import LOCK, MARKER, OBJECTS, TEMPORARY
+from tierstore.tiers.objects import LOCK, MARKER, OBJECTS, TEMPORARY
 
 PAGE = 4096
 BUDGET = 48 * PAGE
@@ -197,9 +198,7 @@ def contents(disk_dir: Path) -> tuple[dict[str, Name | str], list[str]]:
     """Open the store, read everything and close it. Returns what is under each key, and what lies
     in the directory that has no business there."""
     with TierStore(BUDGET, disk_dir, device="cpu") as store:
-        found: dict[str, Name | str] = {
-            name: str(error) for name, error in store._directory.damaged.items()
-        }
+        found: dict[str, Name | str] = dict(damaged_objects(disk_dir))
         for key in store:
             try:
                 found[key] = name_of(store.get(key))

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.files import open_files
+from tests.helpers.files import damaged_objects, open_files
 from tests.store.helpers import assert_at_rest, assert_sound, files_below, wait_until_idle
 from tierstore import TierStore
 from tierstore.model.errors import TierStoreError, TransferError
 from tierstore.model.tiers import Access, Hold
-from tierstore.transfer.objects import object_name
+from tierstore.tiers.objects import object_name
 
 PAGE = 4096
 BUDGET = 16 * PAGE
@@ -217,7 +217,7 @@ def check_directory(directory: Path, durable: dict[str, set[Value]], scratch: Pa
     copy_tree(directory, copy)
     with TierStore(BUDGET, copy, device="cpu") as store:
         found = {key: value_of(store.get(key)) for key in store if not key.startswith("weights/")}
-        damaged = dict(store._directory.damaged)
+        damaged = damaged_objects(copy)
         present = set(store)
     assert not damaged, f"damaged: {damaged}"
     for key in durable.keys() | found.keys():
@@ -263,7 +263,7 @@ def check_use(world: World) -> None:
             world.durable[key] = {ABSENT}
     kept = [key for key in world.visible if key in store]
     for number, key in enumerate(["new", *kept[:1]]):
-        if key not in store._versions or not key.startswith(("model.", "state.")):
+        if key not in store or not key.startswith(("model.", "state.")):
             world.put(key, 90 + number)
     world.flush()
     world.push_out()

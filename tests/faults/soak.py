@@ -32,12 +32,11 @@ from tests.faults.crowds import Watch
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
 from tests.store.helpers import PAGE, assert_at_rest, memory_held, open_store
 from tierstore import Access, TierStore, TransferError
-from tierstore.model.groups import name_of
-from tierstore.model.journal import Ring
 from tierstore.model.sizes import round_up
 from tierstore.model.tiers import Tier
-from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.objects import object_name
+from tierstore.observe.journal import Ring
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.objects import object_name
 
 KEYS = 240  # of each one half lasts, the other does not
 PAGES = 390  # of about 600
@@ -110,21 +109,22 @@ class Soak:
     """The store, who uses it, and the notes."""
 
     def __init__(self, place: str, seed: int, leak: int) -> None:
-        self.store: TierStore = open_store(Path(place), PAGES * PAGE)
-        journal = self.store._carrier.journal
+        self.place = Path(place)
+        self.store: TierStore = open_store(self.place, PAGES * PAGE)
+        journal = self.store._mover.journal
         journal.uses, journal.levels, journal._spans = (Ring(KEPT) for _ in range(3))
         self.users = [User(self.store, number, seed) for number in range(THREADS)]
         self.faults = Faults(seed, self.operations)
         self.errors: list[BaseException] = []
         self.told = Told()
-        drop = self.store._carrier._drop
+        drop = self.store._tiers.host.drop
 
-        def counting(tier: Tier, cargo: Cargo) -> None:
-            newest = self.store._versions.get(name_of(cargo.key))
-            self.told.evicted += tier is Tier.HOST and newest == cargo.key
-            drop(tier, cargo)
+        def counting(entry: GroupEntry) -> None:
+            newest = self.store._versions.get(entry.key.key)
+            self.told.evicted += newest == entry.key
+            drop(entry)
 
-        self.store._carrier._drop = counting  # type: ignore[method-assign]
+        self.store._tiers.host.drop = counting  # type: ignore[method-assign]
         self._leaked: list[bytes] = []
         if leak:
             get = self.store.get
@@ -176,12 +176,12 @@ class Soak:
         """Assert that the books are true. Nobody does anything, and the disk is well again."""
         self.store.flush()
         assert_at_rest(self.store)
-        assert_true(self.store)
+        assert_true(self.store, self.place)
         known = {key: user for user in self.users for key in user.current}
         assert set(self.store.keys()) == set(known)
         for key in random.sample(sorted(known), 20):
             known[key].see(key, tag_of(key, self.store.get(key)))
-        self.store._carrier.files.close()  # a bounded number is held open to be read again
+        self.store._tiers.disk.files.close()  # a bounded number is held open to be read again
         gc.collect()
 
     def _tell(self) -> None:
@@ -309,33 +309,33 @@ def note(operations: int, begun: float) -> Note:
     return Note(operations, resident, files, threads, time.monotonic() - begun)
 
 
-def assert_true(store: TierStore) -> None:
+def assert_true(store: TierStore, place: Path) -> None:
     """The books agree with the memory and the files that there are. Nobody uses the store."""
-    carrier, planner = store._carrier, store._planner
+    carrier, planner = store._mover, store._planner
     with store._lock:
-        cargo = {name_of(version): c for version, c in carrier._cargo.items()}
+        entry = {version.key: c for version, c in carrier._entries.items()}
         held = memory_held(store)["HOST"]
-        arena = carrier.arenas[Tier.HOST]
-        slots = [c.slots[Tier.HOST] for c in cargo.values() if Tier.HOST in c.slots]
+        arena = store._tiers.host.arena
+        slots = [c.slots[Tier.HOST] for c in entry.values() if Tier.HOST in c.slots]
         slots += itertools.chain.from_iterable(arena._idle.values())
         slots += arena._condemned
         assert held == sum(slot.nbytes for slot in slots if slot.memory is not None)
         assert planner.used[Tier.HOST] <= held <= PAGES * PAGE
         assert arena._make.__self__._held <= PAGES * PAGE
-        durable = {object_name(key): c for key, c in cargo.items() if c.durable}
-        objects = Path(store._directory.path) / "objects"
+        durable = {object_name(key): c for key, c in entry.items() if c.durable}
+        objects = place / "objects"
         sizes = {str(p.relative_to(objects)): p.stat().st_size for p in objects.rglob("*.*")}
         assert set(sizes) == set(durable), set(sizes) ^ set(durable)
         for name, nbytes in sizes.items():
             data = durable[name].packing.dense_nbytes
             assert data < nbytes <= data + 2 * PAGE
-        spilled = [c for c in cargo.values() if c.spilled_at is not None]
-        free = sum(nbytes for _, nbytes in carrier.saver._spill._free)
-        taken = carrier.saver._spill._end - free
+        spilled = [c for c in entry.values() if c.spilled_at is not None]
+        free = sum(nbytes for _, nbytes in store._tiers.disk._spill._free)
+        taken = store._tiers.disk._spill._end - free
         assert taken == sum(round_up(c.spec.nbytes, PAGE) for c in spilled)
-        on_disk = [c for c in cargo.values() if c.source is not None]
+        on_disk = [c for c in entry.values() if c.source is not None]
         assert planner.used[Tier.DISK] == sum(c.spec.nbytes for c in on_disk)
-        assert not os.listdir(Path(store._directory.path) / "tmp")
+        assert not os.listdir(place / "tmp")
 
 
 def slope(notes: list[Note]) -> float:

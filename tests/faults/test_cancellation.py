@@ -62,18 +62,18 @@ def test_half_of_a_put_is_noticed(tmp_path: Path) -> None:
     """The control: readers see a group before it is filled."""
     tasks = Tasks(1, "cpu", tmp_path / "store")
     store, late = tasks.store, dict[int, tuple[Any, ...]]()
-    carrier, fill, show = store._carrier, store._carrier.fill, store._filled
+    host, fill, show = store._tiers.host, store._tiers.host.fill, store._filled
 
-    def postpone(version: str, blocks: Any) -> None:
-        carrier.arenas[carrier.top].fill(carrier.cargo(version).slots[carrier.top])
-        late[threading.get_ident()] = (version, blocks)
+    def postpone(entry: Any, blocks: Any) -> None:
+        host.arena.fill(entry.slots[host.tier])
+        late[threading.get_ident()] = (entry, blocks)
 
     def shown(*arguments: Any) -> None:
         show(*arguments)
         time.sleep(0.001)
         fill(*late.pop(threading.get_ident()))
 
-    carrier.fill, store._filled = postpone, shown
+    host.fill, store._filled = postpone, shown
     # Torn, or gone before it was filled, or filled while it was written to disk.
     with pytest.raises((AssertionError, KeyError, CorruptDataError)):
         tasks.play(8)

@@ -14,10 +14,18 @@ import pytest
 from tests.faults.crowds import Throng, Watch
 from tests.faults.values import Torn, fill, group, tag_for, tag_of
 from tests.lanes import by_lane
-from tests.store.helpers import PAGE, assert_group, on_both, open_store, pages, push_out
+from tests.store.helpers import (
+    PAGE,
+    assert_group,
+    make_deaf_to_changes,
+    on_both,
+    open_store,
+    pages,
+    push_out,
+)
 from tierstore import Access, CorruptDataError, TransferError
 from tierstore.model.tiers import Tier
-from tierstore.transfer import reading
+from tierstore.tiers import mover
 
 STEPS = 25  # of each thread in a round
 
@@ -64,7 +72,7 @@ def held_after_failed_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     held = 0
     for key, tensor in keys.items():
         assert_group(store.get(key), tensor)
-        held = max(held, store._carrier.arenas[Tier.HOST]._make.__self__._held)
+        held = max(held, store._tiers.host.arena._make.__self__._held)
     store.close()
     return held
 
@@ -79,7 +87,7 @@ def test_an_error_with_all_that_was_going_on_would_keep_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
-    monkeypatch.setattr(reading, "without_frames", lambda error: error)
+    monkeypatch.setattr(mover, "without_frames", lambda error: error)
     assert held_after_failed_reads(tmp_path / "store", monkeypatch) > 8 * PAGE
 
 
@@ -125,7 +133,7 @@ def test_changers_who_are_not_alone_are_noticed(tmp_path: Path) -> None:
 def test_an_update_that_is_dropped_is_noticed(tmp_path: Path) -> None:
     """A changed group whose old copy on disk still counts."""
     throng = Throng(1, "cpu", tmp_path / "store", threads=8)
-    throng.store._planner._keep_only = lambda group, tier: None
+    make_deaf_to_changes(throng.store)
     with pytest.raises(AssertionError):
         throng.play(20, STEPS)
     throng.store.close()

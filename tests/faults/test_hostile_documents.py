@@ -1,4 +1,4 @@
-"""The other files that are read: indexes, markers, locks, figures of disks, traces.
+"""The other files that are read: indexes, markers, locks, speeds of disks, traces.
 
 Each is changed in every way that `mutating` knows, and read by what reads it. It is understood, or
 refused by an error that is documented; nothing else happens.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import math
 import os
 import random
 import time
@@ -33,17 +34,11 @@ from tierstore.adapters.training.documents import _sealed
 from tierstore.adapters.training.saving import load_training, save_training
 from tierstore.checkpoints import read_checkpoint
 from tierstore.cli.commands import inspector
+from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.model.errors import InvalidTraceError
+from tierstore.tiers.locking import describe_owner
+from tierstore.tiers.objects import STORE_FORMAT, read_marker
 from tierstore.trace import read_trace
-from tierstore.transfer.figures import (
-    DiskFigures,
-    cache_file,
-    disk_threads,
-    known_figures,
-    remember,
-)
-from tierstore.transfer.locking import describe_owner
-from tierstore.transfer.objects import STORE_FORMAT, read_marker
 
 # Python opens the files of an encoding when it is first used, which is no fault of what uses it.
 codecs.lookup("unicode_escape")
@@ -172,28 +167,26 @@ def test_whoever_holds_the_lock_can_be_told_whatever_is_in_it(tmp_path: Path) ->
     assert set(outcomes) == {"known", "unknown"}
 
 
-def test_figures_of_disks_are_usable_or_nothing(tmp_path: Path) -> None:
-    path = remember(tmp_path, DiskFigures(1 << 20, 8, 1e9, 1e9, 1e9))
+def test_speeds_of_disks_are_usable_or_nothing(tmp_path: Path) -> None:
+    path = remember(tmp_path, 1e9)
     assert path == cache_file()
     whole = path.read_bytes()
 
     def use(content: bytes) -> str:
         path.write_bytes(content)
-        figures = known_figures(tmp_path)
-        assert 1 <= disk_threads() <= 64
-        if figures is None:
+        speed = known_speed(tmp_path)
+        if speed is None:
             return "nothing"
-        assert type(figures.block) is int and 4096 <= figures.block <= 1 << 30
-        assert type(figures.threads) is int and 1 <= figures.threads <= 64
-        return "figures"
+        assert type(speed) in (int, float) and 0 < speed < math.inf
+        return "speed"
 
     try:
-        assert use(whole) == "figures"
+        assert use(whole) == "speed"
         contents = variants(whole, by_lane(400, 400, 20_000), random.Random(SEED))
         outcomes = tried(contents, use, tmp_path, path.parent)
     finally:
         path.unlink()
-    assert set(outcomes) == {"figures", "nothing"}
+    assert set(outcomes) == {"speed", "nothing"}
 
 
 # Saved trainings ----------------------------------------------------------------------------------
@@ -275,7 +268,7 @@ def test_a_trace_is_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return command("trace", path) + command("replay", path)
 
     assert use(whole) == "accepted" and run(whole) == "00"
-    monkeypatch.setattr("tierstore.trace._LARGEST", len(whole) * 100)
+    monkeypatch.setattr("tierstore.observe.trace._LARGEST", len(whole) * 100)
     path.write_bytes(gzip.compress(b" " * (len(whole) * 100 + 1)))
     with pytest.raises(InvalidTraceError, match="unpacks to more"):
         read_trace(path)

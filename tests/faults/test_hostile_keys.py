@@ -17,7 +17,6 @@ from tests.helpers.files import flip_bit
 from tests.store.helpers import PAGE, assert_group, open_store, pages, push_out
 from tierstore import TierStoreError, UnknownKeyError
 from tierstore.cli.commands import inspector
-from tierstore.transfer.figures import cache_file
 
 LEGAL = [
     *("..", ".", "/", "../../etc/passwd", "/etc/passwd", "a/b", "a//b", "a/./b", "a/", "a", "A"),
@@ -102,7 +101,7 @@ def test_every_legal_key_is_its_own_and_survives(disk_dir: Path) -> None:
                     store.get(key)
                 assert error.value.key == key
             assert store.keys() == sorted(LEGAL[1::2])
-    assert not seen.outside(disk_dir, disk_dir.parent, cache_file())
+    assert not seen.outside(disk_dir, disk_dir.parent)
     assert {path.name for path in disk_dir.parent.iterdir()} == {disk_dir.name}
     names = {str(path.relative_to(disk_dir)) for path in disk_dir.rglob("*") if path.is_file()}
     assert all(
@@ -153,7 +152,7 @@ def test_names_in_a_checkpoint_lead_nowhere(tmp_path: Path, disk_dir: Path) -> N
         for i, name in enumerate(names):
             assert_group(store.get(name), pages(i))
         push_out(store, names[0])
-    assert not seen.outside(tmp_path, cache_file())
+    assert not seen.outside(tmp_path)
 
 
 def test_a_name_that_can_be_no_key_is_refused_with_the_whole_checkpoint(

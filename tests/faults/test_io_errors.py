@@ -18,9 +18,9 @@ from tests.faults.scenarios import SCENARIOS
 from tests.faults.sweeping import ONE_IN_THREE, Sweep
 from tests.lanes import by_lane
 from tierstore.model.errors import TransferError
-from tierstore.transfer import disk, spill
-from tierstore.transfer.disk import DataFile, OpenForWriting
-from tierstore.transfer.reading import Reader
+from tierstore.tiers import disk, spill
+from tierstore.tiers.disk import DataFile, OpenForWriting
+from tierstore.tiers.reading import DiskReader
 
 ALL = [(fault, once) for fault in FAULTS for once in (True, False)]
 BRIEF = [("EIO", True), ("short", False)]
@@ -57,14 +57,14 @@ def swallowed(patch: pytest.MonkeyPatch, name: str) -> None:
             return call
 
     for module in ("directory", "disk", "spill"):
-        patch.setattr(f"tierstore.transfer.{module}.os", Ignoring())
+        patch.setattr(f"tierstore.tiers.{module}.os", Ignoring())
 
 
 def one_read(self: DataFile, room: memoryview, offset: int, needed: int) -> int:
     return self._read_once(room, offset)
 
 
-def hopeful(self: Reader, *_: object) -> None:
+def hopeful(self: DiskReader, *_: object) -> None:
     """Bytes are taken for those that were written, whatever they are."""
 
 
@@ -103,7 +103,7 @@ CONTROLS: dict[str, tuple[str, str, bool, Callable[[pytest.MonkeyPatch], None]]]
         False,
         lambda patch: (
             patch.setattr(DataFile, "read_at_least", one_read),
-            patch.setattr(Reader, "check", hopeful),
+            patch.setattr(DiskReader, "check", hopeful),
         )[0],
     ),
     "short writes are taken for whole": (
@@ -112,7 +112,7 @@ CONTROLS: dict[str, tuple[str, str, bool, Callable[[pytest.MonkeyPatch], None]]]
         False,
         lambda patch: (
             patch.setattr(disk, "write_all", without_retries),
-            patch.setattr("tierstore.transfer.directory.write_all", without_retries),
+            patch.setattr("tierstore.tiers.directory.write_all", without_retries),
         )[0],
     ),
     "the first close that fails is the last": (
@@ -132,7 +132,7 @@ CONTROLS: dict[str, tuple[str, str, bool, Callable[[pytest.MonkeyPatch], None]]]
         "EIO",
         True,
         lambda patch: patch.setattr(
-            "tierstore.transfer.reading.transfer_error", lambda *_, **__: TransferError("it failed")
+            "tierstore.tiers.reading.transfer_error", lambda *_, **__: TransferError("it failed")
         ),
     ),
 }

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from tests.cli.conftest import tree
 from tests.faults.watching import watched
-from tests.helpers.files import object_file
+from tests.helpers.files import object_file, open_files
 from tests.helpers.processes import output_of
 from tests.lanes import LONG, lane
 from tests.store.helpers import (
@@ -45,16 +45,9 @@ from tierstore import (
 )
 from tierstore.checkpoints import read_checkpoint
 from tierstore.cli.commands import inspector
-from tierstore.transfer.figures import (
-    DEFAULT_THREADS,
-    DiskFigures,
-    cache_file,
-    disk_threads,
-    known_figures,
-    remember,
-)
-from tierstore.transfer.objects import MARKER
-from tierstore.transfer.spill import anonymous_file
+from tierstore.cli.disk_speed import cache_file, known_speed, remember
+from tierstore.tiers.objects import MARKER
+from tierstore.tiers.spill import anonymous_file
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, OTHER = "key", "other"
@@ -313,20 +306,20 @@ def test_a_spill_file_that_needs_a_name_takes_no_other(
 
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("kind", KINDS)
-def test_figures_of_disks_that_were_planted(kind: str, tmp_path: Path, victims: Victims) -> None:
+def test_speeds_of_disks_that_were_planted(kind: str, tmp_path: Path, victims: Victims) -> None:
     path = cache_file()
     remove(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     KINDS[kind](path, victims)
     try:
         found: list[object] = []
-        in_time(lambda: found.extend([known_figures(tmp_path), disk_threads()]))
-        assert found == [None, DEFAULT_THREADS]
+        in_time(lambda: found.extend([known_speed(tmp_path)]))
+        assert found == [None]
         with contextlib.suppress(OSError):  # a directory stays where it is
-            remember(tmp_path, DiskFigures(1 << 20, 8, 1e9, 1e9, 1e9))
+            remember(tmp_path, 1e9)
         victims.check()
         if kind != "a directory":
-            assert disk_threads() == 8
+            assert known_speed(tmp_path) == 1e9
             assert stat.S_ISREG(path.lstat().st_mode)
     finally:
         remove(path)
@@ -452,8 +445,9 @@ def test_a_whole_store_is_its_owners_alone(mask: int, disk_dir: Path) -> None:
             store.put("volatile", pages(2, 4), durable=False)
             store.put("pushes it out", pages(3, 4), durable=False)
             store.flush()
-            spill = store._carrier.saver._the_spill().path
-            assert stat.S_IMODE(os.stat(spill).st_mode) == 0o600
+            nameless = [n for n, name in open_files(disk_dir).items() if "(deleted)" in name]
+            assert nameless, "nothing was spilled"
+            assert {stat.S_IMODE(os.fstat(n).st_mode) for n in nameless} == {0o600}
         modes = {
             path: stat.S_IMODE(path.stat().st_mode) for path in [disk_dir, *disk_dir.rglob("*")]
         }
@@ -599,7 +593,7 @@ def test_without_the_stamp_the_change_is_served(
     save_file({f"layer{i}": pages(i, 4) for i in range(8)}, path)
     with open_store(disk_dir, 8 * PAGE) as store:
         store.register_checkpoint(path, "m/")
-        files = store._carrier.files
+        files = store._tiers.disk.files
         files.check = lambda name, expected: files.get(name)  # type: ignore[method-assign]
         edit_in_place(path, victims)
         found = store.get("m/layer7")
@@ -616,8 +610,8 @@ def test_without_the_flag_a_link_is_followed(
     path = object_file(disk_dir, KEY)
     path.unlink()
     path.symlink_to(victims.file)
-    monkeypatch.setattr("tierstore.transfer.objects.READ", os.O_RDONLY | os.O_NONBLOCK)
-    monkeypatch.setattr("tierstore.transfer.objects.stat.S_ISREG", lambda mode: True)
+    monkeypatch.setattr("tierstore.tiers.objects.READ", os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr("tierstore.tiers.objects.stat.S_ISREG", lambda mode: True)
     with watched() as seen, TierStore("1MB", disk_dir, device="cpu") as store:
         assert store.keys() == [OTHER]
     assert [

@@ -26,7 +26,7 @@ from tests.helpers.processes import output_of, results_in
 from tests.lanes import by_lane
 from tierstore import TierStore
 from tierstore.model.errors import TransferError
-from tierstore.transfer import directory as directory_module
+from tierstore.tiers import directory as directory_module
 
 pytestmark = pytest.mark.timeout(3600)
 

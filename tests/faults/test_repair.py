@@ -17,7 +17,7 @@ from tests.cli.conftest import ROOT, environment, put
 from tests.faults.facilities import cut_power, loop_mounted, make_image, mounted, program, run
 from tests.helpers.files import flip_bit, object_file
 from tests.lanes import by_lane
-from tierstore.transfer.directory import ObjectDirectory
+from tierstore.tiers.directory import ObjectDirectory
 
 NOBODY = 65534
 COMMAND = "from tierstore.cli import main; main()"

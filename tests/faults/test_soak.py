@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.soak import FAULT_EVERY, PARTS, Note, Told, slope
+from tests.helpers.events import before, failing
 from tests.helpers.processes import output_of
 from tests.lanes import by_lane
 from tests.store.helpers import assert_group, open_store, pages
@@ -60,21 +61,14 @@ def test_a_leak_of_a_hundred_bytes_is_noticed(tmp_path: Path) -> None:
     assert slope(told.notes[PARTS // 2 :]) > ROUGH
 
 
-def test_what_failed_writes_leave_is_gone_with_the_next_flush(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_failed_writes_leave_is_gone_with_the_next_flush(tmp_path: Path) -> None:
     """Also if it could not be removed when the write had failed."""
     store = open_store(tmp_path / "store")
     store.put("key", pages(1))
 
-    def broken(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", broken)
-        patch.setattr(os, "rename", broken)
-        with pytest.raises(TransferError):
-            store.flush()
+    broken = failing(errno.EIO)
+    with before("os.remove", broken), before("os.rename", broken), pytest.raises(TransferError):
+        store.flush()
     assert os.listdir(tmp_path / "store" / "tmp")
     store.flush()
     assert not os.listdir(tmp_path / "store" / "tmp")
@@ -82,18 +76,14 @@ def test_what_failed_writes_leave_is_gone_with_the_next_flush(
     store.close()
 
 
-def test_a_put_that_fails_has_put_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_put_that_fails_has_put_nothing(tmp_path: Path) -> None:
     """Not even if only the file of the group that it replaces cannot be removed."""
     store = open_store(tmp_path / "store")
     store.put("key", pages(1))
     store.flush()
 
-    def broken(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, "broken")
-
     raised = False
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", broken)
+    with before("os.remove", failing(errno.EIO)):
         try:
             store.put("key", pages(2), durable=False)
         except TransferError:

@@ -28,7 +28,7 @@ from rich.cells import cell_len
 
 from tierstore import TierStore
 from tierstore.cli.commands import inspector
-from tierstore.transfer.directory import TEMPORARY_NAME
+from tierstore.tiers.directory import TEMPORARY_NAME
 
 assert encodings.utf_16_be and encodings.utf_32_le and numpy.ma and tqdm.auto
 

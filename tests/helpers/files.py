@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tierstore.transfer.objects import object_name
+from tierstore.cli.report import survey
+from tierstore.tiers.objects import object_name
+
+
+def damaged_objects(store_dir: Path | str) -> dict[str, str]:
+    """What lies where objects are and is none that can be used, and why: by name."""
+    unusable = survey(str(store_dir)).unusable
+    return {group.item.name: group.problem.reason for group in unusable if group.problem}
 
 
 def object_file(store_dir: Path, key: str) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Access, Hold, Tier
 
@@ -28,9 +29,9 @@ class Held:
 class Entry:
     """All that the books know of one group."""
 
-    key: str
+    key: GroupId
     nbytes: int
-    backed: bool = False
+    backing: Tier | None = None  # there a file of the user's holds its bytes
     version: int = 0
     copies: dict[Tier, Held] = field(default_factory=dict)
     leases: list[Access] = field(default_factory=list)
@@ -48,6 +49,10 @@ class Entry:
         copy = self.copies.get(tier)
         return copy is not None and copy.version == self.version
 
+    def saved(self) -> bool:
+        """Whether the newest bytes are where they outlive memory."""
+        return any(tier.persistent and self.complete(tier) for tier in self.copies)
+
     def moving(self) -> bool:
         """Whether any of its copies is read or written by a transfer, or filled by its caller."""
         return any(copy.readers or copy.version is None for copy in self.copies.values())
@@ -64,55 +69,55 @@ class Books:
         self.budgets = dict(budgets)
         self.tiers = sorted(budgets)
         self.top = self.tiers[0]
-        self.host = self.tiers[-2]
+        self.host = [tier for tier in self.tiers if not tier.persistent][-1]
         self.used = dict.fromkeys(self.tiers, 0)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[GroupId, Entry] = {}
         self.moving: list[Copy] = []
         self.followed: list[Instruction] = []
 
     # What the caller of the planner does -------------------------------------------------------
 
-    def registered(self, key: str, nbytes: int, backed: bool) -> None:
-        self.entries[key] = Entry(key, nbytes, backed)
-        self._take(self.entries[key], Tier.DISK)
-        self.entries[key].copies[Tier.DISK].version = 0
+    def registered(self, key: GroupId, nbytes: int, tier: Tier, *, backed: bool) -> None:
+        self.entries[key] = Entry(key, nbytes, tier if backed else None)
+        self._take(self.entries[key], tier)
+        self.entries[key].copies[tier].version = 0
 
-    def claimed(self, key: str, nbytes: int) -> None:
+    def claimed(self, key: GroupId, nbytes: int) -> None:
         self.entries[key] = Entry(key, nbytes, claimed=True)
 
-    def filled(self, key: str) -> None:
+    def filled(self, key: GroupId) -> None:
         entry = self.entries[key]
         entry.claimed = False
-        entry.copies[self.tiers[-2]].version = entry.version
+        entry.copies[self.host].version = entry.version
 
-    def discarded(self, key: str) -> None:
+    def discarded(self, key: GroupId) -> None:
         entry = self.entries[key]
         entry.discarded, entry.offloaded, entry.away = True, False, set()
 
-    def withdrew_claim(self, key: str) -> None:
+    def withdrew_claim(self, key: GroupId) -> None:
         self.discarded(key)
         for copy in self.entries[key].copies.values():
             copy.lost = True
 
-    def offloaded(self, key: str) -> None:
+    def offloaded(self, key: GroupId) -> None:
         self.entries[key].offloaded = self.top in self.entries[key].copies
 
-    def may_lease(self, key: str, access: Access) -> bool:
+    def may_lease(self, key: GroupId, access: Access) -> bool:
         """What the planner must answer: no more, no less."""
         entry = self.entries[key]
         if entry.discarded or entry.exclusive() or not entry.complete(self.top):
             return False
         return access is Access.READ or not (entry.leases or entry.held or entry.moving())
 
-    def leased(self, key: str, access: Access) -> None:
+    def leased(self, key: GroupId, access: Access) -> None:
         entry = self.entries[key]
         entry.leases.append(access)
         if access is Access.UPDATE:
             entry.version += 1
-            entry.backed = False
+            entry.backing = None
             entry.copies[self.top].version = entry.version
 
-    def may_hold(self, key: str, purpose: Hold) -> bool | None:
+    def may_hold(self, key: GroupId, purpose: Hold) -> bool | None:
         """What the planner must answer to who wants to hold it. None: that depends on the room."""
         entry = self.entries[key]
         if entry.held or entry.leases or entry.moving():
@@ -121,25 +126,25 @@ class Books:
             return None
         return entry.complete(self.host)
 
-    def took_hold(self, key: str, purpose: Hold) -> None:
+    def took_hold(self, key: GroupId, purpose: Hold) -> None:
         """If it is changed: copies that are made later have what is new."""
         entry = self.entries[key]
         entry.held = True
         if purpose is Hold.READ:
             return
-        entry.backed, entry.away = False, set()
+        entry.backing, entry.away = None, set()
         entry.version += 1
         if self.host in entry.copies:
             entry.copies[self.host].version = entry.version
         else:
             entry.renewed = True
 
-    def put_away(self, key: str) -> None:
+    def put_away(self, key: GroupId) -> None:
         entry = self.entries[key]
         if not (entry.demands or entry.fetches):
-            entry.away = entry.copies.keys() - {Tier.DISK}
+            entry.away = {tier for tier in entry.copies if not tier.persistent}
 
-    def wanted(self, key: str) -> None:
+    def wanted(self, key: GroupId) -> None:
         """Somebody asks for it: what was to leave may stay."""
         self.entries[key].offloaded, self.entries[key].away = False, set()
 
@@ -197,7 +202,7 @@ class Books:
 
     def _take(self, entry: Entry, tier: Tier) -> None:
         assert tier not in entry.copies, f"{entry.key} is on {tier.name} already"
-        cost = 0 if entry.backed and tier is Tier.DISK else entry.nbytes
+        cost = 0 if tier is entry.backing else entry.nbytes
         entry.copies[tier] = Held(cost)
         self.used[tier] += cost
         budget = self.budgets[tier]
@@ -220,6 +225,8 @@ class Books:
 
     def _assert_may_go(self, entry: Entry, tier: Tier) -> None:
         where = f"{entry.key} on {tier.name}"
+        users = tier is entry.backing and not entry.discarded
+        assert not users, f"{where} is dropped, which takes no room there"
         assert entry.copies[tier].version is not None, f"{where} is dropped while it is written"
         stale = entry.copies[tier].version != entry.version  # somebody changes another copy
         if tier is self.top:
@@ -249,7 +256,7 @@ class Books:
         if entry.held:
             assert entry.complete(self.host), f"{entry.key} is held, but not there"
         unused = [tier for tier in where if not self._in_use(entry, tier)]
-        if entry.complete(Tier.DISK) and not (entry.demands or entry.fetches):
+        if entry.saved() and not (entry.demands or entry.fetches):
             left = entry.away.intersection(unused)
             assert not left, f"{entry.key} was put away, but is on {left}"
         assert not (entry.discarded and unused), f"{entry.key} is discarded, but on {unused}"
@@ -264,7 +271,7 @@ class Books:
         held = tier is self.host and entry.held
         return leased or held or copy.readers > 0 or copy.version is None
 
-    def known(self) -> list[str]:
+    def known(self) -> list[GroupId]:
         """Keys of the groups that are there for anybody to use."""
         return [k for k, e in self.entries.items() if not (e.discarded or e.claimed)]
 
@@ -273,8 +280,31 @@ class Books:
         budget = self.budgets[self.host]
         return budget is None or held + nbytes <= budget
 
+    def never_comes_up(self, key: GroupId, goal: Tier) -> bool:
+        """Whether a group is too large for memory from `goal` on, or for a persistent tier that
+        it has to pass through: one above all that it is on."""
+        entry = self.entries[key]
+        for tier in self.tiers[self.tiers.index(goal) :]:
+            if tier.persistent and tier in entry.copies:
+                return False
+            passes = tier <= self.host or any(there > tier for there in entry.copies)
+            budget = self.budgets[tier]
+            if passes and budget is not None and entry.nbytes > budget:
+                return True
+        return False
+
     def disk_is_tight(self) -> bool:
-        """Whether some group that no file holds would not fit on the disk any more."""
-        budget = self.budgets[Tier.DISK]
-        unsaved = [e.nbytes for e in self.entries.values() if not e.complete(Tier.DISK)]
-        return budget is not None and self.used[Tier.DISK] + max(unsaved, default=0) > budget
+        """Whether some group that no file holds would not fit on the disk any more.
+
+        What is on a persistent tier can leave it for the one below, so that only the last one may
+        be full; but one above it may be too small for a group that has to pass through.
+        """
+        unsaved = [e.nbytes for e in self.entries.values() if not e.complete(self.tiers[-1])]
+        budget = self.budgets[self.tiers[-1]]
+        full = budget is not None and self.used[self.tiers[-1]] + max(unsaved, default=0) > budget
+        return full or any(self._is_too_small(tier) for tier in self.tiers[:-1] if tier.persistent)
+
+    def _is_too_small(self, tier: Tier) -> bool:
+        missing = [e.nbytes for e in self.entries.values() if not e.complete(tier)]
+        budget = self.budgets[tier]
+        return budget is not None and max(missing, default=0) > budget

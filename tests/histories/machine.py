@@ -7,29 +7,37 @@ history of such steps from a seed. `World.finish` asserts liveness.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from tests.histories.books import Books
+from tests.histories.logs import write_log
+from tierstore.model import events
 from tierstore.model.errors import BudgetError
-from tierstore.model.groups import name_of, version_id
-from tierstore.model.moves import Copy
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy, policy_named
-from tierstore.plan.records import Found
 from tierstore.plan.schedule import LearnedOrder
 
 ROUNDS = 2000
 """More rounds than any history needs to come to rest: beyond them it never will."""
+
+MEMORY = 64
+"""How many uses the schedule of a world remembers."""
+
+Kind = Callable[[Mapping[Tier, int | None], Policy, LearnedOrder], Planner]
+"""`Planner`, or what behaves as one, as those of `mutants` do."""
 
 
 @dataclass(eq=False)
 class Waiter:
     """Somebody who demanded `key` and has not been answered yet."""
 
-    key: str
+    key: GroupId
     access: Access
 
 
@@ -37,7 +45,7 @@ class Waiter:
 class Holder:
     """Somebody who wants to hold `key` in host memory, or does."""
 
-    key: str
+    key: GroupId
     purpose: Hold
 
 
@@ -45,7 +53,7 @@ class Holder:
 class Saver:
     """Somebody who waits for `key` to be on disk. The answer counts when it is first true."""
 
-    key: str
+    key: GroupId
     answer: BaseException | bool | None = None
 
 
@@ -60,43 +68,54 @@ class World:
         self,
         budgets: Mapping[Tier, int | None],
         policy: str | Callable[[LearnedOrder], Policy] = "next-use",
-        planner: type[Planner] = Planner,
+        planner: Kind = Planner,
     ) -> None:
         self.now = 0.0
-        self._budgets_given, self._policy, self._kind = dict(budgets), policy, planner
+        self._budgets_given, self.policy, self._kind = dict(budgets), policy, planner
         self.planner = self._new_planner()
         self.books = Books(budgets)
         self.waiters: list[Waiter] = []
         self.leases: list[Waiter] = []
-        self.claims: list[str] = []
+        self.claims: list[GroupId] = []
         self.fetchers: list[Holder] = []
         self.holders: list[Holder] = []
         self.savers: list[Saver] = []
-        self.errors: list[tuple[str, BaseException]] = []
+        self.errors: list[tuple[GroupId, BaseException]] = []
         self.sound = True
-        self._guided: set[str] = set()
+        self.log: list[tuple[float, events.Event]] = []  # of this planner
+        self.told: list[list[Instruction]] = []  # by event of the log
+        self._guided: set[GroupId] = set()
         self._versions = 0
         self._injected: list[BaseException] = []
         self._excused: set[int] = set()
 
     def _new_planner(self) -> Planner:
-        schedule, policy = LearnedOrder(memory=64), self._policy
-        chosen = policy_named(policy, schedule) if isinstance(policy, str) else policy(schedule)
-        return self._kind(self._budgets_given, chosen, schedule, lambda: self.now)
+        schedule, policy = LearnedOrder(memory=MEMORY), self.policy
+        named = isinstance(policy, str)
+        chosen = policy_named(policy, schedule, self._budgets_given) if named else policy(schedule)
+        return self._kind(self._budgets_given, chosen, schedule)
 
     # One step ----------------------------------------------------------------------------------
 
-    def _step(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call the planner, do as it says, and see whether all promises hold."""
+    def _step(self, event: events.Event) -> None:
+        """Tell the planner, do as it says, and see whether all promises hold."""
         self.sound = False
         self.now += 1.0  # every step takes as long: the planner learns times, and plans by them
-        answer = method(*args, **options)
-        self._follow()
+        self._handle(event)
         self.sound = True
-        return answer
 
-    def _follow(self) -> None:
-        for instruction in self.planner.instructions():
+    def _handle(self, event: events.Event) -> None:
+        self.log.append((self.now, event))  # before: it may be the one that fails
+        try:
+            instructions = self.planner.handle(event, self.now)
+        except BudgetError:
+            self.log.pop()  # nothing has changed
+            raise
+        self.told.append(instructions)
+        self._follow(instructions)
+
+    def _follow(self, instructions: Sequence[Instruction] = ()) -> None:
+        for instruction in instructions:
             self.books.follow(instruction)
         self.planner.check()
         self.books.inspect()
@@ -105,7 +124,7 @@ class World:
         for saver in self.savers:
             saver.answer = saver.answer or self._answer_to(saver.key)
 
-    def _answer_to(self, key: str) -> BaseException | bool | None:
+    def _answer_to(self, key: GroupId) -> BaseException | bool | None:
         """Whether a save of `key` is done, or why it never will be."""
         entry = self.books.entries.get(key)
         if entry is None or entry.discarded:
@@ -136,10 +155,11 @@ class World:
                 self._excused.add(id(error))
                 self._injected.append(error)
 
-    def fits_beside_what_is_held(self, key: str) -> bool:
+    def fits_beside_what_is_held(self, key: GroupId) -> bool:
         entries = self.books.entries
         held = sum(entries[h.key].nbytes for h in self.holders if h.purpose is Hold.KEEP)
-        above, below = self.books.tiers[:-2], self.books.tiers[-2:]
+        host = self.books.tiers.index(self.books.host)
+        above, below = self.books.tiers[:host], self.books.tiers[host:]
         # What is only on the device makes room there by way of host memory.
         only_above = [
             entry.nbytes
@@ -150,23 +170,25 @@ class World:
 
     # What callers do ---------------------------------------------------------------------------
 
-    def register(self, nbytes: int, *, backed: bool = True, guided: bool = False) -> str:
+    def register(
+        self, nbytes: int, *, backed: bool = True, guided: bool = False, tier: Tier = Tier.DISK
+    ) -> GroupId:
         key = self._new_key("file")
         self._guided |= {key} if guided else set()
-        self.books.registered(key, nbytes, backed)
-        self._step(self.planner.register, key, nbytes, backed=backed, guided=guided)
+        self.books.registered(key, nbytes, tier, backed=backed)
+        self._step(events.Registered(key, nbytes, backed, guided, tier))
         return key
 
-    def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> str | None:
+    def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> GroupId | None:
         """Ask for room for a new group, or a new version of `name`. None if it can never fit."""
         key = self._new_key(name)
         self._guided |= {key} if guided else set()
-        budget = self.books.budgets[self.books.tiers[-2]]
+        budget = self.books.budgets[self.books.host]
         never = budget is not None and nbytes > budget
         self.books.claimed(key, nbytes)
         self.claims.append(key)
         try:
-            self._step(self.planner.claim, key, nbytes, guided=guided)
+            self._step(events.Claimed(key, nbytes, caller_scheduled=guided))
         except BudgetError:
             assert never, f"{key} would fit"
             del self.books.entries[key]
@@ -176,13 +198,13 @@ class World:
         assert not never, f"{key} can never fit"
         return key
 
-    def _new_key(self, name: str) -> str:
+    def _new_key(self, name: str) -> GroupId:
         self._versions += 1
         if name in ("put", "file"):
             name = f"{name} {self._versions}"
-        return version_id(name, self._versions)
+        return GroupId(name, self._versions)
 
-    def fill(self, key: str) -> bool:
+    def fill(self, key: GroupId) -> bool:
         """The caller of a claim looks again. True if it has its answer."""
         error = self.planner.error_of(key)
         if error is not None:
@@ -193,29 +215,28 @@ class World:
             return False
         self.claims.remove(key)
         self.books.filled(key)
-        self._step(self.planner.arrived, key, self.books.tiers[-2])
+        self._step(events.Filled(key))
         for older in self.books.known():
-            if older != key and name_of(older) == name_of(key):
+            if older != key and older.key == key.key:
                 self.discard(older)
         return True
 
-    def withdraw_claim(self, key: str) -> None:
+    def withdraw_claim(self, key: GroupId) -> None:
         self.claims.remove(key)
         self.books.withdrew_claim(key)
-        self._step(self.planner.withdraw, key)
+        self._step(events.Withdrawn(key))
 
-    def demand(self, key: str, access: Access = Access.READ) -> Waiter | None:
+    def demand(self, key: GroupId, access: Access = Access.READ) -> Waiter | None:
         """Somebody waits for `key`. None if it can never fit."""
         entry = self.books.entries[key]
-        budgets = [self.books.budgets[tier] for tier in self.books.tiers[:-1]]
-        never = any(budget is not None and entry.nbytes > budget for budget in budgets)
+        never = self.books.never_comes_up(key, self.books.top)
         entry.demands += 1
         was = entry.offloaded, entry.away
         self.books.wanted(key)
         waiter = Waiter(key, access)
         self.waiters.append(waiter)
         try:
-            self._step(self.planner.demand, key)
+            self._step(events.Demanded(key))
         except BudgetError:
             assert never, f"{key} would fit"
             self.waiters.remove(waiter)
@@ -243,10 +264,10 @@ class World:
             return True
         return self._lease(waiter)
 
-    def _is_kept(self, key: str) -> bool:
+    def _is_kept(self, key: GroupId) -> bool:
         return any(h.key == key and h.purpose is Hold.KEEP for h in self.holders)
 
-    def _answer(self, key: str, error: BaseException) -> None:
+    def _answer(self, key: GroupId, error: BaseException) -> None:
         known = isinstance(error, KeyError) or any(error is e for e in self._injected)
         assert known, f"{key} failed with an error from nowhere: {error!r}"
         self.errors.append((key, error))
@@ -254,13 +275,13 @@ class World:
     def _lease(self, waiter: Waiter) -> bool:
         expected = self.books.may_lease(waiter.key, waiter.access)
         self.sound = False
-        lent = self.planner.lease(waiter.key, waiter.access)
+        lent = self.planner.lendable(waiter.key, waiter.access)
         assert lent == expected, f"{waiter}: the planner says {lent}"
         if lent:
             self.books.leased(waiter.key, waiter.access)
             self.leases.append(waiter)
             self._answered(waiter)
-        self._follow()
+            self._handle(events.Leased(waiter.key, waiter.access))
         self.sound = True
         return lent
 
@@ -272,7 +293,7 @@ class World:
     def give_up(self, waiter: Waiter) -> None:
         """A waiter was told of an error, or wants nothing any more."""
         self._answered(waiter)
-        self._step(self.planner.withdraw, waiter.key)
+        self._step(events.Withdrawn(waiter.key))
         others = {w.key for w in [*self.waiters, *self.savers, *self.fetchers]}
         if waiter.key in self.planner and waiter.key not in others:
             error = self.planner.error_of(waiter.key)
@@ -283,19 +304,19 @@ class World:
         self.books.entries[lease.key].leases.remove(lease.access)
         if lease.access is Access.TAKE:
             self.books.discarded(lease.key)
-        self._step(self.planner.release, lease.key, lease.access)
+        self._step(events.Released(lease.key, lease.access))
 
-    def fetch(self, key: str, purpose: Hold = Hold.UPDATE) -> Holder | None:
+    def fetch(self, key: GroupId, purpose: Hold = Hold.UPDATE) -> Holder | None:
         """Somebody waits to hold `key`. None if it can never fit."""
-        entry, budget = self.books.entries[key], self.books.budgets[self.books.host]
-        never = budget is not None and entry.nbytes > budget
+        entry = self.books.entries[key]
+        never = self.books.never_comes_up(key, self.books.host)
         entry.fetches += 1
         was = entry.offloaded, entry.away
         self.books.wanted(key)
         fetcher = Holder(key, purpose)
         self.fetchers.append(fetcher)
         try:
-            self._step(self.planner.fetch, key, purpose)
+            self._step(events.HostDemanded(key, purpose))
         except BudgetError:
             assert never, f"{key} would fit"
             self.fetchers.remove(fetcher)
@@ -321,13 +342,13 @@ class World:
             return True
         expected = self.books.may_hold(key, fetcher.purpose)
         self.sound = False
-        held = self.planner.hold(key, fetcher.purpose)
+        held = self.planner.host_lendable(key, fetcher.purpose)
         assert expected in (held, None), f"{fetcher}: the planner says {held}"
         if held:
             self._no_longer_fetched(fetcher)
             self.books.took_hold(key, fetcher.purpose)
             self.holders.append(fetcher)
-        self._follow()
+            self._handle(events.HostLeased(key, fetcher.purpose))
         self.sound = True
         return held
 
@@ -335,7 +356,7 @@ class World:
         """Somebody was told of an error, or does not want to hold it any more."""
         self._no_longer_fetched(fetcher)
         if fetcher.key in self.planner:
-            self._step(self.planner.withdraw_fetch, fetcher.key, fetcher.purpose)
+            self._step(events.HostWithdrawn(fetcher.key, fetcher.purpose))
 
     def _no_longer_fetched(self, fetcher: Holder) -> None:
         self.fetchers.remove(fetcher)
@@ -345,27 +366,27 @@ class World:
     def let_go(self, holder: Holder) -> None:
         self.holders.remove(holder)
         self.books.entries[holder.key].held = False
-        self._step(self.planner.let_go, holder.key)
+        self._step(events.HostReleased(holder.key))
 
-    def put_away(self, key: str) -> None:
+    def put_away(self, key: GroupId) -> None:
         """What is on disk is nowhere else from now on, as soon as nobody uses it there."""
         if self.planner.saved(key):
             self.books.put_away(key)
-            self._step(self.planner.put_away, key)
+            self._step(events.MemoryReleased(key))
 
-    def prefetch(self, keys: list[str], top: Tier | None = None) -> None:
+    def prefetch(self, keys: list[GroupId], top: Tier | None = None) -> None:
         for key in keys:
             self.books.wanted(key)
-        self._step(self.planner.prefetch, keys, top)
+        self._step(events.Expected(tuple(keys), top))
 
-    def offload(self, key: str) -> None:
+    def offload(self, key: GroupId) -> None:
         self.books.offloaded(key)
-        self._step(self.planner.offload, key)
+        self._step(events.Offloaded(key))
 
-    def save(self, key: str) -> Saver:
+    def save(self, key: GroupId) -> Saver:
         saver = Saver(key)
         self.savers.append(saver)
-        self._step(self.planner.save, key)
+        self._step(events.SaveRequested(key))
         return saver
 
     def look_saved(self, saver: Saver) -> bool:
@@ -376,24 +397,24 @@ class World:
         if isinstance(saver.answer, BaseException):
             self._answer(saver.key, saver.answer)
             if saver.key in self.planner:
-                self._step(self.planner.forgive, saver.key)
+                self._step(events.ErrorReported(saver.key))
         return True
 
-    def discard(self, key: str) -> None:
+    def discard(self, key: GroupId) -> None:
         self.books.discarded(key)
-        self._step(self.planner.discard, key)
+        self._step(events.Discarded(key))
 
     # What carriers do --------------------------------------------------------------------------
 
     def deliver(self, move: Copy) -> None:
         self.books.delivered(move)
-        self._step(self.planner.arrived, move.key, move.dst, move.src)
+        self._step(events.Arrived(move.key, move.src, move.dst))
 
     def fail(self, move: Copy) -> None:
         error = InjectedError(f"{move}")
         self._injected.append(error)
         self.books.failed(move)
-        self._step(self.planner.failed, move.key, move.dst, move.src, error)
+        self._step(events.Failed(move.key, move.src, move.dst, error))
 
     # The end -----------------------------------------------------------------------------------
 
@@ -416,41 +437,42 @@ class World:
     def tear(self) -> None:
         """A step was cut short: a new planner takes stock, and whoever waits asks again."""
         self.planner = self._new_planner()
+        self.log.clear()
+        self.told.clear()
         entries = self.books.entries.values()
         waits = {entry.key: (entry.demands, entry.fetches) for entry in entries}
         for entry in entries:  # of all this the new planner knows nothing
             entry.demands = entry.fetches = 0
             entry.offloaded, entry.away = False, set()
-        self._step(self.planner.take_stock, [self._found(entry.key) for entry in entries])
+        self._step(events.Recovered(tuple(self._found(entry.key) for entry in entries)))
         self._ask_again(waits)
 
-    def _ask_again(self, waits: dict[str, tuple[int, int]]) -> None:
+    def _ask_again(self, waits: dict[GroupId, tuple[int, int]]) -> None:
         entries, planner = self.books.entries, self.planner
         for waiter in [w for w in self.waiters if w.key in planner]:
             entries[waiter.key].demands = waits[waiter.key][0]
-            self._step(planner.demand, waiter.key)
+            self._step(events.Demanded(waiter.key))
         for fetcher in [f for f in self.fetchers if f.key in planner]:
             entries[fetcher.key].fetches = waits[fetcher.key][1]
-            self._step(planner.fetch, fetcher.key, fetcher.purpose)
+            self._step(events.HostDemanded(fetcher.key, fetcher.purpose))
         for saver in [s for s in self.savers if s.answer is None and s.key in planner]:
-            self._step(planner.save, saver.key)
+            self._step(events.SaveRequested(saver.key))
         for entry in entries.values():
             entry.demands, entry.fetches = waits[entry.key]
 
-    def _found(self, key: str) -> Found:
+    def _found(self, key: GroupId) -> events.RecoveredGroup:
         entry = self.books.entries[key]
         held = next((holder.purpose for holder in self.holders if holder.key == key), None)
-        return Found(
+        return events.RecoveredGroup(
             key,
             entry.nbytes,
             tuple(entry.copies),
             tuple((copy.src, copy.dst) for copy in self.books.moving if copy.key == key),
             tuple((access, False) for access in entry.leases),
             held,
-            backed=entry.backed,
-            guided=key in self._guided,
-            kept=False,
-            shown=not entry.discarded and not entry.claimed,
+            backing=entry.backing,
+            caller_scheduled=key in self._guided,
+            visible=not entry.discarded and not entry.claimed,
             claimed=entry.claimed and not entry.discarded,
         )
 
@@ -481,12 +503,21 @@ class World:
 # Random histories ------------------------------------------------------------------------------
 
 
-class History:
-    """Draws steps from a seed."""
+REMOTE = Tier(3, "REMOTE", persistent=True)
+"""Where some histories have a tier below the disk."""
 
-    def __init__(self, seed: int, policy: str, planner: type[Planner] = Planner) -> None:
+
+class History:
+    """Draws steps from a seed. If they are `remote`, there is a persistent tier below the disk."""
+
+    def __init__(
+        self, seed: int, policy: str, planner: Kind = Planner, *, remote: bool = False
+    ) -> None:
         self.random = random.Random(seed)
-        self.world = World(self._budgets(), policy, planner)
+        budgets = self._budgets()
+        if remote:
+            budgets[REMOTE] = self.random.choice([None, None, 24, 48])
+        self.world = World(budgets, policy, planner)
         for _ in range(self.random.randint(2, 8)):
             self.register()
 
@@ -539,17 +570,18 @@ class History:
                 if chance() < chances:
                     look(one)
 
-    def _any_key(self) -> str | None:
+    def _any_key(self) -> GroupId | None:
         keys = self.world.books.known()
         return self.random.choice(keys) if keys else None
 
     def register(self) -> None:
         books, nbytes = self.world.books, self._size()
-        budget = books.budgets[Tier.DISK]
-        room = budget is None or books.used[Tier.DISK] + nbytes <= budget // 2
-        free = budget is None or self.world.planner.used[Tier.DISK] + nbytes <= budget
+        tier = self.random.choice([Tier.DISK, REMOTE]) if REMOTE in books.budgets else Tier.DISK
+        budget = books.budgets[tier]
+        room = budget is None or books.used[tier] + nbytes <= budget // 2
+        free = budget is None or self.world.planner.used[tier] + nbytes <= budget
         backed = not (room and free) or self.random.random() < 0.7
-        self.world.register(nbytes, backed=backed, guided=self.random.random() < 0.3)
+        self.world.register(nbytes, backed=backed, guided=self.random.random() < 0.3, tier=tier)
 
     def demand(self) -> None:
         if key := self._any_key():
@@ -559,7 +591,7 @@ class History:
             self.world.demand(key, access)
 
     def claim(self) -> None:
-        puts = [name_of(k) for k in self.world.books.known() if k.startswith("put")]
+        puts = [k.key for k in self.world.books.known() if k.key.startswith("put")]
         replace = puts and self.random.random() < 0.2
         name = self.random.choice(puts) if replace else "put"
         self.world.claim(self._size(), name, guided=self.random.random() < 0.3)
@@ -628,13 +660,30 @@ def land_all(world: World) -> None:
     raise AssertionError(f"it never comes to rest: {world.books.moving}")
 
 
-def play(seed: int, policy: str, steps: int = 50, planner: type[Planner] = Planner) -> World:
-    """One random history, up to and including its end. The error of a failure names the seed."""
+def play(
+    seed: int,
+    policy: str,
+    steps: int = 50,
+    planner: Kind = Planner,
+    *,
+    remote: bool = False,
+    logs: Path | None = None,
+) -> World:
+    """One random history, up to and including its end.
+
+    The error of a failure names the seed, and a file with its events: in the folder `logs` or, by
+    default, in a temporary one.
+    """
+    history = History(seed, policy, planner, remote=remote)
     try:
-        history = History(seed, policy, planner)
         history.play(steps)
         history.world.finish()
     except Exception as error:
-        error.add_note(f"to repeat: play({seed}, {policy!r}, {steps})")
+        folder = Path(tempfile.mkdtemp(prefix="tierstore-history-")) if logs is None else logs
+        file = folder / f"{policy}-{seed}.jsonl"
+        world = history.world
+        write_log(file, world.log, world.books.budgets, policy, MEMORY)
+        error.add_note(f"to repeat: play({seed}, {policy!r}, {steps}, remote={remote})")
+        error.add_note(f"to look at its events: tests.histories.logs.replay({str(file)!r})")
         raise
     return history.world

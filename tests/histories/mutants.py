@@ -1,347 +1,748 @@
 """Planners with one fault each. The history machine must notice every one of them.
 
-Each overrides one private step of the planner, so that exactly one protection is gone. `Unchecked`
-switches the planner's own `check` off: what the books do not notice from outside, goes unnoticed.
+A `FaultyPlanner` stands before a real planner, as a store sees it: it mishears events, answers
+questions wrongly, or garbles instructions, so that exactly one protection is gone. Its own `check`
+is off: what the books do not notice from outside, goes unnoticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tierstore.model.moves import Copy
+from tierstore.model import events
+from tierstore.model.errors import BudgetError
+from tierstore.model.events import Event
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Copy, Drop, Forget, Instruction
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
-from tierstore.plan.records import CopyRecord, GroupRecord, State
+from tierstore.plan.policy import Policy
+from tierstore.plan.schedule import Schedule
 
 
-class Unchecked(Planner):
-    """Does not look after its own promises."""
+class Facts:
+    """What really happened, as the caller told it, and what the real planner has instructed."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[GroupId, int] = {}
+        self.claims: set[GroupId] = set()
+        self.demands: Counter[GroupId] = Counter()
+        self.host_demands: defaultdict[GroupId, list[Hold]] = defaultdict(list)
+        self.leases: defaultdict[GroupId, list[Access]] = defaultdict(list)
+        self.held: dict[GroupId, Hold] = {}
+        self.last_purpose: dict[GroupId, Hold] = {}  # of those that are held, or were
+        self.offloaded: set[GroupId] = set()  # and not wanted since
+        self.moving: list[tuple[GroupId, Tier, Tier]] = []
+
+    def moves(self, group: GroupId) -> list[tuple[Tier, Tier]]:
+        """From and to where the group is copied now."""
+        return [(src, dst) for key, src, dst in self.moving if key == group]
+
+    def exclusive(self, group: GroupId) -> bool:
+        return any(access is not Access.READ for access in self.leases[group])
+
+    def in_use(self, group: GroupId) -> bool:
+        return bool(self.leases[group] or group in self.held or self.moves(group))
+
+    def note(self, event: Event) -> None:  # noqa: C901 - a table of events
+        match event:
+            case events.Registered(group, nbytes):
+                self.sizes[group] = nbytes
+            case events.Recovered(groups):
+                for found in groups:
+                    self._recover(found)
+            case events.Claimed(group, nbytes):
+                self.sizes[group] = nbytes
+                self.claims.add(group)
+            case events.Filled(group):
+                self.claims.discard(group)
+            case events.Demanded(group):
+                self.demands[group] += 1
+                self.offloaded.discard(group)
+            case events.Offloaded(group):
+                self.offloaded.add(group)
+            case events.Expected(groups):
+                self.offloaded -= set(groups)
+            case events.Withdrawn(group):
+                self.demands[group] -= self.demands[group] > 0
+                self.claims.discard(group)
+            case events.Leased(group, access):
+                self.demands[group] -= self.demands[group] > 0
+                self.leases[group].append(access)
+            case events.Released(group, access):
+                self.leases[group].remove(access)
+            case events.HostDemanded(group, purpose):
+                self.host_demands[group].append(purpose)
+                self.offloaded.discard(group)
+            case events.HostWithdrawn(group, purpose):
+                self.host_demands[group].remove(purpose)
+            case events.HostLeased(group, purpose):
+                self.host_demands[group].remove(purpose)
+                self.held[group] = self.last_purpose[group] = purpose
+            case events.HostReleased(group):
+                del self.held[group]
+            case events.Arrived(group, src, dst) | events.Failed(group, src, dst):
+                self.moving.remove((group, src, dst))
+
+    def _recover(self, found: events.RecoveredGroup) -> None:
+        self.sizes[found.group] = found.nbytes
+        self.claims |= {found.group} if found.claimed else set()
+        self.leases[found.group] = [access for access, _ in found.leases]
+        self.moving += [(found.group, src, dst) for src, dst in found.moves]
+        if found.host_lease is not None:
+            self.held[found.group] = self.last_purpose[found.group] = found.host_lease
+
+    def refused(self, event: Event) -> None:
+        """The planner raised: what was asked for can never be."""
+        match event:
+            case events.Claimed(group):
+                self.claims.discard(group)
+            case events.Demanded(group):
+                self.demands[group] -= 1
+            case events.HostDemanded(group, purpose):
+                self.host_demands[group].remove(purpose)
+
+
+class FaultyPlanner:
+    """A planner that hears, answers and tells as the one within it: the faults are in the others.
+
+    `hears` gives the events that the one within handles in place of one; each is handled before the
+    next is asked for. `tells` gives the instructions that are passed on.
+    """
+
+    def __init__(
+        self, budgets: Mapping[Tier, int | None], policy: Policy, schedule: Schedule
+    ) -> None:
+        self.inner = Planner(budgets, policy, schedule)
+        self.top, self.host, self.tiers = self.inner.top, self.inner.host, self.inner.tiers
+        self.budgets = dict(budgets)
+        self.facts = Facts()
+
+    def hears(self, event: Event) -> Iterable[Event]:
+        return [event]
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        return instructions
+
+    def handle(self, event: Event, now: float = 0.0) -> list[Instruction]:
+        self.facts.note(event)
+        told: list[Instruction] = []
+        try:
+            for heard in self.hears(event):
+                instructions = self.inner.handle(heard, now)
+                copies = [one for one in instructions if isinstance(one, Copy)]
+                self.facts.moving += [(copy.key, copy.src, copy.dst) for copy in copies]
+                told += instructions
+        except BudgetError:
+            self.facts.refused(event)
+            raise
+        return self.tells(event, told)
+
+    def lendable(self, group: GroupId, access: Access) -> bool:
+        return self.inner.lendable(group, access)
+
+    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
+        return self.inner.host_lendable(group, purpose)
+
+    @property
+    def used(self) -> Mapping[Tier, int]:
+        return self.inner.used
+
+    def __contains__(self, group: GroupId) -> bool:
+        return group in self.inner
+
+    def residence(self, group: GroupId) -> tuple[Tier, ...]:
+        return self.inner.residence(group)
+
+    def granted(self, group: GroupId) -> bool:
+        return self.inner.granted(group)
+
+    def saved(self, group: GroupId) -> bool:
+        return self.inner.saved(group)
+
+    def error_of(self, group: GroupId) -> BaseException | None:
+        return self.inner.error_of(group)
+
+    def idle(self) -> bool:
+        return self.inner.idle()
 
     def check(self) -> None:
-        pass
+        """Does not look after its own promises."""
+
+    # What the faults have in common ------------------------------------------------------------
+
+    def one_lease_more(self, group: GroupId) -> Iterator[Event]:
+        """The one within waits for a lease to come back that is none."""
+        demanded = not self.facts.demands[group]
+        yield events.Leased(group, Access.READ, demanded=demanded)
+        yield events.Released(group, Access.READ, permanent=True)
+
+    def one_lease_less(self, group: GroupId) -> Iterator[Event]:
+        """The one within does not wait for a lease to come back that is out."""
+        demanded = not self.facts.demands[group]
+        yield events.Leased(group, Access.READ, permanent=True, demanded=demanded)
+        yield events.Released(group, Access.READ)
+
+    def makes_room(self, event: Event, copy: Copy) -> bool:
+        """Whether a group is copied down because its place is wanted, not to be saved."""
+        down = copy.dst > copy.src and copy.urgent
+        return down and not self.inner.saving(copy.key) and not isinstance(event, events.Offloaded)
+
+    def never_fits(self, group: GroupId) -> bool:
+        budgets = [self.budgets[tier] for tier in self.tiers[:-1]]
+        return any(budget is not None and self.facts.sizes[group] > budget for budget in budgets)
 
 
 # Promise 1: no group loses its last valid copy ---------------------------------------------------
 
 
-class EvictsTheOnlyCopy(Planner):
-    def _evict_copy(self, group: GroupRecord, tier: Tier, nbytes: int) -> None:
-        self._drop(group, tier)
+class EvictsTheOnlyCopy(FaultyPlanner):
+    """Drops what should be saved to make room."""
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        return [
+            Drop(one.key, one.nbytes, one.src)
+            if isinstance(one, Copy) and self.makes_room(event, one)
+            else one
+            for one in instructions
+        ]
 
 
-class OffloadsTheOnlyCopy(Planner):
-    def _pursue_offload(self, group: GroupRecord) -> None:
-        copy = group.copies.get(self.top)
-        if copy and not self._in_use(group, self.top) and group.key not in self._demands:
-            self._drop(group, self.top)
-        self._offloads.pop(group.key, None)
+class OffloadsTheOnlyCopy(FaultyPlanner):
+    """Drops what should be saved to be offloaded."""
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        return [
+            Drop(one.key, one.nbytes, one.src)
+            if isinstance(event, events.Offloaded)
+            and isinstance(one, Copy)
+            and (one.key, one.src) == (event.group, self.top)
+            else one
+            for one in instructions
+        ]
 
 
-class TrustsAFailedCopy(Planner):
-    def failed(self, key: str, dst: Tier, src: Tier, error: BaseException) -> None:
-        self.arrived(key, dst, src)
+class TrustsAFailedCopy(FaultyPlanner):
+    def hears(self, event: Event) -> Iterable[Event]:
+        if isinstance(event, events.Failed):
+            return [events.Arrived(event.group, event.src, event.dst)]
+        return [event]
 
 
 # Promise 2: budgets hold, counting what is on its way --------------------------------------------
 
 
-class ForgetsWhatIsArriving(Planner):
-    def _free(self, tier: Tier, nbytes: int) -> bool:
-        arriving = sum(
-            group.cost(tier)
-            for group in self._groups.values()
-            if tier in group.copies and not group.present(tier)
-        )
-        budget = self.budgets[tier]
-        return budget is None or self.used[tier] - arriving + nbytes <= budget
+class TakesRoomTwice(FaultyPlanner):
+    """Thinks that more fits on the fastest tier than does: `more` bytes."""
+
+    def more(self) -> int:
+        raise NotImplementedError
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        budget = self.budgets[self.top]
+        asked = events.Claimed | events.HostDemanded if self.top is self.host else events.Demanded
+        if isinstance(event, asked | events.Demanded):
+            nbytes = self.facts.sizes[event.group]
+            if budget is not None and nbytes > budget:  # that it knows, as the others do
+                raise BudgetError(event.group.key, self.top.name, nbytes, budget, "")
+        yield event
+        if budget is not None:
+            yield events.BudgetChanged(budget + self.more())
 
 
-class CountsACopyTwiceGone(Planner):
-    def _drop(self, group: GroupRecord, tier: Tier) -> None:
-        super()._drop(group, tier)
-        self.used[tier] = max(0, self.used[tier] - group.nbytes)
+class ForgetsWhatIsArriving(TakesRoomTwice):
+    def more(self) -> int:
+        return sum(self.facts.sizes[key] for key, _, dst in self.facts.moving if dst is self.top)
+
+
+class CountsACopyTwiceGone(TakesRoomTwice):
+    gone = 0
+
+    def more(self) -> int:
+        return self.gone
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        drops = [one for one in instructions if isinstance(one, Drop) and one.tier is self.top]
+        self.gone += sum(drop.nbytes for drop in drops)
+        return instructions
+
+
+class SaysThatLessIsUsed(FaultyPlanner):
+    """Does not tell of what is arriving."""
+
+    @property
+    def used(self) -> Mapping[Tier, int]:
+        used = dict(self.inner.used)
+        for key, _, dst in self.facts.moving:
+            used[dst] -= self.facts.sizes[key]
+        return used
 
 
 # Promise 3: what is leased, read or written stays ------------------------------------------------
 
 
-class EvictsTheLeased(Planner):
-    def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        leases, group.leases = group.leases, 0
-        try:
-            return super()._in_use(group, tier)
-        finally:
-            group.leases = leases
+class EvictsTheLeased(FaultyPlanner):
+    """Waits for the leases of readers to come back, but thinks that nobody uses what they have."""
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        match event:
+            case events.Leased(group, Access.READ):
+                yield event
+                yield events.Released(group, Access.READ, permanent=True)
+            case events.Released(group, Access.READ):
+                yield from self.one_lease_less(group)
+            case _:
+                yield event
+
+    def lendable(self, group: GroupId, access: Access) -> bool:
+        alone = access is Access.READ or not self.facts.leases[group]
+        return alone and self.inner.lendable(group, access)
+
+    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
+        return not self.facts.leases[group] and self.inner.host_lendable(group, purpose)
 
 
-class EvictsTheHeld(Planner):
-    def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        held, group.held = group.held, None
-        try:
-            return super()._in_use(group, tier)
-        finally:
-            group.held = held
+class EvictsTheHeld(FaultyPlanner):
+    """The same of what somebody has in host memory."""
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        match event:
+            case events.HostLeased(group, purpose):
+                yield event
+                if purpose is not Hold.KEEP:
+                    yield from self.one_lease_more(group)
+                yield events.HostReleased(group)
+            case events.HostReleased(group):
+                if self.facts.last_purpose[group] is not Hold.KEEP:
+                    yield from self.one_lease_less(group)
+            case _:
+                yield event
+
+    def lendable(self, group: GroupId, access: Access) -> bool:
+        alone = access is Access.READ or group not in self.facts.held
+        return alone and self.inner.lendable(group, access)
+
+    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
+        return group not in self.facts.held and self.inner.host_lendable(group, purpose)
 
 
-class DropsWhatIsRead(Planner):
-    def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        readers, group.copies[tier].readers = group.copies[tier].readers, 0
-        try:
-            return super()._in_use(group, tier)
-        finally:
-            group.copies[tier].readers = readers
+class DropsWhatIsRead(FaultyPlanner):
+    """Gives up what is saved to make room before it is saved."""
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        told: list[Instruction] = []
+        for one in instructions:
+            told.append(one)
+            if isinstance(one, Copy) and self.makes_room(event, one):
+                told.append(Drop(one.key, one.nbytes, one.src))
+        return told
 
 
-class DropsWhatIsWritten(Planner):
-    def _in_use(self, group: GroupRecord, tier: Tier) -> bool:
-        state, group.copies[tier].state = group.copies[tier].state, State.PRESENT
-        try:
-            return super()._in_use(group, tier)
-        finally:
-            group.copies[tier].state = state
+class DropsWhatIsWritten(FaultyPlanner):
+    """Gives up what arrives of a group that is not wanted any more before it is there."""
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        if not isinstance(event, events.Discarded | events.Offloaded):
+            return instructions
+        moves, nbytes = self.facts.moves(event.group), self.facts.sizes[event.group]
+        return [*instructions, *(Drop(event.group, nbytes, dst) for _, dst in moves)]
 
 
 # Promise 4: a group being changed has one copy, and nobody beside its changer ---------------------
 
 
-class KeepsStaleCopies(Planner):
-    def _keep_only(self, group: GroupRecord, tier: Tier) -> None:
-        group.backed = False
+class KeepsStaleCopies(FaultyPlanner):
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        match event:
+            case events.Leased(group, Access.UPDATE):
+                drops = [i for i in instructions if isinstance(i, Drop) and i.key == group]
+                return [one for one in instructions if one not in drops]
+        return instructions
 
 
-class LendsWhileItMoves(Planner):
-    def lease(self, key: str, access: Access, *, for_good: bool = False) -> bool:
-        group = self._groups[key]
-        if access is Access.READ or not group.moving():
-            return super().lease(key, access, for_good=for_good)
-        if not group.present(self.top) or group.leases or group.forgotten:
-            return False
-        group.exclusive = access
-        group.leases += 1
-        self._leases += 1
-        self._settle()
-        return True
+class LendsWhileItMoves(FaultyPlanner):
+    def lendable(self, group: GroupId, access: Access) -> bool:
+        alone = not self.facts.leases[group] and self.inner.lendable(group, Access.READ)
+        return self.inner.lendable(group, access) or (bool(self.facts.moves(group)) and alone)
 
 
-class LendsToTwo(Planner):
-    def lease(self, key: str, access: Access, *, for_good: bool = False) -> bool:
-        self._groups[key].exclusive = None
-        return super().lease(key, access, for_good=for_good)
+class LendsToTwo(FaultyPlanner):
+    def lendable(self, group: GroupId, access: Access) -> bool:
+        beside_a_changer = self.facts.exclusive(group) and group in self.inner
+        return self.inner.lendable(group, access) or beside_a_changer
 
 
-class LetsTwoHold(Planner):
-    def hold(self, key: str, purpose: Hold) -> bool:
-        self._groups[key].held = None
-        return super().hold(key, purpose)
+class LetsTwoHold(FaultyPlanner):
+    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
+        return self.inner.host_lendable(group, purpose) or group in self.facts.held
 
 
-class LetsHoldWhatIsLent(Planner):
-    def hold(self, key: str, purpose: Hold) -> bool:
-        group = self._groups[key]
-        leases, group.leases = group.leases, 0
-        try:
-            return super().hold(key, purpose)
-        finally:
-            group.leases = leases
+class LetsHoldWhatIsLent(FaultyPlanner):
+    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
+        there = self.host in self.inner.residence(group) and group not in self.facts.held
+        return self.inner.host_lendable(group, purpose) or (
+            there and bool(self.facts.leases[group]) and not self.facts.moves(group)
+        )
 
 
-class HoldsBesideStaleCopies(Planner):
-    def hold(self, key: str, purpose: Hold) -> bool:
-        backed, kept = self._groups[key].backed, dict(self._groups[key].copies)
-        held = super().hold(key, purpose)
-        if held and Tier.DISK in kept and backed:
-            self._groups[key].backed = True
-            self._groups[key].copies[Tier.DISK] = kept[Tier.DISK]
-        return held
+class HoldsBesideStaleCopies(FaultyPlanner):
+    """Thinks that who holds a group to change it only looks at it."""
+
+    def hears(self, event: Event) -> Iterable[Event]:
+        match event:
+            case events.HostDemanded(group, Hold.UPDATE):
+                return [events.HostDemanded(group, Hold.READ)]
+            case events.HostWithdrawn(group, Hold.UPDATE):
+                return [events.HostWithdrawn(group, Hold.READ)]
+            case events.HostLeased(group, Hold.UPDATE):
+                return [events.HostLeased(group, Hold.READ)]
+        return [event]
 
 
-class LendsTheHeldToAChanger(Planner):
-    def lease(self, key: str, access: Access, *, for_good: bool = False) -> bool:
-        held, self._groups[key].held = self._groups[key].held, None
-        try:
-            return super().lease(key, access, for_good=for_good)
-        finally:
-            if key in self._groups:
-                self._groups[key].held = held
+class LendsTheHeldToAChanger(FaultyPlanner):
+    def lendable(self, group: GroupId, access: Access) -> bool:
+        alone = not self.facts.leases[group] and not self.facts.moves(group)
+        beside = group in self.facts.held and alone and self.inner.lendable(group, Access.READ)
+        return self.inner.lendable(group, access) or beside
 
 
-class SavesWhatIsBeingChanged(Planner):
-    def _pursue_save(self, group: GroupRecord) -> None:
-        exclusive, group.exclusive = group.exclusive, None
-        super()._pursue_save(group)
-        group.exclusive = exclusive
+class SavesWhatIsBeingChanged(FaultyPlanner):
+    """Takes who changes a group for a reader, as soon as there are no other copies."""
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        yield event
+        match event:
+            case events.Leased(group, Access.UPDATE):
+                yield events.Leased(group, Access.READ, permanent=True, demanded=False)
+                yield events.Released(group, Access.READ, permanent=True)
+
+    def lendable(self, group: GroupId, access: Access) -> bool:
+        return not self.facts.exclusive(group) and self.inner.lendable(group, access)
 
 
 # Promise 5: what is unwanted and unused is gone --------------------------------------------------
 
 
-class LeavesTheUnwanted(Planner):
-    def _tidy(self, group: GroupRecord) -> None:
-        if group.forgotten:
-            super()._tidy(group)
+class LeavesTheUnwanted(FaultyPlanner):
+    """Forgets that something was to leave if it could not leave at once."""
+
+    def hears(self, event: Event) -> Iterable[Event]:
+        match event:
+            case events.Offloaded(group) | events.MemoryReleased(group):
+                return [] if self.facts.in_use(group) else [event]
+        return [event]
 
 
-class LeavesTheForgotten(Planner):
-    def _tidy(self, group: GroupRecord) -> None:
-        if not group.forgotten:
-            super()._tidy(group)
+class LeavesTheForgotten(FaultyPlanner):
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        return [
+            one
+            for one in instructions
+            if not isinstance(one, Drop | Forget) or one.key in self.inner
+        ]
 
 
-class KeepsWhatWasPutAway(Planner):
-    def put_away(self, key: str) -> None:
-        pass
+class KeepsWhatWasPutAway(FaultyPlanner):
+    def hears(self, event: Event) -> Iterable[Event]:
+        return [] if isinstance(event, events.MemoryReleased) else [event]
 
 
-class GivesUpItsSource(Planner):
+class GivesUpItsSource(FaultyPlanner):
     """Evicts what is on its way up, between its two hops."""
 
-    def _all_have_room(self) -> bool:
-        return False
+    hoped: frozenset[GroupId] = frozenset()
 
-    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
-        promised, self._promised = self._promised, set()
-        try:
-            return super()._evictable(group, tier, rival)
-        finally:
-            self._promised = promised
-
-
-class EvictsTheSourceOfADemand(Planner):
-    """Follows the policy, even where that gives up the source of the very copy that wants room."""
-
-    def _evict(self, tier: Tier, nbytes: int, rival: str | None) -> bool:
-        demands, self._demands = self._demands, {}
-        try:
-            return super()._evict(tier, nbytes, rival)
-        finally:
-            self._demands = demands
+    def hears(self, event: Event) -> Iterator[Event]:
+        match event:
+            case events.Expected(groups, None):
+                self.hoped |= set(groups)
+                yield event
+            case events.Arrived(group, _, self.host) if group in self.hoped and group in self:
+                yield events.Expected((group,), self.host)
+                yield event
+                yield events.Expected((group,))
+            case _:
+                yield event
 
 
-class DropsBeforeTheWaiterWakes(Planner):
-    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
-        demands, self._demands = self._demands, {}
-        try:
-            return super()._evictable(group, tier, rival)
-        finally:
-            self._demands = demands
+class EvictsTheSourceOfADemand(FaultyPlanner):
+    """Makes room for a demand before it knows what is demanded, of that or by anybody else."""
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        if not isinstance(event, events.Demanded) or self.never_fits(event.group):
+            yield event
+            return
+        others = Counter({g: n for g, n in self.facts.demands.items() if g in self.inner})
+        del others[event.group]
+        for group in others.elements():
+            yield events.Withdrawn(group)
+        budget, nbytes = self.budgets[self.top], self.facts.sizes[event.group]
+        if budget is not None and self.inner.used[self.top] + nbytes > budget:
+            for group in [g for g in self.facts.sizes if g in self.inner]:
+                if self.top in self.residence(group) and not self.facts.in_use(group):
+                    yield events.Offloaded(group)
+        yield event
+        for group in others.elements():
+            yield events.Demanded(group)
+        for group in self.facts.offloaded.intersection(others):
+            yield events.Offloaded(group)
 
 
-class DropsBeforeItIsHeld(Planner):
-    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
-        fetches, self._fetches = self._fetches, {}
-        try:
-            return super()._evictable(group, tier, rival)
-        finally:
-            self._fetches = fetches
+class DropsBeforeTheWaiterWakes(FaultyPlanner):
+    """Thinks that a demand is met once the group is there."""
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        yield event
+        if isinstance(event, events.Arrived) and event.dst is self.top:
+            for _ in range(self.facts.demands[event.group]):
+                yield events.Withdrawn(event.group)
 
 
-class CopiesTheCleanDown(Planner):
-    def _put_away(self, group: GroupRecord, tier: Tier) -> bool:
-        below = self.tiers[self.tiers.index(tier) + 1]
-        if below not in group.copies and not group.exclusive and self._free(below, group.nbytes):
-            group.copies[below] = CopyRecord(State.RESERVED)
-            self._foresight.took(group.number, below)
-            self._take_room(below, group.nbytes)
-            self._start(group, tier, below, urgent=True)
-            return True
-        return super()._put_away(group, tier)
+class DropsBeforeItIsHeld(FaultyPlanner):
+    """The same of who wants to hold it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.known: defaultdict[GroupId, list[Hold]] = defaultdict(list)
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        match event:
+            case events.HostDemanded(group, purpose):
+                yield event
+                self.known[group].append(purpose)
+            case events.HostWithdrawn(group, purpose) if purpose not in self.known[group]:
+                pass
+            case events.HostWithdrawn(group, purpose):
+                self.known[group].remove(purpose)
+                yield event
+            case events.HostLeased(group, purpose):
+                if purpose in self.known[group]:
+                    self.known[group].remove(purpose)
+                else:
+                    yield events.HostDemanded(group, purpose)
+                yield event
+            case events.Arrived(group, _, self.host):
+                yield event
+                for purpose in self.known.pop(group, []):
+                    yield events.HostWithdrawn(group, purpose)
+            case _:
+                yield event
+
+
+class CopiesTheCleanDown(FaultyPlanner):
+    """Saves what is saved before it makes room."""
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        if isinstance(event, events.Leased | events.HostLeased):
+            return instructions  # these drops are of what is going to change
+        told: list[Instruction] = []
+        for one in instructions:
+            if isinstance(one, Drop) and one.key in self.inner:
+                below = [tier for tier in self.tiers if tier > one.tier]
+                if any(tier in self.residence(one.key) for tier in below):
+                    told.append(Copy(one.key, one.nbytes, one.tier, below[0], urgent=True))
+            told.append(one)
+        return told
 
 
 # Liveness ----------------------------------------------------------------------------------------
 
 
-class NeverAsksAgain(Planner):
-    """A demand or claim that finds no room at once is not pursued when room comes back."""
+class NeverAsksAgain(FaultyPlanner):
+    """A demand that finds no room at once is not pursued when room comes back."""
 
-    def _settle(self) -> None:
-        if self._in_flight or self._leases:
-            self._pursue_hopes(self.tiers[:-1])
-        else:
-            super()._settle()
-
-
-class NeverGivesUp(Planner):
-    def _fail_what_is_stuck(self) -> None:
-        pass
+    def hears(self, event: Event) -> Iterator[Event]:
+        yield event
+        if isinstance(event, events.Demanded):
+            there = self.top in self.residence(event.group)
+            if not there and not self.facts.moves(event.group):
+                yield events.Withdrawn(event.group)
 
 
-class HopesTakeNeededRoom(Planner):
+class NeverGivesUp(FaultyPlanner):
+    """Waits for a lease that never comes back, whatever is stuck meanwhile."""
+
+    waits = False
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        yield event
+        if not self.waits and self.facts.sizes:
+            self.waits = True
+            yield from self.one_lease_more(next(iter(self.facts.sizes)))
+
+
+class HopesTakeNeededRoom(FaultyPlanner):
     """A prefetch takes the room that a claim waits for, again and again."""
 
-    def _pursue_needs(self) -> bool:
-        super()._pursue_needs()
-        return True
+    hopes: tuple[GroupId, ...] = ()
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, events.Expected):
+            self.hopes = event.groups
+        yield event
+        for claim in sorted(self.facts.claims):
+            if self.hopes and not self.granted(claim):
+                yield events.Withdrawn(claim)
+                yield events.Expected(tuple(g for g in self.hopes if g in self.inner))
+                yield events.Claimed(claim, self.facts.sizes[claim])
+
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        claims = {Forget(claim) for claim in self.facts.claims}
+        return [one for one in instructions if one not in claims]
 
 
-class OrphansKeepTheirRoom(Planner):
-    def _abandon_orphans(self) -> bool:
-        return False
+class OrphansKeepTheirRoom(FaultyPlanner):
+    """The room of a demand that was taken back is not given to others, until it is wanted again.
+
+    It is as if somebody held the group in host memory, for whom nobody waits.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.coming: set[GroupId] = set()
+        self.stuck: set[GroupId] = set()
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        named = getattr(event, "groups", None) or [getattr(event, "group", None)]
+        if not isinstance(event, events.Recovered | events.Arrived):
+            for group in named:
+                yield from self._let_loose(group)
+        yield event
+        match event:
+            case events.Withdrawn(group):
+                wanted = self.facts.demands[group] or self.facts.host_demands[group]
+                if not wanted and any(dst is self.host for _, dst in self.facts.moves(group)):
+                    yield from self._comes(group)
+            case events.Arrived(group, _, self.host) if group in self.coming:
+                yield from self._sticks(group)
+
+    def _comes(self, group: GroupId) -> Iterator[Event]:
+        self.coming.add(group)
+        yield events.HostDemanded(group, Hold.READ)
+
+    def _sticks(self, group: GroupId) -> Iterator[Event]:
+        self.coming.discard(group)
+        self.stuck.add(group)
+        yield events.HostLeased(group, Hold.READ)
+        yield from self.one_lease_less(group)
+
+    def _let_loose(self, group: GroupId | None) -> Iterator[Event]:
+        if group in self.coming:
+            self.coming.discard(group)
+            yield events.HostWithdrawn(group, Hold.READ)
+        elif group in self.stuck:
+            self.stuck.discard(group)
+            yield from self.one_lease_more(group)
+            yield events.HostReleased(group)
 
 
 class KeepsThePromiseOfAClaim(OrphansKeepTheirRoom):
-    """Room that a claim was granted on the fastest tier counts as room set aside for ever."""
+    """Room that a claim was granted counts as taken for ever, until the group is wanted again."""
 
-    def _grant(self, group: GroupRecord) -> bool:
-        granted = super()._grant(group)
-        if granted and self.top in group.copies:
-            self._promised.add(group.key)
-        return granted
+    def hears(self, event: Event) -> Iterator[Event]:
+        if isinstance(event, events.Filled):
+            yield from self._comes(event.group)
+            yield event
+            yield from self._sticks(event.group)
+        else:
+            yield from super().hears(event)
 
 
-class LosesInstructions(Planner):
+class LosesInstructions(FaultyPlanner):
     """Like a store that raises before it has handed over what a failed claim had started."""
 
-    def claim(self, key: str, nbytes: int, *, guided: bool = False) -> None:
-        super().claim(key, nbytes, guided=guided)
-        if not self.granted(key):
-            self._instructions = [i for i in self._instructions if not isinstance(i, Copy)]
+    def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
+        if isinstance(event, events.Claimed) and not self.granted(event.group):
+            return [one for one in instructions if not isinstance(one, Copy)]
+        return instructions
 
 
-class KeepsAnOldError(Planner):
-    def withdraw(self, key: str) -> None:
-        error = self._groups[key].error if key in self._groups else None
-        super().withdraw(key)
-        if error is not None and key in self._groups:
-            self._groups[key].error = error
+class KeepsAnOldError(FaultyPlanner):
+    """Who was told of an error still counts as waiting."""
+
+    def hears(self, event: Event) -> Iterable[Event]:
+        if isinstance(event, events.Withdrawn) and event.group in self.inner:
+            claimed = not (self.residence(event.group) or self.facts.moves(event.group))
+            if self.error_of(event.group) is not None and not claimed:
+                return []
+        return [event]
 
 
-class NeverChangesItsMind(Planner):
-    """What was to leave leaves, although somebody wants it again."""
+class NeverChangesItsMind(FaultyPlanner):
+    """What was to leave leaves, although somebody wants it again: that is heard only then."""
 
-    def _want_again(self, group: GroupRecord) -> None:
-        pass
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.leaving: set[GroupId] = set()
+        self.unheard: defaultdict[GroupId, list[Event]] = defaultdict(list)
+
+    def hears(self, event: Event) -> Iterator[Event]:  # noqa: C901 - a table of events
+        match event:
+            case events.Offloaded(group) | events.MemoryReleased(group):
+                yield event
+                if self.facts.in_use(group):
+                    self.leaving.add(group)
+            case events.Expected(groups, highest):
+                yield events.Expected(tuple(g for g in groups if g not in self.leaving), highest)
+            case events.Demanded(group) | events.HostDemanded(group) if group in self.leaving:
+                self.unheard[group].append(event)
+            case events.Withdrawn(group) if events.Demanded(group) in self.unheard[group]:
+                self.unheard[group].remove(events.Demanded(group))
+            case events.HostWithdrawn(group, purpose) if (
+                events.HostDemanded(group, purpose) in self.unheard[group]
+            ):
+                self.unheard[group].remove(events.HostDemanded(group, purpose))
+            case events.Leased(group) | events.HostLeased(group) if group in self.leaving:
+                yield from self._hears_at_last(group)
+                yield event
+            case _:
+                yield event
+        for group in [g for g in self.leaving if not self.facts.in_use(g)]:
+            yield from self._hears_at_last(group)
+
+    def _hears_at_last(self, group: GroupId) -> Iterator[Event]:
+        self.leaving.discard(group)
+        yield from self.unheard.pop(group, []) if group in self.inner else []
 
 
-class LosesDemands(Planner):
-    def arrived(self, key: str, dst: Tier, src: Tier | None = None) -> None:
-        super().arrived(key, dst, src)
-        if dst is not self.top:
-            self._demands.pop(key, None)
+class LosesDemands(FaultyPlanner):
+    """A demand is forgotten when its group is half-way."""
+
+    def hears(self, event: Event) -> Iterator[Event]:
+        yield event
+        if isinstance(event, events.Arrived) and event.dst is not self.top:
+            for _ in range(self.facts.demands[event.group]):
+                yield events.Withdrawn(event.group)
 
 
-class WaitsForWhatIsHeldForGood(Planner):
+class WaitsForWhatIsHeldForGood(FaultyPlanner):
     """Takes what is held for good for something that comes back."""
 
-    def hold(self, key: str, purpose: Hold) -> bool:
-        held = super().hold(key, purpose)
-        self._leases += held and self._groups[key].held is Hold.KEEP
-        return held
+    def hears(self, event: Event) -> Iterator[Event]:
+        match event:
+            case events.HostLeased(group, Hold.KEEP):
+                yield event
+                yield from self.one_lease_more(group)
+            case events.HostReleased(group) if self.facts.last_purpose[group] is Hold.KEEP:
+                yield from self.one_lease_less(group)
+                yield event
+            case _:
+                yield event
 
 
-class LosesSaves(Planner):
-    def save(self, key: str) -> None:
-        super().save(key)
-        self._saves.pop(key, None)
+class LosesSaves(FaultyPlanner):
+    """Begins a save if it can, and does not pursue it any further."""
+
+    def hears(self, event: Event) -> Iterable[Event]:
+        if isinstance(event, events.SaveRequested):
+            return [events.ErrorReported(event.group), events.SpillAdvised(event.group)]
+        return [event]
 
 
-def unchecked(mutant: type[Planner]) -> type[Planner]:
-    """The mutant with its own check switched off."""
-    return type(f"Unchecked{mutant.__name__}", (Unchecked, mutant), {})
-
-
-def all_of(namespace: dict[str, Any], excluded: Iterable[type] = ()) -> list[type[Planner]]:
+def all_of(namespace: dict[str, Any], excluded: Iterable[type] = ()) -> list[type[FaultyPlanner]]:
     """Every faulty planner of a module."""
-    left_out = {Planner, Unchecked, *excluded}
+    left_out = {FaultyPlanner, TakesRoomTwice, *excluded}
     classes = [value for value in namespace.values() if isinstance(value, type)]
-    return [c for c in classes if issubclass(c, Planner) and c not in left_out]
+    return [c for c in classes if issubclass(c, FaultyPlanner) and c not in left_out]

@@ -29,8 +29,7 @@ STEPS = 60
 
 def words_of(instruction: Instruction) -> str:
     """An instruction in words: what is done, to which generation of which key, and where."""
-    key, _, generation = instruction.key.partition("\0")
-    group = f"{key} {generation}"
+    group = f"{instruction.key.key} {instruction.key.generation}"
     if isinstance(instruction, Forget):
         return f"forget {group}"
     if isinstance(instruction, Copy):

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 )
 
 from tests.histories.machine import World, play
-from tests.histories.mutants import DropsWhatIsRead, unchecked
+from tests.histories.mutants import DropsWhatIsRead
 from tests.lanes import by_lane
-from tierstore.model.groups import name_of
+from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.planner import Planner
 
@@ -68,7 +68,7 @@ class PlannerMachine(RuleBasedStateMachine):
         for size in sizes:
             self.world.register(size)
 
-    def _known(self, index: int) -> str | None:
+    def _known(self, index: int) -> GroupId | None:
         keys = self.world.books.known()
         return keys[index % len(keys)] if keys else None
 
@@ -84,7 +84,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(size=size, index=index, replace=st.booleans(), guided=st.booleans())
     def claim(self, size: int, index: int, replace: bool, guided: bool) -> None:
-        puts = [name_of(k) for k in self.world.books.known() if k.startswith("put")]
+        puts = [k.key for k in self.world.books.known() if k.key.startswith("put")]
         name = puts[index % len(puts)] if replace and puts else "put"
         self.world.claim(size, name, guided=guided)
 
@@ -153,7 +153,7 @@ def test_every_promise_holds_under_hypothesis() -> None:
 
 def test_hypothesis_finds_a_seeded_fault() -> None:
     class Faulty(PlannerMachine):
-        planner = unchecked(DropsWhatIsRead)
+        planner = DropsWhatIsRead
 
     with pytest.raises(AssertionError, match="dropped while it is read"):
         run_state_machine_as_test(Faulty, settings=UNSHRUNK)

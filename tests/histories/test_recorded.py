@@ -8,6 +8,7 @@ import pytest
 
 from tests.histories import recorded
 from tests.histories.machine import play
+from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
 from tierstore.model.tiers import Tier
 
@@ -37,7 +38,7 @@ def test_every_history_is_recorded() -> None:
 
 def test_whatever_an_instruction_says_is_in_its_words() -> None:
     """So another instruction, order or history gives another digest."""
-    a, b = "a\x001", "a\x002"
+    a, b = GroupId("a", 1), GroupId("a", 2)
     words = [
         recorded.words_of(each)
         for key in (a, b)

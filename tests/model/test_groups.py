@@ -15,17 +15,16 @@ from tierstore.model.groups import (
     Block,
     Extent,
     FileTensor,
+    GroupId,
     GroupSpec,
     Move,
     TensorSpec,
     contiguous_stride,
     group_of,
-    name_of,
     pack,
     packing_of,
     place,
     span,
-    version_id,
 )
 from tierstore.model.sizes import PAGE
 
@@ -278,8 +277,10 @@ def test_a_contiguous_tensor_spans_its_elements(shape: list[int], dtype: str) ->
 
 
 @given(st.text(), st.integers(0, 10**9))
-def test_a_version_has_its_name(key: str, version: int) -> None:
-    assert name_of(version_id(key, version)) == key
+def test_what_replaces_a_group_is_another_with_the_same_key(key: str, generation: int) -> None:
+    old, new = GroupId(key, generation), GroupId(key, generation + 1)
+    assert old != new and str(old) == str(new) == key
+    assert old == GroupId(key, generation) and hash(old) == hash(GroupId(key, generation))
 
 
 # Writing a group from the layout that it has ------------------------------------------------------

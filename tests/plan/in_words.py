@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 
+from tests.plan.driver import Driver, driver_of
+from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction
-from tierstore.model.tiers import Access, Hold, Tier
-from tierstore.plan.planner import Planner
+from tierstore.model.tiers import TIERS, Access, Hold, Tier
 from tierstore.plan.schedule import LearnedOrder
 
-DEVICE, HOST, DISK = Tier
+DEVICE, HOST, DISK = TIERS.values()
 
 
 class ByName:
     """Gives copies up in the order of the alphabet, whatever is used."""
 
     def __init__(self) -> None:
-        self._there: dict[Tier, set[str]] = {tier: set() for tier in Tier}
+        self._there: defaultdict[Tier, set[GroupId]] = defaultdict(set)
 
-    def admitted(self, key: str, tier: Tier) -> None:
-        self._there[tier].add(key)
+    def admitted(self, group: GroupId, tier: Tier) -> None:
+        self._there[tier].add(group)
 
-    def used(self, key: str) -> None:
+    def used(self, group: GroupId) -> None:
         pass
 
-    def dropped(self, key: str, tier: Tier) -> None:
-        self._there[tier].remove(key)
+    def dropped(self, group: GroupId, tier: Tier) -> None:
+        self._there[tier].remove(group)
 
     def keep(self, numbers: Collection[int], nearer: float) -> None:
         pass
 
-    def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
+    def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         return iter(sorted(self._there[tier] - {rival}))
 
 
-def planner_of(host: int, device: int | None = None, disk: int | None = None) -> Planner:
+def planner_of(host: int, device: int | None = None, disk: int | None = None) -> Driver:
     budgets: dict[Tier, int | None] = {HOST: host, DISK: disk}
     if device is not None:
         budgets[DEVICE] = device
-    return Planner(budgets, ByName(), LearnedOrder())
+    return driver_of(budgets, ByName(), LearnedOrder())
 
 
 def in_words(instruction: Instruction) -> str:
@@ -52,59 +54,59 @@ def in_words(instruction: Instruction) -> str:
     return f"{instruction.key} gets room on {instruction.tier.name}"
 
 
-def told(planner: Planner) -> list[str]:
+def told(planner: Driver) -> list[str]:
     planner.check()
     return [in_words(instruction) for instruction in planner.instructions()]
 
 
-def put(planner: Planner, key: str, nbytes: int) -> None:
+def put(planner: Driver, key: str, nbytes: int) -> None:
     """It is in host memory only."""
-    planner.claim(key, nbytes, guided=True)
+    planner.claim(key, nbytes, caller_scheduled=True)
     assert told(planner)[-1] == f"{key} gets room on HOST"
-    planner.arrived(key, HOST)
+    planner.fill(key)
 
 
-def register(planner: Planner, key: str, nbytes: int, *, backed: bool = True) -> None:
-    planner.register(key, nbytes, backed=backed, guided=True)
+def register(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:
+    planner.register(key, nbytes, backing=backing, caller_scheduled=True)
 
 
-def bring(planner: Planner, key: str, nbytes: int, *, backed: bool = True) -> None:
+def bring(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:
     """It is on disk and in host memory, and nobody wants it."""
-    register(planner, key, nbytes, backed=backed)
-    planner.fetch(key, Hold.READ)
+    register(planner, key, nbytes, backing=backing)
+    planner.demand_on_host(key, Hold.READ)
     assert told(planner)[-1] == f"{key}: DISK to HOST!"
-    planner.arrived(key, HOST, DISK)
-    planner.withdraw_fetch(key, Hold.READ)
+    planner.arrive(key, DISK, HOST)
+    planner.withdraw_on_host(key, Hold.READ)
 
 
-def raise_up(planner: Planner, key: str, nbytes: int) -> None:
+def raise_up(planner: Driver, key: str, nbytes: int) -> None:
     """It is demanded, and is on the device, in host memory and on disk."""
     bring(planner, key, nbytes)
     planner.demand(key)
     assert told(planner) == [f"{key}: HOST to DEVICE!"]
-    planner.arrived(key, DEVICE, HOST)
+    planner.arrive(key, HOST, DEVICE)
 
 
-def change(planner: Planner, key: str, nbytes: int) -> None:
+def change(planner: Driver, key: str, nbytes: int) -> None:
     """It is on the device only, lent to who changes it."""
     raise_up(planner, key, nbytes)
     assert planner.lease(key, Access.UPDATE)
     assert told(planner) == [f"{key} leaves DISK", f"{key} leaves HOST"]
 
 
-def lend(planner: Planner, key: str, nbytes: int) -> None:
+def lend(planner: Driver, key: str, nbytes: int) -> None:
     """It is lent, and nobody demands it any more."""
     bring(planner, key, nbytes)
     planner.demand(key)
     if planner.top is DEVICE:
-        planner.arrived(key, DEVICE, HOST)
+        planner.arrive(key, HOST, DEVICE)
     assert planner.lease(key, Access.READ)
     told(planner)
 
 
-def hold(planner: Planner, key: str, nbytes: int, purpose: Hold = Hold.READ) -> None:
+def hold(planner: Driver, key: str, nbytes: int, purpose: Hold = Hold.READ) -> None:
     """Somebody has it in host memory, and it is on disk."""
     bring(planner, key, nbytes)
-    planner.fetch(key, purpose)
-    assert planner.hold(key, purpose)
+    planner.demand_on_host(key, purpose)
+    assert planner.lease_on_host(key, purpose)
     told(planner)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from tests.plan.driver import driver_of
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, Tier
-from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
 from tierstore.plan.schedule import LearnedOrder
 
@@ -44,10 +44,10 @@ class Scan:
         self, sizes: Sequence[int], budgets: Mapping[Tier, int | None], policy: str = "next-use"
     ) -> None:
         schedule = LearnedOrder()
-        self.planner = Planner(budgets, policy_named(policy, schedule), schedule)
+        self.planner = driver_of(budgets, policy_named(policy, schedule), schedule)
         self.keys = [f"g{i}" for i in range(len(sizes))]
         for key, size in zip(self.keys, sizes, strict=True):
-            self.planner.register(key, size, backed=True)
+            self.planner.register(key, size)
         self.moved: dict[tuple[Tier, Tier], int] = {}
 
     def use(self, key: str) -> None:
@@ -63,7 +63,7 @@ class Scan:
             for copy in copies:
                 way = (copy.src, copy.dst)
                 self.moved[way] = self.moved.get(way, 0) + copy.nbytes
-                self.planner.arrived(copy.key, copy.dst, copy.src)
+                self.planner.arrive(copy.key, copy.src, copy.dst)
 
     def read_by(self, order: Iterable[str]) -> int:
         """The bytes read from disk while the groups of `order` are used."""

@@ -11,6 +11,7 @@ from tests.plan.scans import cycle, forward_backward, two_experts
 from tierstore.model.tiers import Tier
 from tierstore.plan import foresight, policy
 from tierstore.plan.foresight import Foresight, Hop
+from tierstore.plan.residents import Residents
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.simulation import Outcome, Use, simulate
 
@@ -184,28 +185,19 @@ def test_missing_groups_that_lie_close_together_are_fetched_in_time(
 # Measuring ---------------------------------------------------------------------------------------
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def watch(pauses: Sequence[float]) -> float:
     """The computing that a foresight believes to follow a use, after these."""
-    clock = Clock()
-    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, clock)
+    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
     seen.know(0, 1)
     seen.know(1, 1)
     for pause in pauses:
         seen.asked(0)
         seen.used(0)
-        clock.now += pause
+        seen.now += pause
         seen.asked(1)
-        clock.now += 100.0  # waiting is no computing
+        seen.now += 100.0  # waiting is no computing
         seen.used(1)
-    return float(seen._seconds[0])
+    return seen.computing_seconds(0)
 
 
 def test_computing_is_measured_without_the_waiting() -> None:
@@ -217,21 +209,33 @@ def test_a_pause_counts_for_little() -> None:
 
 
 def test_uses_of_one_group_in_a_row_add_up() -> None:
-    clock = Clock()
-    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, clock)
+    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
     seen.know(0, 1)
     for _ in range(3):
         seen.asked(0)
         seen.used(0)
-        clock.now += 1.0
+        seen.now += 1.0
     seen.asked(1)
-    assert float(seen._seconds[0]) == pytest.approx(3.0)
+    assert seen.computing_seconds(0) == pytest.approx(3.0)
 
 
-def on_a_device(runs: Sequence[tuple[int, float, float]]) -> Foresight:
+class Heard(Residents):
+    """Adds up the times that it is told of."""
+
+    computed = waited = 0.0
+
+    def passed(self, *, computed: float = 0.0, waited: float = 0.0) -> None:
+        self.computed += computed
+        self.waited += waited
+
+
+def on_a_device(
+    runs: Sequence[tuple[int, float, float]], residents: Residents | None = None
+) -> Foresight:
     """After uses on a device that was told of all of them at once: of which group, from when on the
     device waited for it, and when it began."""
-    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, Clock(), told=True)
+    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, told=True)
+    seen.residents = residents or seen.residents
     for number in range(3):
         seen.know(number, 1)
     for number, _, _ in runs:
@@ -243,31 +247,32 @@ def on_a_device(runs: Sequence[tuple[int, float, float]]) -> Foresight:
 
 
 def test_on_a_device_computing_is_what_the_device_does() -> None:
-    seen = on_a_device([(0, 0.0, 1.0), (1, 3.0, 3.5), (2, 8.0, 8.0), (0, 9.0, 9.0)])
-    assert seen._seconds[:3].tolist() == pytest.approx([2.0, 4.5, 1.0])
-    assert seen.residents._computed == pytest.approx(7.5)
-    assert seen.residents._waited == pytest.approx(1.5)
+    heard = Heard(LearnedOrder(), 10)
+    seen = on_a_device([(0, 0.0, 1.0), (1, 3.0, 3.5), (2, 8.0, 8.0), (0, 9.0, 9.0)], heard)
+    assert [seen.computing_seconds(n) for n in range(3)] == pytest.approx([2.0, 4.5, 1.0])
+    assert heard.computed == pytest.approx(7.5)
+    assert heard.waited == pytest.approx(1.5)
 
 
 def test_uses_of_one_group_in_a_row_add_up_on_a_device() -> None:
     seen = on_a_device([(0, 0.0, 0.0), (0, 2.0, 3.0), (1, 4.0, 4.0)])
-    assert float(seen._seconds[0]) == pytest.approx(3.0)
+    assert seen.computing_seconds(0) == pytest.approx(3.0)
 
 
 def test_uses_on_several_streams_take_no_less_than_no_time() -> None:
     seen = on_a_device([(0, 0.0, 5.0), (1, 2.0, 3.0), (2, 4.0, 4.0)])
-    assert seen._seconds[:2].tolist() == [0.0, 1.0]
+    assert [seen.computing_seconds(n) for n in range(2)] == [0.0, 1.0]
 
 
 def test_of_what_is_gone_a_device_tells_nothing() -> None:
     seen = on_a_device([(0, 0.0, 0.0), (-1, 1.0, 1.0), (1, 5.0, 5.0)])
-    assert float(seen._seconds[0]) == pytest.approx(1.0)
+    assert seen.computing_seconds(0) == pytest.approx(1.0)
     seen.forget(1)
     seen.ran(2, 7.0, 7.0)
-    assert float(seen._seconds[1]) == 0.0
+    assert seen.computing_seconds(1) == 0.0
     seen.forget(0)  # another than the one that runs
     seen.ran(0, 9.0, 9.0)
-    assert float(seen._seconds[2]) == pytest.approx(2.0)
+    assert seen.computing_seconds(2) == pytest.approx(2.0)
 
 
 def bandwidth_after(moves: Callable[[Hop], None]) -> float | None:
@@ -316,13 +321,18 @@ def test_what_one_use_took_moves_what_is_expected_by_a_quarter() -> None:
 HOP = (Tier.DISK, Tier.HOST)
 
 
-def looking_at(sizes: Sequence[int], there: Iterable[int], budget: int | None = None) -> Foresight:
+def looking_at(
+    sizes: Sequence[int],
+    there: Iterable[int],
+    budget: int | None = None,
+    schedule: LearnedOrder | None = None,
+) -> Foresight:
     """After two passes over a loop of groups of these `sizes`; those `there` are on the host.
 
     The disk reads 100 bytes per second.
     """
-    schedule = LearnedOrder()
-    seen = Foresight(schedule, {Tier.HOST: budget, Tier.DISK: None}, Clock())
+    schedule = LearnedOrder() if schedule is None else schedule
+    seen = Foresight(schedule, {Tier.HOST: budget, Tier.DISK: None})
     for number, nbytes in enumerate(sizes):
         assert schedule.number(f"g{number}") == number
         seen.know(number, nbytes)
@@ -340,9 +350,7 @@ def compute(seen: Foresight, number: int, seconds: float) -> None:
     """The group is used, and computing goes on for so long until another is asked for."""
     seen.asked(number)
     seen.used(number)
-    clock = seen._clock
-    assert isinstance(clock, Clock)
-    clock.now += seconds
+    seen.now += seconds
     seen.asked(number + 1)
 
 
@@ -375,6 +383,22 @@ def test_a_group_is_fetched_when_it_could_be_late(computing: float, found: int |
     assert fetched(seen) == found
 
 
+@pytest.mark.parametrize(
+    ("spent", "found"), [(0.0, None), (2.34, None), (2.36, 2), (4.0, 2), (9.0, 2)]
+)
+def test_of_the_use_that_goes_on_what_is_left_counts(spent: float, found: int | None) -> None:
+    """It takes four seconds, or longer than ever. The same 1.65 seconds are needed as above."""
+    schedule = LearnedOrder()
+    seen = looking_at([100, 100, 100], [0, 1], schedule=schedule)
+    for _ in range(3):
+        compute(seen, 0, 4.0)
+    schedule.advance_past("g0")
+    seen.asked(0)
+    seen.used(0)
+    seen.now += spent
+    assert fetched(seen) == found
+
+
 @pytest.mark.parametrize(("regular", "found"), [(44, None), (45, 3)])
 def test_45_regular_uses_are_steady(regular: int, found: int | None) -> None:
     """Each leaves 0.95 of the surprise that was left: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
@@ -401,8 +425,9 @@ def test_a_use_that_takes_twice_as_long_surprises_by_half(regular: int, found: i
 
 def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Foresight:
     """`looking_at` a tier of 100 bytes; the caller says that the first groups come next."""
-    seen = looking_at(sizes, there, budget=100)
-    seen._schedule.expect(f"g{number}" for number in range(named))
+    schedule = LearnedOrder()
+    seen = looking_at(sizes, there, 100, schedule)
+    schedule.expect(f"g{number}" for number in range(named))
     return seen
 
 
@@ -413,10 +438,11 @@ def test_what_is_foretold_may_take_half_of_the_tier_or_be_one_group() -> None:
 
 
 def test_what_comes_right_after_is_fetched_whatever_that_takes() -> None:
-    seen = looking_at([60, 1, 1], there=[0], budget=100)
-    seen._schedule.advance_past("g0")
-    seen._schedule.expect(["g0"])
-    assert seen._schedule.ahead(2).tolist() == [0, 1, 2]
+    schedule = LearnedOrder()
+    seen = looking_at([60, 1, 1], [0], 100, schedule)
+    schedule.advance_past("g0")
+    schedule.expect(["g0"])
+    assert schedule.ahead(2).tolist() == [0, 1, 2]
     assert fetched(seen) == 1
 
 
@@ -440,7 +466,7 @@ def test_about_two_groups_are_fetched_ahead_of_all_measuring(
 def test_what_is_hoped_for_in_host_memory_only_goes_no_nearer() -> None:
     schedule = LearnedOrder()
     budgets = {Tier.DEVICE: 10, Tier.HOST: 10, Tier.DISK: None}
-    seen = Foresight(schedule, budgets, Clock())
+    seen = Foresight(schedule, budgets)
     seen.know(schedule.number("g0"), 1)
     schedule.expect(["g0"])
     for highest, hoped in ((Tier.HOST, False), (Tier.DEVICE, True)):
@@ -452,7 +478,7 @@ def test_what_is_hoped_for_in_host_memory_only_goes_no_nearer() -> None:
 def test_who_is_not_known_is_never_missing() -> None:
     """Some of what the schedule expects was never known here, or is gone."""
     schedule = LearnedOrder()
-    seen = Foresight(schedule, {Tier.HOST: 10, Tier.DISK: None}, Clock())
+    seen = Foresight(schedule, {Tier.HOST: 10, Tier.DISK: None})
     numbers = [schedule.number(f"g{number}") for number in range(40)]
     for number in (2, 3):
         seen.know(numbers[number], 8)

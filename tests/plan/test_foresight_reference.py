@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import TIERS, Tier
 from tierstore.plan.foresight import Foresight
 from tierstore.plan.matching import Numbers
 from tierstore.plan.residents import Residents, Seconds
@@ -97,10 +98,9 @@ class Reference:
         self,
         schedule: Scripted,
         budgets: Mapping[Tier, int | None],
-        clock: Callable[[], float],
     ) -> None:
-        self.schedule, self.budgets, self.clock = schedule, budgets, clock
-        self.tiers: list[Tier] = sorted(budgets)[:-1]
+        self.schedule, self.budgets, self.now = schedule, budgets, 0.0
+        self.tiers = sorted(budgets)[:-1]
         self.ways = {tier: Way() for tier in self.tiers}
         self.nbytes: dict[int, int] = {}
         self.room: set[tuple[int, Tier]] = set()
@@ -147,11 +147,11 @@ class Reference:
 
     def asked(self, number: int) -> None:
         if self.asked_at is None:
-            self.asked_at = self.clock()
+            self.asked_at = self.now
         if self.running is None:
             return
-        self.spent += self.clock() - self.resumed
-        self.resumed = self.clock()
+        self.spent += self.now - self.resumed
+        self.resumed = self.now
         if self.running == number:
             return
         self.computed += self.spent
@@ -168,11 +168,11 @@ class Reference:
     def used(self, number: int) -> None:
         self.came(number)
         if self.asked_at is not None:
-            self.waited += self.clock() - self.asked_at
+            self.waited += self.now - self.asked_at
             self.asked_at = None
         if number != self.running:
             self.running, self.spent = (number, 0.0) if number >= 0 else (None, 0.0)
-        self.resumed = self.clock()
+        self.resumed = self.now
 
     def came(self, number: int) -> None:
         for tier in self.tiers:
@@ -254,7 +254,7 @@ class Reference:
     def remaining(self) -> float:
         if self.running is None:
             return 0.0
-        spent = self.spent + self.clock() - self.resumed
+        spent = self.spent + self.now - self.resumed
         return max(self.computing.get(self.running, 0.0) - spent, 0.0)
 
     def round(self, length: int) -> tuple[list[int], list[int], list[float], float] | None:
@@ -287,30 +287,31 @@ class History:
 
     def __init__(self, rng: random.Random, seen: Counter[str]) -> None:
         self.rng, self.seen = rng, seen
-        self.time = 0.0
         self.steady = rng.random() < 0.3  # computing always takes as long
         self.unit, self.largest = rng.choice([1, 2 * MIB]), rng.choice([3, 12])
-        room = {tier: rng.choice([None, 60, 100, 200]) for tier in Tier}
+        room = {tier: rng.choice([None, 60, 100, 200]) for tier in TIERS.values()}
         self.budgets = {t: b and b * self.unit for t, b in room.items()}
         if rng.random() < 0.5:
             del self.budgets[Tier.DEVICE]
         self.tiers = sorted(self.budgets)[:-1]
+        self.below = dict(pairwise(sorted(self.budgets)))
         self.schedule, self.rounds = Scripted(), Rounds()
-        self.ours = Foresight(self.schedule, self.budgets, self.now)
+        self.ours = Foresight(self.schedule, self.budgets)
         self.ours.residents = self.rounds
-        self.reference = Reference(self.schedule, self.budgets, self.now)
+        self.reference = Reference(self.schedule, self.budgets)
         self.flights: list[Flight] = []
         for _ in range(rng.randint(1, 20)):
             self.know()
         for _ in range(90 if self.steady else 0):
             self.use()
 
-    def now(self) -> float:
-        return self.time
+    def pass_time(self, seconds: float) -> None:
+        self.ours.now += seconds
+        self.reference.now += seconds
 
     def wait(self) -> None:
         if not self.steady:
-            self.time += self.rng.choice([0.0, 0.1, 0.5]) * self.rng.random()
+            self.pass_time(self.rng.choice([0.0, 0.1, 0.5]) * self.rng.random())
 
     def tell(self, what: str, *args: object) -> None:
         """Both."""
@@ -333,7 +334,7 @@ class History:
     def expect(self) -> None:
         """What is expected may be forgotten already, but the caller names what there is."""
         known = list(self.reference.nbytes)
-        ever = list(known) + [n for n in range(12) if n < len(self.ours._nbytes)]
+        ever = [*known, *range(12)]
         self.schedule.named = self.rng.sample(known, min(len(known), self.rng.choice([0, 0, 1, 5])))
         self.schedule.learned = self.rng.choices(ever, k=self.rng.choice([0, 3, 8, 20]))
         self.schedule.is_learning = self.rng.random() < 0.15
@@ -350,7 +351,7 @@ class History:
                 self.wait()
         self.tell("used", number)
         self.look_at_rounds(number)
-        self.time += 0.25 if self.steady else self.rng.random()
+        self.pass_time(0.25 if self.steady else self.rng.random())
 
     def look_at_rounds(self, number: int) -> None:
         self.rounds.length = self.rng.choice([0, 5, 10])
@@ -379,19 +380,20 @@ class History:
             self.tell("pass_over", self.known())
 
     def fly(self, number: int, dst: Tier, *, early: bool) -> None:
-        flight = Flight(number, self.reference.nbytes[number], dst, self.time)
+        flight = Flight(number, self.reference.nbytes[number], dst, self.ours.now)
         self.flights.append(flight)
         self.tell("took", number, dst)
         if early:
             self.tell("took_early", number, dst)
-        self.ours.hops[Tier(dst + 1), dst].begin(flight.nbytes)
+        self.ours.hops[self.below[dst], dst].begin(flight.nbytes)
         self.reference.ways[dst].moving.append(flight.nbytes)
 
     def land(self) -> None:
         if not self.flights:
             return
         flight = self.rng.choice(self.flights)
-        hop, way = self.ours.hops[Tier(flight.dst + 1), flight.dst], self.reference.ways[flight.dst]
+        way = self.reference.ways[flight.dst]
+        hop = self.ours.hops[self.below[flight.dst], flight.dst]
         if not flight.ending and self.rng.random() < 0.5:
             flight.ending = True
             hop.ending += 1
@@ -399,8 +401,8 @@ class History:
             return
         self.flights.remove(flight)
         counts = self.rng.random() < 0.9
-        hop.end(flight.nbytes, flight.began, self.time, counts=counts)
-        way.end(flight.nbytes, flight.began, self.time, counts)
+        hop.end(flight.nbytes, flight.began, self.ours.now, counts=counts)
+        way.end(flight.nbytes, flight.began, self.ours.now, counts)
         hop.ending -= flight.ending
         way.ending -= flight.ending
 

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.histories.machine import InjectedError, World
+from tests.plan.driver import Driver, driver_of
 from tests.plan.scans import Scan
 from tierstore.model.errors import BudgetError
+from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop
 from tierstore.model.tiers import Access, Hold, Tier
-from tierstore.plan.planner import Planner
-from tierstore.plan.policy import FarthestNextUse, Policy, policy_named
-from tierstore.plan.records import CopyRecord, GroupRecord, State
+from tierstore.plan.matching import Numbers
+from tierstore.plan.policy import FarthestNextUse, RankingPolicy, policy_named
+from tierstore.plan.records import CopyRecord, State
 from tierstore.plan.schedule import LearnedOrder
 
 PASSES = 8
@@ -69,22 +71,23 @@ def test_no_clean_copy_is_copied_down(name: str) -> None:
     assert all(dst < src for src, dst in scan.moved), scan.moved
 
 
-class EvictsTheSoonest(FarthestNextUse):
+class EvictsTheSoonest(RankingPolicy):
     """The worst of all policies."""
 
-    def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
+    def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         return iter(list(super().victims(tier, None))[::-1])
 
 
 def hopes_and_victims(
-    policy: Callable[[LearnedOrder], Policy], planner_class: type[Planner] = Planner
+    policy: type[RankingPolicy], patch: Callable[[Driver], None] = lambda planner: None
 ) -> list[tuple[float, float]]:
     """For each prefetch that evicted something: uses until it is needed, and until its victim."""
     schedule = LearnedOrder()
-    planner = planner_class(budgets_of(1000, None), policy(schedule), schedule)
+    planner = driver_of(budgets_of(1000, None), policy(FarthestNextUse(schedule)), schedule)
+    patch(planner)
     keys = [f"g{i}" for i in range(20)]
     for key in keys:
-        planner.register(key, 100, backed=True)
+        planner.register(key, 100)
     pairs: list[tuple[float, float]] = []
 
     def carry() -> None:
@@ -96,7 +99,7 @@ def hopes_and_victims(
                 soonest = [schedule.steps_until(copy.key) for copy in hopes]
                 pairs.extend((h, schedule.steps_until(v)) for h in soonest for v in victims)
             for copy in hopes:
-                planner.arrived(copy.key, copy.dst, copy.src)
+                planner.arrive(copy.key, copy.src, copy.dst)
 
     for key in keys * PASSES:
         planner.demand(key)
@@ -108,21 +111,24 @@ def hopes_and_victims(
     return pairs
 
 
-@pytest.mark.parametrize("policy", [FarthestNextUse, EvictsTheSoonest])
-def test_a_prefetch_never_evicts_what_is_needed_sooner(policy: type[FarthestNextUse]) -> None:
+@pytest.mark.parametrize("policy", [RankingPolicy, EvictsTheSoonest])
+def test_a_prefetch_never_evicts_what_is_needed_sooner(policy: type[RankingPolicy]) -> None:
     pairs = hopes_and_victims(policy)
     assert len(pairs) > 20, "hardly any prefetch evicted anything"
     assert all(victim > hope for hope, victim in pairs)
 
 
-class ForgetsWhatIsAhead(Planner):
-    def _evictable(self, group: GroupRecord, tier: Tier, rival: str | None) -> bool:
-        self._ahead.clear()
-        return super()._evictable(group, tier, rival)
+def test_without_the_protection_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget_what_is_ahead(planner: Driver) -> None:
+        next_missing = planner.foresight.next_missing
 
+        def forgetful(dst: Tier) -> tuple[int, Numbers] | None:
+            found = next_missing(dst)
+            return None if found is None else (found[0], found[1][:0])
 
-def test_without_the_protection_it_does() -> None:
-    pairs = hopes_and_victims(EvictsTheSoonest, ForgetsWhatIsAhead)
+        monkeypatch.setattr(planner.foresight, "next_missing", forgetful)
+
+    pairs = hopes_and_victims(EvictsTheSoonest, forget_what_is_ahead)
     assert any(victim <= hope for hope, victim in pairs)
 
 
@@ -160,8 +166,8 @@ def test_every_waiter_of_a_failed_group_is_told() -> None:
 @pytest.mark.parametrize("device", [None, 8])
 def test_what_never_fits_is_refused_at_once_with_advice(device: int | None) -> None:
     schedule = LearnedOrder()
-    planner = Planner(budgets_of(10, device), policy_named("lru", schedule), schedule)
-    planner.register("weights", 11, backed=True)
+    planner = driver_of(budgets_of(10, device), policy_named("lru", schedule), schedule)
+    planner.register("weights", 11)
     with pytest.raises(BudgetError, match=r"_budget to at least 11 bytes") as caught:
         planner.demand("weights")
     error = caught.value
@@ -198,13 +204,13 @@ def test_room_for_a_group_may_cost_it_the_copy_that_it_comes_from() -> None:
     world.finish()
 
 
-def put(world: World, nbytes: int) -> str:
+def put(world: World, nbytes: int) -> GroupId:
     key = world.claim(nbytes)
     assert key is not None and world.fill(key)
     return key
 
 
-def use(world: World, key: str, access: Access) -> None:
+def use(world: World, key: GroupId, access: Access) -> None:
     waiter = world.demand(key, access)
     assert waiter is not None
     while world.books.moving:
@@ -216,75 +222,81 @@ def use(world: World, key: str, access: Access) -> None:
 # `check` can fail --------------------------------------------------------------------------------
 
 
-def busy_planner() -> Planner:
+def busy_planner() -> Driver:
     """`read` is leased, `changed` is being changed, `held` is held, `idle` lies on both tiers."""
     schedule = LearnedOrder()
-    planner = Planner(budgets_of(100, None), policy_named("lru", schedule), schedule)
+    planner = driver_of(budgets_of(100, None), policy_named("lru", schedule), schedule)
     for key, access in (("read", Access.READ), ("changed", Access.UPDATE), ("idle", Access.READ)):
-        planner.register(key, 10, backed=True)
+        planner.register(key, 10)
         planner.demand(key)
-        planner.arrived(key, Tier.HOST, Tier.DISK)
+        planner.arrive(key, Tier.DISK, Tier.HOST)
         assert planner.lease(key, access)
     planner.release("idle", Access.READ)
-    planner.register("held", 10, backed=True)
-    planner.fetch("held", Hold.KEEP)
-    planner.arrived("held", Tier.HOST, Tier.DISK)
-    assert planner.hold("held", Hold.KEEP)
+    planner.register("held", 10)
+    planner.demand_on_host("held", Hold.KEEP)
+    planner.arrive("held", Tier.DISK, Tier.HOST)
+    assert planner.lease_on_host("held", Hold.KEEP)
     planner.check()
     return planner
 
 
-def lose_a_copy(planner: Planner) -> None:
-    planner._groups["changed"].copies.clear()
+def lose_a_copy(planner: Driver) -> None:
+    planner.record("changed").copies.clear()
     planner.used[Tier.HOST] -= 10
 
 
-def miscount(planner: Planner) -> None:
+def miscount(planner: Driver) -> None:
     planner.used[Tier.HOST] -= 1
 
 
-def shrink_the_budget(planner: Planner) -> None:
+def shrink_the_budget(planner: Driver) -> None:
     planner.budgets[Tier.HOST] = 39
 
 
-def drop_the_leased(planner: Planner) -> None:
-    del planner._groups["read"].copies[Tier.HOST]
+def drop_the_leased(planner: Driver) -> None:
+    del planner.record("read").copies[Tier.HOST]
     planner.used[Tier.HOST] -= 10
 
 
-def drop_the_held(planner: Planner) -> None:
-    planner._groups["held"].copies = {Tier.DISK: CopyRecord(State.PRESENT)}
-    planner._groups["held"].backed = True
+def drop_the_held(planner: Driver) -> None:
+    planner.record("held").copies = {Tier.DISK: CopyRecord(State.PRESENT)}
+    planner.record("held").backing = Tier.DISK
     planner.used[Tier.HOST] -= 10
 
 
-def lend_the_held_to_a_changer(planner: Planner) -> None:
-    planner._groups["held"].exclusive = Access.UPDATE
+def lend_the_held_to_a_changer(planner: Driver) -> None:
+    planner.record("held").exclusive = Access.UPDATE
 
 
-def keep_a_stale_copy(planner: Planner) -> None:
-    planner._groups["changed"].backed = True
-    planner._groups["changed"].copies[Tier.DISK] = CopyRecord(State.PRESENT)
+def keep_a_stale_copy(planner: Driver) -> None:
+    planner.record("changed").backing = Tier.DISK
+    planner.record("changed").copies[Tier.DISK] = CopyRecord(State.PRESENT)
 
 
-def lend_beside_a_changer(planner: Planner) -> None:
-    planner._groups["changed"].leases = 2
+def lend_beside_a_changer(planner: Driver) -> None:
+    planner.record("changed").leases = 2
 
 
-def leave_the_unwanted(planner: Planner) -> None:
-    planner._groups["idle"].copies[Tier.HOST].unwanted = True
+def forget_who_was_lent_what(planner: Driver) -> None:
+    for name in ("read", "changed", "held"):
+        record = planner.record(name)
+        record.leases, record.exclusive, record.host_lease = 0, None, None
 
 
-def leave_the_forgotten(planner: Planner) -> None:
-    planner._groups["idle"].forgotten = True
+def leave_the_unwanted(planner: Driver) -> None:
+    planner.record("idle").copies[Tier.HOST].unwanted = True
 
 
-def read_what_is_arriving(planner: Planner) -> None:
-    copy = planner._groups["idle"].copies[Tier.HOST]
+def leave_the_forgotten(planner: Driver) -> None:
+    planner.record("idle").forgotten = True
+
+
+def read_what_is_arriving(planner: Driver) -> None:
+    copy = planner.record("idle").copies[Tier.HOST]
     copy.state, copy.readers = State.ARRIVING, 1
 
 
-BREAKAGES: dict[Callable[[Planner], None], str] = {
+BREAKAGES: dict[Callable[[Driver], None], str] = {
     lose_a_copy: "changed is nowhere",
     miscount: "HOST: holds 40, counts 39",
     shrink_the_budget: "HOST: 40 over 39",
@@ -293,6 +305,7 @@ BREAKAGES: dict[Callable[[Planner], None], str] = {
     lend_the_held_to_a_changer: "held is held beside its changer",
     keep_a_stale_copy: "changed is being changed and has several copies",
     lend_beside_a_changer: "changed is lent to 2 beside its changer",
+    forget_who_was_lent_what: "nothing is lent, and 2 leases are counted",
     leave_the_unwanted: "idle on HOST should be gone",
     leave_the_forgotten: "idle on DISK is forgotten",
     read_what_is_arriving: "idle is read before it is there",
@@ -300,7 +313,7 @@ BREAKAGES: dict[Callable[[Planner], None], str] = {
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
-def test_check_notices(breakage: Callable[[Planner], None]) -> None:
+def test_check_notices(breakage: Callable[[Driver], None]) -> None:
     planner = busy_planner()
     breakage(planner)
     with pytest.raises(AssertionError, match=BREAKAGES[breakage]):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from tests.plan.scans import cycle, forward_backward, prompts, two_experts
-from tierstore.model.groups import version_id
-from tierstore.model.tiers import Tier
+from tierstore.model.groups import GroupId
+from tierstore.model.tiers import TIERS, Tier
 from tierstore.plan.policy import (
     DISK_COSTS,
     HARMLESS,
     POLICIES,
     FarthestNextUse,
     LeastRecentlyUsed,
+    RankingPolicy,
     policy_named,
 )
 from tierstore.plan.schedule import LearnedOrder
@@ -25,18 +26,19 @@ def misses(trace: Sequence[str], room: int, policy: str) -> int:
     """How often a cache of `room` equal groups misses. No prefetch."""
     schedule = LearnedOrder()
     ranking = policy_named(policy, schedule)
-    here: set[str] = set()
+    here: set[GroupId] = set()
     missed = 0
     for key in trace:
-        if key not in here:
+        group = GroupId(key, 1)
+        if group not in here:
             missed += 1
             if len(here) == room:
                 victim = next(ranking.victims(Tier.HOST, None))
                 here.remove(victim)
                 ranking.dropped(victim, Tier.HOST)
-            here.add(key)
-            ranking.admitted(key, Tier.HOST)
-        ranking.used(key)
+            here.add(group)
+            ranking.admitted(group, Tier.HOST)
+        ranking.used(group)
         schedule.advance_past(key)
     return missed
 
@@ -99,145 +101,160 @@ def test_lru_misses_all_of_a_cycle_that_does_not_fit() -> None:
 
 
 def test_lru_ranks_by_the_last_use() -> None:
-    lru = LeastRecentlyUsed()
-    for key in "abcd":
-        lru.admitted(key, Tier.HOST)
-    lru.used("b")
-    lru.used("a")
-    lru.dropped("c", Tier.HOST)
-    assert list(lru.victims(Tier.HOST, None)) == ["d", "b", "a"]
-    assert list(lru.victims(Tier.HOST, "b")) == ["d", "a"]
+    lru = RankingPolicy(LeastRecentlyUsed())
+    a, b, c, d = (GroupId(key, 1) for key in "abcd")
+    for group in (a, b, c, d):
+        lru.admitted(group, Tier.HOST)
+    lru.used(b)
+    lru.used(a)
+    lru.dropped(c, Tier.HOST)
+    assert list(lru.victims(Tier.HOST, None)) == [d, b, a]
+    assert list(lru.victims(Tier.HOST, b)) == [d, a]
     assert list(lru.victims(Tier.DEVICE, None)) == []
 
 
 def test_a_key_keeps_its_rank_while_any_tier_holds_it() -> None:
-    lru = LeastRecentlyUsed()
-    for key in "ab":
-        lru.admitted(key, Tier.DISK)
-    lru.admitted("a", Tier.HOST)
-    lru.dropped("a", Tier.HOST)
-    assert list(lru.victims(Tier.DISK, None)) == ["b", "a"]
+    lru = RankingPolicy(LeastRecentlyUsed())
+    a, b = GroupId("a", 1), GroupId("b", 1)
+    for group in (a, b):
+        lru.admitted(group, Tier.DISK)
+    lru.admitted(a, Tier.HOST)
+    lru.dropped(a, Tier.HOST)
+    assert list(lru.victims(Tier.DISK, None)) == [b, a]
 
 
-def learned_cycle(present: str) -> FarthestNextUse:
+def learned_cycle(
+    present: str, schedule: LearnedOrder | None = None, tiers: Iterable[Tier] = TIERS.values()
+) -> RankingPolicy:
     """After two passes over a, b, c, d, e: a comes next. `present` are on the host."""
-    schedule = LearnedOrder()
-    policy = FarthestNextUse(schedule)
+    schedule = LearnedOrder() if schedule is None else schedule
+    policy = RankingPolicy(FarthestNextUse(schedule), tiers)
     for key in present:
-        policy.admitted(version_id(key, 1), Tier.HOST)
+        policy.admitted(GroupId(key, 1), Tier.HOST)
     for key in "abcde" * 2:
         schedule.advance_past(key)
     return policy
 
 
-def names(keys: Sequence[str]) -> list[str]:
-    return [key[0] for key in keys]
+def names(groups: Iterable[GroupId]) -> list[str]:
+    return [group.key for group in groups]
 
 
 def test_next_use_ranks_versions_by_the_schedule_of_their_names() -> None:
     policy = learned_cycle("bade")
-    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "b", "a"]
+    assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "b", "a"]
 
 
 def test_a_prefetch_gets_only_what_is_needed_much_later() -> None:
     policy = learned_cycle("bcde")
     assert HARMLESS == 3
-    assert names(list(policy.victims(Tier.HOST, version_id("a", 1)))) == ["e", "d"]
-    assert names(list(policy.victims(Tier.HOST, version_id("b", 1)))) == []
-    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "c", "b"]
+    assert names(policy.victims(Tier.HOST, GroupId("a", 1))) == ["e", "d"]
+    assert names(policy.victims(Tier.HOST, GroupId("b", 1))) == []
+    assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b"]
 
 
-def twice_there(policy: FarthestNextUse, on_host: str) -> FarthestNextUse:
+def twice_there(policy: RankingPolicy, on_host: str, saved: Tier = Tier.DISK) -> RankingPolicy:
     """All but c are on the device and on disk; `on_host` are in host memory, too."""
     for key in "abde":
-        policy.admitted(version_id(key, 1), Tier.DEVICE)
-        policy.admitted(version_id(key, 1), Tier.DISK)
+        policy.admitted(GroupId(key, 1), Tier.DEVICE)
+        policy.admitted(GroupId(key, 1), saved)
     for key in on_host:
-        policy.admitted(version_id(key, 1), Tier.HOST)
+        policy.admitted(GroupId(key, 1), Tier.HOST)
     return policy
 
 
 def test_of_host_copies_those_go_first_whose_group_stays_on_the_device() -> None:
     """e, d and b are the next to leave the device: they keep their copies for longer than a."""
     policy = twice_there(learned_cycle(""), "abcde")
-    assert names(list(policy.victims(Tier.HOST, None))) == ["a", "e", "d", "c", "b"]
+    assert names(policy.victims(Tier.HOST, None)) == ["a", "e", "d", "c", "b"]
 
 
 def test_a_host_copy_that_no_file_backs_is_not_given_up_before_others() -> None:
     policy = twice_there(learned_cycle(""), "abcde")
-    policy.dropped(version_id("a", 1), Tier.DISK)
-    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "c", "b", "a"]
+    policy.dropped(GroupId("a", 1), Tier.DISK)
+    assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
+
+
+def test_a_tier_below_the_disk_is_as_good_a_reason_to_give_up_a_host_copy() -> None:
+    remote = Tier(3, "REMOTE", persistent=True)
+    tiers = (*TIERS.values(), remote)
+    policy = twice_there(learned_cycle("", tiers=tiers), "abcde", saved=remote)
+    assert names(policy.victims(Tier.HOST, None)) == ["a", "e", "d", "c", "b"]
+    policy.dropped(GroupId("a", 1), remote)
+    assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
 
 
 def test_the_device_rather_gives_up_what_the_host_has_too() -> None:
     """b comes in 2 uses and e in 5, but b is only a link away, where e must be read from disk."""
     policy = twice_there(learned_cycle(""), "b")
-    assert names(list(policy.victims(Tier.DEVICE, None))) == ["b", "e", "d", "a"]
+    assert names(policy.victims(Tier.DEVICE, None)) == ["b", "e", "d", "a"]
 
 
 def test_three_copies_on_the_device_are_all_about_to_leave_it() -> None:
     policy = twice_there(learned_cycle(""), "abde")
-    policy.dropped(version_id("b", 1), Tier.DEVICE)
-    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "b", "a"]
+    policy.dropped(GroupId("b", 1), Tier.DEVICE)
+    assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "b", "a"]
 
 
 def test_a_link_is_four_times_as_fast_as_the_disk() -> None:
     """a comes in 1 use, and the host has it too: as if in 4. That is before e, and after c."""
     policy = twice_there(learned_cycle(""), "a")
-    policy.dropped(version_id("d", 1), Tier.DEVICE)
-    policy.admitted(version_id("c", 1), Tier.DEVICE)
+    policy.dropped(GroupId("d", 1), Tier.DEVICE)
+    policy.admitted(GroupId("c", 1), Tier.DEVICE)
     assert DISK_COSTS == 4
-    assert names(list(policy.victims(Tier.DEVICE, None))) == ["e", "a", "c", "b"]
+    assert names(policy.victims(Tier.DEVICE, None)) == ["e", "a", "c", "b"]
 
 
-def keeping(present: str, kept: str, nearer: float) -> FarthestNextUse:
+def keeping(present: str, kept: str, nearer: float) -> RankingPolicy:
     """`learned_cycle`, where the groups `kept` should stay in host memory."""
-    policy = learned_cycle(present)
-    policy.keep([policy._schedule.number(name) for name in kept], nearer)
+    schedule = LearnedOrder()
+    policy = learned_cycle(present, schedule)
+    policy.keep([schedule.number(name) for name in kept], nearer)
     return policy
 
 
 def test_what_should_stay_counts_as_needed_sooner() -> None:
     """e comes in 5 uses. Half as far is between b and c, and 0.7 times between c and d."""
     half, firm = keeping("abcde", "e", 0.5), keeping("abcde", "e", 0.7)
-    assert names(list(half.victims(Tier.HOST, None))) == ["d", "c", "e", "b", "a"]
-    assert names(list(firm.victims(Tier.HOST, None))) == ["d", "e", "c", "b", "a"]
+    assert names(half.victims(Tier.HOST, None)) == ["d", "c", "e", "b", "a"]
+    assert names(firm.victims(Tier.HOST, None)) == ["d", "e", "c", "b", "a"]
     firm.keep([], 1.0)
-    assert names(list(firm.victims(Tier.HOST, None))) == ["e", "d", "c", "b", "a"]
+    assert names(firm.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
 
 
 def test_once_all_that_should_stay_are_there_a_prefetch_takes_none_of_them() -> None:
     some, every = keeping("bcde", "ex", 0.5), keeping("bcde", "e", 0.5)
-    assert names(list(some.victims(Tier.HOST, version_id("a", 1)))) == ["d", "e"]
-    assert names(list(every.victims(Tier.HOST, version_id("a", 1)))) == ["d"]
-    assert names(list(every.victims(Tier.HOST, None))) == ["d", "c", "e", "b"]
+    assert names(some.victims(Tier.HOST, GroupId("a", 1))) == ["d", "e"]
+    assert names(every.victims(Tier.HOST, GroupId("a", 1))) == ["d"]
+    assert names(every.victims(Tier.HOST, None)) == ["d", "c", "e", "b"]
 
 
 def test_what_should_stay_goes_first_all_the_same_if_it_stays_on_the_device() -> None:
     """a stays there, so its host copy is not needed; e is about to leave."""
     policy = twice_there(keeping("", "ae", 0.5), "abcde")
-    assert names(list(policy.victims(Tier.HOST, None))) == ["a", "d", "c", "e", "b"]
+    assert names(policy.victims(Tier.HOST, None)) == ["a", "d", "c", "e", "b"]
 
 
 def test_what_the_caller_expects_goes_last_the_soonest_last() -> None:
-    policy = learned_cycle("abcde")
-    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "d", "c", "b", "a"]
-    policy._schedule.expect(["d", "b"])
-    assert names(list(policy.victims(Tier.HOST, None))) == ["e", "c", "a", "b", "d"]
+    schedule = LearnedOrder()
+    policy = learned_cycle("abcde", schedule)
+    assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
+    schedule.expect(["d", "b"])
+    assert names(policy.victims(Tier.HOST, None)) == ["e", "c", "a", "b", "d"]
 
 
 def test_what_the_schedule_does_not_expect_goes_first_the_oldest_first() -> None:
     policy = learned_cycle("xbya")
-    assert names(list(policy.victims(Tier.HOST, None))) == ["x", "y", "b", "a"]
+    assert names(policy.victims(Tier.HOST, None)) == ["x", "y", "b", "a"]
 
 
 def test_before_anything_is_known_a_prefetch_may_replace_the_least_recently_used() -> None:
     schedule = LearnedOrder()
-    policy = FarthestNextUse(schedule)
+    policy = RankingPolicy(FarthestNextUse(schedule))
     for key in "abc":
-        policy.admitted(key, Tier.HOST)
+        policy.admitted(GroupId(key, 1), Tier.HOST)
         schedule.advance_past(key)
-    assert list(policy.victims(Tier.HOST, "d")) == ["a", "b", "c"]
+    assert names(policy.victims(Tier.HOST, GroupId("d", 1))) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -248,3 +265,28 @@ def test_a_policy_has_a_name(policy: str) -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no policy 'mru': choose one of next-use, lru"):
         policy_named("mru", LearnedOrder())
+
+
+def test_what_the_policy_was_never_told_of_changes_nothing() -> None:
+    schedule = LearnedOrder()
+    for name in ("next-use", "lru"):
+        policy = policy_named(name, schedule)
+        policy.admitted(GroupId("a", 1), Tier.HOST)
+        policy.used(GroupId("never seen", 1))
+        policy.dropped(GroupId("never seen", 1), Tier.HOST)
+        policy.keep([], 1.0)
+        assert names(policy.victims(Tier.HOST, None)) == ["a"]
+
+
+def test_keys_that_come_and_go_leave_no_trace_in_the_order_of_victims() -> None:
+    schedule = LearnedOrder()
+    for name in ("next-use", "lru"):
+        policy = policy_named(name, schedule)
+        for key in "abcdef":
+            policy.admitted(GroupId(key, 1), Tier.HOST)
+        for number in range(1000):
+            policy.admitted(GroupId("passing", number), Tier.HOST)
+            policy.dropped(GroupId("passing", number), Tier.HOST)
+        assert names(policy.victims(Tier.HOST, None)) == list("abcdef")
+        policy.used(GroupId("b", 1))
+        assert names(policy.victims(Tier.HOST, None)) == list("acdefb")

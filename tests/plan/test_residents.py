@@ -189,3 +189,25 @@ def test_a_loop_within_a_loop_does_not_count() -> None:
 def test_before_an_order_is_learned_nobody_has_to_stay() -> None:
     keys = [f"g{i}" for i in range(40)]
     assert not residents_after(random.Random(1).choices(keys, k=400), budget=200).staying
+
+
+def test_who_stays_may_go_once_the_loop_is_over() -> None:
+    order = LearnedOrder()
+    residents = Residents(order, 190)
+
+    def use_all(keys: Sequence[str]) -> None:
+        for key in keys:
+            order.advance_past(key)
+            residents.passed(computed=1.0, waited=1.0)
+            if length := residents.round_of(order.number(key)):
+                ahead = order.ahead(length)
+                sizes = np.full(len(ahead), 10)
+                residents.begin_round(ahead, sizes, np.ones(len(ahead)), 10.0)
+
+    loop = [f"g{number}" for number in range(30)]
+    use_all(loop * 6)
+    assert residents.staying
+    use_all([f"once{number}" for number in range(len(loop) - 5)])
+    assert residents.staying, "it may go on"
+    use_all([f"later{number}" for number in range(2 * len(loop))])
+    assert not residents.staying

@@ -408,3 +408,56 @@ def test_the_longest_run_may_begin_with_the_first_use_of_all() -> None:
     """After x, a came z: once, and long ago. After y, a came other things, ten times."""
     order = learned([*"xaz", *"ya" * 10, *"xb", *"xa"])
     assert list(order.upcoming(1)) == ["z"]
+
+
+def test_a_round_repeats_only_if_it_was_seen_as_it_is_expected() -> None:
+    order = LearnedOrder()
+    for key in "abc":
+        order.advance_past(key)
+    assert not order.repeats(3), "no order is known yet"
+    for key in "abcabc":
+        order.advance_past(key)
+    assert order.repeats(3)
+    assert not order.repeats(1000), "so much was never seen"
+    for key in "abca":
+        order.advance_past(key)
+    assert order.repeats(3), "a round begins anywhere"
+
+
+def test_what_is_expected_or_forgotten_is_news_to_whoever_ranks_by_it() -> None:
+    order = LearnedOrder()
+    for key in "abab":
+        order.advance_past(key)
+    seen = {order.epoch}
+    for change in (
+        lambda: order.expect(["a"]),
+        lambda: order.expect(["b", "a"]),
+        lambda: order.expect_not("b"),
+        lambda: order.forget("a"),
+    ):
+        change()
+        assert order.epoch not in seen
+        seen.add(order.epoch)
+
+
+def test_what_is_expected_is_ranked_by_its_place() -> None:
+    order = LearnedOrder()
+    numbers = np.array([order.number(key) for key in "abc"], dtype=np.int64)
+    order.expect(["c", "a"])
+    ranks = order.ranks(numbers)
+    assert ranks[2] < ranks[0] < ranks[1]
+    assert ranks[0] - ranks[2] == 1
+
+
+def test_a_rate_that_counts_for_more_is_a_higher_rank() -> None:
+    """Whatever the ranks mean, what is missed so many times later goes sooner."""
+    random_uses = random.Random(1).choices([f"g{number}" for number in range(50)], k=2000)
+    unknown, learning, cycle = LearnedOrder(4096), LearnedOrder(), LearnedOrder()
+    for key in random_uses:
+        unknown.advance_past(key)
+    for key in "abcabcabc":
+        cycle.advance_past(key)
+    for order, key in ((unknown, "g1"), (cycle, "b")):
+        ranks = order.ranks(np.array([order.number(key)], dtype=np.int64))
+        assert order.farther(ranks, 2.0)[0] > ranks[0] > order.farther(ranks, 0.5)[0]
+    assert learning.learning

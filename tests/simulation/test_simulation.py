@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore import simulation
 from tierstore.model.errors import BudgetError
+from tierstore.model.events import Arrived, Event
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import Planner
-from tierstore.simulation import Outcome, Use, Way, simulate
+from tierstore.simulation import Clock, Outcome, Use, Way, planner_of, play, simulate
 
 TO_HOST = (Tier.DISK, Tier.HOST)
 TO_DEVICE = (Tier.HOST, Tier.DEVICE)
@@ -136,35 +136,38 @@ def test_the_same_run_is_the_same_again() -> None:
 # --- what always holds ----------------------------------------------------------------------------
 
 
-class Watched(Planner):
-    """A planner that is checked at every step, and whose instructions are kept."""
+class Watched:
+    """A planner that is checked at every event, and whose copies are noted."""
 
-    planners: ClassVar[list[Watched]] = []
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
         self.copies: list[Copy] = []
         self.arrivals: Counter[Way] = Counter()
-        Watched.planners.append(self)
 
-    def instructions(self) -> list[Instruction]:
-        self.check()
-        found = super().instructions()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.planner, name)
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        found = self.planner.handle(event, now)
+        self.planner.check()
         self.copies += [one for one in found if isinstance(one, Copy)]
+        if isinstance(event, Arrived):
+            arrived = [copy.nbytes for copy in self.copies if copy.key == event.group]
+            self.arrivals[event.src, event.dst] += arrived[0]
         return found
 
-    def arrived(self, key: str, dst: Tier, src: Tier | None = None) -> None:
-        assert src is not None
-        self.arrivals[src, dst] += self._groups[key].nbytes
-        super().arrived(key, dst, src)
 
-
-@pytest.fixture(autouse=True)
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(simulation, "Planner", Watched)
-    Watched.planners.clear()
-    yield
-    Watched.planners.clear()
+def watched_run(
+    groups: Mapping[str, int],
+    uses: Sequence[Use],
+    budgets: Mapping[Tier, int | None],
+    bandwidth: Mapping[Way, float] | None = None,
+    **options: Any,
+) -> tuple[Outcome, Watched]:
+    """`simulate`, and the planner."""
+    clock = Clock()
+    watched = Watched(planner_of(groups, budgets, clock, **options))
+    return play(cast(Planner, watched), clock, uses, bandwidth or {}), watched
 
 
 @st.composite
@@ -197,20 +200,16 @@ def test_time_and_bytes_add_up_and_budgets_hold(
     timed: bool,
 ) -> None:
     groups, uses, budgets = run
-    Watched.planners.clear()
-    outcome = simulate(
-        groups,
-        uses,
-        budgets,
-        bandwidth=SPEED if timed else None,
-        policy=policy,
-        prefetch=prefetch,
+    bandwidth = SPEED if timed else None
+    outcome, planner = watched_run(
+        groups, uses, budgets, bandwidth, policy=policy, prefetch=prefetch
+    )
+    assert outcome == simulate(
+        groups, uses, budgets, bandwidth=bandwidth, policy=policy, prefetch=prefetch
     )
     check_clock(outcome, uses)
-    (planner,) = Watched.planners
     check_bytes(outcome, planner, groups)
-    for tier, budget in budgets.items():
-        assert budget is None or outcome.peak_bytes[tier] <= budget
+    assert_within(outcome, budgets)
     if not timed:
         assert outcome.stalled_seconds == 0
 
@@ -235,7 +234,7 @@ def check_bytes(outcome: Outcome, planner: Watched, groups: Mapping[str, int]) -
     assert outcome.bytes_moved == dict(planner.arrivals)
     instructed: Counter[Way] = Counter()
     for copy in planner.copies:
-        assert copy.nbytes == groups[copy.key]
+        assert copy.nbytes == groups[copy.key.key]
         instructed[copy.src, copy.dst] += copy.nbytes
     assert all(planner.arrivals[way] <= nbytes for way, nbytes in instructed.items())
     read = [served.bytes_read for served in outcome.uses]
@@ -247,13 +246,15 @@ def check_bytes(outcome: Outcome, planner: Watched, groups: Mapping[str, int]) -
         assert served.bytes_read >= sum(groups[key] for key in seen), "it cannot have come"
 
 
-def test_a_planner_that_overfills_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check above is one: with a wrong budget in the books it fails."""
+def assert_within(outcome: Outcome, budgets: Mapping[Tier, int | None]) -> None:
+    for tier, budget in budgets.items():
+        assert budget is None or outcome.peak_bytes[tier] <= budget, tier.name
 
-    class Forgetful(Watched):
-        def _take_room(self, tier: Tier, nbytes: int) -> None:
-            super()._take_room(tier, nbytes - (tier is Tier.HOST))
 
-    monkeypatch.setattr(simulation, "Planner", Forgetful)
+def test_a_planner_that_overfills_is_noticed() -> None:
+    """The check above is one: a planner that believes in more room than there is fails it."""
+    groups = equal(3)
+    outcome, _ = watched_run(groups, loop(groups, 2, 1.0), on_host(200))
+    assert_within(outcome, on_host(200))
     with pytest.raises(AssertionError, match="HOST"):
-        simulate({"a": 100}, [Use("a", 1.0)], on_host(100))
+        assert_within(outcome, on_host(199))

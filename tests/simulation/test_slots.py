@@ -7,24 +7,24 @@ groups have: the planner decides on a virtual clock, and arenas keep the slots t
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
 
 from tests.real_models import MODELS
-from tierstore.model.groups import Extent, FileTensor
+from tierstore.model.groups import Extent, FileTensor, GroupId
+from tierstore.model.module_tree import groups_of
 from tierstore.model.moves import Copy, Drop, Instruction
-from tierstore.model.naming import groups_of
 from tierstore.model.outline import target_bytes
 from tierstore.model.tiers import Tier
-from tierstore.plan import shelves
+from tierstore.plan import eviction
 from tierstore.plan.foresight import Foresight
 from tierstore.plan.planner import Planner
 from tierstore.plan.schedule import LearnedOrder
-from tierstore.simulation import Clock, Use, _Run, planner_of
-from tierstore.transfer.arena import Arena, Slot
+from tierstore.simulation import Clock, Run, Use, planner_of
+from tierstore.tiers.arena import Arena, Slot
 
 BANDWIDTH = {(Tier.DISK, Tier.HOST): 5e9, (Tier.HOST, Tier.DEVICE): 25e9}
 COMPUTING = 25e9
@@ -33,27 +33,25 @@ COMPUTING = 25e9
 Budgets = dict[Tier, int | None]
 
 
-class Slots(_Run):
+class Slots:
     """A simulated run whose moves take slots in arenas, as a carrier's do."""
 
     def __init__(self, planner: Planner, clock: Clock, budgets: Budgets) -> None:
-        super().__init__(planner, clock, dict(BANDWIDTH), [])
+        self.run = Run(planner, clock, BANDWIDTH, self._follow)
         self.arenas = {
             tier: Arena(budget, lambda nbytes: torch.empty(0))
             for tier, budget in budgets.items()
             if tier is not Tier.DISK
         }
-        self._slots: dict[tuple[str, Tier], Slot] = {}
+        self._slots: dict[tuple[GroupId, Tier], Slot] = {}
 
-    def _follow(self, instructions: Sequence[Instruction]) -> None:
-        for one in instructions:
-            if isinstance(one, Copy):
-                slot = self.arenas[one.dst].take(one.nbytes)
-                self.arenas[one.dst].fill(slot)
-                self._slots[one.key, one.dst] = slot
-            elif isinstance(one, Drop):
-                self.arenas[one.tier].give(self._slots.pop((one.key, one.tier)))
-        super()._follow(instructions)
+    def _follow(self, one: Instruction) -> None:
+        if isinstance(one, Copy):
+            slot = self.arenas[one.dst].take(one.nbytes)
+            self.arenas[one.dst].fill(slot)
+            self._slots[one.key, one.dst] = slot
+        elif isinstance(one, Drop):
+            self.arenas[one.tier].give(self._slots.pop((one.key, one.tier)))
 
     def made(self) -> int:
         return self.arenas[Tier.HOST].made
@@ -62,13 +60,13 @@ class Slots(_Run):
 def made_in_each_pass(groups: Mapping[str, int], budgets: Budgets, passes: int) -> list[int]:
     """How many slots of host memory are made in each pass over the groups, in their order."""
     clock = Clock()
-    run = Slots(planner_of(groups, budgets, clock), clock, budgets)
+    slots = Slots(planner_of(groups, budgets, clock), clock, budgets)
     made = [0]
     for _ in range(passes):
         for key, nbytes in groups.items():
-            run._use(Use(key, nbytes / COMPUTING))
-        made.append(run.made())
-    for tier, arena in run.arenas.items():
+            slots.run.use(Use(key, nbytes / COMPUTING))
+        made.append(slots.made())
+    for tier, arena in slots.arenas.items():
         assert arena.peak_held <= (budgets[tier] or 0), "the budget counts what slots take"
     return np.diff(made).tolist()
 
@@ -85,7 +83,7 @@ def test_slots_of_several_sizes_are_not_made_anew_in_a_loop(
     groups = {f"{i}": nbytes << 20 for i, nbytes in enumerate(sizes)}
     budgets = budgets_of(groups, 0.25, 0.4)
     steady = made_in_each_pass(groups, budgets, 14)[-4:]
-    monkeypatch.setattr(shelves, "SAME_SIZE_AMONG", 0)
+    monkeypatch.setattr(eviction, "SAME_SIZE_AMONG", 0)
     control = made_in_each_pass(groups, budgets, 14)[-4:]
     assert sum(steady) <= 4
     assert min(control) >= 5, "otherwise they are"
@@ -133,7 +131,7 @@ def test_real_models_make_hardly_any_slots_anew_in_their_steady_state(
     groups = cut(name, *shares)
     budgets = budgets_of(groups, *shares)
     steady = made_in_each_pass(groups, budgets, 14)[-4:]
-    monkeypatch.setattr(shelves, "SAME_SIZE_AMONG", 0)
+    monkeypatch.setattr(eviction, "SAME_SIZE_AMONG", 0)
     control = made_in_each_pass(groups, budgets, 8)[-4:]
     print(name, shares, len(groups), "groups", steady, control)
     assert sum(steady) / 4 <= 0.05 * len(groups)
@@ -159,5 +157,5 @@ def test_of_what_is_not_expected_nobody_knows_how_far_it_is(number: int, farthes
     schedule = LearnedOrder()
     for key in "ab":
         schedule.number(key)
-    foresight = Foresight(schedule, {Tier.HOST: 10, Tier.DISK: None}, lambda: 0.0)
+    foresight = Foresight(schedule, {Tier.HOST: 10, Tier.DISK: None})
     assert not foresight.about_as_far(number, farthest)

@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ import torch
 from tests.device import pretend
 from tests.helpers.threads import PATIENCE
 from tierstore import TierStore
-from tierstore.model.tiers import Tier
+from tierstore.model.events import Event, Leased, Released
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Instruction
+from tierstore.model.tiers import Access, Tier
+from tierstore.plan.planner import Planner
 
 REASON = pretend.ready()
 PAGE = 4096
@@ -107,18 +112,24 @@ def files_below(directory: Path) -> set[str]:
 
 def memory_held(store: TierStore) -> dict[str, int]:
     """Bytes of memory that exist now, by tier."""
-    return {tier.name: arena.bytes_held for tier, arena in store._carrier.arenas.items()}
+    return {tier.tier.name: tier.arena.bytes_held for tier in memory_tiers(store)}
+
+
+def memory_tiers(store: TierStore) -> list[Any]:
+    """The drivers of the tiers whose copies take memory."""
+    return [tier for tier in (store._tiers.device, store._tiers.host) if tier is not None]
 
 
 def assert_sound(store: TierStore) -> None:
     """Every promise of the planner holds, and memory that exists is within the budgets."""
     with store._lock:
         store._planner.check()
-        for tier, arena in store._carrier.arenas.items():
-            budget = store._planner.budgets[tier]
+        for driver in memory_tiers(store):
+            arena, name = driver.arena, driver.tier.name
+            budget = store._planner.budgets[driver.tier]
             assert budget is not None
-            assert arena.bytes_held <= budget, f"{tier.name} holds {arena.bytes_held} of {budget}"
-            assert arena.peak_held <= budget, f"{tier.name} held {arena.peak_held} of {budget}"
+            assert arena.bytes_held <= budget, f"{name} holds {arena.bytes_held} of {budget}"
+            assert arena.peak_held <= budget, f"{name} held {arena.peak_held} of {budget}"
 
 
 def assert_at_rest(store: TierStore) -> None:
@@ -127,7 +138,7 @@ def assert_at_rest(store: TierStore) -> None:
         store._collect_lost()
     wait_until_idle(store)  # what was discarded may still be on its way to the disk
     assert_sound(store)
-    store._carrier.catch_up()
+    store._mover.catch_up()
     planner = store._planner
     with store._lock:
         assert not store._torn, "a step was cut short, and nobody has mended it"
@@ -135,16 +146,12 @@ def assert_at_rest(store: TierStore) -> None:
         assert not store._waiting._held, "a lease is still out"
         assert not store._waiting.requests(), "somebody still waits"
         assert not store._putting, "somebody is still putting"
-        for name in ("_demands", "_claims", "_promised"):
-            assert not getattr(planner, name), f"{name}: {getattr(planner, name)}"
-        assert planner._leases == 0
-        assert all(group.leases == 0 for group in planner._groups.values())
+        planner.check()
+        assert not planner.waited_for(), "somebody's request is left"
+        assert not planner.leased()
         known = set(store._versions.values())
-        assert set(planner._groups) == known, "a version that nobody can reach is still there"
-        assert set(store._carrier._cargo) == known
-        for tier in planner.tiers:
-            groups = [group for group in planner._groups.values() if tier in group.copies]
-            assert planner.used[tier] == sum(group.cost(tier) for group in groups)
+        assert planner.groups() == known, "a generation that nobody can reach is still there"
+        assert set(store._mover._entries) == known
 
 
 def wait_until_idle(store: TierStore) -> None:
@@ -199,3 +206,26 @@ def disk_bytes(store: TierStore) -> int:
 def is_root() -> bool:
     """Whether this process may mount file systems and change any file."""
     return os.geteuid() == 0
+
+
+class DeafToChanges:
+    """A planner that takes every lease for one to read: old copies still count after a change."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def __contains__(self, group: GroupId) -> bool:
+        return group in self._planner
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        if isinstance(event, Leased | Released) and event.access is Access.UPDATE:
+            event = replace(event, access=Access.READ)
+        return self._planner.handle(event, now)
+
+
+def make_deaf_to_changes(store: TierStore) -> None:
+    """A fault for controls: see `DeafToChanges`."""
+    store._planner = cast(Planner, DeafToChanges(store._planner))

@@ -312,8 +312,7 @@ def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing(call: str, disk_
         with pytest.raises(asyncio.CancelledError):
             await waiting
         with store._lock:  # at once, not when there is room
-            assert not store._planner._claims
-            assert not store._planner._demands
+            assert not store._planner.waited_for()
 
     run(store, main)
     lease.release()

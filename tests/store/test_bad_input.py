@@ -57,7 +57,7 @@ from tierstore import (
     UnknownKeyError,
 )
 from tierstore.model.locks import Bell
-from tierstore.transfer.spill import Spill
+from tierstore.tiers.spill import Spill
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -386,7 +386,7 @@ def test_without_the_stamp_an_overwritten_checkpoint_is_read(
     """The control: it is the check that notices, not luck."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._carrier.files.check = lambda path, expected: store._carrier.files.get(path)
+        store._tiers.disk.files.check = lambda path, expected: store._tiers.disk.files.get(path)
         overwrite(checkpoint, restored=True)
         assert_group(store.get("m/b"), pages(8, 3))
 
@@ -419,7 +419,7 @@ def test_a_bit_that_flips_under_verify_always(checkpoint: Path, disk_dir: Path) 
         store.register_checkpoint(checkpoint, "m/")
         assert_group(store.get("m/b"), pages(2, 3))
         push_out(store, "m/b")
-        store._carrier.files.check = lambda path, expected: store._carrier.files.get(path)
+        store._tiers.disk.files.check = lambda path, expected: store._tiers.disk.files.get(path)
         flip_bit(checkpoint, -1)
         with pytest.raises(CorruptDataError) as error:
             store.get("m/b")
@@ -823,7 +823,7 @@ def test_a_file_that_is_shorter_than_it_says(checkpoint: Path, disk_dir: Path) -
     """Where no stamp tells, the read itself does."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._carrier.files.check = lambda path, expected: store._carrier.files.get(path)
+        store._tiers.disk.files.check = lambda path, expected: store._tiers.disk.files.get(path)
         os.truncate(checkpoint, checkpoint.stat().st_size - 2 * PAGE)
         with pytest.raises(TruncatedFileError) as error:
             store.get("m/b")
@@ -993,7 +993,7 @@ def test_a_child_that_was_forked_at_a_bad_moment_ends(disk_dir: Path) -> None:
         held, forked = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with store._carrier._disk._ready:
+            with store._tiers.disk.workers._ready:
                 held.set()
                 forked.wait(PATIENCE)
 

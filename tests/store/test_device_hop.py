@@ -28,8 +28,9 @@ from tests.store.helpers import (
 )
 from tierstore import TierStore, TransferError
 from tierstore.model.tiers import Tier
-from tierstore.transfer.link import Link
-from tierstore.transfer.workers import Clerk, Workers
+from tierstore.tiers.device_tier import DeviceTier
+from tierstore.tiers.host_to_device import HostToDevice
+from tierstore.tiers.workers import SerialExecutor, Workers
 
 MIB = 1 << 20
 
@@ -46,13 +47,13 @@ def in_ram(disk_dir: Path, count: int = 4, size: int = 1, **options: Any) -> Tie
 def threads_of_copies(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that queue copies to the device."""
     names: list[str] = []
-    onload = Link.onload
+    onload = HostToDevice.copy
 
-    def noting(link: Link, *arguments: Any) -> Any:
+    def noting(hop: HostToDevice, *arguments: Any) -> Any:
         names.append(threading.current_thread().name)
-        return onload(link, *arguments)
+        return onload(hop, *arguments)
 
-    monkeypatch.setattr(Link, "onload", noting)
+    monkeypatch.setattr(HostToDevice, "copy", noting)
     return names
 
 
@@ -70,7 +71,7 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
         monkeypatch.setattr(kind, name, handing_on)
 
-    noting(Clerk, "give")
+    noting(SerialExecutor, "give")
     noting(Workers, "submit")
     return jobs
 
@@ -122,7 +123,7 @@ def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
     """A driver makes such a copy while its caller waits."""
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
     with in_ram(disk_dir) as store:
-        gate = hold_calls(monkeypatch, Link, "onload")
+        gate = hold_calls(monkeypatch, HostToDevice, "copy")
         store.prefetch("g1")
         assert gate.reached.wait(PATIENCE)
         gate.open()
@@ -192,11 +193,9 @@ def look_at(store: TierStore, patience: float) -> None:
         with store.acquire(f"g{number}", timeout=patience) as lease:
             assert_same(lease.tensor.cpu(), pages(number, SIZE))
     assert_at_rest(store)
-    arena = store._carrier.arenas[Tier.DEVICE]
+    arena = store._tiers.device.arena
     with store._lock:
-        there = [
-            c.slots[Tier.DEVICE] for _, c in store._carrier.all_cargo() if Tier.DEVICE in c.slots
-        ]
+        there = [c.slots[Tier.DEVICE] for c in store._mover.entries() if Tier.DEVICE in c.slots]
     idle = [slot for same in arena._idle.values() for slot in same]
     assert arena._counted == sum(slot.nbytes for slot in [*there, *idle])
 
@@ -227,7 +226,7 @@ def test_without_mending_an_interrupt_leaves_it_wrong(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: the books of the device's memory are not made anew."""
-    monkeypatch.setattr(Link, "mend", lambda *arguments: None)
+    monkeypatch.setattr(DeviceTier, "mend", lambda *arguments: None)
     store = two_of_four(disk_dir)
     found = []
     for interrupter in misses(store, 1.0):
@@ -269,7 +268,7 @@ def test_the_planner_believes_what_the_link_can_do(
                 torch.accelerator.synchronize(store.device)
         torch.accelerator.synchronize(store.device)
         store.acquire("g0").release()  # what the device has done is looked at in steps
-        believed = store._planner._foresight.hops[Tier.HOST, Tier.DEVICE].bandwidth
+        believed = store._planner.bandwidth(Tier.HOST, Tier.DEVICE)
         assert store.stats().bytes_onloaded >= count * MIB
     assert believed == pytest.approx(speed, rel=0.1)
 
@@ -291,8 +290,8 @@ def test_computing_is_what_the_device_does_not_what_its_caller_says(
         queued = time.monotonic() - began
         torch.accelerator.synchronize(store.device)
         store.acquire("g0").release()
-        seen = store._planner._foresight
-        believed = [float(seen._seconds[number]) for number in range(4)]
+        groups = [store._versions[f"g{number}"] for number in range(4)]
+        believed = [store._planner.computing_seconds(group) for group in groups]
     assert believed == [pytest.approx(busy, rel=0.1)] * 4
     assert queued < 6 * busy
 
@@ -307,7 +306,7 @@ def test_events_sleep_where_torch_can(pretend: Any, monkeypatch: pytest.MonkeyPa
         return kind(*arguments, **options)
 
     monkeypatch.setattr(torch, "Event", noting)
-    Link(torch.device("pretend", 0), None, None).times.mark()  # type: ignore[arg-type]
+    DeviceTier(torch.device("pretend", 0), None).times.mark()
     assert made
     assert all(options.get("blocking") for options in made)
 

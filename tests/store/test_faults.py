@@ -27,7 +27,7 @@ from tests.store.helpers import (
     wait_until_idle,
 )
 from tierstore import Access, DiskFullError, TransferError
-from tierstore.transfer.workers import URGENT
+from tierstore.tiers.workers import URGENT
 from tierstore.waiting import Request, WaitingRoom, Want
 
 
@@ -170,7 +170,7 @@ def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> N
 def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         again = threading.Event()
-        disk = store._carrier._disk
+        disk = store._tiers.disk.workers
         for _ in disk._threads:
             disk.submit(URGENT, again.wait)
         try:

@@ -34,7 +34,7 @@ from tests.store.helpers import (
     tiers_of,
 )
 from tierstore import Access, TierStore
-from tierstore.transfer.views import DTYPES
+from tierstore.tiers.views import DTYPES
 
 pytestmark = pytest.mark.floor
 
@@ -353,15 +353,15 @@ def test_who_holds_the_old_group_keeps_it(disk_dir: Path) -> None:
 def slow_fill(store: TierStore, name: str) -> tuple[threading.Event, threading.Event]:
     """Puts of the thread `name` stop before they copy; returns (has stopped, may go on)."""
     stopped, go_on = threading.Event(), threading.Event()
-    fill = store._carrier.fill
+    fill = store._tiers.host.fill
 
-    def patched(version: str, blocks: Mapping[str, torch.Tensor]) -> None:
+    def patched(entry: Any, blocks: Mapping[str, torch.Tensor]) -> None:
         if threading.current_thread().name == name:
             stopped.set()
             assert go_on.wait(60)
-        fill(version, blocks)
+        fill(entry, blocks)
 
-    store._carrier.fill = patched
+    store._tiers.host.fill = patched
     return stopped, go_on
 
 
@@ -669,7 +669,7 @@ def test_without_that_wait_the_accelerator_reads_what_is_not_there(
 ) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device="pretend") as store:
-        store._order_after_arrival = lambda cargo, stream: None
+        store._order_after_arrival = lambda entry, stream: None
         store.put("key", pages(3))
         with torch.Stream(device="pretend:0"), store.acquire("key") as lease:
             assert not torch.equal((lease.tensor * 2).cpu(), pages(6))
@@ -703,7 +703,7 @@ def test_without_the_guard_on_releases_a_late_reader_reads_something_else(
 ) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
-        store._carrier.used_on = lambda version, event: None
+        store._tiers.device.used_on = lambda entry, event: None
         store.put("first", pages(1, 4))
         store.put("second", pages(2, 4))
         assert not torch.equal(read_late(store), pages(1, 4))

@@ -108,14 +108,14 @@ def test_who_is_cancelled_while_it_is_copied_has_its_tensor_back_when_it_is_told
     source = pages(1, 4)
 
     async def main(store: TierStore) -> None:
-        fill = store._carrier.fill
+        fill = store._tiers.host.fill
 
         def gated(*arguments: Any) -> None:
             copying.set()
             assert go_on.wait(PATIENCE)
             fill(*arguments)
 
-        store._carrier.fill = gated
+        store._tiers.host.fill = gated
         putting = asyncio.create_task(store.aput("k", source))
         assert await asyncio.to_thread(copying.wait, PATIENCE)
         putting.cancel()

@@ -244,7 +244,7 @@ def test_memory_of_what_is_called_in_waits_for_the_stream_that_used_it(
     """
     with half_full(disk_dir, "pretend") as store:
         if not guarded:
-            store._carrier.used_on = lambda version, event: None
+            store._tiers.device.used_on = lambda entry, event: None
         mine = torch.Stream(device="pretend:0")
         target = torch.zeros(HALF * PAGE // 4, pin_memory=True)
         with mine:

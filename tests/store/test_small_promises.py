@@ -130,7 +130,7 @@ def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(
             Caller(lambda key=key: store.settle_on_disk(key, {"a": pages(1, 5)})) for key in "ab"
         ]
         assert gate.reached.wait(PATIENCE)
-        spill = store._carrier.saver._the_spill()
+        spill = store._tiers.disk._the_spill()
         wait_until(lambda: spill._end == 10 * PAGE, "one of them has not asked")
         gate.open()
         refused = [caller.result for caller in callers if caller.ended() is not None]
@@ -248,7 +248,7 @@ def test_after_an_interrupt_it_is_known_what_is_held_for_good(
             store.settle(key, {"a": pages(1, count)})
         with store.hold("kept", Hold.KEEP), store.hold("held", Hold.READ), store.acquire("lent"):
             with monkeypatch.context() as patch:
-                patch.setattr(store._planner, "prefetch", interrupted)
+                patch.setattr(store._planner, "handle", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     store.prefetch("lent")
             assert sorted(store.keys()) == ["held", "kept", "lent"]
@@ -437,7 +437,7 @@ def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(
     with open_store(disk_dir) as store:
         store.settle("key", {"a": pages(1)})
         with monkeypatch.context() as patch:
-            patch.setattr(store._carrier, "host_view", interrupted)
+            patch.setattr(store._tiers.host, "view_for_caller", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.hold("key", Hold.UPDATE)
         assert_at_rest(store)
@@ -450,16 +450,16 @@ def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(
     others: list[Caller] = []
     with open_store(disk_dir) as store:
         store.settle("key", {"a": pages(1)})
-        host_view = store._carrier.host_view
+        view = store._tiers.host.view_for_caller
 
-        def interrupted_once(version: str) -> Any:
+        def interrupted_once(entry: Any) -> Any:
             if not others:
                 others.append(Caller(lambda: store.hold("key", Hold.UPDATE)))
                 wait_for_a_request(store)
                 raise KeyboardInterrupt
-            return host_view(version)
+            return view(entry)
 
-        monkeypatch.setattr(store._carrier, "host_view", interrupted_once)
+        monkeypatch.setattr(store._tiers.host, "view_for_caller", interrupted_once)
         with pytest.raises(KeyboardInterrupt):
             store.hold("key", Hold.UPDATE)
         with others[0].ended() as lease:

@@ -45,8 +45,8 @@ from tierstore import (
     UnknownKeyError,
 )
 from tierstore.model.tiers import Hold
-from tierstore.transfer.carrier import ThreadCarrier
-from tierstore.transfer.link import Link
+from tierstore.tiers.disk_to_host import DiskToHost
+from tierstore.tiers.host_to_device import HostToDevice
 
 ROUNDS = 20
 
@@ -97,7 +97,7 @@ def fill(tensors: Tensors, value: float) -> None:
 
 def places(store: TierStore) -> tuple[int, int]:
     """Where the last place ends in the file of what is away, and how long that file is."""
-    spill = store._carrier.saver._the_spill()
+    spill = store._tiers.disk._the_spill()
     return spill._end, os.stat(spill.path).st_size
 
 
@@ -584,12 +584,12 @@ def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
     """Until then it takes room. Nothing else is waited for: not what is there, nor what is not."""
     if device != "cpu":  # from such memory, a thread of the store's queues the copy
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
-    last_hop = (ThreadCarrier, "_read") if device == "cpu" else (Link, "onload")
+    last_hop = DiskToHost if device == "cpu" else HostToDevice
     with open_store(disk_dir, device=device) as store:
         for key in ("there", "away", "coming"):
             settled(store, key, {"a": pages(1)})
         with store.acquire("there"):
-            gate = hold_calls(monkeypatch, *last_hop)
+            gate = hold_calls(monkeypatch, last_hop, "copy")
             store.land(["there", "away", "no such key"])
             store.expect(["coming"])
             assert gate.reached.wait(PATIENCE)

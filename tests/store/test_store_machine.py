@@ -10,7 +10,7 @@ import pytest
 
 from tests.device import pretend
 from tests.store.crowd import Crowd
-from tests.store.helpers import assert_at_rest, needs_pretend, on_both
+from tests.store.helpers import assert_at_rest, make_deaf_to_changes, needs_pretend, on_both
 from tests.store.machine import DEVICE_PAGES, HOST_PAGES, PAGE, Machine
 
 STEPS = 250
@@ -59,10 +59,10 @@ def test_the_model_notices_a_fault(fault: str, tmp_path: Path) -> None:
     """The control: the same machine on a store with one protection removed."""
     machine = Machine(0, "cpu", tmp_path, "next-use")
     if fault == "forgets an update":
-        machine.store._planner._keep_only = lambda group, tier: None
+        make_deaf_to_changes(machine.store)
     else:
-        machine.store._carrier.files.forget = lambda path: None
-        machine.store._carrier._reader.check = lambda *arguments: None
+        machine.store._tiers.disk.files.forget = lambda path: None
+        machine.store._tiers.reader.check = lambda *arguments: None
     machine.STEPS = {**Machine.STEPS, "reopen": 0}
     with pytest.raises(AssertionError):
         machine.play(10 * STEPS)

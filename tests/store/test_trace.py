@@ -26,8 +26,8 @@ from tests.store.helpers import (
     wait_until_idle,
 )
 from tierstore import Access, InvalidTraceError, TierStore, TransferError
-from tierstore.model.journal import Ring
-from tierstore.trace import COMPUTE, STALLS, read_trace
+from tierstore.observe.journal import Ring
+from tierstore.observe.trace import COMPUTE, STALLS, read_trace
 
 
 def fill(store: TierStore, count: int, size: int = 2) -> list[str]:
@@ -270,7 +270,7 @@ def test_a_closed_store_can_be_traced(disk_dir: Path, tmp_path: Path) -> None:
 def test_what_was_forgotten_is_said_and_the_sums_stay_true(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 8 * PAGE) as store:
-        journal = store._carrier.journal
+        journal = store._mover.journal
         journal.uses, journal.levels, journal._spans = Ring(5), Ring(5), Ring(5)
         keys = fill(store, 10)
         for key in keys * 2:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tierstore.metrics import Stats
+from tierstore.observe.stats import Stats
 
 PHASES = {"X", "C", "M", "i"}
 MOVED = ("read", "written", "onloaded", "offloaded")

@@ -249,7 +249,7 @@ def assert_nothing_is_leased(model: OffloadModel, *, but: str = "-") -> None:
     pause = threading.Event()
     for _ in range(100):
         gc.collect()  # an error holds the frames of its backward until another thread lets it go
-        model.settle_down()
+        model.put_away()
         found = [key for key in held(store) if not key.startswith(but)]
         if not found:
             return

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_structure
 from tests.helpers.processes import Tell, forked
 from tests.helpers.tensors import assert_same
 from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, save_training
-from tierstore.adapters.training import replacing
+from tierstore.adapters.training import directory_swap
 
 STEPS = 4
 LAYERS = 4
@@ -216,14 +216,14 @@ class BetweenRenames(Killer):
         super().__init__("two renames", only_saves=True)
 
     def __enter__(self) -> None:
-        sync = replacing.sync_names
+        sync = directory_swap.sync_names
 
         def die_between(directory: int) -> None:
             if ".run.previous" in os.listdir(directory):
                 os.kill(os.getpid(), signal.SIGKILL)
             sync(directory)
 
-        replacing.sync_names = die_between
+        directory_swap.sync_names = die_between
 
 
 def done_in_a_child(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
@@ -260,7 +260,7 @@ def main(told: dict[str, Any]) -> None:
     assert code == 0, said
     for way, points in told["points"].items():
         if way == "two renames":
-            replacing._exchange = lambda *_: False  # as where the file system cannot
+            directory_swap._exchange = lambda *_: False  # as where the file system cannot
         chosen = random.Random(way)
         (root / way).mkdir()
         code, said = done_in_a_child(

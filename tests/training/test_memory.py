@@ -30,9 +30,9 @@ from tests.helpers.tensors import parameter_bytes
 from tests.training import limited
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
-from tierstore.adapters.training.places import packed_bytes
 from tierstore.adapters.training.slices import Slice
-from tierstore.metrics import Stats
+from tierstore.adapters.training.state_buffers import packed_bytes
+from tierstore.observe.stats import Stats
 
 pytestmark = pytest.mark.full(
     "the model, the optimizer: each has its own part; test_parity.py runs on both devices",

@@ -44,7 +44,7 @@ from tests.training.conftest import (
 )
 from tests.training.saving_limited import CHUNK, NBYTES, STATE_BYTES
 from tierstore import OffloadModel, OffloadOptimizer, load_training, save_training
-from tierstore.adapters.training import replacing
+from tierstore.adapters.training import directory_swap
 from tierstore.model.errors import (
     CorruptDataError,
     DiskFullError,
@@ -828,7 +828,7 @@ def test_a_save_replaces_the_last_one_and_leaves_nothing_beside_it(
     can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:  # as on file systems that know no RENAME_EXCHANGE
-        monkeypatch.setattr(replacing, "_exchange", lambda *_: False)
+        monkeypatch.setattr(directory_swap, "_exchange", lambda *_: False)
     one, two = plain(), plain(seed=1)
     (tmp_path / "link").symlink_to(tmp_path / "deep" / "er" / "run")
     for number in range(3):

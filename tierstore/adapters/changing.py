@@ -15,25 +15,27 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tierstore.adapters.bindings import assign
-from tierstore.adapters.owners import Change, Owner
-from tierstore.adapters.wrapping import StandIn, same
+from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.owners import Owner
+from tierstore.adapters.unit_use import StandIn, same
+from tierstore.adapters.weight_groups import Change
+from tierstore.torch_private import call_first_of_state_dict_hooks, like
 
 
-class Conversion(StandIn):
-    """Stands in for `_apply`, through which `half()` and `to()` change a model.
+class Conversion:
+    """What stands in for `_apply`, through which `half()` and `to()` change a model.
 
     Of what changes, one group is in memory. The weights cannot be moved.
     """
 
     def __init__(self, offloaded: Owner) -> None:
-        self._offloaded: Owner | None = offloaded
-        super().__init__(offloaded.root, "_apply")
+        self._offloaded = offloaded
 
-    def __call__(self, change: Change, recurse: bool = True) -> Any:
+    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+        return self._apply(method.original, *args, **kwargs)
+
+    def _apply(self, original: Callable[..., Any], change: Change, recurse: bool = True) -> Any:
         offloaded = self._offloaded
-        if offloaded is None:
-            return self.original(change, recurse)
         moved = change(torch.empty(0, device="cpu"))
         if moved.device.type != "cpu":
             raise RuntimeError(
@@ -43,9 +45,9 @@ class Conversion(StandIn):
                 "handle.disable())"
             )
         if not recurse:  # then a change is noticed as any other
-            return self.original(change, recurse)
-        offloaded.convert(change)
-        stays = offloaded.tensor_ids()
+            return original(change, recurse)
+        offloaded.weights.convert(change)
+        stays = offloaded.weights.tensor_ids()
         residents = {id(tensor) for tensor in offloaded.residents}
 
         def change_the_rest(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,11 +60,7 @@ class Conversion(StandIn):
                 assign(tensor, changed.detach().to(tensor.device))
             return tensor  # it is where it should be
 
-        return self.original(change_the_rest, recurse)
-
-    def remove(self) -> None:
-        self._offloaded = None
-        super().remove()
+        return original(change_the_rest, recurse)
 
 
 class Copying:
@@ -102,11 +100,11 @@ class Copying:
             if isinstance(tensor, nn.Parameter):
                 alike = nn.Parameter(alike, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = alike
-        for binding in self._offloaded.bindings_of(self._root, recurse=True):
+        for binding in self._offloaded.weights.bindings_of(self._root, recurse=True):
             if id(binding.tensor) not in memo:
-                with self._offloaded.shared.lock:
+                with self._offloaded.weights.lock:
                     value = binding.value(binding.tensor).detach()
-                memo[id(binding.tensor)] = made(showing(value, binding.tensor))
+                memo[id(binding.tensor)] = made(like(binding.tensor, value))
         with self._lock:
             self.remove()
             try:
@@ -115,74 +113,65 @@ class Copying:
                 self._put()
 
 
-def showing(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like another one, a Parameter for instance, of other memory."""
-    alike: torch.Tensor = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
-    alike.__dict__.update(tensor.__dict__)
-    return alike
-
-
 class Hook:
     """Called by modules of an offloaded model. Copies of the model have `nothing` in its place."""
 
-    def __init__(self, offloaded: Owner) -> None:
-        self._offloaded = offloaded
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *arguments: Any) -> None:
+        self._run(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _get_nothing, ()
+        return same, (nothing,)
 
 
-class Loading(Hook):
+class Loading:
     """Called whenever a module of the model has loaded its part of a state dict: stores what came.
 
     What has just come to a group may be followed by more for it; all others are stored.
     """
 
     def __init__(self, offloaded: Owner) -> None:
-        super().__init__(offloaded)
+        self._offloaded = offloaded
         self._pending: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
         offloaded = self._offloaded
         last = module is offloaded.root
-        own = {binding.key for binding in offloaded.bindings_of(module, recurse=False)}
+        own = {binding.key for binding in offloaded.weights.bindings_of(module, recurse=False)}
         if not own and not last:
             return
         with self._lock:
             due = self._pending | own if last else self._pending - own
             self._pending = set() if last else own
         if due:
-            offloaded.renew([b for b in offloaded.bindings if b.key in due and b.edited])
+            offloaded.weights.renew_edited(due)
 
 
-class Saving(Hook):
-    """Called whenever a module of the model has told its state: of weights that are in use at this
-    moment it tells what they show while away, which stays true."""
+def tell_true_values(
+    offloaded: Owner, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
+) -> None:
+    """A module of the model has told its state: of weights that are in use at this moment it tells
+    what they show while away, which stays true."""
+    bound = {id(b.tensor): b for b in offloaded.weights.bindings_of(module, recurse=False)}
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        binding = bound.get(id(tensor))
+        shown = state.get(prefix + name)
+        if binding is not None and shown is not None and shown is not tensor:
+            state[prefix + name] = binding.value(shown)
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        bound = {id(b.tensor): b for b in self._offloaded.bindings_of(module, recurse=False)}
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            binding = bound.get(id(tensor))
-            shown = state.get(prefix + name)
-            if binding is not None and shown is not None and shown is not tensor:
-                state[prefix + name] = binding.value(shown)
 
-
-def after_state_dict(module: nn.Module, saving: Saving) -> RemovableHandle:
-    """Have `saving` called before others: they may take tensors away, or rename them."""
-    handle: RemovableHandle = module.register_state_dict_post_hook(saving)
-    hooks: Any = module._state_dict_hooks
-    hooks.move_to_end(handle.id, last=False)
+def after_state_dict(module: nn.Module, hook: Hook) -> RemovableHandle:
+    """Have it called before others: they may take tensors away, or rename them."""
+    handle: RemovableHandle = module.register_state_dict_post_hook(hook)
+    call_first_of_state_dict_hooks(module, handle.id)
     return handle
 
 
 def nothing(module: nn.Module, *_: Any) -> None:
     """What a copy of an offloaded model does when it has loaded or told its state."""
-
-
-def _get_nothing() -> Callable[..., None]:
-    return nothing

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tierstore.torch_private import tree_flatten, tree_unflatten
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,22 +67,22 @@ class _Place(int):
     """Where in a list a tensor is."""
 
 
+@dataclass(eq=False)
 class _Filled:
     """A value with places instead of tensors."""
 
-    def __init__(self, leaves: list[Any], structure: Any) -> None:
-        self._leaves = leaves
-        self._structure = structure
+    leaves: list[Any]
+    structure: Any
 
     @property
     def holds_tensors(self) -> bool:
         """Whether there is any place."""
-        return any(isinstance(leaf, _Place) for leaf in self._leaves)
+        return any(isinstance(leaf, _Place) for leaf in self.leaves)
 
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The value with these tensors."""
-        leaves = [tensors[leaf] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
-        return tree_unflatten(leaves, self._structure)
+        leaves = [tensors[leaf] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.structure)
 
 
 class _Call:

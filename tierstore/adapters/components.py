@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierstore.adapters.grouping import Cutting, sizes_for, unique_bytes
+from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.modules import OffloadedModule
 from tierstore.adapters.owners import MARKER, refuse_other_offloading
 from tierstore.store import TierStore

@@ -11,16 +11,15 @@ import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from tierstore.adapters.components import Component, component_of, unwrap, wrap_changes
-from tierstore.metrics import Stats
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
+from tierstore.observe.stats import Stats
 from tierstore.settings import resolve_device
 from tierstore.store import TierStore
 
@@ -98,12 +97,7 @@ class OffloadHandle:
     def __enter__(self) -> OffloadHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.disable()
 
     def _again(self) -> None:

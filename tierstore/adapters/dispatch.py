@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import assign
-from tierstore.adapters.grouping import Cutting, sizes_for, unique_bytes
+from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
-from tierstore.adapters.owners import owner_of, refuse_other_offloading
+from tierstore.adapters.owners import Owner, owner_of, refuse_other_offloading
 from tierstore.settings import resolve_device
 from tierstore.store import TierStore
 
@@ -62,30 +63,6 @@ class Settings:
     places: tuple[tuple[str, str], ...]
     skip: frozenset[str]
     whole: frozenset[str]
-
-
-class Dispatched(OffloadedModule):
-    """A model that was dispatched."""
-
-    def __init__(self, model: nn.Module, store: TierStore, settings: Settings) -> None:
-        self.settings = settings
-        sizes = sizes_for("block_level", store, model)
-        cutting = Cutting(
-            "block_level",
-            sizes.group,
-            tuple(getattr(model, "_group_offload_block_modules", None) or ()),
-            whole=settings.whole,
-            largest_block=sizes.block,
-        )
-        super().__init__(
-            model,
-            store,
-            f"{type(model).__name__}-dispatched-{next(_numbers)}",
-            cutting,
-            skip=settings.skip,
-            places=functools.partial(place_of, dict(settings.places)),
-            aligned=True,
-        )
 
 
 def dispatch_model(
@@ -136,8 +113,8 @@ def dispatch_model(
         frozenset(preload_module_classes or ()),
     )
     before = store.stats().bytes_written
-    owner = owner_of(model)
-    if isinstance(owner, Dispatched) and owner.root is model:
+    owner = _dispatched_before(model)
+    if owner is not None:
         if owner.store is store and owner.settings == settings:
             return model
         dispatched = _dispatched_anew(owner, store, settings)
@@ -153,12 +130,36 @@ def dispatch_model(
     return model
 
 
-def _dispatched(model: nn.Module, store: TierStore, settings: Settings) -> Dispatched:
+def _dispatched(model: nn.Module, store: TierStore, settings: Settings) -> Owner:
     refuse_other_offloading(type(model).__name__, model)
-    return Dispatched(model, store, settings)
+    sizes = sizes_for("block_level", store, model)
+    cutting = Cutting(
+        "block_level",
+        sizes.group,
+        tuple(getattr(model, "_group_offload_block_modules", None) or ()),
+        whole=settings.whole,
+        largest_block=sizes.block,
+    )
+    return OffloadedModule(
+        model,
+        store,
+        f"{type(model).__name__}-dispatched-{next(_numbers)}",
+        cutting,
+        skip=settings.skip,
+        places=functools.partial(place_of, dict(settings.places)),
+        aligned=True,
+        settings=settings,
+    )
 
 
-def _dispatched_anew(owner: Dispatched, store: TierStore, settings: Settings) -> Dispatched:
+def _dispatched_before(model: nn.Module) -> Owner | None:
+    """What has dispatched a model; None if nothing has."""
+    owner = owner_of(model)
+    dispatched = owner is not None and owner.root is model and isinstance(owner.settings, Settings)
+    return owner if dispatched else None
+
+
+def _dispatched_anew(owner: Owner, store: TierStore, settings: Settings) -> Owner:
     """Its model with other settings, or on another store. If that fails, as before."""
     owner.disable()
     try:
@@ -215,17 +216,13 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     if dtype is not None:
         casts = {id(t): dtype for t in _state(model) if t.is_floating_point()}
     dispatch_model(
-        model,
-        store,
-        device_map,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
+        model, store, device_map, skip_keys=skip_keys, preload_module_classes=preload_module_classes
     )
     owner = owner_of(model)
     if owner is not None and casts:
-        owner.convert(lambda tensor: tensor.to(casts.get(id(tensor), tensor.dtype)))
+        owner.weights.convert(lambda tensor: tensor.to(casts.get(id(tensor), tensor.dtype)))
         for tensor in _state(model):
-            if id(tensor) not in owner.tensor_ids():
+            if id(tensor) not in owner.weights.tensor_ids():
                 assign(tensor, tensor.detach().to(casts.get(id(tensor), tensor.dtype)))
     return model
 
@@ -241,12 +238,7 @@ def cpu_offload(
     """`dispatch_model` with all weights in RAM between their uses, as far as its budget goes."""
     _refuse_replaced("cpu_offload", replaced)
     _check(model, store, execution_device, "execution_device")
-    return dispatch_model(
-        model,
-        store,
-        {"": "cpu"},
-        preload_module_classes=preload_module_classes,
-    )
+    return dispatch_model(model, store, {"": "cpu"}, preload_module_classes=preload_module_classes)
 
 
 def disk_offload(
@@ -260,12 +252,7 @@ def disk_offload(
     """`dispatch_model` with all weights on disk; the store's budgets say what stays above it."""
     _refuse_replaced("disk_offload", replaced)
     _check(model, store, execution_device, "execution_device")
-    return dispatch_model(
-        model,
-        store,
-        {"": "disk"},
-        preload_module_classes=preload_module_classes,
-    )
+    return dispatch_model(model, store, {"": "disk"}, preload_module_classes=preload_module_classes)
 
 
 def undispatch(model: ModuleType) -> ModuleType:
@@ -274,8 +261,8 @@ def undispatch(model: ModuleType) -> ModuleType:
     Parts of it that were dispatched by themselves stay so. Raises ValueError if it is not
     dispatched.
     """
-    owner = owner_of(model)
-    if not isinstance(owner, Dispatched) or owner.root is not model:
+    owner = _dispatched_before(model)
+    if owner is None:
         raise ValueError(
             f"{type(model).__name__} is not dispatched: pass the module that was given to "
             "dispatch_model"

@@ -6,24 +6,30 @@ applied to. A weight tied to two modules is in one group, and both modules use t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.codecs.memory import (
+    address_of,
+    has_address,
+    span,
+    tensor_bytes,
+    unique_bytes,
+)
 from tierstore.model.outline import (
     RESIDENT_BUFFER_BYTES,
     GroupSizes,
     Need,
-    Piece,
     cut,
     portions,
     usual_sizes,
 )
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import TIERS
 from tierstore.store import TierStore
-from tierstore.transfer.views import NAMES
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -32,8 +38,10 @@ _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
     """How large groups and whole blocks should be at most, given the store's budgets."""
-    budgets = {Tier[name]: nbytes for name, nbytes in store.stats().budget_bytes.items()}
-    return usual_sizes(offload_type, budgets, sum(map(_bytes_of, module.parameters())))
+    budgets = {TIERS[name]: nbytes for name, nbytes in store.stats().budget_bytes.items()}
+    return usual_sizes(
+        offload_type, budgets, sum(map(tensor_bytes, filter(has_address, module.parameters())))
+    )
 
 
 @dataclass(frozen=True)
@@ -58,14 +66,24 @@ class Cutting:
         return None if self.blocks_per_group else max(self.target, self.largest_block)
 
     def units(self, root: nn.Module) -> list[Unit]:
-        """The units of a model."""
-        return find_units(
-            root, self.offload_type, self.block_limit, list(self.block_modules), self.whole
-        )
+        """The units of a model, in the order in which its modules were registered. See `cut`."""
+        branch = ModuleBranch(root, "", self.whole)
+        pieces = cut(branch, self.offload_type, self.block_limit, set(self.block_modules))
+        return [
+            Unit(b.name, b.module, b.tensors(whole=piece.whole), piece.block, piece.encloses)
+            for piece in pieces
+            for b in [piece.branch]
+        ]
 
     def groups(self, units: list[Unit]) -> list[GroupPlan]:
-        """The groups of units."""
-        return group_units(units, self.target, self.blocks_per_group)
+        """The groups of units: of up to `target` bytes, or of `blocks_per_group` blocks."""
+        shown = _Shown(units)
+        needs = [Need(u.name, shown.memory_of(u), u.block, u.encloses) for u in units]
+        groups: list[GroupPlan] = []
+        for portion in portions(needs, shown.nbytes, self.target, self.blocks_per_group):
+            members = [m for piece in portion.memory for m in shown.members[piece].items()]
+            groups.append(GroupPlan(portion.name, _without_repeats(members)))
+        return groups
 
 
 @dataclass(eq=False)
@@ -78,10 +96,10 @@ class Unit:
     block: bool = False
     encloses: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors, ties within the unit counted once."""
-        return unique_bytes(self.tensors.values())
+    def only(self, wanted: Callable[[str, torch.Tensor], bool]) -> Unit | None:
+        """The unit with those of its tensors (and their names) that are wanted; None if none is."""
+        tensors = {name: tensor for name, tensor in self.tensors.items() if wanted(name, tensor)}
+        return replace(self, tensors=tensors) if tensors else None
 
 
 @dataclass(eq=False)
@@ -90,25 +108,6 @@ class GroupPlan:
 
     name: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors, each address counted once."""
-    return sum({t.data_ptr(): tensor_bytes(t) for t in tensors if _has_address(t)}.values())
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor_bytes(tensor) if _has_address(tensor) else 0
-
-
-def _has_address(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie somewhere: those of sparse or nested tensors lie in others."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
 
 
 class ModuleBranch:
@@ -165,11 +164,11 @@ class ModuleBranch:
             return {}  # what runs it does not call the forward that one sees: its weights stay
         found: dict[str, torch.Tensor] = {}
         for key, parameter in module.named_parameters(recurse=whole, remove_duplicate=False):
-            if is_plain(parameter):
+            if is_movable(parameter):
                 found[prefix + key] = parameter
         kept = set(module.state_dict(keep_vars=True)) if whole else _own_persistent(module)
         for key, buffer in module.named_buffers(recurse=whole, remove_duplicate=False):
-            if key in kept and is_plain(buffer) and tensor_bytes(buffer) >= RESIDENT_BUFFER_BYTES:
+            if key in kept and is_movable(buffer) and tensor_bytes(buffer) >= RESIDENT_BUFFER_BYTES:
                 found[prefix + key] = buffer
         return {name: found[name] for name in found if not self._is_scripted(name)}
 
@@ -192,50 +191,6 @@ def _own_persistent(module: nn.Module) -> set[str]:
     return set(module._buffers) - module._non_persistent_buffers_set
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes that can be moved; wrappers (quantised weights) stay put."""
-    return is_storable(tensor) and tensor.numel() > 0 and tensor.device.type != "meta"
-
-
-def is_storable(tensor: torch.Tensor) -> bool:
-    """Whether a store can hold such a tensor: strided, of a dtype that safetensors knows."""
-    return (
-        _has_address(tensor)
-        and not tensor.is_quantized
-        and not hasattr(tensor, "__tensor_flatten__")
-        and tensor.dtype in NAMES
-    )
-
-
-def find_units(
-    root: nn.Module,
-    offload_type: str,
-    block_limit: int | None,
-    block_modules: list[str],
-    whole: frozenset[str] = frozenset(),
-) -> list[Unit]:
-    """Cut a model into units, in the order in which its modules were registered. See `cut`."""
-    pieces = cut(ModuleBranch(root, "", whole), offload_type, block_limit, set(block_modules))
-    return [_unit(piece) for piece in pieces]
-
-
-def _unit(piece: Piece[ModuleBranch]) -> Unit:
-    branch = piece.branch
-    tensors = branch.tensors(whole=piece.whole)
-    return Unit(branch.name, branch.module, tensors, piece.block, piece.encloses)
-
-
-def group_units(units: list[Unit], target: int, blocks_per_group: int | None) -> list[GroupPlan]:
-    """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks."""
-    shown = _Shown(units)
-    cut_units = [Need(u.name, shown.memory_of(u), u.block, u.encloses) for u in units]
-    groups: list[GroupPlan] = []
-    for portion in portions(cut_units, shown.nbytes, target, blocks_per_group):
-        members = [member for piece in portion.memory for member in shown.members[piece].items()]
-        groups.append(GroupPlan(portion.name, _without_repeats(members)))
-    return groups
-
-
 def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """One object may have several names: it moves once, under the first."""
     objects: set[int] = set()
@@ -252,7 +207,7 @@ class _Shown:
 
     def __init__(self, units: list[Unit]) -> None:
         spans = {
-            (t.device, t.data_ptr(), t.data_ptr() + span(t))
+            (t.device, address_of(t), address_of(t) + span(t))
             for unit in units
             for t in unit.tensors.values()
         }
@@ -270,16 +225,10 @@ class _Shown:
         self.nbytes = {piece: unique_bytes(m.values()) for piece, m in self.members.items()}
 
     def _of(self, tensor: torch.Tensor) -> object:
-        return self._piece[tensor.device, tensor.data_ptr()]
+        return self._piece[tensor.device, address_of(tensor)]
 
     def memory_of(self, unit: Unit) -> tuple[object, ...]:
         return tuple(self._of(tensor) for tensor in unit.tensors.values())
-
-
-def span(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last one."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def unused(key: str, used: set[str]) -> str:

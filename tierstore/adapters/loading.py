@@ -16,15 +16,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import assign
+from tierstore.adapters.codecs.memory import has_address
+from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.recomputing import Value, recomputed, some
 from tierstore.checkpoints import CheckpointFile, read_checkpoint
 from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
 from tierstore.progress import bar
-from tierstore.transfer.disk import FileStamp, transfer_error
-from tierstore.transfer.maps import map_file
-from tierstore.transfer.views import DTYPES
+from tierstore.tiers.disk import FileStamp, transfer_error
+from tierstore.tiers.maps import map_file
+from tierstore.tiers.views import DTYPES
 
 SHARED_MAP_BYTES = 64 << 20
 """Tensors that follow each other in a file share a map up to this size. A process may only have
@@ -232,8 +234,7 @@ def _check(model: nn.Module, wanted: list[_Wanted], match: _Match) -> None:
 def _misfit(one: _Wanted, tensor: FileTensor) -> str:
     """Why a tensor of the model cannot show one of the file; empty if it can."""
     shown = one.tensor
-    wrapper = nn.parameter.is_lazy(shown) or hasattr(shown, "__tensor_flatten__")
-    if wrapper or shown.layout is not torch.strided:
+    if nn.parameter.is_lazy(shown) or is_wrapper(shown) or not has_address(shown):
         return f"(it is a {type(shown).__name__}, which cannot show a file's bytes)"
     if tuple(shown.shape) != tensor.shape:
         return f"(of shape {list(shown.shape)}, in the file {list(tensor.shape)})"
@@ -321,7 +322,7 @@ def _assign_all(values: list[Value]) -> None:
     before: list[Value] = []
     try:
         for value in bar(values, "Loading weights", "tensors"):
-            before.append(Value(value.name, value.tensor, value.tensor.data))
+            before.append(Value(value.name, value.tensor, value.tensor.detach()))
             assign(value.tensor, value.shown)
     except BaseException as error:
         for value in reversed(before):

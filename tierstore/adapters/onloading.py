@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import Binding
-from tierstore.adapters.owners import Owner, owner_of
+from tierstore.adapters.owners import owner_of
+from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.model.errors import LeaseError
 from tierstore.model.tiers import Access
 
@@ -30,16 +31,16 @@ def onloaded(module: nn.Module) -> Iterator[nn.Module]:
     owners = {owner for part in module.modules() if (owner := owner_of(part)) is not None}
     with ExitStack() as stack:
         for owner in owners:
-            bindings = owner.bindings_of(module)
+            bindings = owner.weights.bindings_of(module)
             if bindings:
-                stack.enter_context(_onloaded(owner, bindings))
+                stack.enter_context(_onloaded(owner.weights, bindings))
         yield module
 
 
 @contextmanager
-def _onloaded(owner: Owner, bindings: list[Binding]) -> Iterator[None]:
-    store, lock, visit = owner.store, owner.shared.lock, object()
-    key = f"{owner.prefix}/onloaded-{next(_numbers)}"
+def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
+    store, lock, use = groups.store, groups.lock, object()
+    key = f"{groups.prefix}/onloaded-{next(_numbers)}"
     with lock:
         _refuse_if_busy(bindings)
         values = {b.name: b.tensor.detach() for b in bindings}
@@ -50,20 +51,20 @@ def _onloaded(owner: Owner, bindings: list[Binding]) -> Iterator[None]:
                 with lock:
                     _refuse_if_busy(bindings)
                     for b in bindings:
-                        b.show(visit, lease.tensors[b.name], unless_edited=False)
+                        b.show(use, lease.tensors[b.name], unless_edited=False)
                 yield
             finally:
-                changed = [b for b in bindings if b.user is visit and not _as_at_home(b)]
+                changed = [b for b in bindings if b.user is use and not _as_at_home(b)]
                 copies = [b.tensor.detach().to("cpu", copy=True) for b in changed]
                 with lock:
                     for b in bindings:
-                        b.leave(visit)
+                        b.leave(use)
                     for b, copy in zip(changed, copies, strict=True):
                         b.give(copy)
     finally:
         store.discard(key)
     if changed:
-        owner.renew(changed)
+        groups.renew(changed)
 
 
 def _refuse_if_busy(bindings: list[Binding]) -> None:

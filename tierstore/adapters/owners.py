@@ -9,39 +9,30 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import Binding, Loan, Shared
+from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.store import TierStore
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Owner(Protocol):
     """One who offloads a model. See `tierstore.adapters.modules`, where it is done.
 
     `changed` says that the model is built differently from what it was when it was cut; `has_run`,
-    that it has run as a whole.
+    that it has run as a whole; `settings` is what its maker has said of it.
     """
 
     root: nn.Module
+    groups: dict[str, list[str]]
     store: TierStore
-    prefix: str
-    shared: Shared
+    settings: object
+    weights: WeightGroups
     changed: bool
     has_run: bool
-
-    @property
-    def in_use(self) -> bool:
-        """Whether any of its modules runs at this moment."""
-
-    @property
-    def bindings(self) -> list[Binding]:
-        """Its tensors that are in groups."""
 
     @property
     def residents(self) -> list[torch.Tensor]:
@@ -55,21 +46,6 @@ class Owner(Protocol):
 
     def disable(self) -> None:
         """Make it an ordinary module again."""
-
-    def tensor_ids(self) -> KeysView[int]:
-        """The ids of the tensors in its groups."""
-
-    def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
-        """Those of a part of the model, each once."""
-
-    def loan(self, tensors: set[int]) -> Loan:
-        """What a unit needs to use those of the tensors (by id) that are offloaded here."""
-
-    def renew(self, edited: list[Binding]) -> None:
-        """Store the groups of changed tensors anew."""
-
-    def convert(self, change: Change) -> None:
-        """Apply `change` to every tensor, group by group."""
 
 
 MARKER = "group_offloading"
@@ -98,7 +74,9 @@ def disown(offloaded: Owner) -> None:
         del _owners[module]
     for other in everyone():
         tensors = {id(t) for t in [*other.root.parameters(), *other.root.buffers()]}
-        alone = tensors.isdisjoint(offloaded.tensor_ids())  # no weight of it is tied to one of ours
+        alone = tensors.isdisjoint(
+            offloaded.weights.tensor_ids()
+        )  # no weight of it is tied to one of ours
         if not (alone and given_up.isdisjoint(other.root.modules())):
             other.changed = True
 
@@ -119,7 +97,10 @@ def around(module: nn.Module) -> list[Owner]:
 def others_tensors(offloaded: Owner) -> set[int]:
     """The ids of the tensors that others offload."""
     return {
-        number for other in everyone() if other is not offloaded for number in other.tensor_ids()
+        number
+        for other in everyone()
+        if other is not offloaded
+        for number in other.weights.tensor_ids()
     }
 
 
@@ -185,7 +166,7 @@ def _buffer_given(module: nn.Module, name: str, given: Any) -> None:
     owner = owner_of(module)
     before = module._buffers.get(name)
     # Modules may replace small buffers of theirs whenever they run: those are not offloaded.
-    if owner is not None and before is not given and id(before) in owner.tensor_ids():
+    if owner is not None and before is not given and id(before) in owner.weights.tensor_ids():
         owner.changed = True
 
 

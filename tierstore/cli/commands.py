@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Any
+
 import click
 
+from tierstore.cli import words
 from tierstore.cli.bench import bench
-from tierstore.cli.frame import Inspector
+from tierstore.cli.frame import Code, Failure, remark
 from tierstore.cli.look import disk_use, environment, list_groups, show
 from tierstore.cli.plan import plan
 from tierstore.cli.replay import replay
 from tierstore.cli.tidy import prune, remove_groups
 from tierstore.cli.trace import trace
 from tierstore.cli.verify import verify
+
+
+class Inspector(click.Group):
+    """The command with its exit codes. A directory in place of a command means `ls`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put `ls` in front of a directory."""
+        first = args[0] if args else "--help"
+        if first not in self.commands and first not in ("-h", "--help", "--version"):
+            if not first.startswith("-") and os.sep not in first and not os.path.lexists(first):
+                ctx.fail(f"{words.printable(first)!r} is neither a command nor a directory.")
+            args = ["ls", *args]
+        return super().parse_args(ctx, args)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command and exit with its code."""
+        kwargs["standalone_mode"] = False
+        try:
+            outcome = super().main(*args, **kwargs)
+            code = outcome if isinstance(outcome, int) else Code.OK
+        except click.ClickException as error:
+            error.show()
+            code = Code.USAGE
+        except (click.Abort, KeyboardInterrupt):
+            code = Code.INTERRUPTED
+        except Failure as failure:
+            remark(f"Error: {failure}")
+            remark(failure.advice)
+            code = failure.code
+        except OSError as error:
+            remark(f"Error: {error}")
+            remark("Check that there is room for what is printed or written, and try again.")
+            code = Code.UNEXPECTED
+        sys.exit(int(code))
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tierstore.checkpoints import read_checkpoint
 from tierstore.model.groups import FileTensor, GroupSpec
-from tierstore.model.naming import groups_of
+from tierstore.model.module_tree import groups_of
 from tierstore.model.outline import usual_sizes
 from tierstore.model.tiers import Tier
 from tierstore.simulation import Outcome, Use, Way, simulate

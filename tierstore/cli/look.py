@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
-from tierstore.cli import documents, words
-from tierstore.cli.failures import Code, Failure
+from tierstore.cli import words
+from tierstore.cli.directories import Item
+from tierstore.cli.documents import group_row, items, path_of
 from tierstore.cli.frame import (
+    Code,
+    Document,
+    Failure,
     as_json_option,
     checked_key,
     data,
     directory_argument,
     examples,
+    print_json,
     remark,
     unknown_keys,
 )
-from tierstore.cli.report import Contents, Group, Item, find_group, survey, told_by_state, total
-from tierstore.cli.tensors import tensors_of
+from tierstore.cli.render import Column, draw
+from tierstore.cli.report import Contents, Group, find_group, survey, told_by_state, total
+from tierstore.cli.tensors import StoredTensor, tensors_of
+
+# ls -----------------------------------------------------------------------------------------------
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
@@ -35,6 +43,15 @@ _SORTING: dict[str, Callable[[Group], Any]] = {
     "size": lambda group: -group.item.nbytes,
     "modified": lambda group: -group.item.modified,
 }
+
+_GROUPS: Sequence[Column[Group]] = (
+    Column("KEY", lambda g: g.item.name if g.key is None else g.key, flexible=True),
+    Column("TENSORS", lambda g: f"{len(g.tensors):,}" if g.stored else "?", right=True),
+    Column("DTYPES", lambda g: ",".join(g.dtypes) if g.stored else "?"),
+    Column("SIZE", lambda g: words.size(g.item.nbytes), right=True),
+    Column("MODIFIED", lambda g: words.moment(g.item.modified)),
+    Column("STATE", lambda g: g.state),
+)
 
 
 @click.command(
@@ -53,24 +70,47 @@ def list_groups(
     Headers and file sizes are looked at here; `verify --data` reads the tensors too.
     """
     contents = survey(directory)
-    shown = _selected(contents.groups, sort, limit, prefix)
+    chosen = [g for g in contents.groups if prefix is None or (g.key or "").startswith(prefix)]
+    shown = sorted(chosen, key=_SORTING[sort])[:limit]
     if as_json:
-        click.echo(documents.text_of(documents.listing(contents, shown)))
+        print_json(
+            {
+                **_totals(contents),
+                "groups": [group_row(directory, group) for group in shown],
+                "temporary": items(directory, contents.temporary),
+                "stray": items(directory, contents.stray),
+            }
+        )
         return
     if shown:
-        from tierstore.cli import render
-
-        render.groups(shown)
+        draw(_GROUPS, shown)
     data(_summary(contents, len(shown)))
     if contents.unusable:
         remark(f"See what is wrong with: tierstore-inspect verify {directory}")
 
 
-def _selected(
-    groups: Iterable[Group], sort: str, limit: int | None, prefix: str | None
-) -> list[Group]:
-    chosen = [group for group in groups if prefix is None or (group.key or "").startswith(prefix)]
-    return sorted(chosen, key=_SORTING[sort])[:limit]
+def _totals(contents: Contents) -> Document:
+    """Counts and bytes of a directory."""
+    damaged = total(group.item for group in contents.damaged)
+    temporary, stray = total(contents.temporary), total(contents.stray)
+    return {
+        "directory": os.path.abspath(contents.directory),
+        "group_count": len(contents.groups),
+        "unusable_count": len(contents.unusable),
+        "nbytes": total(group.item for group in contents.groups),
+        "reclaimable": {
+            "nbytes": damaged + temporary + stray,
+            "damaged": damaged,
+            "temporary": temporary,
+            "stray": stray,
+        },
+        "quarantine": {
+            "count": len(contents.put_away),
+            "nbytes": total(contents.quarantine),
+        },
+        "locked_by": contents.locked_by,
+        "free": contents.free,
+    }
 
 
 def _summary(contents: Contents, shown: int) -> str:
@@ -94,6 +134,20 @@ def _summary(contents: Contents, shown: int) -> str:
 
 def _rest(items: Sequence[Item], noun: str) -> list[str]:
     return [f"{words.count(len(items), noun)} ({words.size(total(items))})"] if items else []
+
+
+# show ---------------------------------------------------------------------------------------------
+
+_TENSORS: Sequence[Column[StoredTensor]] = (
+    Column("NAME", lambda t: t.spec.name, flexible=True),
+    Column("DTYPE", lambda t: t.spec.dtype),
+    Column("SHAPE", lambda t: str(list(t.spec.shape))),
+    Column("STRIDE", lambda t: "" if t.contiguous else str(list(t.spec.stride))),
+    Column("TIED", lambda t: "" if t.tied is None else f"#{t.tied}"),
+    Column("SIZE", lambda t: words.size(t.spec.nbytes), right=True),
+    Column("OFFSET", lambda t: str(t.offset), right=True),
+    Column("XXH3", lambda t: t.digest),
+)
 
 
 @click.command(
@@ -120,16 +174,41 @@ def show(directory: str, key: str, as_json: bool) -> None:
         )
     rows = tensors_of(group.stored)
     if as_json:
-        click.echo(documents.text_of(documents.tensors_of(directory, group, rows)))
+        print_json({**group_row(directory, group), "tensors": [_tensor_row(row) for row in rows]})
         return
-    from tierstore.cli import render
-
     if rows:
-        render.tensors(rows)
+        draw(_TENSORS, rows)
     data(
         f"{words.count(len(rows), 'tensor')}, {words.size(group.item.nbytes)} in "
-        f"{documents.path_of(directory, group.item)}"
+        f"{path_of(directory, group.item)}"
     )
+
+
+def _tensor_row(tensor: StoredTensor) -> Document:
+    return {
+        "name": tensor.spec.name,
+        "dtype": tensor.spec.dtype,
+        "shape": tensor.spec.shape,
+        "stride": tensor.spec.stride,
+        "contiguous": tensor.contiguous,
+        "tied": tensor.tied,
+        "nbytes": tensor.spec.nbytes,
+        "offset": tensor.offset,
+        "xxh3": tensor.digest,
+    }
+
+
+# df -----------------------------------------------------------------------------------------------
+
+_DIRECTORIES: Sequence[Column[Document]] = (
+    Column("DIRECTORY", lambda d: d["as_given"], flexible=True),
+    Column("GROUPS", lambda d: f"{d['group_count']:,}", right=True),
+    Column("OBJECTS", lambda d: words.size(d["nbytes"]), right=True),
+    Column("RECLAIMABLE", lambda d: words.size(d["reclaimable"]["nbytes"]), right=True),
+    Column("QUARANTINE", lambda d: words.size(d["quarantine"]["nbytes"]), right=True),
+    Column("FREE", lambda d: words.size(d["free"]), right=True),
+    Column("FILE SYSTEM", lambda d: d["file_system"] or "?"),
+)
 
 
 @click.command("df", epilog=examples("df offload", "df /scratch/*/offload --json"))
@@ -143,14 +222,15 @@ def disk_use(directories: tuple[str, ...], as_json: bool) -> None:
     """
     from tierstore.cli.machine import file_system_of
 
-    rows = [(survey(directory), file_system_of(directory)) for directory in directories]
+    rows = [{**_totals(survey(d)), "file_system": file_system_of(d)} for d in directories]
     if as_json:
-        entries = [{**documents.summary(c), "file_system": kind} for c, kind in rows]
-        click.echo(documents.text_of({"directories": entries}))
-        return
-    from tierstore.cli import render
+        print_json({"directories": rows})
+    else:
+        given = zip(directories, rows, strict=True)
+        draw(_DIRECTORIES, [{**row, "as_given": directory} for directory, row in given])
 
-    render.directories(rows)
+
+# env ----------------------------------------------------------------------------------------------
 
 
 @click.command("env", epilog=examples("env", "env --dir /scratch/offload --json"))
@@ -164,7 +244,7 @@ def environment(directory: str, as_json: bool) -> None:
         raise Failure(f"{directory} is no directory", "Give another --dir.", Code.USAGE)
     found = machine.environment(directory)
     if as_json:
-        click.echo(documents.text_of(found))
+        print_json(found)
         return
     packages = found.pop("packages")
     assert isinstance(packages, dict)

@@ -22,9 +22,14 @@ def ram(text: str) -> int:
 
 def device(text: str) -> int:
     """`device_budget`, in bytes only: nobody knows here how much memory the device has."""
+    return _whole_pages(bytes_only(text), text)
+
+
+def bytes_only(text: str) -> int:
+    """Bytes, from a text that is no share of anything."""
     if "%" in text:
         raise click.BadParameter(f"{text!r}: a share of what? Write bytes, such as 12GB.")
-    return _whole_pages(_size(text), text)
+    return _size(text)
 
 
 def speed(text: str) -> float:

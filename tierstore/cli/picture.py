@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tierstore.cli import words
-from tierstore.trace import COMPUTE, KINDS, STALLS, Recorded, Slice, write_whole
+from tierstore.observe.trace import COMPUTE, KINDS, STALLS, Recorded, Slice
+from tierstore.observe.trace_writer import write_whole
 
 _COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
     STALLS: "#d55e00",
@@ -31,7 +32,7 @@ _MOST = 4
 def draw(recorded: Recorded, path: str) -> None:
     """Draw bytes on each tier over time, above lanes of what went on. Raises OSError."""
     tiers = [tier for tier in _TIERS if _was_used(recorded, tier)]
-    lanes = _lanes(recorded.slices)
+    lanes = lanes_of(recorded.slices)
     heights = [*(_LEVEL_HEIGHT for _ in tiers), _LANE_HEIGHT * max(len(lanes), 2)]
     figure = Figure(figsize=(_WIDTH, sum(heights) + _MARGIN), layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -86,7 +87,7 @@ class _Binary(MaxNLocator):
         return [tick * unit for tick in super().tick_values(vmin / unit, vmax / unit)]
 
 
-def _lanes(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
+def lanes_of(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
     """Slices by track, from top to bottom. Tracks beyond `_MOST` of a kind share the last."""
     lanes: dict[str, list[Slice]] = {}
     for kind in KINDS.values():

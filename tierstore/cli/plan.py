@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli import documents, options, words
-from tierstore.cli.failures import Code, Failure, system_failure
-from tierstore.cli.frame import as_json_option, data, examples, remark
+from tierstore.cli import options, words
+from tierstore.cli.frame import (
+    Code,
+    Document,
+    Failure,
+    as_json_option,
+    data,
+    examples,
+    print_json,
+    remark,
+    system_failure,
+)
+from tierstore.cli.render import Column, draw
 from tierstore.model.errors import TierStoreError
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.tiers import Tier
@@ -83,6 +93,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     directory of a diffusers pipeline. Nothing but headers is read. The real planner is played
     through on paper. A step is one run of the model; pipelines with guidance may do two of them.
     """
+    from tierstore.cli.disk_speed import known_speed
     from tierstore.cli.forecast import Speeds, forecast, in_every_step
 
     if device is None and link_bandwidth is not None:
@@ -90,13 +101,12 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     budgets = options.budgets_of(ram, device)
     components = _components(checkpoint, offload_type, budgets, component)
     _refuse_what_never_fits(components, budgets)
-    measured = _measured(checkpoint) if disk_bandwidth is None else None
+    measured = known_speed(checkpoint) if disk_bandwidth is None else None
     speeds = Speeds(disk_bandwidth or measured, link_bandwidth, compute or 0.0)
     known = {group.key: group.nbytes for part in components for group in part.groups}
     loops = [forecast(part, known, budgets, speeds, steps) for part in in_every_step(components)]
     if as_json:
-        document = _document(components, loops, budgets, speeds)
-        click.echo(documents.text_of({"checkpoint": checkpoint, **document}))
+        print_json({"checkpoint": checkpoint, **_document(components, loops, budgets, speeds)})
         return
     _show(components, loops, budgets, speeds)
     if measured is not None:
@@ -170,37 +180,19 @@ def _refuse_what_never_fits(components: Sequence[Component], budgets: options.Bu
             )
 
 
-def _measured(checkpoint: str) -> float | None:
-    from tierstore.transfer.measure import measured_bandwidth
-
-    return measured_bandwidth(checkpoint)
-
-
 def _show(
     components: Sequence[Component],
     loops: Sequence[Forecast],
     budgets: options.Budgets,
     speeds: Speeds,
 ) -> None:
-    from tierstore.cli import render
-
-    render.draw(
-        [
-            render.Column("COMPONENT", flexible=True),
-            render.Column("WEIGHTS", right=True),
-            render.Column("GROUPS", right=True),
-            render.Column("LARGEST", right=True),
-        ],
-        [
-            (
-                part.name or "model",
-                words.size(part.nbytes),
-                f"{len(part.groups):,}",
-                words.size(part.largest),
-            )
-            for part in components
-        ],
+    columns: Sequence[Column[Component]] = (
+        Column("COMPONENT", lambda part: part.name or "model", flexible=True),
+        Column("WEIGHTS", lambda part: words.size(part.nbytes), right=True),
+        Column("GROUPS", lambda part: f"{len(part.groups):,}", right=True),
+        Column("LARGEST", lambda part: words.size(part.largest), right=True),
     )
+    draw(columns, components)
     for loop in loops:
         data("")
         for line in _told(loop, budgets, speeds):
@@ -237,7 +229,7 @@ def _document(
     loops: Sequence[Forecast],
     budgets: options.Budgets,
     speeds: Speeds,
-) -> documents.Document:
+) -> Document:
     timed = speeds.disk is not None
     return {
         "budgets": {tier.name: budget for tier, budget in budgets.items()},

@@ -17,20 +17,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from tierstore.cli.failures import Code, Failure, system_failure
-from tierstore.cli.removal import opened_parent
-from tierstore.cli.report import (
-    NOTE_SUFFIX,
-    QUARANTINE,
-    Item,
-    Problem,
-    items_in,
-    look_at,
-    opened_below,
-    opened_store,
-)
-from tierstore.transfer.directory import sync_names
-from tierstore.transfer.objects import READ
+from tierstore.cli.directories import Item, items_below, look_at, opened_below, opened_parent
+from tierstore.cli.frame import Code, Failure, system_failure
+from tierstore.cli.report import NOTE_SUFFIX, QUARANTINE, Problem, opened_store
+from tierstore.tiers.directory import sync_names
+from tierstore.tiers.objects import READ
 
 _MAX_NOTE_BYTES = 1 << 20
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -102,7 +93,7 @@ def _put_away(root: int, room: int, damage: Damage) -> Outcome:
     if any(problem.passing for problem in damage.problems):
         return Outcome(None, "this may pass: verify again")
     try:
-        with opened_parent(root, damage.item) as parent:
+        with opened_parent(root, damage.item.name) as parent:
             leaf = os.path.basename(damage.item.name)
             if parent is None or look_at(parent, leaf, damage.item.name) != damage.item:
                 return Outcome(None, "it has just changed: verify again")
@@ -164,13 +155,11 @@ def kept(directory: str) -> list[Kept]:
     """What is in quarantine."""
     with opened_store(directory) as root:
         try:
-            with opened_below(root, QUARANTINE) as room:
-                found = () if room is None else tuple(items_in(room, f"{QUARANTINE}/"))
-                return [
-                    _kept(item, _read_note(room, leaf + NOTE_SUFFIX))
-                    for leaf, item in found
-                    if room is not None and not leaf.endswith(NOTE_SUFFIX)
-                ]
+            return [
+                _kept(item, _read_note(room, leaf + NOTE_SUFFIX))
+                for room, leaf, item in items_below(root, QUARANTINE)
+                if not leaf.endswith(NOTE_SUFFIX)
+            ]
         except OSError as error:
             raise system_failure(error, f"reading {directory}/{QUARANTINE}") from error
 

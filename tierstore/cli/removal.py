@@ -11,13 +11,14 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
-from tierstore.cli.failures import Code, Failure, system_failure
-from tierstore.cli.report import Item, look_at, opened_below, opened_store
-from tierstore.transfer.directory import sync_names
-from tierstore.transfer.locking import describe_owner, sign_lock, try_lock
-from tierstore.transfer.objects import LOCK
+from tierstore.cli.directories import Item, look_at, opened_parent
+from tierstore.cli.frame import Code, Failure, system_failure
+from tierstore.cli.report import opened_store
+from tierstore.tiers.directory import sync_names
+from tierstore.tiers.locking import describe_owner, sign_lock, try_lock
+from tierstore.tiers.objects import LOCK
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -74,24 +75,10 @@ def remove(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
 
 
 def _remove_one(root: int, item: Item) -> bool:
-    with opened_parent(root, item) as parent:
+    with opened_parent(root, item.name) as parent:
         leaf = os.path.basename(item.name)
         if parent is None or item.kind != "file" or look_at(parent, leaf, item.name) != item:
             return False
         os.unlink(leaf, dir_fd=parent)
         sync_names(parent)
         return True
-
-
-@contextmanager
-def opened_parent(root: int, item: Item) -> Iterator[int | None]:
-    """A descriptor of the directory that something lies in; None if it is not there any more.
-
-    Each directory on the way is opened in the one above it, and never through a link.
-    """
-    with ExitStack() as stack:
-        here: int | None = root
-        for parent in item.name.split("/")[:-1]:
-            if here is not None:
-                here = stack.enter_context(opened_below(here, parent))
-        yield here

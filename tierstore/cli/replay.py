@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli import documents, options, words
-from tierstore.cli.failures import Code, Failure
-from tierstore.cli.frame import as_json_option, examples, remark
+from tierstore.cli import options, words
+from tierstore.cli.frame import Code, Failure, as_json_option, examples, print_json, remark
+from tierstore.cli.render import Column, draw
 from tierstore.cli.trace import recorded_in
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import TIERS, Tier
 
 if TYPE_CHECKING:  # they bring numpy: only who replays shall wait for that
-    from tierstore.trace import Recorded
+    from tierstore.observe.trace import Recorded
 
 POLICIES = ("next-use", "lru")
+_COUNTED = ("stalled_seconds", "hits", "late", "misses")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def replay(
     rows = [_recorded_row(recorded), *_replayed(recorded, ram, device, policy)]
     if as_json:
         runs = [{**asdict(row), "seconds": row.seconds} for row in rows]
-        click.echo(documents.text_of({"trace": os.path.abspath(trace), "runs": runs}))
+        print_json({"trace": os.path.abspath(trace), "runs": runs})
         return
     _draw(rows)
     if recorded.dropped:
@@ -121,13 +122,10 @@ def _recorded_row(recorded: Recorded) -> Row:
         "recorded",
         recorded.budgets.get(Tier.HOST.name),
         recorded.budgets.get(Tier.DEVICE.name),
-        read=stats.get("bytes_read"),
-        onloaded=stats.get("bytes_onloaded"),
+        read=stats["bytes_read"],
+        onloaded=stats["bytes_onloaded"],
         computed_seconds=sum(seconds for _, seconds in recorded.uses),
-        stalled_seconds=stats.get("stalled_seconds"),
-        hits=stats.get("hits"),
-        late=stats.get("late"),
-        misses=stats.get("misses"),
+        **{name: stats[name] for name in _COUNTED},
     )
 
 
@@ -150,7 +148,7 @@ def _row(recorded: Recorded, ram: int, device: int | None, policy: str) -> Row:
     for hop, speed in recorded.bandwidth.items():
         src, _, dst = hop.partition(">")
         if speed:
-            bandwidth[Tier[src], Tier[dst]] = speed
+            bandwidth[TIERS[src], TIERS[dst]] = speed
     try:
         outcome = simulate(
             dict(recorded.groups),
@@ -168,46 +166,35 @@ def _row(recorded: Recorded, ram: int, device: int | None, policy: str) -> Row:
         read=outcome.bytes_moved.get((Tier.DISK, Tier.HOST), 0),
         onloaded=outcome.bytes_moved.get((Tier.HOST, Tier.DEVICE), 0),
         computed_seconds=outcome.computed_seconds,
-        stalled_seconds=outcome.stalled_seconds,
-        hits=outcome.hits,
-        late=outcome.late,
-        misses=outcome.misses,
+        **{name: getattr(outcome, name) for name in _COUNTED},
     )
 
 
 def _draw(rows: Sequence[Row]) -> None:
-    from tierstore.cli.render import Column, draw
-
-    on_device = any(row.device is not None for row in rows)
-    columns = {
-        "RUN": [row.name for row in rows],
-        "RAM": [_size(row.ram) for row in rows],
-        "DEVICE": [_size(row.device) for row in rows],
-        "READ": [_size(row.read) for row in rows],
-        "ONLOADED": [_size(row.onloaded) for row in rows],
-        "STALLED": [_seconds(row.stalled_seconds) for row in rows],
-        "SECONDS": [_seconds(row.seconds) for row in rows],
-        "HITS": [_count(row.hits) for row in rows],
-        "LATE": [_count(row.late) for row in rows],
-        "MISSES": [_count(row.misses) for row in rows],
-    }
-    if not on_device:
-        del columns["DEVICE"], columns["ONLOADED"]
-    draw(
-        [Column(title, right=title != "RUN") for title in columns],
-        zip(*columns.values(), strict=True),
-    )
+    columns = [
+        Column[Row]("RUN", lambda row: row.name),
+        _numbers("RAM", words.size, lambda row: row.ram),
+        _numbers("DEVICE", words.size, lambda row: row.device),
+        _numbers("READ", words.size, lambda row: row.read),
+        _numbers("ONLOADED", words.size, lambda row: row.onloaded),
+        _numbers("STALLED", "{:.3f}".format, lambda row: row.stalled_seconds),
+        _numbers("SECONDS", "{:.3f}".format, lambda row: row.seconds),
+        _numbers("HITS", "{:,}".format, lambda row: row.hits),
+        _numbers("LATE", "{:,}".format, lambda row: row.late),
+        _numbers("MISSES", "{:,}".format, lambda row: row.misses),
+    ]
+    if all(row.device is None for row in rows):
+        columns = [column for column in columns if column.title not in ("DEVICE", "ONLOADED")]
+    draw(columns, rows)
     for problem in dict.fromkeys(row.problem for row in rows if row.problem):
         remark(problem)
 
 
-def _size(nbytes: int | None) -> str:
-    return "-" if nbytes is None else words.size(nbytes)
+def _numbers(
+    title: str, told: Callable[[Any], str], value: Callable[[Row], float | None]
+) -> Column[Row]:
+    def cell(row: Row) -> str:
+        found = value(row)
+        return "-" if found is None else told(found)
 
-
-def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3f}"
-
-
-def _count(number: int | None) -> str:
-    return "-" if number is None else f"{number:,}"
+    return Column(title, cell, right=True)

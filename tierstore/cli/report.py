@@ -11,20 +11,20 @@ import errno
 import json
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tierstore.cli.failures import Code, Failure, system_failure
+from tierstore.cli.directories import DIRECTORY, Item, items_below, items_in, look_at, opened_parent
+from tierstore.cli.frame import Code, Failure, system_failure
 from tierstore.model.errors import CorruptDataError, TierStoreError, TransferError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
 from tierstore.model.objects import StoredObject
-from tierstore.transfer.directory import SPILL_NAME, TEMPORARY_NAME
-from tierstore.transfer.locking import is_locked
-from tierstore.transfer.objects import (
+from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
+from tierstore.tiers.locking import is_locked
+from tierstore.tiers.objects import (
     LOCK,
     MARKER,
     OBJECT_NAME,
@@ -54,32 +54,6 @@ _SHORTAGES = (
 )  # fmt: skip
 
 _HEAD = 1 << 16
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_KINDS = (
-    (stat.S_ISREG, "file"),
-    (stat.S_ISDIR, "directory"),
-    (stat.S_ISLNK, "link"),
-    (stat.S_ISFIFO, "fifo"),
-    (stat.S_ISSOCK, "socket"),
-    (stat.S_ISBLK, "device"),
-    (stat.S_ISCHR, "device"),
-)
-
-
-@dataclass(frozen=True)
-class Item:
-    """Something in the directory. `name` is its path from there; `inode` tells it from a successor.
-
-    Only regular files count bytes. `mode` is who may do what with it, as `chmod` takes it.
-    """
-
-    name: str
-    kind: str
-    nbytes: int
-    modified: float
-    inode: int
-    mode: int
 
 
 @dataclass(frozen=True)
@@ -182,7 +156,7 @@ def total(items: Iterable[Item]) -> int:
 def opened_store(directory: str) -> Iterator[int]:
     """A descriptor of a store's directory. Fails if there is none, or if it is no store."""
     try:
-        descriptor = os.open(directory, _DIRECTORY)
+        descriptor = os.open(directory, DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Failure(
             f"{directory} is no directory",
@@ -210,42 +184,6 @@ def _check_marker(directory: str) -> None:
         raise Failure(f"{directory}/{MARKER} is no regular file", advice, Code.USAGE) from error
     if marker is None:
         raise Failure(f"{directory} is no store: it has no {MARKER}", advice, Code.USAGE)
-
-
-@contextmanager
-def opened_below(parent: int, name: str) -> Iterator[int | None]:
-    """A descriptor of a directory's directory; None if it is missing or is something else."""
-    descriptor = None
-    try:
-        descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    except OSError as error:
-        if error.errno not in _NO_DIRECTORY:
-            raise
-    try:
-        yield descriptor
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def look_at(parent: int, leaf: str, name: str) -> Item | None:
-    """What `leaf` in an open directory is, without opening it; None if there is no such name."""
-    try:
-        status = os.stat(leaf, dir_fd=parent, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    kind = next((kind for test, kind in _KINDS if test(status.st_mode)), "device")
-    nbytes = status.st_size if kind == "file" else 0
-    mode = stat.S_IMODE(status.st_mode)
-    return Item(name, kind, nbytes, status.st_mtime, status.st_ino, mode)
-
-
-def items_in(descriptor: int, prefix: str) -> Iterator[tuple[str, Item]]:
-    """What an open directory holds, by name."""
-    for leaf in sorted(os.listdir(descriptor)):
-        item = look_at(descriptor, leaf, prefix + leaf)
-        if item is not None:
-            yield leaf, item
 
 
 # Looking through it ------------------------------------------------------------------------------
@@ -289,39 +227,29 @@ class _Finder:
         (self.temporary if is_ours else self.stray).append(item)
 
     def _walk_quarantine(self, root: int) -> None:
-        with opened_below(root, QUARANTINE) as descriptor:
-            if descriptor is not None:
-                self.quarantine += (i for _, i in items_in(descriptor, f"{QUARANTINE}/"))
+        self.quarantine += (item for _, _, item in items_below(root, QUARANTINE))
 
     def _walk_temporary(self, root: int) -> None:
-        with opened_below(root, TEMPORARY) as descriptor:
-            if descriptor is not None:
-                for leaf, item in items_in(descriptor, f"{TEMPORARY}/"):
-                    self._sort(item, TEMPORARY_NAME.fullmatch(leaf))
+        for _, leaf, item in items_below(root, TEMPORARY):
+            self._sort(item, TEMPORARY_NAME.fullmatch(leaf))
 
     def _walk_objects(self, root: int) -> None:
-        with opened_below(root, OBJECTS) as objects:
-            if objects is None:
-                return
-            for shard, item in items_in(objects, f"{OBJECTS}/"):
-                if item.kind == "directory" and SHARD_NAME.fullmatch(shard):
-                    self._own(item)
-                    self._walk_shard(objects, shard)
-                else:
-                    self.stray.append(item)
+        for objects, shard, item in items_below(root, OBJECTS):
+            if item.kind == "directory" and SHARD_NAME.fullmatch(shard):
+                self._own(item)
+                for descriptor, leaf, found in items_below(objects, shard, f"{OBJECTS}/"):
+                    self._look_at_object(descriptor, leaf, found)
+            else:
+                self.stray.append(item)
 
-    def _walk_shard(self, objects: int, shard: str) -> None:
-        with opened_below(objects, shard) as descriptor:
-            if descriptor is None:
-                return
-            for leaf, item in items_in(descriptor, f"{OBJECTS}/{shard}/"):
-                if item.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
-                    self.stray.append(item)
-                    continue
-                group = _read_group(self._directory, descriptor, item)
-                if group is not None:
-                    self._own(item)
-                    self.groups.append(group)
+    def _look_at_object(self, shard: int, leaf: str, item: Item) -> None:
+        if item.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
+            self.stray.append(item)
+            return
+        group = _read_group(self._directory, shard, item)
+        if group is not None:
+            self._own(item)
+            self.groups.append(group)
 
 
 def survey(directory: str) -> Contents:
@@ -367,17 +295,12 @@ def find_group_below(directory: str, root: int, key: str) -> Group | None:
 
 
 def _find_group(directory: str, root: int, key: str) -> Group | None:
-    shard, _, leaf = object_name(key).partition("/")
-    with opened_below(root, OBJECTS) as objects:
-        if objects is None:
+    name = _path_of(key)
+    with opened_parent(root, name) as shard:
+        item = None if shard is None else look_at(shard, os.path.basename(name), name)
+        if shard is None or item is None or item.kind != "file":
             return None
-        with opened_below(objects, shard) as descriptor:
-            if descriptor is None:
-                return None
-            item = look_at(descriptor, leaf, f"{OBJECTS}/{shard}/{leaf}")
-            if item is None or item.kind != "file":
-                return None
-            return _read_group(directory, descriptor, item)
+        return _read_group(directory, shard, item)
 
 
 def _read_group(directory: str, shard: int, item: Item) -> Group | None:

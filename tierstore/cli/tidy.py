@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 import click
 
-from tierstore.cli import documents, words
-from tierstore.cli.failures import Code, Failure
+from tierstore.cli import words
+from tierstore.cli.directories import Item
+from tierstore.cli.documents import items, path_of
 from tierstore.cli.frame import (
+    Code,
+    Failure,
     as_json_option,
     checked_key,
     data,
     directory_argument,
     dry_run_option,
     examples,
+    print_json,
     remark,
     unknown_keys,
     yes_option,
 )
-from tierstore.cli.report import Item, find_group, find_group_below, survey, total
+from tierstore.cli.report import find_group, find_group_below, survey, total
 
 
 @click.command(
@@ -96,26 +101,33 @@ def _remove(
     from tierstore.cli.removal import only_user, remove
 
     with only_user(directory) as root:
-        items = candidates(root)
-        if items and not yes and not _agreed(items):
+        found = candidates(root)
+        if found and not yes and not _agreed(found):
             remark("Nothing was removed.")
-            items = []
-        removed = remove(directory, root, items)
+            found = []
+        removed = remove(directory, root, found)
     _report_removal(directory, removed, dry_run=False, as_json=as_json)
 
 
-def _agreed(items: Sequence[Item]) -> bool:
-    for item in items:
+def _agreed(found: Sequence[Item]) -> bool:
+    for item in found:
         remark(f"{words.size(item.nbytes):>10}  {item.name}")
-    question = f"Remove {words.count(len(items), 'file')} ({words.size(total(items))}) for good?"
+    question = f"Remove {words.count(len(found), 'file')} ({words.size(total(found))}) for good?"
     return click.confirm(question, err=True)
 
 
-def _report_removal(directory: str, items: Sequence[Item], *, dry_run: bool, as_json: bool) -> None:
+def _report_removal(directory: str, gone: Sequence[Item], *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        click.echo(documents.text_of(documents.removed(directory, items, dry_run=dry_run)))
+        print_json(
+            {
+                "directory": os.path.abspath(directory),
+                "dry_run": dry_run,
+                "nbytes": total(gone),
+                "removed": items(directory, gone),
+            }
+        )
         return
-    for item in items:
-        data(documents.path_of(directory, item))
+    for item in gone:
+        data(path_of(directory, item))
     doing = "would be removed" if dry_run else "removed"
-    remark(f"{words.count(len(items), 'file')} ({words.size(total(items))}) {doing}.")
+    remark(f"{words.count(len(gone), 'file')} ({words.size(total(gone))}) {doing}.")

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli import documents, words
-from tierstore.cli.failures import Code, Failure, system_failure
-from tierstore.cli.frame import as_json_option, data, examples, remark
+from tierstore.cli import words
+from tierstore.cli.frame import (
+    Code,
+    Document,
+    Failure,
+    as_json_option,
+    data,
+    examples,
+    print_json,
+    remark,
+    system_failure,
+)
+from tierstore.cli.render import Column, draw
 from tierstore.model.errors import InvalidTraceError
 
 if TYPE_CHECKING:
-    from tierstore.trace import Recorded
+    from tierstore.observe.trace import Recorded
 
 WORST = 5
 """So many groups are listed that were waited for the longest."""
@@ -70,7 +81,7 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
     if png is not None:
         _draw_picture(recorded, png)
     if as_json:
-        click.echo(documents.text_of({"trace": os.path.abspath(file), **_document(recorded)}))
+        print_json({"trace": os.path.abspath(file), **_document(recorded)})
     else:
         _show(recorded)
     if recorded.dropped:
@@ -82,7 +93,7 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
 
 def recorded_in(path: str) -> Recorded:
     """What a trace file holds."""
-    from tierstore.trace import read_trace
+    from tierstore.observe.trace import read_trace
 
     try:
         return read_trace(path)
@@ -109,8 +120,8 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
 
 
 def _hops(recorded: Recorded) -> list[Hop]:
-    from tierstore.metrics import BYTES_MOVED
-    from tierstore.trace import KINDS
+    from tierstore.observe.stats import BYTES_MOVED
+    from tierstore.observe.trace import KINDS
 
     stats = recorded.stats
     return [
@@ -132,7 +143,7 @@ def _levels(recorded: Recorded) -> list[Level]:
 
 def _stalls(recorded: Recorded) -> list[Stall]:
     """Groups that were waited for, the worst first."""
-    from tierstore.trace import STALLS
+    from tierstore.observe.trace import STALLS
 
     waits: dict[str, list[float]] = defaultdict(list)
     for one in recorded.slices:
@@ -142,18 +153,14 @@ def _stalls(recorded: Recorded) -> list[Stall]:
     return sorted(stalls, key=lambda stall: -stall.seconds)
 
 
-def _document(recorded: Recorded) -> documents.Document:
+def _document(recorded: Recorded) -> Document:
     stats = recorded.stats
     return {
         "device": recorded.device,
         "seconds": recorded.seconds,
         "uses": len(recorded.uses),
         "groups": len(recorded.groups),
-        "hits": stats["hits"],
-        "late": stats["late"],
-        "misses": stats["misses"],
-        "stalled_seconds": stats["stalled_seconds"],
-        "overlap": stats["overlap"],
+        **{name: stats[name] for name in ("hits", "late", "misses", "stalled_seconds", "overlap")},
         "hops": [asdict(hop) for hop in _hops(recorded)],
         "tiers": [asdict(level) for level in _levels(recorded)],
         "stalls": [asdict(stall) for stall in _stalls(recorded)],
@@ -161,9 +168,29 @@ def _document(recorded: Recorded) -> documents.Document:
     }
 
 
-def _show(recorded: Recorded) -> None:
-    from tierstore.cli.render import Column, draw
+_HOPS: Sequence[Column[Hop]] = (
+    Column("MOVED", lambda hop: hop.kind),
+    Column("BYTES", lambda hop: words.size(hop.nbytes), right=True),
+    Column("BUSY", lambda hop: _seconds(hop.seconds), right=True),
+    Column(
+        "SPEED",
+        lambda hop: "?" if hop.bandwidth is None else f"{words.size(hop.bandwidth)}/s",
+        right=True,
+    ),
+)
+_LEVELS: Sequence[Column[Level]] = (
+    Column("TIER", lambda level: level.tier),
+    Column("PEAK", lambda level: _size(level.peak, "?"), right=True),
+    Column("BUDGET", lambda level: _size(level.budget, "no limit"), right=True),
+)
+_STALLS: Sequence[Column[Stall]] = (
+    Column("WAITED FOR", lambda stall: stall.key, flexible=True),
+    Column("TIMES", lambda stall: f"{stall.count:,}", right=True),
+    Column("IN ALL", lambda stall: _seconds(stall.seconds), right=True),
+)
 
+
+def _show(recorded: Recorded) -> None:
     stats, seconds = recorded.stats, recorded.seconds
     data(f"length    {_seconds(seconds)} on {recorded.device}")
     data(
@@ -174,44 +201,18 @@ def _show(recorded: Recorded) -> None:
     share = f", {stats['stalled_seconds'] / seconds:.1%} of the length" if seconds else ""
     data(f"stalled   {_seconds(stats['stalled_seconds'])}{share}")
     data(f"overlap   {stats['overlap']:.1%}")
-    hops = _hops(recorded)
-    if hops:
+    if hops := _hops(recorded):
         data("")
-        draw(
-            [Column("MOVED"), *(Column(title, right=True) for title in ("BYTES", "BUSY", "SPEED"))],
-            [
-                (
-                    hop.kind,
-                    words.size(hop.nbytes),
-                    _seconds(hop.seconds),
-                    "?" if hop.bandwidth is None else f"{words.size(hop.bandwidth)}/s",
-                )
-                for hop in hops
-            ],
-        )
+        draw(_HOPS, hops)
     data("")
-    draw(
-        [Column("TIER"), Column("PEAK", right=True), Column("BUDGET", right=True)],
-        [
-            (
-                level.tier,
-                "?" if level.peak is None else words.size(level.peak),
-                "no limit" if level.budget is None else words.size(level.budget),
-            )
-            for level in _levels(recorded)
-        ],
-    )
-    worst = _stalls(recorded)[:WORST]
-    if worst:
+    draw(_LEVELS, _levels(recorded))
+    if worst := _stalls(recorded)[:WORST]:
         data("")
-        draw(
-            [
-                Column("WAITED FOR", flexible=True),
-                Column("TIMES", right=True),
-                Column("IN ALL", right=True),
-            ],
-            [(stall.key, f"{stall.count:,}", _seconds(stall.seconds)) for stall in worst],
-        )
+        draw(_STALLS, worst)
+
+
+def _size(nbytes: int | None, otherwise: str) -> str:
+    return otherwise if nbytes is None else words.size(nbytes)
 
 
 def _seconds(seconds: float) -> str:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import click
 
-from tierstore.cli import documents, words
-from tierstore.cli.failures import Code
+from tierstore.cli import words
+from tierstore.cli.directories import Item
+from tierstore.cli.documents import items, path_of, problem_row
 from tierstore.cli.frame import (
+    Code,
+    Document,
     as_json_option,
     data,
     directory_argument,
     examples,
+    print_json,
     remark,
 )
 from tierstore.cli.quarantine import Damage, Kept, Outcome, kept, put_away
 from tierstore.cli.removal import only_user
-from tierstore.cli.report import Contents, Group, Item, Problem, survey, told_by_state, total
+from tierstore.cli.report import Contents, Group, Problem, survey, told_by_state, total
+from tierstore.progress import byte_bar
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def verify(directory: str, read_data: bool, repair: bool, as_json: bool) -> int:
     """
     findings = _examined(directory, read_data, repair)
     if as_json:
-        click.echo(documents.text_of(_document(findings, read_data, repair)))
+        print_json(_document(findings, read_data, repair))
     else:
         _print(findings, read_data, repair)
     done = len(findings.moved) == len(findings.damaged)
@@ -91,19 +95,10 @@ def _check_data(contents: Contents) -> tuple[list[Group], int]:
     from tierstore.cli.checking import Checker
 
     nbytes = sum(g.stored.packing.dense_nbytes for g in contents.groups if g.stored)
-    with _bar(nbytes) as advance:
+    with byte_bar("Reading", nbytes) as advance:
         checker = Checker(contents.directory, advance)
         problems = [found for group in contents.groups for found in checker.check(group)]
     return problems, checker.read
-
-
-def _bar(nbytes: int) -> AbstractContextManager[Callable[[int], None]]:
-    if not sys.stderr.isatty():
-        return nullcontext(lambda _: None)
-    from tierstore.cli.progress import bar
-    from tierstore.progress import QUIET_SECONDS
-
-    return bar("Reading", nbytes, QUIET_SECONDS)
 
 
 def _damages(problems: Iterable[Group]) -> list[Damage]:
@@ -117,7 +112,7 @@ def _damages(problems: Iterable[Group]) -> list[Damage]:
 # Telling ------------------------------------------------------------------------------------------
 
 
-def _document(findings: _Findings, read_data: bool, repair: bool) -> documents.Document:
+def _document(findings: _Findings, read_data: bool, repair: bool) -> Document:
     contents = findings.contents
     directory = contents.directory
     return {
@@ -128,25 +123,28 @@ def _document(findings: _Findings, read_data: bool, repair: bool) -> documents.D
         "seconds": round(findings.seconds, 3),
         "repair": repair,
         "problems": [
-            {**documents.damage(directory, group), **_became(findings, group)}
+            {
+                "key": group.key,
+                "path": path_of(directory, group.item),
+                "state": group.state,
+                **(problem_row(group.problem) if group.problem else {}),
+                **_became(findings, group),
+            }
             for group in findings.problems
         ],
         "quarantine": [
-            {
-                **documents.item(directory, entry.item),
-                "key": entry.key,
-                "since": entry.since,
-                "reasons": entry.reasons,
-            }
-            for entry in findings.kept
+            {**row, "key": entry.key, "since": entry.since, "reasons": entry.reasons}
+            for entry, row in zip(
+                findings.kept, items(directory, (e.item for e in findings.kept)), strict=True
+            )
         ],
-        "temporary": [documents.item(directory, item) for item in contents.temporary],
-        "stray": [documents.item(directory, item) for item in contents.stray],
-        "exposed": [documents.item(directory, item) for item in contents.exposed],
+        "temporary": items(directory, contents.temporary),
+        "stray": items(directory, contents.stray),
+        "exposed": items(directory, contents.exposed),
     }
 
 
-def _became(findings: _Findings, group: Group) -> documents.Document:
+def _became(findings: _Findings, group: Group) -> Document:
     outcome = findings.outcomes.get(group.item.name)
     if outcome is None:
         return {"put_away": None, "left": None}
@@ -177,7 +175,7 @@ def _print_problem(findings: _Findings, group: Group) -> None:
     became = _became(findings, group)
     data(f"{group.state}: {_name_of(group.key)}")
     _print_lines(
-        ("path", documents.path_of(findings.contents.directory, group.item)),
+        ("path", path_of(findings.contents.directory, group.item)),
         ("tensor", problem.tensor),
         ("expected", problem.expected),
         ("found", problem.found),
@@ -193,7 +191,7 @@ def _print_quarantine(findings: _Findings) -> None:
         if entry.item.name not in findings.moved:
             data(f"in quarantine: {_name_of(entry.key)}")
             _print_lines(
-                ("path", documents.path_of(findings.contents.directory, entry.item)),
+                ("path", path_of(findings.contents.directory, entry.item)),
                 ("since", entry.since),
                 *(("reason", reason) for reason in entry.reasons),
             )
@@ -237,6 +235,6 @@ def _remark_on_the_rest(contents: Contents) -> None:
         first = contents.exposed[0]
         remark(
             f"Others may read or change {words.count(len(contents.exposed), 'file')}, such as "
-            f"{os.path.normpath(documents.path_of(contents.directory, first))} "
+            f"{os.path.normpath(path_of(contents.directory, first))} "
             f"({first.mode:o}): chmod -R go= {contents.directory}"
         )

@@ -12,26 +12,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from tierstore.model.sizes import PAGE, round_up, slot_bytes
 
 ALIGNMENT = 256
 
 
-def version_id(key: str, version: int) -> str:
-    """The name of one version of a group, for planner and carriers: replaced ones live on a while.
-
-    >>> name_of(version_id("weights/a", 3))
-    'weights/a'
+class GroupId(NamedTuple):
+    """One generation of a group: what is put under a key again is another group, and the one that
+    it replaces lives on for as long as somebody uses it. A `str` is always a user's key.
     """
-    return f"{key}\0{version}"
+
+    key: str
+    generation: int
+
+    def __str__(self) -> str:
+        return self.key
 
 
-def name_of(version: str) -> str:
-    """The key of a version's name. A name without a version is its own key."""
-    key, mark, _ = version.rpartition("\0")
-    return key if mark else version
-
+NO_GROUP = GroupId("", -1)
+"""Stands where there is none."""
 
 DTYPE_SIZES = {
     "BOOL": 1,

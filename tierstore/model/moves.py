@@ -1,9 +1,10 @@
-"""What the planner tells a carrier to do."""
+"""What the planner tells the mover to do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Tier
 
 
@@ -11,10 +12,10 @@ from tierstore.model.tiers import Tier
 class Copy:
     """Make a copy of group `key` (`nbytes` bytes) on tier `dst` from the one on `src`.
 
-    `urgent` is True when somebody is waiting for it: carriers take urgent copies first.
+    `urgent` is True when somebody is waiting for it: the mover takes urgent copies first.
     """
 
-    key: str
+    key: GroupId
     nbytes: int
     src: Tier
     dst: Tier
@@ -25,7 +26,7 @@ class Copy:
 class Drop:
     """Give the room of group `key`'s copy on `tier` (`nbytes` bytes) back."""
 
-    key: str
+    key: GroupId
     nbytes: int
     tier: Tier
 
@@ -34,7 +35,7 @@ class Drop:
 class Reserve:
     """Give group `key` room (`nbytes` bytes) on `tier`: its caller will fill it."""
 
-    key: str
+    key: GroupId
     nbytes: int
     tier: Tier
 
@@ -43,7 +44,7 @@ class Reserve:
 class Forget:
     """Group `key` has no copy left and will not be mentioned again."""
 
-    key: str
+    key: GroupId
 
 
 Instruction = Copy | Drop | Reserve | Forget

@@ -8,7 +8,7 @@ the module that names them: a weight tied to two modules is in one group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -101,6 +101,7 @@ class Branch(Protocol):
 
 
 BranchType = TypeVar("BranchType", bound=Branch)
+ItemType = TypeVar("ItemType")
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def portions(
         own = [piece for piece in dict.fromkeys(unit.memory) if piece not in claimed]
         needed = sum(nbytes[piece] for piece in own)
         if unit.block and needed > target and not blocks_per_group:
-            groups += _spread(unit.name, own, nbytes, target)
+            groups += [Portion(unit.name, p) for p in in_portions(own, nbytes.__getitem__, target)]
             claimed.update(own)
             of_blocks = None
             continue
@@ -203,15 +204,18 @@ def portions(
     return [group for group in groups if group.memory]
 
 
-def _spread(
-    name: str, memory: Sequence[Hashable], nbytes: Mapping[Any, int], target: int
-) -> Iterator[Portion]:
-    """Pieces of memory in portions of up to `target` bytes, or of one piece."""
-    portion, size = Portion(name), 0
-    for piece in memory:
-        if portion.memory and size + nbytes[piece] > target:
+def in_portions(
+    items: Iterable[ItemType], nbytes: Callable[[ItemType], int], target: int
+) -> Iterator[list[ItemType]]:
+    """Items that follow each other, in portions of up to `target` bytes, or of one item."""
+    portion: list[ItemType] = []
+    size = 0
+    for item in items:
+        needed = nbytes(item)
+        if portion and size + needed > target:
             yield portion
-            portion, size = Portion(name), 0
-        portion.memory.append(piece)
-        size += nbytes[piece]
-    yield portion
+            portion, size = [], 0
+        portion.append(item)
+        size += needed
+    if portion:
+        yield portion

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
-from enum import Enum, IntEnum
+from collections.abc import Iterable
+from enum import Enum
+from typing import ClassVar
 
 
-class Tier(IntEnum):
-    """A place that holds copies of groups, fastest first."""
+class Tier(int):
+    """A place that holds copies of groups. Tiers compare by `rank`: the fastest is the smallest.
 
-    DEVICE = 0
-    HOST = 1
-    DISK = 2
+    What is on a `persistent` tier is still there when no memory has it. A store has several tiers,
+    each of a rank of its own, the memory above what is persistent.
+
+    >>> Tier.DEVICE < Tier.HOST < Tier.DISK
+    True
+    """
+
+    name: str
+    persistent: bool
+
+    DEVICE: ClassVar[Tier]
+    HOST: ClassVar[Tier]
+    DISK: ClassVar[Tier]
+
+    def __new__(cls, rank: int, name: str, *, persistent: bool = False) -> Tier:
+        tier = super().__new__(cls, rank)
+        tier.name = name
+        tier.persistent = persistent
+        return tier
+
+    def __repr__(self) -> str:
+        return f"<Tier {self.name}>"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (int(self), self.name, self.persistent)
+
+
+def _restored(rank: int, name: str, persistent: bool) -> Tier:
+    tier = TIERS.get(name)
+    return Tier(rank, name, persistent=persistent) if tier is None else tier
+
+
+Tier.DEVICE = Tier(0, "DEVICE")
+Tier.HOST = Tier(1, "HOST")
+Tier.DISK = Tier(2, "DISK", persistent=True)
+
+TIERS = {tier.name: tier for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
+"""The tiers that every store may have, by name, the fastest first."""
+
+
+def in_memory(tiers: Iterable[Tier]) -> list[Tier]:
+    """Those that are not persistent, the fastest first. Groups are put to the last of them."""
+    return [tier for tier in sorted(tiers) if not tier.persistent]
 
 
 class Access(Enum):

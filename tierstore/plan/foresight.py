@@ -17,14 +17,15 @@ device. As the disk is the slower of the two, its hop looks further ahead all by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.matching import Numbers
 from tierstore.plan.residents import Residents
 from tierstore.plan.schedule import Schedule
@@ -118,28 +119,30 @@ class _Use:
 class Foresight:
     """What will be missing, and whether it should be fetched now.
 
-    Groups go by the numbers of the schedule. `budgets` are the planner's; `clock` gives seconds.
-    Where groups are used on a device that works later than it is told to, the clock sees only how
-    long its caller takes to tell it; then `ran` is `told` how long it computes.
+    Groups go by the numbers of the schedule. `budgets` are the planner's; `now` is the time of the
+    latest event, in seconds. Where groups are used on a device that works later than it is told to,
+    that time says only how long its caller takes to tell it; then `ran` is `told` how long it
+    computes.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         budgets: Mapping[Tier, int | None],
-        clock: Callable[[], float],
         *,
         told: bool = False,
     ) -> None:
+        self.now = 0.0
         self._told = told
         self._running: _Use | None = None  # on the device
         self._schedule = schedule
         self._budgets = budgets
-        self._clock = clock
         self.hops = {(src, dst): Hop() for src in budgets for dst in budgets if src is not dst}
-        self._tiers = tuple(sorted(budgets))[:-1]
-        self._way_to = {tier: (Tier(tier + 1), tier) for tier in self._tiers}
-        self.residents = Residents(schedule, budgets[self._tiers[-1]])
+        tiers = sorted(budgets)
+        self._tiers = tuple(tiers[:-1])
+        self._way_to = {dst: (src, dst) for dst, src in pairwise(tiers)}
+        self._host = in_memory(tiers)[-1]
+        self.residents = Residents(schedule, budgets[self._host])
         # By number: bytes, seconds of computing after a use, on which tiers it has room, and for
         # how many bytes it should have some, had it time.
         self._nbytes = np.zeros(_ROOM, dtype=np.int64)
@@ -232,13 +235,9 @@ class Foresight:
 
     # Times -------------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """The time, in seconds."""
-        return self._clock()
-
     def asked(self, number: int) -> None:
         """Somebody asks for a group: the computing after the last use is over."""
-        now = self._clock()
+        now = self.now
         if self._asked_since is None:
             self._asked_since = now
         use = self._use
@@ -263,10 +262,14 @@ class Foresight:
         # A pause, as between two prompts, is no computing.
         self._seconds[number] = old + _WEIGHT * (min(spent, _OUTLIER * old) - old)
 
+    def computing_seconds(self, number: int) -> float:
+        """The seconds of computing that follow a use."""
+        return self._seconds.item(number)
+
     def used(self, number: int) -> None:
         """A group was lent: computing goes on."""
         self.came(number)
-        now = self._clock()
+        now = self.now
         if self._asked_since is not None:
             if not self._told:
                 self.residents.passed(waited=now - self._asked_since)
@@ -300,21 +303,21 @@ class Foresight:
         use = self._use
         if use is None:
             return 0.0
-        spent = use.spent + self._clock() - use.resumed
+        spent = use.spent + self.now - use.resumed
         return max(self._seconds.item(use.number) - spent, 0.0)
 
     def choose_residents(self, number: int) -> bool:
-        """After a use: see who should stay in the tier above the disk. True if it is news."""
+        """After a use: see who should stay in host memory. True if it is news."""
         if self.all_there():
             return False
         before = (self.residents.staying, self.residents.nearer)
         if length := self.residents.round_of(number):
-            tier = self._tiers[-1]
             order = self._schedule.ahead(length)
             order = order[order < len(self._nbytes)]
-            for nearer in self._tiers[:-1]:
-                order = order[~self._held[nearer][order]]
-            speed = self.hops[self._way_to[tier]].bandwidth
+            for nearer in self._tiers:
+                if nearer < self._host:
+                    order = order[~self._held[nearer][order]]
+            speed = self.hops[self._way_to[self._host]].bandwidth
             if speed is not None and len(order):
                 self.residents.begin_round(order, self._nbytes[order], self._seconds[order], speed)
         return (self.residents.staying, self.residents.nearer) != before

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Protocol
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.model.groups import name_of
-from tierstore.model.tiers import Tier
+from tierstore.model.groups import GroupId
+from tierstore.model.tiers import TIERS, Tier, in_memory
 from tierstore.plan.schedule import Ranks, Schedule
 
 _UNEXPECTED = 1e12
@@ -32,6 +32,7 @@ group that is in use."""
 _FEW = 8
 _ROOM = 16
 
+Scalar = TypeVar("Scalar", bound=np.generic)
 Rows = npt.NDArray[np.int64]
 _NONE: Rows = np.zeros(0, dtype=np.int64)
 
@@ -39,14 +40,14 @@ _NONE: Rows = np.zeros(0, dtype=np.int64)
 class Policy(Protocol):
     """One ranking for all tiers. The planner tells it what it does and asks for victims."""
 
-    def admitted(self, key: str, tier: Tier) -> None:
-        """A copy of `key` is complete on `tier`."""
+    def admitted(self, group: GroupId, tier: Tier) -> None:
+        """A copy of `group` is complete on `tier`."""
 
-    def used(self, key: str) -> None:
-        """`key` was leased."""
+    def used(self, group: GroupId) -> None:
+        """`group` was leased."""
 
-    def dropped(self, key: str, tier: Tier) -> None:
-        """The copy of `key` on `tier` is gone."""
+    def dropped(self, group: GroupId, tier: Tier) -> None:
+        """The copy of `group` on `tier` is gone."""
 
     def keep(self, numbers: Collection[int], nearer: float) -> None:
         """These groups, by their numbers in the schedule, should stay in host memory.
@@ -54,16 +55,176 @@ class Policy(Protocol):
         They are given up as if their next use were so many times (below 1) as far ahead.
         """
 
-    def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
-        """Keys with a copy on `tier`, the one missed least first.
+    def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
+        """Groups with a copy on `tier`, the one missed least first.
 
-        `rival` is the key of a prefetch that wants the room: only keys needed (much) later than it
-        are yielded. None: the room must be had, so every key is yielded sooner or later.
+        `rival` is a group that is fetched early and wants the room: only those needed (much) later
+        than it are yielded. None: the room must be had, so all are yielded sooner or later.
         """
 
 
+class Order(Protocol):
+    """When copies are used next, as far as it is known: the rank of each row of a `CopyRows`, the
+    higher, the less its copy would be missed. All arrays are float64, one value per row."""
+
+    def ranks(self, rows: CopyRows) -> Ranks:
+        """By row. Of rows of what is gone the rank may be anything."""
+
+    def farther(self, rows: CopyRows, ranks: Ranks, times: float) -> Ranks:
+        """The ranks of copies that are missed so many times later."""
+
+    def out_of_reach(self, rival: GroupId) -> float:
+        """What is fetched early may push out what is above this rank."""
+
+    def number(self, group: GroupId) -> int:
+        """By which number `stay` tells of a group."""
+
+
 class LeastRecentlyUsed:
-    """The copy that was not used for longest goes first.
+    """The copy that was not used for longest goes first."""
+
+    def ranks(self, rows: CopyRows) -> Ranks:
+        return -rows.touched
+
+    def farther(self, rows: CopyRows, ranks: Ranks, times: float) -> Ranks:
+        return times * (ranks + rows.clock) - rows.clock
+
+    def out_of_reach(self, rival: GroupId) -> float:
+        return -np.inf
+
+    def number(self, group: GroupId) -> int:
+        return -1  # what was used lately stays
+
+
+class FarthestNextUse:
+    """The copy whose next use is farthest ahead goes first (Belady, 1966), by a learned schedule.
+
+    Groups that the schedule does not expect go before all others, the least recently used first.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._ranks = np.zeros(0)
+        self._layout = -1  # of the rows that were ranked
+        self._epoch = -1  # of the schedule at that time
+
+    def ranks(self, rows: CopyRows) -> Ranks:
+        if rows.layout != self._layout:
+            self._layout, self._epoch = rows.layout, -1
+            self._ranks = np.zeros(len(rows.touched))
+        if self._epoch != self._schedule.epoch:
+            self._epoch = self._schedule.epoch
+            outdated = np.arange(len(rows.groups))
+        else:
+            outdated = np.fromiter(rows.outdated, dtype=np.int64, count=len(rows.outdated))
+        rows.outdated.clear()
+        if len(outdated):
+            ranks = self._schedule.ranks(rows.number[outdated])
+            unexpected = _UNEXPECTED - rows.touched[outdated]
+            self._ranks[outdated] = np.where(np.isinf(ranks), unexpected, ranks)
+        return self._ranks
+
+    def farther(self, rows: CopyRows, ranks: Ranks, times: float) -> Ranks:
+        # Of what the schedule does not expect, it cannot say what is farther.
+        expected = ranks < _UNEXPECTED - rows.clock
+        return np.where(expected, self._schedule.farther(ranks, times), times * ranks)
+
+    def out_of_reach(self, rival: GroupId) -> float:
+        if self._schedule.learning:
+            return -np.inf
+        number = np.array([self._schedule.number(rival.key)])
+        return float(self._schedule.farther(self._schedule.ranks(number), HARMLESS)[0])
+
+    def number(self, group: GroupId) -> int:
+        return self._schedule.number(group.key)
+
+
+class CopyRows:
+    """Every group that has a copy has a row, so that a ranking is one array.
+
+    Rows of what is gone are left empty until there are too many. Then, and where there is no room
+    for another, the arrays are made anew (`layout` counts how often); who still looks through the
+    old ones may go on. By row: `groups`, the `number` of each, and when it was `touched` last, by
+    the `clock` of touches. `outdated` are the rows that were touched since somebody cleared it.
+    """
+
+    def __init__(self, tiers: Iterable[Tier]) -> None:
+        self.groups: list[GroupId] = []
+        self.row: dict[GroupId, int] = {}
+        # 0 for what has a copy, -infinity for what has none. Added to all ranks, it leaves those of
+        # the copies, much faster than choosing them does.
+        self.absent: dict[Tier, Ranks] = {tier: np.full(_ROOM, -np.inf) for tier in tiers}
+        self.copies = dict.fromkeys(self.absent, 0)
+        self.number = np.zeros(_ROOM, dtype=np.int64)
+        self.touched = np.zeros(_ROOM)
+        self.clock = 0
+        self.outdated: set[int] = set()
+        self.layout = 0
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def touch(self, row: int) -> None:
+        """Its group was used, or came to a tier."""
+        self.clock += 1
+        self.touched[row] = self.clock
+        self.outdated.add(row)
+
+    def add(self, group: GroupId, number: int) -> int:
+        """A row for a group that has none."""
+        if len(self.groups) > 2 * len(self.row) + 64:
+            self._lay_out(np.array(list(self.row.values()), dtype=np.int64))
+        elif len(self.groups) == len(self.touched):
+            self._lay_out(np.arange(len(self.groups)), room=len(self.groups))
+        row = len(self.groups)
+        self.groups.append(group)
+        self.row[group] = row
+        self.number[row] = number
+        return row
+
+    def arrive(self, row: int, tier: Tier) -> None:
+        """There is a copy on `tier`."""
+        self.copies[tier] += not self.is_on(tier, row)
+        self.absent[tier][row] = 0.0
+
+    def leave(self, row: int, tier: Tier) -> None:
+        """There is none any more."""
+        self.copies[tier] -= self.is_on(tier, row)
+        self.absent[tier][row] = -np.inf
+        if all(absent.item(row) for absent in self.absent.values()):
+            del self.row[self.groups[row]]
+
+    def on(self, tier: Tier) -> npt.NDArray[np.bool_]:
+        """Which rows have a copy on `tier`."""
+        there: npt.NDArray[np.bool_] = self.absent[tier][: len(self.groups)] == 0
+        return there
+
+    def is_on(self, tier: Tier, row: int) -> bool:
+        return self.absent[tier].item(row) == 0
+
+    def saved(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which of these rows have a copy on a persistent tier."""
+        found = np.zeros(len(rows), dtype=np.bool_)
+        for tier, absent in self.absent.items():
+            if tier.persistent:
+                found |= absent[rows] == 0
+        return found
+
+    def _lay_out(self, kept: Rows, room: int = _ROOM) -> None:
+        """Make the arrays anew: these rows, and room for more."""
+        groups, size = [self.groups[row] for row in kept.tolist()], len(kept) + room
+        if len(groups) < len(self.groups):
+            self.row = {group: row for row, group in enumerate(groups)}
+        self.groups = groups
+        self.touched = _extended(self.touched[kept], np.zeros(size))
+        self.number = _extended(self.number[kept], np.zeros(size, dtype=np.int64))
+        for tier, absent in self.absent.items():
+            self.absent[tier] = _extended(absent[kept], np.full(size, -np.inf))
+        self.layout += 1
+
+
+class RankingPolicy:
+    """Ranks copies by an order of use, and by where else a copy is.
 
     A group on the device and in host memory is there twice. Of the host copies, those go first
     whose group will stay on the device: all but the few that the device would give up next. Of the
@@ -73,217 +234,99 @@ class LeastRecentlyUsed:
     device need not be copied back.
     """
 
-    def __init__(self) -> None:
-        # Copies have rows, so that a ranking is one array. Rows of what is gone are left empty
-        # until there are too many; then the arrays are made anew, and who still looks through
-        # the old ones may go on.
-        self._row: dict[str, int] = {}
-        self._keys: list[str] = []
-        # 0 for what has a copy, -infinity for what has none. Added to all ranks, it leaves those of
-        # the copies, much faster than choosing them does.
-        self._absent: dict[Tier, Ranks] = {tier: np.full(_ROOM, -np.inf) for tier in Tier}
-        self._copies = dict.fromkeys(Tier, 0)
-        self._touched = np.zeros(_ROOM)
-        self._clock = 0
-
-    def admitted(self, key: str, tier: Tier) -> None:
-        row = self._row.get(key)
-        if row is None:
-            row = self._new_row(key)
-        self._copies[tier] += not self._is_on(tier, row)
-        self._absent[tier][row] = 0.0
-        self._touch(row)
-
-    def used(self, key: str) -> None:
-        row = self._row.get(key)
-        if row is not None:
-            self._touch(row)
-
-    def dropped(self, key: str, tier: Tier) -> None:
-        row = self._row.get(key)
-        if row is None:
-            return
-        self._copies[tier] -= self._is_on(tier, row)
-        self._absent[tier][row] = -np.inf
-        if all(absent.item(row) for absent in self._absent.values()):
-            del self._row[key]
-
-    def keep(self, numbers: Collection[int], nearer: float) -> None:
-        pass  # what was used lately stays
-
-    def victims(self, tier: Tier, rival: str | None) -> Iterator[str]:
-        rows = len(self._keys)
-        ranks = self._ranks()[:rows]
-        found = ranks + self._absent[tier][:rows]
-        bar = -np.inf if rival is None else self._rank_of_rival(rival)
-        if bar > -np.inf:
-            found[ranks <= bar] = -np.inf
-        if rival in self._row:
-            found[self._row[rival]] = -np.inf
-        if tier is Tier.HOST:
-            settled = self._settled(ranks)
-            found[settled] += _FIRST
-            self._spare(found, settled, rival)
-        elif tier is Tier.DEVICE:
-            twice = (found > -np.inf) & self._on(Tier.HOST, rows)
-            found[twice] = self._farther(found[twice], DISK_COSTS)
-        return _descending(self._keys, found)
-
-    def _spare(self, ranks: Ranks, settled: Rows, rival: str | None) -> None:
-        """Lower the ranks of the host copies that should stay, but not of those that are `settled`
-        on the device."""
-
-    def _settled(self, ranks: Ranks) -> Rows:
-        """What is on the device, not about to leave it, and safe on disk."""
-        if self._copies[Tier.DEVICE] <= LEAVING:
-            return _NONE
-        there = np.flatnonzero(self._on(Tier.DEVICE, len(ranks)))
-        staying: Rows = there[np.argsort(ranks[there])[:-LEAVING]]
-        return staying.compress(self._absent[Tier.DISK][staying] == 0)
-
-    def _on(self, tier: Tier, rows: int) -> npt.NDArray[np.bool_]:
-        """Which of the first `rows` rows have a copy on `tier`."""
-        there: npt.NDArray[np.bool_] = self._absent[tier][:rows] == 0
-        return there
-
-    def _is_on(self, tier: Tier, row: int) -> bool:
-        return self._absent[tier].item(row) == 0
-
-    def _ranks(self) -> Ranks:
-        """By row: the higher, the less a copy would be missed."""
-        return -self._touched
-
-    def _farther(self, ranks: Ranks, times: float) -> Ranks:
-        """The ranks of copies that are missed so many times later."""
-        return times * (ranks + self._clock) - self._clock
-
-    def _rank_of_rival(self, rival: str) -> float:
-        """What a prefetch may push out is above this rank."""
-        return -np.inf
-
-    def _touch(self, row: int) -> None:
-        self._clock += 1
-        self._touched[row] = self._clock
-
-    def _new_row(self, key: str) -> int:
-        if len(self._keys) > 2 * len(self._row) + 64:
-            self._close_ranks()
-        row = len(self._keys)
-        if row == len(self._touched):
-            self._touched = np.append(self._touched, np.zeros(row))
-            for tier, absent in self._absent.items():
-                self._absent[tier] = np.append(absent, np.full(row, -np.inf))
-        self._keys.append(key)
-        self._row[key] = row
-        return row
-
-    def _close_ranks(self) -> None:
-        """Make the arrays anew, without the empty rows."""
-        rows = np.array(list(self._row.values()), dtype=np.int64)
-        self._keys = list(self._row)
-        self._row = {key: row for row, key in enumerate(self._keys)}
-        room = len(rows) + _ROOM
-        touched = np.zeros(room)
-        touched[: len(rows)] = self._touched[rows]
-        self._touched = touched
-        for tier, old in self._absent.items():
-            self._absent[tier] = np.full(room, -np.inf)
-            self._absent[tier][: len(rows)] = old[rows]
-
-
-def _descending(keys: list[str], ranks: Ranks) -> Iterator[str]:
-    """The keys whose rows rank above -infinity, those of the highest rank first."""
-    for _ in range(min(_FEW, len(ranks))):  # more are hardly ever wanted: no need to sort all
-        best = int(ranks.argmax())
-        if ranks[best] == -np.inf:
-            return
-        yield keys[best]
-        ranks[best] = -np.inf
-    rest = np.flatnonzero(ranks > -np.inf)
-    for row in rest[np.argsort(-ranks[rest], kind="stable")]:
-        yield keys[row]
-
-
-class FarthestNextUse(LeastRecentlyUsed):
-    """The copy whose next use is farthest ahead goes first (Belady, 1966), by a learned schedule.
-
-    Keys that the schedule does not expect go before all others, the least recently used first.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__()
-        self._schedule = schedule
-        self._number = np.zeros(_ROOM, dtype=np.int64)  # by row: the number of the key's name
-        self._rank = np.zeros(_ROOM)
-        self._ranked_in: int | None = None  # the schedule's epoch at that time
-        self._outdated: set[int] = set()  # rows
+    def __init__(self, order: Order, tiers: Iterable[Tier] = TIERS.values()) -> None:
+        *faster, self._host = in_memory(tiers)
+        self._device = faster[-1] if faster else None
+        self._order = order
+        self._rows = CopyRows(tiers)
         self.keep((), nearer=1.0)
+
+    def admitted(self, group: GroupId, tier: Tier) -> None:
+        row = self._rows.row.get(group)
+        if row is None:
+            row = self._rows.add(group, self._order.number(group))
+        self._rows.arrive(row, tier)
+        self._rows.touch(row)
+
+    def used(self, group: GroupId) -> None:
+        row = self._rows.row.get(group)
+        if row is not None:
+            self._rows.touch(row)
+
+    def dropped(self, group: GroupId, tier: Tier) -> None:
+        row = self._rows.row.get(group)
+        if row is not None:
+            self._rows.leave(row, tier)
 
     def keep(self, numbers: Collection[int], nearer: float) -> None:
         self._kept = np.array(list(numbers), dtype=np.int64)
         self._nearer = nearer
 
-    def _spare(self, ranks: Ranks, settled: Rows, rival: str | None) -> None:
+    def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
+        rows = self._rows
+        ranks = self._order.ranks(rows)[: len(rows)]
+        found = ranks + rows.absent[tier][: len(rows)]
+        bar = -np.inf if rival is None else self._order.out_of_reach(rival)
+        if bar > -np.inf:
+            found[ranks <= bar] = -np.inf
+        if rival in rows.row:
+            found[rows.row[rival]] = -np.inf
+        if tier is self._host:
+            settled = self._settled(ranks)
+            found[settled] += _FIRST
+            self._spare(found, settled, rival)
+        elif tier is self._device:
+            twice = (found > -np.inf) & rows.on(self._host)
+            found[twice] = self._order.farther(rows, found[twice], DISK_COSTS)
+        return _descending(rows.groups, found)
+
+    def _spare(self, ranks: Ranks, settled: Rows, rival: GroupId | None) -> None:
+        """Lower the ranks of the host copies that should stay, but not of those that are `settled`
+        on the device."""
         if not len(self._kept):
             return
-        rows = len(ranks)
-        kept = self._on(Tier.HOST, rows) & np.isin(self._number[:rows], self._kept)
+        kept = self._rows.on(self._host) & np.isin(self._rows.number[: len(ranks)], self._kept)
         # Once all are there, a prefetch takes none of them: it waits for room among the others.
         closed = rival is not None and kept.sum() == len(self._kept)
         kept[settled] = False
-        ranks[kept] = -np.inf if closed else self._farther(ranks[kept], self._nearer)
+        farther = self._order.farther(self._rows, ranks[kept], self._nearer)
+        ranks[kept] = -np.inf if closed else farther
 
-    def _touch(self, row: int) -> None:
-        super()._touch(row)
-        self._outdated.add(row)
+    def _settled(self, ranks: Ranks) -> Rows:
+        """What is on the device, not about to leave it, and safe on disk."""
+        if self._device is None or self._rows.copies[self._device] <= LEAVING:
+            return _NONE
+        there = np.flatnonzero(self._rows.on(self._device))
+        staying: Rows = there[np.argsort(ranks[there])[:-LEAVING]]
+        return staying.compress(self._rows.saved(staying))
 
-    def _new_row(self, key: str) -> int:
-        row = super()._new_row(key)
-        if len(self._number) != len(self._touched):
-            self._number = np.resize(self._number, len(self._touched))
-            self._rank = np.resize(self._rank, len(self._touched))
-        self._number[row] = self._schedule.number(name_of(key))
-        return row
 
-    def _close_ranks(self) -> None:
-        rows = np.array(list(self._row.values()), dtype=np.int64)
-        super()._close_ranks()
-        number = np.zeros(len(self._touched), dtype=np.int64)
-        number[: len(rows)] = self._number[rows]
-        self._number, self._rank = number, np.zeros(len(number))
-        self._ranked_in = None
+def _extended(values: npt.NDArray[Scalar], room: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """`room`, beginning with these values."""
+    room[: len(values)] = values
+    return room
 
-    def _ranks(self) -> Ranks:
-        if self._ranked_in != self._schedule.epoch:
-            rows = np.arange(len(self._keys))
-            self._ranked_in = self._schedule.epoch
-        else:
-            rows = np.fromiter(self._outdated, dtype=np.int64, count=len(self._outdated))
-        self._outdated.clear()
-        if len(rows):
-            ranks = self._schedule.ranks(self._number[rows])
-            self._rank[rows] = np.where(np.isinf(ranks), _UNEXPECTED - self._touched[rows], ranks)
-        return self._rank
 
-    def _farther(self, ranks: Ranks, times: float) -> Ranks:
-        # Of what the schedule does not expect, it cannot say what is farther.
-        expected = ranks < _UNEXPECTED - self._clock
-        return np.where(expected, self._schedule.farther(ranks, times), times * ranks)
-
-    def _rank_of_rival(self, rival: str) -> float:
-        if self._schedule.learning:
-            return -np.inf
-        number = np.array([self._schedule.number(name_of(rival))])
-        return float(self._schedule.farther(self._schedule.ranks(number), HARMLESS)[0])
+def _descending(groups: list[GroupId], ranks: Ranks) -> Iterator[GroupId]:
+    """The groups whose rows rank above -infinity, those of the highest rank first."""
+    for _ in range(min(_FEW, len(ranks))):  # more are hardly ever wanted: no need to sort all
+        best = int(ranks.argmax())
+        if ranks[best] == -np.inf:
+            return
+        yield groups[best]
+        ranks[best] = -np.inf
+    rest = np.flatnonzero(ranks > -np.inf)
+    for row in rest[np.argsort(-ranks[rest], kind="stable")]:
+        yield groups[row]
 
 
 POLICIES = ("next-use", "lru")
 
 
-def policy_named(name: str, schedule: Schedule) -> Policy:
+def policy_named(name: str, schedule: Schedule, tiers: Iterable[Tier] = TIERS.values()) -> Policy:
     """The policy of this name, ranking by `schedule` where it ranks by a schedule."""
     if name == "next-use":
-        return FarthestNextUse(schedule)
+        return RankingPolicy(FarthestNextUse(schedule), tiers)
     if name == "lru":
-        return LeastRecentlyUsed()
+        return RankingPolicy(LeastRecentlyUsed(), tiers)
     raise ValueError(f"there is no policy {name!r}: choose one of {', '.join(POLICIES)}")

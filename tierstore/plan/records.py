@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Access, Hold, Tier
 
 
@@ -32,33 +33,38 @@ class CopyRecord:
     ending: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GroupRecord:
-    """One group. `backed` means that a checkpoint holds its bytes: that copy takes no room.
+    """One group.
 
-    `number` is what the schedule knows its name by; -1 if a newer version has taken it over.
-    `kept` says that it should stay in host memory. Of a `guided` group its user always says when it
-    comes next: nothing is learned from its uses. While it is `held`, somebody has its copy in host
-    memory, and may change it.
+    On the tier `backing`, if any, a file of the user's holds its bytes: that copy takes no room.
+    `number` is what the schedule knows its key by; -1 if a newer generation has taken it over.
+    `sticky` says that it should stay in host memory. Of a group that is `caller_scheduled` its user
+    always says when it comes next: nothing is learned from its uses. While there is a
+    `host_lease`, somebody has its copy in host memory, and may change it.
     """
 
-    key: str
+    id: GroupId
     nbytes: int
-    backed: bool = False
+    backing: Tier | None = None
     number: int = -1
     copies: dict[Tier, CopyRecord] = field(default_factory=dict)
     leases: int = 0
     exclusive: Access | None = None
     forgotten: bool = False
-    kept: bool = False
-    guided: bool = False
-    held: Hold | None = None
+    sticky: bool = False
+    caller_scheduled: bool = False
+    host_lease: Hold | None = None
     error: BaseException | None = None
 
     def present(self, tier: Tier) -> bool:
         """Whether a complete copy is on `tier`."""
         copy = self.copies.get(tier)
         return copy is not None and copy.state is State.PRESENT
+
+    def saved(self) -> bool:
+        """Whether a complete copy is on a persistent tier."""
+        return any(tier.persistent and self.present(tier) for tier in self.copies)
 
     def valid_elsewhere(self, tier: Tier) -> bool:
         """Whether the copy on `tier` could go without losing the group."""
@@ -70,26 +76,4 @@ class GroupRecord:
 
     def cost(self, tier: Tier) -> int:
         """The bytes that a copy takes of the budget of `tier`."""
-        return 0 if self.backed and tier is Tier.DISK else self.nbytes
-
-
-@dataclass(frozen=True)
-class Found:
-    """What is true of a group, whatever a planner may have believed.
-
-    `tiers` are those on which there is a copy, complete or not, or room for the put that has
-    `claimed` it; `moves` are the copies under way, from and to where. A lease has an access, and is
-    `for good` or not. Of a group that is not `shown`, readers see a newer version, or none.
-    """
-
-    key: str
-    nbytes: int
-    tiers: tuple[Tier, ...]
-    moves: tuple[tuple[Tier, Tier], ...]
-    leases: tuple[tuple[Access, bool], ...]
-    held: Hold | None
-    backed: bool
-    guided: bool
-    kept: bool
-    shown: bool
-    claimed: bool
+        return 0 if tier is self.backing else self.nbytes

@@ -255,7 +255,7 @@ class Runner:
 
 def direct_reads(files: list[Path], threads: int = 4) -> float:
     """Bytes per second when all files are read past the page cache, `threads` reads at a time."""
-    from tierstore.transfer.pages import fresh_memory
+    from tierstore.tiers.pages import fresh_memory
 
     memory = fresh_memory(fio.ROOM).fill_(0).numpy().data
     share = fio.ROOM // threads

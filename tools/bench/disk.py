@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tierstore.model.header import digest
-from tierstore.transfer.arena import Slot
-from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.figures import disk_threads, known_figures
-from tierstore.transfer.pages import fresh_memory
+from tierstore.tiers.arena import Slot
+from tierstore.tiers.disk import DISK_THREADS, READ_BLOCK
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.pages import fresh_memory
 from tools.bench import disk_peers as peers
 from tools.bench import fio, machine
 from tools.bench.disk_engine import Engine, digest_of, one_tensor, pieces
@@ -121,13 +121,13 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
     """Every way to read the checkpoint, by name."""
     total = files.sizes.total
     cut = {size: engine.checkpoint(files.safetensors, size) for size in (files.sizes.group, PIECE)}
-    for largest, cargos in cut.items():
-        see_that_it_is_right(engine, cargos, files, largest)
+    for largest, entries in cut.items():
+        see_that_it_is_right(engine, entries, files, largest)
     stored = store_groups(engine, files)
 
-    def ours(cargos: Sequence[Cargo], verify: str) -> Run:
+    def ours(entries: Sequence[GroupEntry], verify: str) -> Run:
         return lambda: rated(
-            fio.LOOPS * total, lambda: [engine.read(cargos, verify) for _ in range(fio.LOOPS)]
+            fio.LOOPS * total, lambda: [engine.read(entries, verify) for _ in range(fio.LOOPS)]
         )
 
     def peer(work: Callable[..., object], *arguments: object) -> Run:
@@ -156,7 +156,7 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
     }
 
 
-def store_groups(engine: Engine, files: Files) -> list[Cargo]:
+def store_groups(engine: Engine, files: Files) -> list[GroupEntry]:
     """Put as many groups into the store's directory as the checkpoint has."""
     spec, packing = one_tensor(files.sizes.group)
     slots = [engine.fill(spec, seed=i) for i in range(files.sizes.groups)]
@@ -166,16 +166,16 @@ def store_groups(engine: Engine, files: Files) -> list[Cargo]:
 
 
 def see_that_it_is_right(
-    engine: Engine, cargos: Sequence[Cargo], files: Files, largest: int
+    engine: Engine, entries: Sequence[GroupEntry], files: Files, largest: int
 ) -> None:
     """Speed means nothing if the bytes are wrong: compare all of them once."""
     found: dict[str, str] = {}
 
-    def arrived(cargo: Cargo, slot: Slot) -> None:
-        assert cargo.source is not None
-        found[cargo.key] = digest_of(slot, cargo.source)
+    def arrived(entry: GroupEntry, slot: Slot) -> None:
+        assert entry.source is not None
+        found[entry.key.key] = digest_of(slot, entry.source)
 
-    engine.read(cargos, "never", arrived)
+    engine.read(entries, "never", arrived)
     expected = {}
     for tensor_name, tensor in files.memory.items():
         data = tensor.view(torch.uint8).numpy().data
@@ -294,13 +294,11 @@ def all_of_fio(results: Mapping[str, Sequence[Rate]]) -> str:
 
 def measure(directory: Path, sizes: Sizes) -> str:
     """Everything, as Markdown."""
-    known = known_figures(directory)
     about = [
         *machine.describe(directory, ("torch", "safetensors", "numpy", "aiofiles")),
         f"{fio.version()}, its buffers in huge pages",
         f"{sizes.groups} groups of {sizes.group // MIB} MiB, {sizes.rounds} rounds; the engine has "
-        f"{disk_threads()} threads and "
-        + ("the default block" if known is None else f"blocks of {known.block // MIB} MiB"),
+        f"{DISK_THREADS} threads and blocks of {READ_BLOCK // MIB} MiB",
     ]
     engine = Engine(directory / "store")
     try:

@@ -1,4 +1,4 @@
-"""The store's own disk engine, as its carrier drives it, for `disk.py`.
+"""The store's own disk engine, as a store drives it, for `disk.py`.
 
 Groups go through the parts that a store is made of: `Reading`, `Spill`, `ObjectDirectory`, with
 `Workers`, a `FileTable` and an arena of recycled host memory. Only the planner is left out.
@@ -18,6 +18,7 @@ from tierstore.model.groups import (
     Block,
     Extent,
     FileTensor,
+    GroupId,
     GroupSpec,
     Packing,
     Source,
@@ -28,16 +29,13 @@ from tierstore.model.groups import (
     place,
 )
 from tierstore.model.header import digest, parse_header
-from tierstore.model.moves import Copy
-from tierstore.model.tiers import Tier
-from tierstore.transfer.arena import Slot, host_arena
-from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.directory import ObjectDirectory
-from tierstore.transfer.disk import FileTable
-from tierstore.transfer.figures import disk_threads
-from tierstore.transfer.reading import Reader, Reading
-from tierstore.transfer.spill import Spill
-from tierstore.transfer.workers import EARLY, Workers
+from tierstore.tiers.arena import Slot, host_arena
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.disk import DISK_THREADS, FileTable
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.reading import DiskReader
+from tierstore.tiers.spill import Spill
+from tierstore.tiers.workers import EARLY, Workers
 
 T = TypeVar("T")
 
@@ -52,45 +50,49 @@ class Engine:
         self.directory = ObjectDirectory(directory)
         self.spill = Spill(str(directory))
         self._files = FileTable(str(directory))
-        self._workers = Workers(disk_threads(), "disk")
+        self._workers = Workers(DISK_THREADS, "disk")
         self._arena = host_arena(None, torch.device("cpu"))
 
-    def checkpoint(self, path: Path, largest: int) -> list[Cargo]:
+    def checkpoint(self, path: Path, largest: int) -> list[GroupEntry]:
         """The tensors of a safetensors file, in pieces of so many bytes, each a group by itself."""
         raw = path.open("rb").read(8)
         raw = path.open("rb").read(8 + int.from_bytes(raw, "little"))[8:]
         header = parse_header(raw, path.stat().st_size, str(path))
-        cargo = []
-        for entry in header.entries:
-            begin = header.data_start + entry.begin
-            for name, at, nbytes in pieces(entry.name, entry.end - entry.begin, largest):
+        entries = []
+        for found in header.entries:
+            begin = header.data_start + found.begin
+            for name, at, nbytes in pieces(found.name, found.end - found.begin, largest):
                 extent = Extent(str(path), begin + at, nbytes)
-                cargo.append(_cargo_of(FileTensor(name, "U8", (nbytes,), extent)))
-        return cargo
+                entries.append(_entry_of(FileTensor(name, "U8", (nbytes,), extent)))
+        return entries
 
-    def read(self, cargos: Iterable[Cargo], verify: str, arrived: Callable[[Cargo, Slot], object]
-             = lambda cargo, slot: None) -> None:  # fmt: skip
+    def read(
+        self,
+        entries: Iterable[GroupEntry],
+        verify: str,
+        arrived: Callable[[GroupEntry, Slot], object] = lambda entry, slot: None,
+    ) -> None:
         """Read every group into a slot that is used again for later ones."""
-        reader = Reader(self._arena, self._files, self._workers, verify)
+        reader = DiskReader(self._files, self._workers, verify)
         errors: list[BaseException] = []
 
-        def begin(cargo: Cargo, over: Callable[[], None]) -> None:
-            slot = self._arena.take(cargo.spec.nbytes)
-            cargo.verified = False
+        def begin(entry: GroupEntry, over: Callable[[], None]) -> None:
+            slot = self._arena.take(entry.spec.nbytes)
+            entry.verified = False
 
-            def done(_: Copy, error: BaseException | None) -> None:
-                if error is None:
-                    arrived(cargo, slot)
-                else:
+            def read() -> None:
+                try:
+                    self._arena.fill(slot)
+                    reader.read(entry, slot.bytes())
+                    arrived(entry, slot)
+                except BaseException as error:  # a job must not raise
                     errors.append(error)
                 self._arena.give(slot)
                 over()
 
-            copy = Copy(cargo.key, cargo.spec.nbytes, Tier.DISK, Tier.HOST)
-            reading = Reading(reader, copy, cargo, slot, done)
-            self._workers.submit(EARLY, reading.begin)
+            self._workers.submit(EARLY, read)
 
-        _several_at_once(cargos, begin)
+        _several_at_once(entries, begin)
         if errors:
             raise errors[0]
 
@@ -136,10 +138,13 @@ class Engine:
         for slot in slots:
             self._arena.give(slot)
 
-    def stored(self) -> list[Cargo]:
+    def stored(self) -> list[GroupEntry]:
         """The groups that are durable."""
         found = self.directory.objects()
-        return [Cargo(o.key, o.spec(), o.source(self.directory.path_of(o.key))) for o in found]
+        return [
+            GroupEntry(GroupId(o.key, 0), o.spec(), o.source(self.directory.path_of(o.key)))
+            for o in found
+        ]
 
     def _on_workers(self, items: Iterable[T], save: Callable[[T], None]) -> None:
         errors: list[BaseException] = []
@@ -172,10 +177,10 @@ def pieces(name: str, nbytes: int, largest: int) -> Iterator[tuple[str, int, int
         yield f"{name}, from {at}", at, min(largest, nbytes - at)
 
 
-def _cargo_of(tensor: FileTensor) -> Cargo:
+def _entry_of(tensor: FileTensor) -> GroupEntry:
     placed = place([tensor])
     spec = group_of(tensor.name, placed.specs, placed.end)
-    return Cargo(tensor.name, spec, Source(placed.segments, placed.moves))
+    return GroupEntry(GroupId(tensor.name, 0), spec, Source(placed.segments, placed.moves))
 
 
 def _several_at_once(items: Iterable[T], begin: Callable[[T, Callable[[], None]], None]) -> None:

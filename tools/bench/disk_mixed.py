@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.model.moves import Copy
+from tierstore.model.groups import GroupId
 from tierstore.model.sizes import PAGE
-from tierstore.model.tiers import Tier
-from tierstore.transfer.arena import Slot
-from tierstore.transfer.cargo import Cargo
-from tierstore.transfer.reading import Reader, Reading
-from tierstore.transfer.workers import EARLY
+from tierstore.tiers.arena import Slot
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.reading import DiskReader
+from tierstore.tiers.workers import EARLY
 from tools.bench import fio, machine
 from tools.bench.disk_engine import Engine, one_tensor
 
@@ -60,15 +59,17 @@ class Mixed(Engine):
     def __init__(self, directory: Path, mix: Mix) -> None:
         super().__init__(directory)
         self._mix = mix
-        self._reader = Reader(self._arena, self._files, self._workers, "never")
+        self._reader = DiskReader(self._files, self._workers, "never")
         largest = self.fill(one_tensor(max(mix.groups))[0], seed=0)
-        self._written = largest
-        self._cargo: list[Cargo] = []
+        self.written = largest
+        self.entries: list[GroupEntry] = []
         for number, nbytes in enumerate(mix.groups):
             place = self.spill.take_place(nbytes)
             source = self.spill.save_in(place, largest.bytes()[:nbytes])
             spec, _ = one_tensor(nbytes)
-            self._cargo.append(Cargo(str(number), spec, source, settled=True, place=place))
+            self.entries.append(
+                GroupEntry(GroupId(str(number), 0), spec, source, settled=True, place=place)
+            )
         self._errors: list[BaseException] = []
 
     def run(self, depth: int) -> fio.Rate:
@@ -78,10 +79,10 @@ class Mixed(Engine):
             for number, _ in self._mix.order():
                 room.acquire()
                 if number < 0:
-                    write = functools.partial(self._write, self._cargo[~number], room.release)
+                    write = functools.partial(self._write, self.entries[~number], room.release)
                     self._workers.submit(EARLY, write)
                 else:
-                    self._read(self._cargo[number], room.release)
+                    self._read(self.entries[number], room.release)
             for _ in range(depth):
                 room.acquire()
         if self._errors:
@@ -89,23 +90,25 @@ class Mixed(Engine):
         nbytes = self._mix.nbytes
         return fio.Rate(nbytes / watch.seconds, watch.cpu_seconds / nbytes * 1e9)
 
-    def _read(self, cargo: Cargo, over: Callable[[], None]) -> None:
-        slot: Slot = self._arena.take(cargo.spec.nbytes)
+    def _read(self, entry: GroupEntry, over: Callable[[], None]) -> None:
+        slot: Slot = self._arena.take(entry.spec.nbytes)
 
-        def done(_: Copy, error: BaseException | None) -> None:
-            if error is not None:
+        def read() -> None:
+            try:
+                self._arena.fill(slot)
+                self._reader.read(entry, slot.bytes())
+            except BaseException as error:  # a job must not raise
                 self._errors.append(error)
             self._arena.give(slot)
             over()
 
-        copy = Copy(cargo.key, cargo.spec.nbytes, Tier.DISK, Tier.HOST)
-        self._workers.submit(EARLY, Reading(self._reader, copy, cargo, slot, done).begin)
+        self._workers.submit(EARLY, read)
 
-    def _write(self, cargo: Cargo, over: Callable[[], None]) -> None:
+    def _write(self, entry: GroupEntry, over: Callable[[], None]) -> None:
         try:
-            assert cargo.place is not None
-            data = self._written.bytes()[: cargo.place.nbytes]
-            self.spill.save_in(cargo.place, data, self._workers.together)
+            assert entry.place is not None
+            data = self.written.bytes()[: entry.place.nbytes]
+            self.spill.save_in(entry.place, data, self._workers.together)
         except BaseException as error:  # a job must not raise
             self._errors.append(error)
         over()
@@ -119,8 +122,8 @@ class Mixed(Engine):
 
     def close(self) -> None:
         """Give everything back."""
-        self._cargo.clear()
-        self.give([self._written])
+        self.entries.clear()
+        self.give([self.written])
         super().close()
 
 

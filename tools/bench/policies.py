@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tierstore.model.events import Event, Leased, Released
+from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import Planner
 from tierstore.simulation import Clock, Outcome, Use, planner_of, play, simulate
@@ -215,16 +217,6 @@ def with_compute(trace: Trace, budget: int, ratio: float) -> Outcome:
 
 HISTORY = 8192
 MEASURED = 2000
-STEPS = (
-    "state_of",
-    "demand",
-    "lease",
-    "release",
-    "arrived",
-    "instructions",
-    "error_of",
-)
-"""What a simulated run asks of the planner."""
 
 
 def cost(look: Look) -> list[Limit]:
@@ -271,47 +263,37 @@ def marginal_cost(groups: int, keys: list[str], prefetch: bool, repeats: int) ->
     seconds = 2 * (1 << 20) / DISK_BANDWIDTH if prefetch else 0.0
 
     clock = Clock()
-    planner = planner_of(sizes, budgets, clock, prefetch=prefetch)
-    asked = note_what_is_asked(planner, clock)
-    play(planner, clock, [Use(key, seconds) for key in keys], bandwidth)
-    ends = [place for place, one in enumerate(asked, 1) if one.step == "release"]
+    noted = Noted(planner_of(sizes, budgets, clock, prefetch=prefetch))
+    play(cast(Planner, noted), clock, [Use(key, seconds) for key in keys], bandwidth)
+    ends = [at for at, (_, event) in enumerate(noted.log, 1) if isinstance(event, Released)]
 
     def run() -> float:
-        clock = Clock()
-        planner, began = planner_of(sizes, budgets, clock, prefetch=prefetch), 0.0
-        for part in (asked[: ends[HISTORY - 1]], asked[ends[HISTORY - 1] :]):
+        planner, began = planner_of(sizes, budgets, Clock(), prefetch=prefetch), 0.0
+        for part in (noted.log[: ends[HISTORY - 1]], noted.log[ends[HISTORY - 1] :]):
             began = time.process_time()
-            for one in part:
-                clock.now = one.now
-                getattr(planner, one.step)(*one.args, **one.kwargs)
+            for now, event in part:
+                if isinstance(event, Leased):  # what is asked before
+                    planner.error_of(event.group)
+                    planner.lendable(event.group, event.access)
+                planner.handle(event, now)
         return (time.process_time() - began) / (len(keys) - HISTORY)
 
     return min(run() for _ in range(repeats))
 
 
-class Asked(NamedTuple):
-    """One step that a planner was asked to take, and when."""
+class Noted:
+    """A planner, and all events that it handled."""
 
-    now: float
-    step: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.log: list[tuple[float, Event]] = []
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.planner, name)
 
-def note_what_is_asked(planner: Planner, clock: Clock) -> list[Asked]:
-    """From now on, the planner's steps are written down in the list that is returned."""
-    asked: list[Asked] = []
-
-    def noted(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            asked.append(Asked(clock.now, name, args, kwargs))
-            return step(*args, **kwargs)
-
-        return method
-
-    for name in STEPS:
-        setattr(planner, name, noted(name, getattr(planner, name)))
-    return asked
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        self.log.append((now, event))
+        return self.planner.handle(event, now)
 
 
 # --- all of it ------------------------------------------------------------------------------------

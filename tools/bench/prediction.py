@@ -106,7 +106,7 @@ class Round:
 
 
 def one_round(case: Case, checkpoint: Path, budgets: dict[float, int]) -> Round:
-    disk = inspect("bench", checkpoint.parent, "--size", case.measured)["chosen"]["read"]
+    disk = inspect("bench", checkpoint.parent, "--size", case.measured)["read"]
     compute = in_place(case, checkpoint)
     came = {share: measured(case, checkpoint, budget) for share, budget in budgets.items()}
     told = {

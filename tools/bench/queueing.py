@@ -28,7 +28,7 @@ import torch
 
 from tests.device import pretend
 from tierstore import TierStore
-from tierstore.transfer.link import Link
+from tierstore.tiers.host_to_device import HostToDevice
 from tools.bench import machine
 from tools.bench.report import Claim, Page
 
@@ -56,21 +56,21 @@ class Watched:
 
     def __init__(self) -> None:
         self.at: list[tuple[float, int]] = []
-        self._onload = Link.onload
+        self._onload = HostToDevice.copy
 
     def __enter__(self) -> Watched:
         watched, onload = self, self._onload
 
-        def noting(link: Link, *arguments: Any) -> Any:
-            marks = onload(link, *arguments)
+        def noting(hop: HostToDevice, *arguments: Any) -> Any:
+            copied = onload(hop, *arguments)
             watched.at.append((time.perf_counter(), threading.get_ident()))
-            return marks
+            return copied
 
-        Link.onload = noting  # type: ignore[method-assign]
+        HostToDevice.copy = noting  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
-        Link.onload = self._onload  # type: ignore[method-assign]
+        HostToDevice.copy = self._onload  # type: ignore[method-assign]
 
 
 def measure(tensors: int, rounds: int, place: Path) -> Times:

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import torch
 
-from tierstore.transfer.arena import host_arena
-from tierstore.transfer.measure import SMALLEST, Measurement, measure
+from tierstore.cli.disk_speed import SMALLEST, DiskSpeed, measure
+from tierstore.tiers.arena import host_arena
 from tools.gpu.lines import Figures, Group, Run, Unavailable, chosen
 
 SECONDS = 570.0
@@ -131,14 +131,14 @@ class Bench:
             yield Path(name)
 
     @functools.cached_property
-    def disk(self) -> Measurement:
+    def disk(self) -> DiskSpeed:
         """How fast the disk is, past the page cache."""
         return measure(str(self.place), SMALLEST if self.small else 4 << 30)
 
     @property
     def disk_speed(self) -> float:
         """Bytes per second that reads reach."""
-        return self.disk.figures().read
+        return self.disk.read
 
     @functools.cached_property
     def link_speed(self) -> float:

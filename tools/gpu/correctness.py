@@ -38,8 +38,8 @@ from tierstore import (
     undispatch,
 )
 from tierstore.cli.machine import direct_reads, huge_pages
-from tierstore.transfer.arena import host_arena
-from tierstore.transfer.carrier import ThreadCarrier
+from tierstore.tiers.arena import host_arena
+from tierstore.tiers.device_tier import DeviceTier
 from tools.gpu.bench import Bench, command
 from tools.gpu.lines import Figures, Goal, Group, Line, Unavailable
 
@@ -88,13 +88,10 @@ class Correctness:
     def disk(self) -> Figures:
         """The disk, by the code that a store reads and writes with."""
         found = self.bench.disk
-        figures = found.figures()
         return {
-            "read_gb_per_second": figures.read / 1e9,
+            "read_gb_per_second": found.read / 1e9,
             "write_gb_per_second": found.new / 1e9,
             "overwrite_gb_per_second": found.again / 1e9,
-            "block_mib": figures.block / 2**20,
-            "threads": figures.threads,
             "direct": float(found.direct),
         }
 
@@ -235,7 +232,7 @@ class Correctness:
 
     def without_release(self) -> Figures:
         """The control: nobody tells the store until when a group is used."""
-        with mock.patch.object(ThreadCarrier, "used_on", lambda self, key, event: None):
+        with mock.patch.object(DeviceTier, "used_on", lambda tier, entry, event: None):
             return self.two_streams([self.rows] * 8, self.bench.scaled(200, 64))
 
     # Whole tests -----------------------------------------------------------------------------

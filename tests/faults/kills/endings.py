@@ -17,9 +17,10 @@ import torch
 
 from tests.faults.kills.exiting import Tell
 from tests.faults.kills.late import LATE
+from tests.helpers.files import damaged_objects
 from tierstore import Access, TierStore
 from tierstore.model.errors import ClosedError
-from tierstore.transfer.locking import is_locked
+from tierstore.tiers.locking import is_locked
 
 BUDGET = 24 << 20
 GROUPS = 12
@@ -257,6 +258,6 @@ def look(disk_dir: Path, tell: Tell) -> None:
     before = sorted(path.name for path in disk_dir.glob("tmp/*"))
     with TierStore(BUDGET, disk_dir, device="cpu") as store:
         tell("groups", {key: number_of(store.get(key)) for key in store})
-        tell("damaged", sorted(store._directory.damaged))
+        tell("damaged", sorted(damaged_objects(disk_dir)))
         tell("left", before)
         tell("left behind", sorted(path.name for path in disk_dir.glob("tmp/*")))

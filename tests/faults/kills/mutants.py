@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 
 from tierstore.store import TierStore
-from tierstore.transfer.directory import ObjectDirectory, Staged, _Writing
-from tierstore.transfer.disk import OpenForWriting
-from tierstore.transfer.objects import object_name
-from tierstore.transfer.saver import Saver
-from tierstore.transfer.workers import Together, one_by_one
+from tierstore.tiers.directory import ObjectDirectory, Staged, _Writing
+from tierstore.tiers.disk import OpenForWriting
+from tierstore.tiers.disk_tier import DiskTier
+from tierstore.tiers.objects import object_name
+from tierstore.tiers.workers import Together, one_by_one
 
 # mypy: disable-error-code="method-assign,assignment"
 
@@ -64,7 +64,7 @@ def flush_nothing() -> None:
 
 def remove_nothing() -> None:
     """Files stay when their groups are discarded, taken or replaced by what does not last."""
-    Saver.remove = lambda self, key, order, durable: None
+    DiskTier._remove = lambda self, key, order, durable: None
 
 
 def write_elsewhere() -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.model.errors import StoreLockedError
-from tierstore.transfer import locking
-from tierstore.transfer.directory import ObjectDirectory
+from tierstore.tiers import locking
+from tierstore.tiers.directory import ObjectDirectory
 
 WON = "won"
 

@@ -16,7 +16,7 @@ from tests.helpers.processes import output_of, results_in
 from tests.lanes import LONG, lane
 
 pytestmark = [
-    pytest.mark.full("fifteen processes; what one leaves is in tests/transfer/test_directory.py"),
+    pytest.mark.full("fifteen processes; what one leaves is in tests/tiers/test_directory.py"),
     pytest.mark.timeout(3600),
 ]
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.faults.kills.sharing import numbers
 from tests.helpers.threads import hold_calls, start_thread
 from tierstore import Access, TierStore
-from tierstore.transfer.directory import ObjectDirectory
+from tierstore.tiers.directory import ObjectDirectory
 
 OLD, NEW, NEWER = 1, 2, 3
 PATIENCE = 60.0

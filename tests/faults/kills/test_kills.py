@@ -23,7 +23,7 @@ from tests.lanes import LONG, by_lane, lane
 
 pytestmark = [
     pytest.mark.full(
-        "hundreds of processes; tests/transfer/test_directory.py has one die at each call"
+        "hundreds of processes; tests/tiers/test_directory.py has one die at each call"
     ),
     pytest.mark.timeout(4 * 3600),
 ]

@@ -24,11 +24,12 @@ import torch
 from tests.faults.kills.killer import AFTER, Killer, Tell
 from tests.faults.kills.mutants import MUTANTS
 from tests.faults.kills.oracle import FLUSH, KEEP, LOOK, LOSE, WRITE, Value
+from tests.helpers.files import damaged_objects
 from tierstore import Access, TierStore
 from tierstore.adoption import WEIGHTS, content_hash
 from tierstore.model.sizes import PAGE
-from tierstore.transfer import directory as directory_module
-from tierstore.transfer import disk as disk_module
+from tierstore.tiers import directory as directory_module
+from tierstore.tiers import disk as disk_module
 
 BUDGET = 64 * PAGE
 LENGTHS = (3, 1000, 4096, 5000, 9000)
@@ -139,7 +140,7 @@ class Life:
         found = {key: value_of(store.get(key)) for key in store}
         left = os.listdir(os.path.join(self.plan.disk_dir, "tmp"))
         left += set(os.listdir(self.plan.disk_dir)) - {"STORE.json", "LOCK", "objects", "tmp"}
-        self.tell("found", found, left, sorted(store._directory.damaged))
+        self.tell("found", found, left, sorted(damaged_objects(self.plan.disk_dir)))
 
 
 class Worker:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,51 +29,54 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tierstore.adapters.activations.geometry import (
-    Geometry,
-    described,
-    geometry_of,
-    refuse_changed,
-)
-from tierstore.adapters.activations.shelf import Piece, Shelf
+from tierstore.adapters.activations.cache import Piece, SavedTensorCache
+from tierstore.adapters.activations.in_place import described, refuse_changed
+from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
 from tierstore.model.sizes import parse_size
 from tierstore.store import TierStore
+from tierstore.torch_private import (
+    base_of,
+    in_backward,
+    is_functorch_wrapped,
+    storage_id,
+    version_of,
+)
 
 PLAIN = (torch.Tensor, nn.Parameter)
 HELD = (nn.Parameter, nn.Buffer)
 
-_shelves: weakref.WeakKeyDictionary[TierStore, weakref.ref[Shelf]] = weakref.WeakKeyDictionary()
-_shelves_lock = threading.Lock()
+_caches: weakref.WeakKeyDictionary[TierStore, weakref.ref[SavedTensorCache]] = (
+    weakref.WeakKeyDictionary()
+)
+_caches_lock = threading.Lock()
 _active = threading.local()
 
 
-def _shelf_of(store: TierStore) -> Shelf:
-    with _shelves_lock:
-        known = _shelves.get(store)
-        shelf = None if known is None else known()
-        if shelf is None:
-            shelf = Shelf(store)
-            _shelves[store] = weakref.ref(shelf)
-        return shelf
+def _cache_of(store: TierStore) -> SavedTensorCache:
+    with _caches_lock:
+        known = _caches.get(store)
+        cache = None if known is None else known()
+        if cache is None:
+            cache = SavedTensorCache(store)
+            _caches[store] = weakref.ref(cache)
+        return cache
 
 
+@dataclass(slots=True, eq=False)
 class Shipped:
     """What the graph holds instead of a tensor that was put aside. It dies with the graph."""
 
-    __slots__ = ("_geometry", "_name", "_piece")
-
-    def __init__(self, piece: Piece, geometry: Geometry, name: str) -> None:
-        self._piece = piece
-        self._geometry = geometry
-        self._name = name
+    piece: Piece
+    geometry: Geometry
+    name: str
 
     def unpack(self) -> torch.Tensor:
         """The tensor, as it was."""
-        self._piece.watch.check(self._name)
-        return self._piece.build(self._geometry)
+        self.piece.watch.check(self.name)
+        return self.piece.build(self.geometry)
 
 
-class Kept:
+class InPlace:
     """What the graph holds instead of a tensor that stays where it is.
 
     Never the tensor itself: an output that its own graph holds would be held for ever.
@@ -83,13 +86,13 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor, piece: Piece | None) -> None:
         self._tensor = tensor.detach()
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._name = described(tensor)
         self._piece = piece  # so that it is counted once
 
     def unpack(self) -> torch.Tensor:
         """The tensor, if it is what it was."""
-        refuse_changed(self._name, self._tensor._version, self._version)
+        refuse_changed(self._name, version_of(self._tensor), self._version)
         return self._tensor
 
 
@@ -104,7 +107,7 @@ class ActivationOffload:
         self.store = store
         self.min_size = min_size
         self._modules = tuple(modules)
-        self._shelf = _shelf_of(store)
+        self._cache = _cache_of(store)
         # Weak references: as long as there is one, nobody else gets the address of a storage.
         self._parameters: dict[int, StorageWeakRef] = {}
 
@@ -118,30 +121,25 @@ class ActivationOffload:
         _entered().append((self, hooks))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         _, hooks = _entered().pop()
-        hooks.__exit__(kind, error, trace)
-        self._shelf.let_go(but=None if kind else 0)
+        hooks.__exit__(kind, *error)
+        self._cache.let_go(but=None if kind else 0)
 
     # Packing -----------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> Shipped | Kept:
+    def _pack(self, tensor: torch.Tensor) -> Shipped | InPlace:
         with torch.no_grad():
             if not _is_plain(tensor):
-                self._shelf.counts.kept("unsupported", _nbytes(tensor))
-                return Kept(tensor, None)
+                self._cache.counts.kept("unsupported", _nbytes(tensor))
+                return InPlace(tensor, None)
             reason = self._why_kept(tensor)
             if reason == "other_device" and (other := self._who_serves(tensor.device)):
                 return other._pack(tensor)
             return self._kept(tensor, reason) if reason else self._saved(tensor)
 
     def _why_kept(self, tensor: torch.Tensor) -> str:
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return "recomputed"  # by a checkpoint, or to be differentiated again: used at once
         if self._is_parameter(tensor):
             return "parameter"
@@ -152,16 +150,16 @@ class ActivationOffload:
         around = [offload for offload, _ in _entered() if offload.store.device == device]
         return around[-1] if around else None
 
-    def _kept(self, tensor: torch.Tensor, reason: str) -> Kept:
+    def _kept(self, tensor: torch.Tensor, reason: str) -> InPlace:
         storage = tensor.untyped_storage()
-        piece = self._shelf.piece(tensor, (0, storage.nbytes()))
-        self._shelf.keep(piece, reason)
-        return Kept(tensor, piece)
+        piece = self._cache.piece(tensor, (0, storage.nbytes()))
+        self._cache.keep(piece, reason)
+        return InPlace(tensor, piece)
 
     def _saved(self, tensor: torch.Tensor) -> Shipped:
         storage, geometry = tensor.untyped_storage(), geometry_of(tensor)
-        piece = self._shelf.piece(tensor, geometry.span(storage.nbytes()))
-        self._shelf.save(piece, geometry, self.min_size)
+        piece = self._cache.piece(tensor, geometry.span(storage.nbytes()))
+        self._cache.save(piece, geometry, self.min_size)
         return Shipped(piece, geometry, described(tensor))
 
     # Parameters --------------------------------------------------------------------------------
@@ -171,9 +169,9 @@ class ActivationOffload:
 
         `nn.Linear` saves a view of its weight, which is a plain tensor: so look at the memory.
         """
-        if tensor.untyped_storage()._cdata in self._parameters:
+        if storage_id_of(tensor) in self._parameters:
             return True
-        for held in (tensor, tensor._base):
+        for held in (tensor, base_of(tensor)):
             if isinstance(held, HELD):
                 self._know(held)
                 return True
@@ -185,7 +183,7 @@ class ActivationOffload:
     def _know(self, tensor: torch.Tensor) -> None:
         if _is_plain(tensor):
             storage = tensor.untyped_storage()
-            self._parameters.setdefault(storage._cdata, StorageWeakRef(storage))
+            self._parameters.setdefault(storage_id(storage), StorageWeakRef(storage))
 
 
 def offload_activations(
@@ -222,7 +220,7 @@ def _bytes_of(min_size: int | str) -> int:
     return parse_size(min_size) if min_size else 0
 
 
-def _unpack(saved: Shipped | Kept) -> torch.Tensor:
+def _unpack(saved: Shipped | InPlace) -> torch.Tensor:
     with torch.no_grad():
         return saved.unpack()
 
@@ -239,10 +237,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is bytes with strides, and nothing else."""
     return (
         type(tensor) in PLAIN
-        and tensor.layout is torch.strided
+        and has_address(tensor)
         and tensor.device.type != "meta"
-        and not (tensor.is_quantized or tensor.is_nested)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor.is_quantized
+        and not is_functorch_wrapped(tensor)
     )
 
 

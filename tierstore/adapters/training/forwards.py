@@ -2,128 +2,77 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.training.regions import Region
 from tierstore.adapters.training.slices import Slice
-from tierstore.adapters.wrapping import StandIn
+from tierstore.adapters.unit_use import Arguments, StandIn
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-class Called(Protocol):
-    """A model that wants to know of its calls."""
-
-    def enter(self) -> None:
-        """A call begins."""
-
-    def leave(self) -> None:
-        """It ends."""
-
-
+@dataclass(eq=False)
 class Pass:
-    """One call of the whole module."""
+    """One call of the whole module, which `enter` and `leave` are told of: a `UnitUse`."""
 
-    def __init__(self, model: Called) -> None:
-        self._model: Called | None = model
-        self._inside = False
+    enter: Callable[[], None]
+    leave: Callable[[], None]
+    inside: bool = False
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         """It begins."""
-        assert self._model is not None
-        self._inside = True
-        self._model.enter()
+        self.inside = True
+        self.enter()
+        return True
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """It ends. What it returns is as it was."""
+        self.end()
+        return result
 
     def end(self) -> None:
         """It ends. To be called again if it was interrupted."""
-        if self._inside:
-            self._inside = False
-            assert self._model is not None
-            self._model.leave()
+        if self.inside:
+            self.inside = False
+            self.leave()
 
 
-class Trained(StandIn):
-    """The forward of a module in training: `visit()` is begun before each call, and ended after."""
-
-    def __init__(self, module: nn.Module, visit: Callable[[], Any]) -> None:
-        self._visit: Callable[[], Any] | None = visit
-        super().__init__(module, "forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._visit is None:
-            return self.original(*args, **kwargs)
-        visit = self._visit()
-        try:
-            visit.begin()
-            return self.original(*args, **kwargs)
-        finally:
-            try:
-                visit.end()
-            except BaseException:  # an interrupt in the middle of putting back: do it again
-                visit.end()
-                raise
-
-    def remove(self) -> None:
-        self._visit = None
-        super().remove()
+Run = Callable[[StandIn, Any, Any], Any]
+"""What a `StandIn` runs."""
 
 
-class Recomputed(StandIn):
+def recomputed(module: nn.Module, aside: ActivationOffload) -> Run:
     """The forward of a module that is computed again in the backward pass."""
-
-    def __init__(self, module: nn.Module, aside: ActivationOffload) -> None:
-        super().__init__(module, "forward")
-        self._region: Callable[..., Any] | None = Region([module], self.original, aside)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._region or self.original)(*args, **kwargs)
-
-    def remove(self) -> None:
-        self._region = None
-        super().remove()
+    region = Region([module], aside)
+    return lambda forward, args, kwargs: region(forward.original, args, kwargs)
 
 
-class Chain(StandIn):
-    """The forward of an `nn.Sequential`, slice by slice."""
-
-    def __init__(self, module: nn.Module, parts: list[Callable[..., Any]]) -> None:
-        self._parts = parts
-        super().__init__(module, "forward")
-
-    def __call__(self, given: Any) -> Any:
-        if not self._parts:
-            return self.original(given)
-        for part in self._parts:
-            given = part(given)
-        return given
-
-    def remove(self) -> None:
-        self._parts = []
-        super().remove()
-
-
-def _through(modules: list[nn.Module]) -> Callable[[Any], Any]:
-    def run(given: Any) -> Any:
-        for module in modules:
-            given = module(given)
-        return given
-
-    return run
-
-
-def chain(
-    module: nn.Module, slices: list[Slice], aside: ActivationOffload
-) -> list[Callable[..., Any]]:
-    """The slices of an `nn.Sequential`, as regions."""
+def chain(module: nn.Module, slices: list[Slice], aside: ActivationOffload) -> Run:
+    """The forward of an `nn.Sequential` whose slices are computed again, each by itself."""
     children = list(module.children())
     ends = _ends(children, slices)
     parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
-    return [Region(part, _through(part), aside) for part in parts]
+    regions = [(Region(part, aside), functools.partial(_through, part)) for part in parts]
+
+    def forward(given: Any) -> Any:
+        for region, run in regions:
+            given = region(run, (given,), {})
+        return given
+
+    return lambda _, args, kwargs: forward(*args, **kwargs)
+
+
+def _through(modules: list[nn.Module], given: Any) -> Any:
+    for module in modules:
+        given = module(given)
+    return given
 
 
 def _ends(children: list[nn.Module], slices: list[Slice]) -> list[int]:

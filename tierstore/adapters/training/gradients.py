@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tierstore.adapters.training.places import Place
+from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import Hold
-from tierstore.transfer.streams import entered
+from tierstore.tiers.streams import entered
+from tierstore.torch_private import after_backward
 
 if TYPE_CHECKING:
     from tierstore.adapters.training.weights import Weights
@@ -49,11 +50,11 @@ class _Copy:
 
 
 class Gradients:
-    """The gradients of one group of parameters. `place` is None until there was one."""
+    """The gradients of one group of parameters. `buffer` is None until there was one."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self.place: Place | None = None
+        self.buffer: StateBuffer | None = None
         self._stored: set[str] = set()  # names of those that have a gradient
         self._shown: set[str] = set()  # of those whose `grad` is what we gave them
         self._open: dict[str, torch.Tensor] | None = None
@@ -78,7 +79,7 @@ class Gradients:
                 self._stored.discard(name)
 
     def _shows(self, name: str) -> torch.Tensor | None:
-        return None if self.place is None else self.place.tensors.get(name)
+        return None if self.buffer is None else self.buffer.tensors.get(name)
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         """Autograd has left a gradient: store it."""
@@ -150,20 +151,20 @@ class Gradients:
     def opened(self) -> dict[str, torch.Tensor]:
         """The stored gradients, to be changed, until `close`."""
         if self._open is None:
-            if self.place is None or not self._trained().keys() <= set(self.place.names):
-                self.place = self._made()
+            if self.buffer is None or not self._trained().keys() <= set(self.buffer.names):
+                self.buffer = self._made()
             purpose = Hold.UPDATE if self._stored else Hold.RENEW
-            self._open = self.place.enter(self._closing, purpose)
+            self._open = self.buffer.enter(self._closing, purpose)
         return self._open
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self._weights.parameters.items() if p.requires_grad}
 
-    def _made(self) -> Place:
-        """A place for the gradients of all that want one now, with those that there are."""
-        before, trained = self.place, self._trained()
+    def _made(self) -> StateBuffer:
+        """A buffer for the gradients of all that want one now, with those that there are."""
+        before, trained = self.buffer, self._trained()
         if before is not None:
-            before.settle_down()
+            before.put_away()
             before.ready()
         stored = {n: before.tensors[n] for n in self._stored} if before is not None else {}
         values = {
@@ -173,7 +174,7 @@ class Gradients:
             for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
         }
         key = f"{self._weights.key}/gradient.{next(_numbers)}"
-        made = Place(self._weights.place.store, key, values, with_values=bool(stored))
+        made = StateBuffer(self._weights.buffer.store, key, values, with_values=bool(stored))
         if before is not None:
             made.ready()
             for name in self._shown:
@@ -191,13 +192,13 @@ class Gradients:
     def show(self) -> None:
         """Let parameters have what is stored as their gradients."""
         self.close()
-        if self.place is None:
+        if self.buffer is None:
             return
-        self.place.settle_down()
-        self.place.ready()
+        self.buffer.put_away()
+        self.buffer.ready()
         for name in self._stored - self._shown:
             parameter = self._weights.parameters[name]
-            parameter.grad = self.place.tensors[name]
+            parameter.grad = self.buffer.tensors[name]
             self._shown.add(name)
 
     def discard(self) -> None:
@@ -207,8 +208,8 @@ class Gradients:
             parameter = self._weights.parameters[name]
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
-        if self.place is not None:
-            self.place.discard()
+        if self.buffer is not None:
+            self.buffer.discard()
 
 
 def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
@@ -217,21 +218,19 @@ def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
     return parameter.dtype if chosen is None else chosen
 
 
-class _Afterwards:
-    """Called when autograd has left a gradient.
+def _afterwards(shipping: Shipping, weights: Weights, name: str) -> Callable[[Any], None]:
+    """What to call when autograd has left a gradient.
 
     torch keeps it where Python's collector does not look, so it must not keep anything.
     """
+    references = weakref.ref(shipping), weakref.ref(weights)
 
-    def __init__(self, shipping: Shipping, weights: Weights, name: str) -> None:
-        self._shipping = weakref.ref(shipping)
-        self._weights = weakref.ref(weights)
-        self._name = name
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        shipping, weights = self._shipping(), self._weights()
+    def add(parameter: nn.Parameter) -> None:
+        shipping, weights = references[0](), references[1]()
         if shipping is not None and weights is not None:
-            shipping.add(weights, self._name, parameter)
+            shipping.add(weights, name, parameter)
+
+    return add
 
 
 class _Streams(threading.local):
@@ -275,7 +274,7 @@ class Shipping:
                 if parameter.requires_grad and id(parameter) not in self._watched:
                     self._watched.add(id(parameter))
                     before = functools.partial(self._before, weights, name, parameter)
-                    after = _Afterwards(self, weights, name)
+                    after = _afterwards(self, weights, name)
                     self._handles.append(parameter.register_hook(before))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
@@ -284,8 +283,7 @@ class Shipping:
         with self._lock:
             if not self._under_way:
                 self._under_way = True
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self.finish)
+                after_backward(self.finish)
 
     def _before(
         self, weights: Weights, name: str, parameter: nn.Parameter, gradient: torch.Tensor

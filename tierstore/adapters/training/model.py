@@ -13,30 +13,25 @@ import torch
 from torch import nn
 
 from tierstore.adapters.activations import offload_activations
-from tierstore.adapters.bindings import assign
-from tierstore.adapters.grouping import is_plain
+from tierstore.adapters.attachment import Attachment
+from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
-from tierstore.adapters.staying import Staying, forget
-from tierstore.adapters.training.forwards import (
-    Chain,
-    Pass,
-    Recomputed,
-    Trained,
-    chain,
-    regions_in,
-)
+from tierstore.adapters.training.forwards import Pass, chain, recomputed, regions_in
 from tierstore.adapters.training.gradients import Shipping
 from tierstore.adapters.training.parallel import ADVICE, spread_by
-from tierstore.adapters.training.places import Place, packed_bytes, rooms_of
 from tierstore.adapters.training.regions import Microbatches
 from tierstore.adapters.training.slices import Slice, cut_into_slices
-from tierstore.adapters.training.weights import Desk, Passage, Weights
-from tierstore.adapters.wrapping import StandIn, to_device
+from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
+from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
+from tierstore.adapters.unit_use import UnitForward, same
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore
-from tierstore.transfer.maps import give_back_free_memory
+from tierstore.tiers.maps import give_back_free_memory
+from tierstore.torch_private import in_backward
 
 SLICE_SHARE = 8
 """One in so many bytes of the fastest tier is a slice, if nobody says how many there are."""
@@ -89,18 +84,15 @@ class OffloadModel(nn.Module):
         self.__dict__["module"] = module  # not a child: names are those of the module itself
         self._share()
         self.store = store
-        self._wrappers: list[StandIn] = []
+        self._attachment = Attachment(self, store)
         self._depth = 0
-        self._staying = Staying(store)
-        residents: dict[str, list[str]] = {}
-        weakref.finalize(self, forget, weakref.ref(store), residents, self._staying.leases)
         self._key = f"training/{next(_numbers)}"
         self.slices = _slices(module, store, num_slices)
-        self._groups = self._settle(residents)
+        self._groups = self._take_parameters()
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
-        self._desk = Desk(store, self._groups, len(self.slices))
-        self._shipping = Shipping(self._groups, self._desk.settle_down)
-        self._desk.make_room = self.make_room
+        self._streamer = WeightStreamer(store, self._groups, len(self.slices))
+        self._shipping = Shipping(self._groups, self._streamer.put_away)
+        self._streamer.make_room = self.make_room
         self._wrap()
         if checkpoint_activation:
             self._recompute()
@@ -142,17 +134,17 @@ class OffloadModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the module, under its own names: CPU tensors that read as what they are."""
-        self.settle_down()
+        self.put_away()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load values into the module. `assign` makes no difference: they are copied."""
-        self.settle_down()
+        self.put_away()
         return self.module.load_state_dict(state_dict, strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what a backward pass that failed has left in the store."""
-        self.settle_down()
+        self.put_away()
         super().zero_grad(set_to_none)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -168,12 +160,12 @@ class OffloadModel(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.settle_down()
+        self.put_away()
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.settle_down()
-        return _same, (copy.deepcopy(self.module),)
+        self.put_away()
+        return same, (copy.deepcopy(self.module),)
 
     def extra_repr(self) -> str:
         """How many slices there are."""
@@ -181,51 +173,48 @@ class OffloadModel(nn.Module):
 
     # Setting up --------------------------------------------------------------------------------
 
-    def _settle(self, residents: dict[str, list[str]]) -> list[Weights]:
+    def _take_parameters(self) -> list[Weights]:
         """Put the parameters into the store, and let them show what they are there."""
         groups: list[Weights] = []
         waiting: list[Weights] = []
         plans = [(slice_, plan) for slice_ in self.slices for plan in slice_.groups]
-        rooms = rooms_of(self.store)
+        budget = state_budget_of(self.store)
         for _, plan in plans:
-            rooms.expect(packed_bytes(plan.tensors))
+            budget.expect(packed_bytes(plan.tensors))
         for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
-            place = Place(self.store, f"{self._key}/{number}", plan.tensors)
+            buffer = StateBuffer(self.store, f"{self._key}/{number}", plan.tensors)
             names: dict[str, Any] = dict(plan.tensors)
-            weights = Weights(place, names, number, slice_.number)
+            weights = Weights(buffer, names, number, slice_.number)
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
                 _move_in(waiting.pop(0))
         for weights in waiting:
             _move_in(weights)
-        if self.store.device.type != "cpu":
-            rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
-            rest |= {
-                name: parameter
-                for name, parameter in self.module.named_parameters()
-                if not is_plain(parameter)
-            }
-            self._staying.take(self._key, rest, rooms.target, residents)
+        rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
+        rest |= {n: p for n, p in self.module.named_parameters() if not is_movable(p)}
+        self._attachment.keep_on_device(self._key, rest, budget.target)
         return groups
 
     def _wrap(self) -> None:
         for slice_ in self.slices:
             for unit in slice_.units:
                 groups = list(dict.fromkeys(self._group_of[id(t)] for t in unit.tensors.values()))
-                visited = [w for w in groups if self._desk.needs_visits(w)]
+                visited = [w for w in groups if self._streamer.needs_visits(w)]
                 if visited:
-                    passage = functools.partial(Passage, self._desk, visited)
-                    self._wrappers.append(Trained(unit.module, passage))
-        self._wrappers.append(Trained(self.module, functools.partial(Pass, self)))
+                    forward = UnitForward(functools.partial(TrainingUse, self._streamer, visited))
+                    self._attachment.stand_in(unit.module, "forward", forward)
+        whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
+        self._attachment.stand_in(self.module, "forward", whole)
 
     def _recompute(self) -> None:
         aside = offload_activations(self.store, min_size=PAGE)
         if type(self.module).forward is nn.Sequential.forward:
-            self._wrappers.append(Chain(self.module, chain(self.module, self.slices, aside)))
+            forward = chain(self.module, self.slices, aside)
+            self._attachment.stand_in(self.module, "forward", forward)
             return
         for module in dict.fromkeys(map(self._visited_for, regions_in(self.module))):
-            self._wrappers.append(Recomputed(module, aside))
+            self._attachment.stand_in(module, "forward", recomputed(module, aside))
 
     def _visited_for(self, module: nn.Module) -> nn.Module:
         """The module whose visit brings this one's weights: they must come again with it, too."""
@@ -251,28 +240,28 @@ class OffloadModel(nn.Module):
     def make_room(self) -> None:
         """Give back what is in RAM for later, or for no reason but that it may be wanted again."""
         self._shipping.make_room()
-        self._desk.give_back()
+        self._streamer.give_back()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter(self) -> None:
+    def _enter(self) -> None:
         """A call of the module begins."""
         self._depth += 1
-        if self._depth == 1 and torch._C._current_graph_task_id() == -1:
-            self.settle_down()
+        if self._depth == 1 and not in_backward():
+            self.put_away()
             self._shipping.watch()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """It ends."""
         self._depth -= 1
         if self._depth == 0 and not torch.is_grad_enabled():
-            self.settle_down()
+            self.put_away()
 
-    def settle_down(self) -> None:
+    def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._shipping.finish()  # of a backward pass that was given up
-            self._desk.settle_down()
+            self._streamer.put_away()
 
     def weights_of(self, parameter: nn.Parameter) -> Weights | None:
         """The group that a parameter is in."""
@@ -281,34 +270,33 @@ class OffloadModel(nn.Module):
     def disable(self) -> nn.Module:
         """Make the module an ordinary one again, on the CPU, and return it. It takes its memory."""
         give_up(self.module.modules())
-        while self._wrappers:
-            self._wrappers.pop().remove()
+        self._attachment.detach()
         self._shipping.stop()
-        self.settle_down()
-        self._staying.give_back()
+        self.put_away()
+        self._attachment.resident.give_back()
         for weights in self._groups:
             for parameter in weights.parameters.values():
-                assign(parameter, parameter.data.clone())
+                assign(parameter, parameter.detach().clone())
                 _models.pop(id(parameter), None)
             weights.gone = True
             weights.gradients.discard()
-            weights.place.discard()
+            weights.buffer.discard()
         self._groups.clear()
         self.__dict__["_run"] = self.module
         return self.module
 
 
 def _move_in(weights: Weights) -> None:
-    weights.place.ready()
+    weights.buffer.ready()
     for name, parameter in weights.parameters.items():
-        assign(parameter, weights.place.tensors[name])
+        assign(parameter, weights.buffer.tensors[name])
 
 
 def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slice]:
     budgets = store.stats().budget_bytes
     memory = [b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None]
     fastest = budgets.get(Tier.DEVICE.name) or budgets[Tier.HOST.name] or (1 << 40)
-    group = min([rooms_of(store).target, *(b // SLICE_SHARE for b in memory)])
+    group = min([state_budget_of(store).target, *(b // SLICE_SHARE for b in memory)])
     return cut_into_slices(module, count, max(fastest // SLICE_SHARE, group), max(group, PAGE))
 
 
@@ -344,10 +332,6 @@ def _with_index(device: torch.device) -> torch.device:
     if ":" in str(device):
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def model_of(parameter: nn.Parameter) -> OffloadModel | None:

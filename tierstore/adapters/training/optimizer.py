@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from tierstore.adapters.training.model import OffloadModel, model_of
-from tierstore.adapters.training.places import packed_bytes, rooms_of
+from tierstore.adapters.training.state_buffers import packed_bytes, state_budget_of
 from tierstore.adapters.training.tiles import Groups, Tile
 from tierstore.adapters.training.weights import Weights
+from tierstore.model.outline import in_portions
 from tierstore.store import TierStore
 
 AHEAD = 2
@@ -115,9 +116,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 offloaded.setdefault(id(weights), []).append(parameter)
         for number, members in offloaded.items():
             self._add(members, weights_of[number])
-        rooms = rooms_of(self.store)
-        for members in _portions(rest, rooms.target):
-            rooms.expect(packed_bytes({str(i): p.detach() for i, p in enumerate(members)}))
+        budget = state_budget_of(self.store)
+        for members in in_portions(rest, lambda p: packed_bytes({"": p.detach()}), budget.target):
+            budget.expect(packed_bytes({str(i): p.detach() for i, p in enumerate(members)}))
             self._add(members, None)
 
     def _add(self, parameters: list[nn.Parameter], weights: Weights | None) -> None:
@@ -133,7 +134,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle_down()
+        self._put_away()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         groups = Groups(self.param_groups)
         try:
@@ -143,7 +144,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             groups.finish(self._inner)
         finally:
             for tile in busy:
-                tile.settle_down()
+                tile.put_away()
         return loss
 
     @property
@@ -163,7 +164,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what a backward pass that failed has left in the store."""
-        self._settle_down()
+        self._put_away()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -177,7 +178,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if `error_if_nonfinite`.
         """
         norm_type = float(norm_type)  # "inf" is one, too
-        self._settle_down()
+        self._put_away()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         norms: dict[int, torch.Tensor] = {}
         for tile in busy:
@@ -197,19 +198,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for tile in busy:
                 tile.scale(scale)
         for tile in busy:
-            tile.settle_down()
+            tile.put_away()
         return total
 
-    def _settle_down(self) -> None:
+    def _put_away(self) -> None:
         for model in {id(m): m for m in map(_model_of_tile, self._tiles) if m is not None}.values():
-            model.settle_down()
+            model.put_away()
 
     def _expect(self, tiles: Iterable[Tile]) -> None:
-        places = [place for tile in tiles for place in tile.places() if not place.stays]
-        for place in places:
-            place.expected()
-        if places:
-            self.store.expect_in_ram(place.key for place in places)
+        buffers = [b for tile in tiles for b in tile.buffers() if not b.stays]
+        for buffer in buffers:
+            buffer.expected()
+        if buffers:
+            self.store.expect_in_ram(buffer.key for buffer in buffers)
 
     # State -------------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for tile in self._tiles:
             tile.load({id(p): loaded[id(p)] for p in tile.parameters if id(p) in loaded})
         for tile in self._tiles:
-            tile.settle_down()
+            tile.put_away()
 
     def _as_loaded(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """Values are given the dtype of the parameter, as torch does, unless it has a master."""
@@ -244,21 +245,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if name == "step" or has_master or not parameter.is_floating_point():
             return value.dtype
         return parameter.dtype if value.is_floating_point() else value.dtype
-
-
-def _portions(parameters: list[nn.Parameter], target: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters in portions of up to `target` bytes."""
-    portion: list[nn.Parameter] = []
-    nbytes = 0
-    for parameter in parameters:
-        size = packed_bytes({"": parameter.detach()})
-        if portion and nbytes + size > target:
-            yield portion
-            portion, nbytes = [], 0
-        portion.append(parameter)
-        nbytes += size
-    if portion:
-        yield portion
 
 
 def _model_of_tile(tile: Tile) -> OffloadModel | None:

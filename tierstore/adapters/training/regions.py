@@ -10,65 +10,71 @@ computes is the same, and statistics are updated once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.checkpointing import checkpoint
-from tierstore.adapters.training.before import Buffers, Caches
 from tierstore.adapters.training.gradients import Shipping
+from tierstore.adapters.training.region_state import Buffers, Caches
 from tierstore.adapters.training.weights import others_are_around
+from tierstore.torch_private import (
+    fills_all_gradients,
+    keeps_graph,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 
 Call = Callable[..., Any]
 
 
 class Region:
-    """Modules that are computed again together. `run` computes them; `aside` keeps what they were
-    given."""
+    """Modules that are computed again together. `aside` keeps what they were given."""
 
-    def __init__(self, modules: list[nn.Module], run: Call, aside: ActivationOffload) -> None:
+    def __init__(self, modules: list[nn.Module], aside: ActivationOffload) -> None:
         self._modules = modules
-        self._run = run
         self._aside = aside
         self._inplace = any(
             getattr(part, "inplace", False) for m in modules for part in m.modules()
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, run: Call, args: Any, kwargs: Any) -> Any:
+        """What `run`, which computes the modules, returns."""
         if not torch.is_grad_enabled():
-            return self._run(*args, **kwargs)
+            return run(*args, **kwargs)
         if self._inplace:  # what was given is wanted again, as it was
             args, kwargs = tree_map(_apart, (args, kwargs))
         caches = Caches()
         args, kwargs = caches.taken_out_of((args, kwargs))
-        twice = _Twice(self._modules, self._run, caches)
+        twice = _Twice(self._modules, run, caches)
         if others_are_around():  # they see to what is given
             return checkpoint(twice, *args, **kwargs)
         with self._aside:
             return checkpoint(twice, *args, **kwargs)
 
 
+@dataclass(eq=False)
 class _Twice:
     """One call of a region: computed once, and later again."""
 
-    def __init__(self, modules: list[nn.Module], run: Call, caches: Caches) -> None:
-        self._modules = modules
-        self._run = run
-        self._caches = caches
-        self._buffers: Buffers | None = None
+    modules: list[nn.Module]
+    run: Call
+    caches: Caches
+    buffers: Buffers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        again = self._buffers is not None
-        args, kwargs = self._caches.put_into((args, kwargs), again=again)
-        if self._buffers is not None:
-            with self._buffers.put_back():
-                return self._run(*args, **kwargs)
-        self._buffers = Buffers(self._modules)
-        result = self._run(*args, **kwargs)
-        self._buffers.keep_changed()
+        again = self.buffers is not None
+        args, kwargs = self.caches.put_into((args, kwargs), again=again)
+        if self.buffers is not None:
+            with self.buffers.put_back():
+                return self.run(*args, **kwargs)
+        self.buffers = Buffers(self.modules)
+        result = self.run(*args, **kwargs)
+        self.buffers.keep_changed()
         return result
 
 
@@ -76,33 +82,31 @@ def _apart(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
+@dataclass(eq=False)
 class Microbatches:
     """Calls a model on parts of a batch, one after the other, and goes back in the same order.
 
     So gradients are added up as a loop over the parts would: forward and backward for each.
     """
 
-    def __init__(self, run: Call, count: int, shipping: Shipping) -> None:
-        self._run = run
-        self._count = count
-        self.shipping = shipping
+    run: Call
+    count: int
+    shipping: Shipping
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         batch = next((x.size(0) for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
-        if batch < self._count:
+        if batch < self.count:
             raise ValueError(
-                f"a batch of {batch} cannot be cut into {self._count} microbatches: give a tensor "
+                f"a batch of {batch} cannot be cut into {self.count} microbatches: give a tensor "
                 "whose first dimension is the batch, or lower num_microbatches"
             )
         cut = [_is_batched(leaf, batch) for leaf in leaves]
         parts = [
-            leaf.tensor_split(self._count) if whole else [leaf] * self._count
+            leaf.tensor_split(self.count) if whole else [leaf] * self.count
             for leaf, whole in zip(leaves, cut, strict=True)
         ]
-        calls = [
-            _Part(self._run, [part[i] for part in parts], structure) for i in range(self._count)
-        ]
+        calls = [_Part(self.run, [part[i] for part in parts], structure) for i in range(self.count)]
         if not torch.is_grad_enabled():
             return joined([call.run(call.leaves) for call in calls])
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -115,20 +119,20 @@ def _is_batched(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch
 
 
+@dataclass(eq=False)
 class _Part:
     """The call for one part of the batch."""
 
-    def __init__(self, run: Call, leaves: list[Any], structure: Any) -> None:
-        self._run = run
-        self.leaves = leaves
-        self._structure = structure
-        self.shape: Any = None
-        self.found: list[Any] = []
+    model: Call
+    leaves: list[Any]
+    structure: Any
+    shape: Any = None
+    found: list[Any] = field(default_factory=list)
 
     def run(self, leaves: list[Any]) -> Any:
         """Call the model."""
-        args, kwargs = tree_unflatten(leaves, self._structure)
-        return self._run(*args, **kwargs)
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return self.model(*args, **kwargs)
 
     def go_back(self, gradients: Sequence[Any], before: list[int], *, again: bool) -> None:
         """Go back through this part; `again` if there may be another time.
@@ -208,7 +212,7 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if not torch.autograd._is_checkpoint_valid():
+        if not fills_all_gradients():
             raise RuntimeError(
                 "microbatches cannot be differentiated by torch.autograd.grad() or with inputs=: "
                 "use loss.backward(), or num_microbatches=1"
@@ -219,7 +223,7 @@ class _InParts(torch.autograd.Function):
                 "retain_graph=True to the backward before it"
             )
         ctx.whole.shipping.begin()
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        again = keeps_graph()
         before = [0] * len(gradients)
         for call in ctx.calls:
             call.go_back(gradients, before, again=again)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.adapters.training.directory_swap import Home
 from tierstore.adapters.training.documents import (
     FORMAT,
     as_json,
@@ -33,7 +34,6 @@ from tierstore.adapters.training.documents import (
     write_document,
 )
 from tierstore.adapters.training.optimizer import OffloadOptimizer
-from tierstore.adapters.training.replacing import Home
 from tierstore.adapters.training.saved_files import (
     MODEL,
     OPTIMIZER,
@@ -44,7 +44,7 @@ from tierstore.adapters.training.saved_files import (
 )
 from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.sizes import PAGE
-from tierstore.transfer.views import dtype_name
+from tierstore.tiers.views import dtype_name
 
 
 def save_training(

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unique_bytes
+from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
 
 
 @dataclass(eq=False)
@@ -38,11 +38,15 @@ def cut_into_slices(
 
     Groups have up to `group_bytes`. There are never more slices than units.
     """
-    total = unique_bytes(parameter.data for parameter in root.parameters())
+    total = unique_bytes(root.parameters())
     if count is None:
         count = -(-total // max(slice_bytes, 1))
     limit = max(min(group_bytes, total // max(count, 1)), 1)
-    units = [u for u in map(_parameters_only, Cutting("block_level", limit).units(root)) if u]
+    units = [
+        parameters
+        for unit in Cutting("block_level", limit).units(root)
+        if (parameters := unit.only(lambda _, tensor: isinstance(tensor, nn.Parameter)))
+    ]
     slices = [Slice(n) for n in range(max(min(count, len(units)), 1))]
     seen: set[int] = set()
     for unit, slice_ in _dealt(units, slices, total, seen):
@@ -51,14 +55,6 @@ def cut_into_slices(
     for slice_ in slices:
         slice_.groups = _groups(slice_.units, group_bytes, claimed)
     return [slice_ for slice_ in slices if slice_.units]
-
-
-def _parameters_only(unit: Unit) -> Unit | None:
-    held = unit.tensors.items()
-    tensors: dict[str, torch.Tensor] = {n: t for n, t in held if isinstance(t, nn.Parameter)}
-    if not tensors:
-        return None
-    return Unit(unit.name, unit.module, tensors, unit.block, unit.encloses)
 
 
 def _dealt(
@@ -81,11 +77,7 @@ def _dealt(
 
 
 def _groups(units: list[Unit], target: int, claimed: set[int]) -> list[GroupPlan]:
-    fresh = []
-    for unit in units:
-        tensors = {n: t for n, t in unit.tensors.items() if id(t) not in claimed}
-        if tensors:
-            fresh.append(Unit(unit.name, unit.module, tensors, unit.block, unit.encloses))
+    fresh = [f for unit in units if (f := unit.only(lambda _, t: id(t) not in claimed))]
     groups = Cutting("block_level", target).groups(fresh)
     claimed.update(id(t) for group in groups for t in group.tensors.values())
     return groups

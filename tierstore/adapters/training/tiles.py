@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from tierstore.adapters.grouping import span
-from tierstore.adapters.training.places import Place
+from tierstore.adapters.codecs.memory import address_of, span
+from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.tiers import Hold
 from tierstore.store import TierStore
@@ -76,9 +76,9 @@ class Groups:
         self._before = [_without_parameters(group) for group in groups]
         self._after: dict[int, dict[str, Any]] = {}
         self._order = {
-            id(parameter): (number, place)
+            id(parameter): (number, index)
             for number, group in enumerate(groups)
-            for place, parameter in enumerate(group["params"])
+            for index, parameter in enumerate(group["params"])
         }
 
     def step(self, inner: torch.optim.Optimizer, stand_ins: dict[int, torch.Tensor]) -> None:
@@ -137,11 +137,7 @@ class Tile:
     """Parameters that are stepped together, and the place of their states."""
 
     def __init__(
-        self,
-        optimizer: Whole,
-        key: str,
-        parameters: list[nn.Parameter],
-        weights: Weights | None,
+        self, optimizer: Whole, key: str, parameters: list[nn.Parameter], weights: Weights | None
     ) -> None:
         self.parameters = parameters
         self._weights = weights
@@ -149,8 +145,8 @@ class Tile:
         self._by_id = {id(p): p for p in parameters}
         self._key = key
         self._keys = itertools.count()
-        self._places: list[Place] = []
-        self._where: dict[tuple[int, str], tuple[Place, str]] = {}
+        self._buffers: list[StateBuffer] = []
+        self._where: dict[tuple[int, str], tuple[StateBuffer, str]] = {}
         # What the optimizer's state was given to show it. Another tensor there is somebody else's.
         self._shown: dict[tuple[int, str], torch.Tensor] = {}
         self._names = {}
@@ -166,25 +162,25 @@ class Tile:
         """Whether there is anything to do."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
-    def places(self) -> Iterator[Place]:
+    def buffers(self) -> Iterator[StateBuffer]:
         """Where what it works on is."""
         if self.weights is not None:
-            yield self.weights.place
-            if self.weights.gradients.place is not None:
-                yield self.weights.gradients.place
-        yield from self._places
+            yield self.weights.buffer
+            if self.weights.gradients.buffer is not None:
+                yield self.weights.gradients.buffer
+        yield from self._buffers
 
-    def settle_down(self) -> None:
+    def put_away(self) -> None:
         """Nobody works on it for now."""
-        for place in self.places():
-            place.settle_down()
-        for place in self._places:
-            place.ready()
+        for buffer in self.buffers():
+            buffer.put_away()
+        for buffer in self._buffers:
+            buffer.ready()
         for number, name in self._where:
             self._show(number, name)
-        used = {place for place, _ in self._where.values()}
-        while unused := [place for place in self._places if place not in used]:
-            self._places.remove(unused[0])
+        used = {buffer for buffer, _ in self._where.values()}
+        while unused := [buffer for buffer in self._buffers if buffer not in used]:
+            self._buffers.remove(unused[0])
             unused[0].discard()
 
     def _show(self, number: int, name: str) -> None:
@@ -195,8 +191,8 @@ class Tile:
             state = self._optimizer.state.get(parameter, {})
             if state.get(name) is not shown:
                 return
-        place, inner = self._where[key]
-        tensor = self._shown[key] = place.tensors[inner]
+        buffer, inner = self._where[key]
+        tensor = self._shown[key] = buffer.tensors[inner]
         self._optimizer.state[parameter][name] = tensor
 
     def norms(self, norm_type: float) -> dict[int, torch.Tensor]:
@@ -217,7 +213,7 @@ class Tile:
                 groups,
                 self._values(stack),
                 self._gradients(stack, Hold.READ),
-                {place: place.enter(stack, Hold.UPDATE) for place in self._places},
+                {buffer: buffer.enter(stack, Hold.UPDATE) for buffer in self._buffers},
             )
 
     def load(self, states: dict[int, dict[str, Any]]) -> None:
@@ -231,24 +227,26 @@ class Tile:
         if large != self._where.keys():
             self._where.clear()
             self._shown.clear()
-            while self._places:
-                self._places.pop().discard()
+            while self._buffers:
+                self._buffers.pop().discard()
         with ExitStack() as stack, torch.no_grad():
-            self._keep(states, {place: place.enter(stack, Hold.UPDATE) for place in self._places})
+            self._keep(
+                states, {buffer: buffer.enter(stack, Hold.UPDATE) for buffer in self._buffers}
+            )
 
     def _gradients(self, stack: ExitStack, purpose: Hold) -> dict[int, torch.Tensor]:
         """By the id of its parameter, each gradient: those in the store in RAM, and those that
         somebody else has given where they are."""
         found = {id(p): p.grad for p in self.parameters if p.grad is not None}
-        place = None if self.weights is None else self.weights.gradients.place
-        if place is not None:
+        buffer = None if self.weights is None else self.weights.gradients.buffer
+        if buffer is not None:
             ours = {
                 number: name
                 for number, name in self._names.items()
-                if number in found and found[number] is place.tensors.get(name)
+                if number in found and found[number] is buffer.tensors.get(name)
             }
             if ours:
-                tensors = place.enter(stack, purpose)
+                tensors = buffer.enter(stack, purpose)
                 found.update({number: tensors[name] for number, name in ours.items()})
         return found
 
@@ -258,7 +256,7 @@ class Tile:
         groups: Groups,
         values: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
-        held: dict[Place, dict[str, torch.Tensor]],
+        held: dict[StateBuffer, dict[str, torch.Tensor]],
     ) -> None:
         shadows: dict[int, torch.Tensor] = {}
         inner.state = defaultdict(dict)
@@ -276,13 +274,15 @@ class Tile:
         self._keep(states, held)
         inner.state = defaultdict(dict)
 
-    def _state_of(self, number: int, held: dict[Place, dict[str, torch.Tensor]]) -> dict[str, Any]:
+    def _state_of(
+        self, number: int, held: dict[StateBuffer, dict[str, torch.Tensor]]
+    ) -> dict[str, Any]:
         state = dict(self._optimizer.state.get(self._by_id[number], {}))
         for name, value in state.items():
             shown = self._shown.get((number, name))
             if shown is not None and value is shown:  # what else is there, somebody assigned
-                place, inner = self._where[number, name]
-                state[name] = held[place][inner]
+                buffer, inner = self._where[number, name]
+                state[name] = held[buffer][inner]
         return state
 
     def _worked_on(self, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
@@ -296,7 +296,7 @@ class Tile:
         self, number: int, shadow: torch.Tensor, value: torch.Tensor, state: dict[str, Any]
     ) -> None:
         parameter = self._by_id[number]
-        if shadow.data_ptr() != value.data_ptr():  # a master, or the optimizer gave it new memory
+        if address_of(shadow) != address_of(value):  # a master, or the optimizer gave it new memory
             value.copy_(shadow)
         if shadow.dtype is not value.dtype:
             state[MASTER] = shadow
@@ -308,11 +308,11 @@ class Tile:
         """By parameter: its value on the CPU, to be changed."""
         if self.weights is None:
             return {id(p): p.detach().cpu() for p in self.parameters}
-        tensors = self.weights.place.enter(stack, Hold.UPDATE)
+        tensors = self.weights.buffer.enter(stack, Hold.UPDATE)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
 
     def _keep(
-        self, states: dict[int, dict[str, Any]], held: dict[Place, dict[str, torch.Tensor]]
+        self, states: dict[int, dict[str, Any]], held: dict[StateBuffer, dict[str, torch.Tensor]]
     ) -> None:
         """Keep what a step has left: what is as large as its parameter, in the store."""
         fresh: dict[tuple[int, str], torch.Tensor] = {}
@@ -322,7 +322,7 @@ class Tile:
                 self._shown.pop((number, name), None)
                 if where is not None and _is_like(held[where[0]][where[1]], value):
                     target = held[where[0]][where[1]]
-                    if value.data_ptr() != target.data_ptr():
+                    if address_of(value) != address_of(target):
                         target.copy_(value)
                 elif _is_large(value):
                     fresh[number, name] = value
@@ -336,10 +336,10 @@ class Tile:
         index = {id(p): i for i, p in enumerate(self.parameters)}
         named = {f"{index[number]}.{name}": t for (number, name), t in fresh.items()}
         key = f"{self._key}/{next(self._keys)}"
-        place = Place(self._optimizer.store, key, named)
-        self._places.append(place)
+        buffer = StateBuffer(self._optimizer.store, key, named)
+        self._buffers.append(buffer)
         for number, name in fresh:
-            self._where[number, name] = place, f"{index[number]}.{name}"
+            self._where[number, name] = buffer, f"{index[number]}.{name}"
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +347,7 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of what a group says, with copies of what may be changed in place."""
+    """A copy of what a group says, with copies of what may be changed in buffer."""
     copies = {}
     for name, value in group.items():
         if isinstance(value, torch.Tensor):

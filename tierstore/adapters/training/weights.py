@@ -14,21 +14,25 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tierstore.adapters.activations import Kept
-from tierstore.adapters.activations.geometry import Geometry, described, geometry_of, refuse_changed
-from tierstore.adapters.bindings import assign
-from tierstore.adapters.casting import CastCache
-from tierstore.adapters.lending import Loan
+from tierstore.adapters.activations import InPlace
+from tierstore.adapters.activations.in_place import described, refuse_changed
+from tierstore.adapters.autocast_cache import CastCache
+from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, storage_id_of
+from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.training.gradients import Gradients
-from tierstore.adapters.training.places import Place
+from tierstore.adapters.training.state_buffers import StateBuffer
+from tierstore.adapters.unit_use import Arguments
+from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.model.errors import BudgetError
 from tierstore.store import TierStore
+from tierstore.torch_private import base_of, in_backward, saved_tensor_hooks, version_of
 
 _CAST = "ToCopyBackward0"
 """What autograd calls a cast."""
@@ -41,9 +45,9 @@ class Weights:
     """One group of parameters, by name, and where it is."""
 
     def __init__(
-        self, place: Place, parameters: dict[str, nn.Parameter], number: int, slice_: int
+        self, buffer: StateBuffer, parameters: dict[str, nn.Parameter], number: int, slice_: int
     ) -> None:
-        self.place = place
+        self.buffer = buffer
         self.parameters = parameters
         self.number = number
         self.slice = slice_
@@ -51,33 +55,33 @@ class Weights:
         self.lock = threading.RLock()
         self.users = 0
         self.gone = False  # the model is an ordinary one again
-        self.loan: Loan | None = None
+        self.loan: ViewLease | None = None
         self._versions: dict[str, int] = {}
 
     @property
     def key(self) -> str:
         """The group's key."""
-        return self.place.key
+        return self.buffer.key
 
     @property
     def shown(self) -> dict[str, torch.Tensor]:
         """What the parameters show now."""
-        return (self.place if self.loan is None else self.loan).tensors
+        return (self.buffer if self.loan is None else self.loan).tensors
 
-    def show(self, loan: Loan) -> None:
+    def show(self, loan: ViewLease) -> None:
         """Let the parameters show what was lent."""
         self.loan = loan
         for name, parameter in self.parameters.items():
             assign(parameter, loan.tensors[name])
-            self._versions[name] = parameter._version
+            self._versions[name] = version_of(parameter)
 
     def hide(self) -> None:
         """Let them show what they show while away."""
         loan = self.loan
         assert loan is not None
         for name, parameter in self.parameters.items():
-            home = self.place.tensors[name]
-            if parameter._version != self._versions[name]:
+            home = self.buffer.tensors[name]
+            if version_of(parameter) != self._versions[name]:
                 with torch.no_grad():  # the forward itself changed it
                     home.copy_(parameter.detach())
             assign(parameter, home)
@@ -87,8 +91,8 @@ class Weights:
     def take_what_was_given(self) -> None:
         """Somebody may have given a parameter other memory (`parameter.data = ...`): keep that."""
         for name, parameter in self.parameters.items():
-            home = self.place.tensors[name]
-            if parameter.data_ptr() != home.data_ptr():
+            home = self.buffer.tensors[name]
+            if address_of(parameter) != address_of(home):
                 with torch.no_grad():
                     home.copy_(parameter.detach())
                 assign(parameter, home)
@@ -97,22 +101,24 @@ class Weights:
 class Noted:
     """What the graph holds instead of a view of a weight."""
 
-    __slots__ = ("_desk", "_geometry", "_name", "_parameter", "_said", "_version", "_weights")
+    __slots__ = ("_geometry", "_name", "_parameter", "_said", "_streamer", "_version", "_weights")
 
-    def __init__(self, desk: Desk, weights: Weights, name: str, tensor: torch.Tensor) -> None:
-        self._desk = desk
+    def __init__(
+        self, streamer: WeightStreamer, weights: Weights, name: str, tensor: torch.Tensor
+    ) -> None:
+        self._streamer = streamer
         self._weights = weights
         self._name = name
         self._parameter = weights.parameters[name]
-        self._version = self._parameter._version
+        self._version = version_of(self._parameter)
         self._geometry: Geometry = geometry_of(tensor)
         self._said = described(tensor)
 
     def unpack(self) -> torch.Tensor:
         """The view, as it was."""
-        refuse_changed(self._said, self._parameter._version, self._version)
+        refuse_changed(self._said, version_of(self._parameter), self._version)
         with torch.no_grad():
-            return self._desk.borrow(self._weights, self._name, self._geometry)
+            return self._streamer.borrow(self._weights, self._name, self._geometry)
 
 
 class Recast:
@@ -130,28 +136,17 @@ class Recast:
 
     def unpack(self) -> torch.Tensor:
         """The view, as it was."""
-        layout = self._layout
         with torch.no_grad():
-            cast = torch.empty_strided(
-                layout.size, layout.stride, dtype=layout.dtype, device=layout.device
-            )
-            cast.copy_(self._weight.unpack())
-            return _view(cast.untyped_storage(), self._geometry)
-
-
-def _view(memory: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
-    bare = torch.empty(0, dtype=geometry.dtype, device=geometry.device)
-    view = bare.set_(memory, geometry.offset, geometry.size, geometry.stride)
-    if geometry.conjugated:
-        view = view.conj()
-    return torch._neg_view(view) if geometry.negated else view
+            cast = self._layout.empty().copy_(self._weight.unpack())
+            return self._geometry.within(cast)
 
 
 def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The leaf that a saved tensor is a cast of, or a view of one, and the cast."""
-    cast = tensor if tensor._base is None else tensor._base
+    base = base_of(tensor)
+    cast = tensor if base is None else base
     node = cast.grad_fn
-    if node is None or node.name() != _CAST or cast._version:  # it was changed since
+    if node is None or node.name() != _CAST or version_of(cast):  # it was changed since
         return None
     leaf = getattr(node.next_functions[0][0], "variable", None)
     if leaf is None or leaf.device != cast.device:
@@ -159,7 +154,7 @@ def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     return leaf, cast
 
 
-class Desk:
+class WeightStreamer:
     """What of one model is on the device, and why: shown by parameters, or borrowed by a backward
     pass.
 
@@ -175,7 +170,7 @@ class Desk:
         for weights in groups:
             self._by_slice[weights.slice].append(weights)
         self._shown: dict[int, tuple[Weights, str]] = {}  # storage -> what it shows
-        self._borrowed: OrderedDict[int, tuple[Weights, Loan]] = OrderedDict()
+        self._borrowed: OrderedDict[int, tuple[Weights, ViewLease]] = OrderedDict()
         self._lock = threading.RLock()
         self._slice = -1
         self._near: set[int] = set()  # slices that are on the device, or on their way
@@ -185,7 +180,7 @@ class Desk:
 
     def needs_visits(self, weights: Weights) -> bool:
         """Whether its parameters show something else in use than they show while away."""
-        return self._sliced or not weights.place.stays
+        return self._sliced or not weights.buffer.stays
 
     def enter(self, weights: Weights) -> None:
         """A module that needs these parameters begins."""
@@ -197,19 +192,19 @@ class Desk:
                     weights.show(loan)
                 with self._lock:
                     for name, tensor in weights.shown.items():
-                        self._shown[tensor.untyped_storage()._cdata] = weights, name
+                        self._shown[storage_id_of(tensor)] = weights, name
             weights.users += 1
 
-    def _read(self, weights: Weights) -> Loan | None:
+    def _read(self, weights: Weights) -> ViewLease | None:
         """The parameters on the device. None: there is no room for them, and on the CPU they can be
         used where they lie on disk."""
         self._touched.add(weights)
         try:
-            return weights.place.read()
+            return weights.buffer.read()
         except BudgetError:
             self.make_room()
         try:
-            return weights.place.read()
+            return weights.buffer.read()
         except BudgetError:
             if self._sliced:
                 raise
@@ -228,7 +223,7 @@ class Desk:
             if weights.users == 0:
                 with self._lock:
                     for tensor in weights.shown.values():
-                        self._shown.pop(tensor.untyped_storage()._cdata, None)
+                        self._shown.pop(storage_id_of(tensor), None)
                 if weights.loan is not None:
                     weights.hide()
 
@@ -237,7 +232,7 @@ class Desk:
         with self._lock:
             if number == self._slice:
                 return
-            step = -1 if number < self._slice or self._in_backward() else 1
+            step = -1 if number < self._slice or in_backward() else 1
             self._slice = number
             following = number + step
             near = {number}
@@ -251,14 +246,11 @@ class Desk:
             wanted = [weights for weights in wanted if self.needs_visits(weights)]
             self._touched.update(wanted)
         for weights in wanted:
-            weights.place.expected()
+            weights.buffer.expected()
         self.store.expect(weights.key for weights in wanted)
 
     def _in_order(self, number: int, step: int) -> list[Weights]:
         return self._by_slice[number][::step]
-
-    def _in_backward(self) -> bool:
-        return torch._C._current_graph_task_id() != -1
 
     def _let_go_of(self, number: int) -> None:
         for weights in self._by_slice[number]:
@@ -285,17 +277,16 @@ class Desk:
         return noted
 
     def _noted(self, tensor: torch.Tensor) -> Noted | None:
-        found = self._shown.get(tensor.untyped_storage()._cdata)
+        found = self._shown.get(storage_id_of(tensor))
         return None if found is None else Noted(self, *found, tensor)
 
     def borrow(self, weights: Weights, name: str, geometry: Geometry) -> torch.Tensor:
         """A view of a weight, as it was saved."""
         with weights.lock:
             loan = weights.loan or self._borrow(weights)
-            memory = (weights.place if loan is None else loan).tensors[name].untyped_storage()
-            return _view(memory, geometry)
+            return geometry.within((weights.buffer if loan is None else loan).tensors[name])
 
-    def _borrow(self, weights: Weights) -> Loan | None:
+    def _borrow(self, weights: Weights) -> ViewLease | None:
         with self._lock:
             self.turn_to(weights.slice)
             found = self._borrowed.get(weights.number)
@@ -312,7 +303,7 @@ class Desk:
 
     # Between passes ----------------------------------------------------------------------------
 
-    def settle_down(self) -> None:
+    def put_away(self) -> None:
         """A pass is over, or another begins: nothing is on the device, and everything is what it
         shows."""
         for weights in self.groups:
@@ -328,15 +319,15 @@ class Desk:
         for weights in touched:
             if self._sliced:
                 self.store.offload(weights.key)
-            weights.place.settle_down()
+            weights.buffer.put_away()
 
 
 class Watching:
     """Takes the weights out of what autograd saves, and hands the rest on to those before it."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    def __init__(self, streamer: WeightStreamer) -> None:
+        self._streamer = streamer
+        self._outer = saved_tensor_hooks()
 
     @property
     def hooks(self) -> Any:
@@ -346,12 +337,12 @@ class Watching:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pack(self, tensor: torch.Tensor) -> Any:
         with torch.no_grad():
-            noted = self._desk.pack(tensor)
+            noted = self._streamer.pack(tensor)
         if noted is not None:
             return noted
         if self._outer is not None:
             return _Handed(self._outer[1], self._outer[0](tensor))
-        return Kept(tensor, None)
+        return InPlace(tensor, None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, saved: _Saved) -> torch.Tensor:
@@ -361,9 +352,10 @@ class Watching:
 def others_are_around() -> bool:
     """Whether somebody else's hooks are on for what autograd saves. A module around this one whose
     own weights are in use has ours on."""
-    top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = saved_tensor_hooks()
     while top is not None and isinstance(getattr(top[0], "__self__", None), Watching):
-        top = top[0].__self__._outer
+        outer: Watching = top[0].__self__  # type: ignore[attr-defined]
+        top = outer._outer
     return top is not None
 
 
@@ -374,41 +366,48 @@ class _Saved(Protocol):
         """The tensor again."""
 
 
+@dataclass(slots=True, eq=False)
 class _Handed:
     """What the hooks around ours made of a tensor."""
 
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
-        self._unpack = unpack
-        self._packed = packed
+    unpack_with: Callable[[Any], torch.Tensor]
+    packed: Any
 
     def unpack(self) -> torch.Tensor:
         """The tensor again."""
-        return self._unpack(self._packed)
+        return self.unpack_with(self.packed)
 
 
-class Passage:
-    """One run of a module: its parameters are on the device, and autograd saves notes of them."""
+class TrainingUse:
+    """One run of a module: its parameters are on the device, and autograd saves notes of them.
 
-    def __init__(self, desk: Desk, groups: list[Weights]) -> None:
-        self._desk = desk
+    See `tierstore.adapters.unit_use.UnitUse`.
+    """
+
+    def __init__(self, streamer: WeightStreamer, groups: list[Weights]) -> None:
+        self._streamer = streamer
         self._groups = groups
         self._entered = 0
         self._hooks: Any = None
         self._casts = CastCache()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self) -> None:
-        """Bring them in. If it raises, `end` still has to be called."""
+    def begin(self) -> bool:
+        """Bring them in."""
         for weights in self._groups:
-            self._desk.enter(weights)
+            self._streamer.enter(weights)
             self._entered += 1
         if torch.is_grad_enabled():
-            hooks = Watching(self._desk).hooks
+            hooks = Watching(self._streamer).hooks
             hooks.__enter__()
             self._hooks = hooks
         self._casts.stop()
+        return True
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """Let them go. What the module returned is as it was."""
+        self.end()
+        return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
@@ -419,4 +418,4 @@ class Passage:
             hooks.__exit__()
         while self._entered:
             self._entered -= 1
-            self._desk.leave(self._groups[self._entered])
+            self._streamer.leave(self._groups[self._entered])

@@ -1,0 +1,173 @@
+"""Our codecs keep the rules, the rules catch those that do not, and nobody else looks at memory."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tests.architecture.test_layers import PACKAGE, parsed_files
+from tests.conformance.codecs import CodecConformance
+from tierstore.adapters.codecs import codec_of, is_movable, is_storable
+from tierstore.adapters.codecs.plain import PlainCodec
+from tierstore.adapters.codecs.wrapper import WrapperCodec
+
+
+class Scaled(torch.Tensor):
+    """Rows of small numbers, each row with a scale: as quantised weights are."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scales: torch.Tensor) -> Scaled:
+        made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scales.dtype)
+        made.numbers, made.scales = numbers, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, parts: Mapping[str, torch.Tensor], context: None, size: Any, stride: Any
+    ) -> Scaled:
+        return cls(parts["numbers"], parts["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scales)
+        plain = tree_map(lambda x: x.numbers * x.scales if isinstance(x, cls) else x, args)
+        return function(*plain, **(kwargs or {}))
+
+
+def scaled() -> Scaled:
+    return Scaled(torch.arange(12, dtype=torch.int8).view(3, 4) + 2, torch.rand(3, 1) + 2)
+
+
+class Noted(nn.Parameter):
+    """A parameter of a class of its own, as vLLM and peft have them."""
+
+
+class TestPlain(CodecConformance):
+    codec = PlainCodec()
+
+    def examples(self) -> list[torch.Tensor]:
+        rows = torch.arange(2.0, 14.0).view(3, 4)
+        return [
+            rows.clone(),
+            rows.clone().t(),
+            torch.arange(2.0, 38.0)[3:27:2],
+            nn.Parameter(rows.to(torch.bfloat16)),
+            nn.Parameter(torch.arange(2, 8), requires_grad=False),
+            Noted(rows.clone()),
+            nn.Buffer(rows.clone()),
+        ]
+
+
+class TestWrapper(CodecConformance):
+    codec = WrapperCodec()
+
+    def examples(self) -> list[torch.Tensor]:
+        return [scaled(), nn.Parameter(scaled()), nn.Parameter(scaled(), requires_grad=False)]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.zeros(2, dtype=torch.complex32),
+    ],
+    ids=["sparse", "quantized", "nested", "complex32"],
+)
+def test_what_no_store_can_hold_has_no_codec(tensor: torch.Tensor) -> None:
+    assert codec_of(tensor) is None
+    assert not is_storable(tensor)
+
+
+def test_what_is_stored_and_what_has_bytes_to_move() -> None:
+    assert is_storable(torch.empty(0)) and not is_movable(torch.empty(0))
+    assert is_storable(torch.ones(1, device="meta")) and not is_movable(torch.ones(1).to("meta"))
+    assert is_movable(torch.ones(1)) and not is_storable(scaled())
+
+
+# Controls ----------------------------------------------------------------------------------------
+
+
+class Copies(PlainCodec):
+    """Hands out copies: what is changed in a part is lost."""
+
+    def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"": tensor.detach().clone()}
+
+
+class LosesItsClass(PlainCodec):
+    def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return parts[""]
+
+
+class ShowsNothing(PlainCodec):
+    def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("codec", "rule"),
+    [
+        (Copies(), CodecConformance.test_parts_are_aliases_that_a_codec_knows),
+        (LosesItsClass(), CodecConformance.test_of_its_parts_it_is_made_again),
+        (ShowsNothing(), CodecConformance.test_it_shows_another_and_stays_the_same_object),
+    ],
+)
+def test_the_rules_catch_it(codec: PlainCodec, rule: Any) -> None:
+    conformance = TestPlain()
+    rule(conformance)
+    conformance.codec = codec
+    with pytest.raises(AssertionError):
+        rule(conformance)
+
+
+# Nobody else looks at memory ---------------------------------------------------------------------
+
+OF_MEMORY = {
+    *("__tensor_flatten__", "__tensor_unflatten__", "data_ptr", "set_", "swap_tensors"),
+    *("untyped_storage", "storage_offset"),
+}
+HOMES = ("adapters/codecs/", "adapters/activations/")
+"""Saved tensors are kept by storage: what looks after them looks at storages."""
+
+
+def uses_of_memory(tree: ast.AST) -> Iterator[int]:
+    """The lines that take a tensor's memory into their own hands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            given = node.attr == "data" and isinstance(node.ctx, ast.Store)
+            if given or node.attr in OF_MEMORY:
+                yield node.lineno
+        elif isinstance(node, ast.Constant) and node.value in OF_MEMORY:
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["t.data = x", "t.data_ptr()", "hasattr(t, '__tensor_flatten__')", "torch.utils.swap_tensors"],
+)
+def test_uses_of_memory_are_noticed(source: str) -> None:
+    assert list(uses_of_memory(ast.parse(source)))
+
+
+def test_memory_of_tensors_is_left_to_the_codecs() -> None:
+    found = {
+        str(path.relative_to(PACKAGE)): list(uses_of_memory(tree))
+        for path, tree in parsed_files({"adapters"}, set())
+    }
+    assert any(lines for path, lines in found.items() if path.startswith(HOMES[0]))
+    assert not {p: lines for p, lines in found.items() if lines and not p.startswith(HOMES)}

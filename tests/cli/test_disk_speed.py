@@ -1,0 +1,123 @@
+"""Measuring a disk: what is told meanwhile, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.files import open_files
+from tests.tiers.test_disk import knows_direct_reads
+from tests.tiers.test_spill import refusing_open
+from tierstore.cli.disk_speed import ROUNDS, SMALLEST, measure
+from tierstore.tiers.disk import DISK_THREADS, READ_BLOCK, DataFile
+
+
+def test_reads_and_writes_are_measured(tmp_path: Path) -> None:
+    found = measure(str(tmp_path), SMALLEST)
+    assert found.read > 0
+    assert found.new > 0
+    assert found.again > 0
+    assert os.listdir(tmp_path) == list(open_files(tmp_path).values()) == []
+    (tmp_path / "probe").write_bytes(bytes(9))
+    assert found.direct == knows_direct_reads(str(tmp_path / "probe"))
+
+
+def test_as_many_bytes_are_moved_as_were_announced(tmp_path: Path) -> None:
+    announced: list[tuple[str, int]] = []
+    moved: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def start(doing: str, nbytes: int) -> Callable[[int], None]:
+        announced.append((doing, nbytes))
+
+        def advance(more: int) -> None:
+            with lock:
+                moved[doing] = moved.get(doing, 0) + more
+
+        return advance
+
+    measure(str(tmp_path), SMALLEST, start)
+    assert announced == [("Writing", 2 * SMALLEST), ("Reading", ROUNDS * SMALLEST)]
+    assert moved == dict(announced)
+
+
+def test_reads_fill_more_memory_than_a_processor_keeps_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into the same few megabytes again and again, some disks are a third faster."""
+    filled: set[int] = set()
+    read_at_least = DataFile.read_at_least
+
+    def noted(file: Any, room: memoryview, offset: int, needed: int) -> int:
+        assert len(room) == READ_BLOCK
+        filled.add(ctypes.addressof(ctypes.c_char.from_buffer(room)))
+        return read_at_least(file, room, offset, needed)
+
+    monkeypatch.setattr(DataFile, "read_at_least", noted)
+    measure(str(tmp_path), SMALLEST)
+    apart = sorted(filled)
+    assert all(b - a >= READ_BLOCK for a, b in itertools.pairwise(apart))
+    assert len(apart) * READ_BLOCK >= 256 << 20
+
+
+def test_reads_are_of_the_size_and_depth_that_they_are_told_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is what is read: all of the file, over and over."""
+    sizes: set[int] = set()
+    together, most = set(), 0
+    lock = threading.Lock()
+    preadv = os.preadv
+
+    def noted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal most
+        with lock:
+            sizes.add(len(buffers[0]))
+            together.add(threading.get_ident())
+            most = max(most, len(together))
+        got = preadv(descriptor, buffers, offset)
+        assert got == len(buffers[0])
+        assert bytes(buffers[0][:4096]) != bytes(4096), "nothing was written there"
+        with lock:
+            together.discard(threading.get_ident())
+        return got
+
+    monkeypatch.setattr(os, "preadv", noted)
+    measure(str(tmp_path), SMALLEST)
+    assert sizes == {READ_BLOCK}
+    assert 2 <= most <= DISK_THREADS
+
+
+def test_without_direct_reads_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", refusing_open(os.O_DIRECT))
+    found = measure(str(tmp_path), SMALLEST)
+    assert not found.direct
+    assert found.read > 0
+
+
+@pytest.mark.full("the call, and what file it is made on", keep="values")
+@pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate", "fsync"])
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_measurement_that_fails_leaves_nothing_behind(
+    call: str, nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not nameless:
+        monkeypatch.setattr(os, "open", refusing_open(os.O_TMPFILE))
+
+    def failing(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(OSError, match="Input/output"):
+        measure(str(tmp_path), SMALLEST)
+    gc.collect()  # the traceback held on to it
+    assert os.listdir(tmp_path) == list(open_files(tmp_path).values()) == []

@@ -1,0 +1,70 @@
+"""Random histories with a persistent tier below the disk: the same promises hold there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.histories import mutants
+from tests.histories.machine import REMOTE, play
+from tierstore.model.moves import Copy
+from tierstore.model.tiers import Tier
+
+SEEDS = 300
+FULL = (39, 57, 113, 160)
+"""Here a disk between two tiers is full of what waits to go up. For what is above to leave, it must
+pass through the disk, and the planner gives up, although all of it would fit on the tier below."""
+
+LOST_SAVES = (("lru", 4), ("next-use", 285))
+"""Here a group is saved to the disk and leaves it in the same step, because memory has it too: who
+waits for the save never sees it done."""
+
+
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+def test_every_promise_holds_with_a_tier_below_the_disk(policy: str) -> None:
+    ways: Counter[tuple[Tier, Tier]] = Counter()
+    for seed in set(range(SEEDS)).difference(FULL):
+        followed = play(seed, policy, remote=True).books.followed
+        ways.update((one.src, one.dst) for one in followed if isinstance(one, Copy))
+    assert ways[REMOTE, Tier.DISK] > SEEDS
+    assert ways[Tier.DISK, REMOTE] > SEEDS // 20
+
+
+@pytest.mark.xfail(reason="a full tier in the middle may block what has to pass through")
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+@pytest.mark.parametrize("seed", FULL)
+def test_a_full_disk_between_two_tiers_blocks_nobody(
+    policy: str, seed: int, tmp_path: Path
+) -> None:
+    play(seed, policy, remote=True, logs=tmp_path)
+
+
+@pytest.mark.xfail(reason="the only persistent copy may make room if memory has another")
+@pytest.mark.parametrize(("policy", "seed"), LOST_SAVES)
+def test_what_was_saved_stays_saved(policy: str, seed: int, tmp_path: Path) -> None:
+    play(seed, policy, 60, remote=True, logs=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "symptom"),
+    [
+        (mutants.EvictsTheOnlyCopy, "lost its last copy on DISK"),
+        (mutants.DropsWhatIsRead, "on DISK is dropped while it is read"),
+        (mutants.KeepsWhatWasPutAway, "was put away"),
+        (mutants.TrustsAFailedCopy, "is complete on"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_machine_notices_faults_there(
+    mutant: type[mutants.FaultyPlanner], symptom: str, tmp_path: Path
+) -> None:
+    """Also those of which there is nothing to see on three tiers: on the disk between."""
+    found = set()
+    for seed in range(SEEDS):
+        try:
+            play(seed, "lru", planner=mutant, remote=True, logs=tmp_path)
+        except AssertionError as error:
+            found.add(str(error))
+    assert any(symptom in text for text in found)

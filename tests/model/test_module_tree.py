@@ -1,0 +1,168 @@
+"""From the names of tensors to groups: the rules of cutting, and what names are taken to mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from tierstore.adapters.grouping import Cutting
+from tierstore.model.groups import Extent, FileTensor
+from tierstore.model.module_order import in_customary_order
+from tierstore.model.module_tree import groups_of
+from tierstore.model.outline import Need, portions, target_bytes
+
+BYTES = 4096
+
+
+def in_a_file(shapes: Mapping[str, int], dtype: str = "F32") -> list[FileTensor]:
+    """Tensors of so many elements, one behind the other in a file."""
+    found = []
+    here = 0
+    for name, elements in shapes.items():
+        nbytes = elements * {"F32": 4, "I64": 8}[dtype]
+        found.append(FileTensor(name, dtype, (elements,), Extent("model", here, nbytes)))
+        here += nbytes
+    return found
+
+
+def keys(shapes: Mapping[str, int], target: int, offload_type: str = "block_level") -> list[str]:
+    return [group.key for group, _ in groups_of(in_a_file(shapes), offload_type, target)]
+
+
+def blocks(count: int, elements: int = 1024) -> dict[str, int]:
+    return {f"blocks.{n}.linear.weight": elements for n in range(count)}
+
+
+# --- what names mean ------------------------------------------------------------------------------
+
+
+def test_lists_are_in_numerical_order_between_inputs_and_outputs() -> None:
+    shapes = {"final.weight": 1024, **blocks(11), "patch_embed.weight": 1024}
+    expected = ["patch_embed", *(f"blocks.{n}" for n in range(11)), "final"]
+    assert keys(shapes, BYTES) == expected
+
+
+def test_small_blocks_share_a_group_and_large_ones_are_cut() -> None:
+    assert keys(blocks(6), 2 * BYTES) == ["blocks.0", "blocks.2", "blocks.4"]
+    shapes = {f"blocks.{n}.{part}.weight": 1024 for n in range(2) for part in ("up", "down")}
+    assert keys(shapes, 2 * BYTES) == ["blocks.0", "blocks.1"]
+    assert keys(shapes, BYTES) == ["blocks.0.down", "blocks.0.up", "blocks.1.down", "blocks.1.up"]
+
+
+def test_leaves_of_neighbours_share_a_group() -> None:
+    shapes = {"embed.weight": 1024, **blocks(3)}
+    assert keys(shapes, 2 * BYTES, "leaf_level") == ["embed", "blocks.1.linear"]
+
+
+def test_tensors_beside_modules_are_a_group_that_nothing_else_is_in() -> None:
+    shapes = {"table": 16, "embed.weight": 16, "embed.bias": 16, "head.weight": 16}
+    ((root, _), (rest, _)) = groups_of(in_a_file(shapes), "block_level", BYTES)
+    assert (root.key, [t.name for t in root.tensors]) == ("root", ["table"])
+    assert [t.name for t in rest.tensors] == ["embed.weight", "embed.bias", "head.weight"]
+
+
+def test_an_attention_with_one_projection_moves_whole() -> None:
+    shapes = {"attn.in_proj_weight": 1024, "attn.out_proj.weight": 1024}
+    assert keys(shapes, BYTES) == ["attn"]
+    apart = {"attn.in_proj.weight": 1024, "attn.out_proj.weight": 1024}
+    assert keys(apart, BYTES) == ["attn.in_proj", "attn.out_proj"]
+
+
+def test_a_parametrized_module_moves_whole() -> None:
+    shapes = {f"conv.parametrizations.weight.original{n}": 1024 for n in range(2)}
+    assert keys(shapes, BYTES) == ["conv"]
+
+
+def test_small_statistics_stay_where_they_are_used() -> None:
+    shapes = {"norm.weight": 64, "norm.running_mean": 64, "norm.running_var": 1 << 20}
+    ((group, _),) = groups_of(in_a_file(shapes), "block_level", BYTES << 20)
+    assert [t.name for t in group.tensors] == ["norm.weight", "norm.running_var"]
+
+
+def test_empty_tensors_take_no_part() -> None:
+    assert keys({"a.weight": 0, "b.weight": 8}, BYTES) == ["b"]
+    assert keys({}, BYTES) == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["norm_q", "norm_k", "to_q", "to_k", "to_v"],
+        ["q_proj", "k_proj", "v_proj", "o_proj"],
+        ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"],
+        ["conv_in", "time_embedding", "down_blocks", "up_blocks", "mid_block", "conv_out"],
+    ],
+)
+def test_well_known_modules_come_in_the_order_of_their_class(names: list[str]) -> None:
+    assert in_customary_order(sorted(names)) == names
+    assert in_customary_order(reversed(names)) == names
+
+
+# --- the same rules as for modules ----------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(width))
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width, bias=False)
+
+
+class Model(nn.Module):
+    """Its modules are named so that the customary order is the one of registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 32)
+        self.layers = nn.ModuleList(Block(width) for width in (32, 64, 32, 32))
+        self.stages = nn.ModuleList(nn.Sequential(Block(32), Block(16)) for _ in range(2))
+        self.head = nn.Linear(32, 100)
+
+
+@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
+@pytest.mark.parametrize("target", [1, 5_000, 9_000, 20_000, 200_000])
+def test_names_give_the_groups_that_modules_give(offload_type: str, target: int) -> None:
+    model = Model()
+    cutting = Cutting(offload_type, target)
+    plans = cutting.groups(cutting.units(model))
+    sizes = {name: tensor.numel() for name, tensor in model.state_dict().items()}
+    told = [group for group, _ in groups_of(in_a_file(sizes), offload_type, target)]
+    assert [(group.key, {t.name for t in group.tensors}) for group in told] == [
+        (plan.name, set(plan.tensors)) for plan in plans
+    ]
+
+
+def test_a_tied_weight_is_in_the_group_of_its_first_user() -> None:
+    units = [Need("a", ("x", "tied")), Need("b", ("tied", "y")), Need("c", ("tied",))]
+    sizes = dict.fromkeys(("x", "y", "tied"), 10)
+    found = portions(units, sizes, 10, None)
+    assert [(group.name, group.memory) for group in found] == [("a", ["x", "tied"]), ("b", ["y"])]
+
+
+def test_blocks_may_be_counted_instead() -> None:
+    units = [Need(str(n), (n,), block=True) for n in range(5)]
+    found = portions(units, dict.fromkeys(range(5), 10), 1, 2)
+    assert [group.memory for group in found] == [[0, 1], [2, 3], [4]]
+
+
+def test_groups_are_a_share_of_the_smallest_budget() -> None:
+    much = 1 << 50
+    assert target_bytes("block_level", 800, much) == 100
+    assert target_bytes("leaf_level", 800, much) == 50
+    assert target_bytes("block_level", 128 << 20, much) == 16 << 20
+    assert target_bytes("block_level", 512 << 20, much) == 32 << 20
+    assert target_bytes("block_level", 2048 << 20, much) == 64 << 20
+    assert target_bytes("block_level", 1 << 40, much) == 256 << 20
+    assert target_bytes("leaf_level", 1 << 40, much) == 32 << 20
+    assert target_bytes("block_level", 1 << 30, 1 << 30) == 128 << 20, "all of it fits"
+    assert target_bytes("block_level", 1, 1) == 1
+
+
+def test_a_name_of_thousands_of_modules_is_no_more_than_a_name() -> None:
+    shapes = {"a." * 50_000 + "weight": 8, "b.weight": 8, "." * 10_000: 8, "b": 8}
+    found = groups_of(in_a_file(shapes), "block_level", BYTES)
+    assert {spec.name for group, _ in found for spec in group.tensors} == set(shapes)

@@ -1,0 +1,287 @@
+"""What the event log keeps is enough to make every decision again, also from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tests.histories import logs, mutants
+from tests.histories.machine import MEMORY, REMOTE, World, play
+from tierstore.model import events
+from tierstore.model.errors import TransferError
+from tierstore.model.events import Event
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Instruction
+from tierstore.model.tiers import TIERS, Access, Hold, Tier
+from tierstore.observe.event_log import EventLog, from_row, replayed, to_row
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import policy_named
+from tierstore.plan.schedule import LearnedOrder
+
+A, B = GroupId("a\x00é", 1), GroupId("b", 2)
+HOST, DISK = Tier.HOST, Tier.DISK
+
+BARE = events.RecoveredGroup(A, 5, ())
+WHOLE = events.RecoveredGroup(
+    B,
+    6,
+    (HOST, DISK),
+    moves=((HOST, DISK), (DISK, HOST)),
+    leases=((Access.READ, True), (Access.TAKE, False)),
+    host_lease=Hold.KEEP,
+    backing=DISK,
+    caller_scheduled=True,
+    sticky=True,
+    visible=False,
+    claimed=True,
+)
+ALL: list[Event] = [
+    events.Registered(A, 5),
+    events.Registered(A, 5, True, True, HOST),
+    events.Recovered(()),
+    events.Recovered((BARE, WHOLE)),
+    events.Claimed(A, 5, True),
+    events.Filled(A),
+    events.Demanded(A),
+    events.Withdrawn(A),
+    *(events.Leased(A, access, True, False) for access in Access),
+    *(events.Released(A, access, True) for access in Access),
+    *(events.HostDemanded(A, purpose) for purpose in Hold),
+    events.HostWithdrawn(A, Hold.RENEW),
+    events.HostLeased(A, Hold.UPDATE),
+    events.HostReleased(A),
+    events.Expected(()),
+    events.Expected((A, B), HOST),
+    events.Offloaded(A),
+    events.MemoryReleased(A),
+    events.DeviceVacated(),
+    events.MadeSticky(A),
+    events.BudgetChanged(7),
+    events.SaveRequested(A),
+    events.SpillAdvised(A),
+    events.ErrorReported(A),
+    events.Discarded(A),
+    events.Ending(A, DISK, HOST),
+    events.Arrived(A, DISK, HOST, False),
+    events.TransferMeasured(DISK, HOST, 5, 0.25, 1.5),
+    events.UseMeasured(A, 0.25, 1.5),
+]
+
+
+def through_json(row: list[Any]) -> list[Any]:
+    read: list[Any] = json.loads(json.dumps(row))
+    return read
+
+
+def test_every_type_of_event_is_tried() -> None:
+    assert {type(event) for event in ALL} | {events.Failed} == set(get_args(Event))
+
+
+@pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
+def test_an_event_goes_through_json_unchanged(event: Event) -> None:
+    now, read = from_row(through_json(to_row(1.5, event)))
+    assert (now, read) == (1.5, event)
+    for field in fields(event):
+        assert type(getattr(read, field.name)) is type(getattr(event, field.name))
+
+
+def test_an_error_goes_through_json_as_its_text() -> None:
+    failed = events.Failed(A, DISK, HOST, OSError(5, "no such luck"))
+    _, read = from_row(through_json(to_row(0, failed)))
+    assert isinstance(read, events.Failed)
+    assert isinstance(read.error, TransferError)
+    assert str(read.error) == str(failed.error)
+    assert (read.group, read.src, read.dst) == (A, DISK, HOST)
+
+
+def test_tiers_are_known_by_name() -> None:
+    """And are the very same: the planner tells tiers apart by what they are."""
+    row = through_json(to_row(0, events.Registered(A, 5, tier=REMOTE)))
+    with pytest.raises(ValueError, match="REMOTE"):
+        from_row(row)
+    _, read = from_row(row, {**TIERS, "REMOTE": REMOTE})
+    assert isinstance(read, events.Registered)
+    assert read.tier is REMOTE
+    _, known = from_row(through_json(to_row(0, events.Registered(A, 5))))
+    assert isinstance(known, events.Registered)
+    assert known.tier is DISK
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ([], "not enough values"),
+        ([1.0], "not enough values"),
+        (None, "NoneType"),
+        ([1.0, "Leasd", ["a", 1]], "Leasd"),
+        ([1.0, ["Leased"], ["a", 1]], "unhashable"),
+        (["noon", "Filled", ["a", 1]], "'noon' is no int or float"),
+        ([True, "Filled", ["a", 1]], "True is no int or float"),
+        ([1.0, "Filled"], "shorter"),
+        ([1.0, "Filled", ["a", 1], 2], "longer"),
+        ([1.0, "Filled", "ab"], "'ab' is no list"),
+        ([1.0, "Filled", ["a", "1"]], "'1' is no int"),
+        ([1.0, "Filled", ["a", 1, 2]], "too many values"),
+        ([1.0, "Filled", [None, 1]], "None is no str"),
+        ([1.0, "Claimed", ["a", 1], 2.5, False], "2.5 is no int"),
+        ([1.0, "Claimed", ["a", 1], 2, 0], "0 is no bool"),
+        ([1.0, "Ending", ["a", 1], "HOST", "ATTIC"], "ATTIC"),
+        ([1.0, "Released", ["a", 1], "borrow", False], "borrow"),
+        ([1.0, "HostLeased", ["a", 1], "borrow"], "borrow"),
+        ([1.0, "Failed", ["a", 1], "DISK", "HOST", 5], "5 is no str"),
+        ([1.0, "Expected", "ab", None], "'ab' is no list"),
+        ([1.0, "Recovered", [["a", 1]]], "'a' is no list"),
+        ([1.0, "Recovered", [[["a", 1], 5]]], "shorter"),
+        ([1.0, "TransferMeasured", "DISK", "HOST", 5, 10**400, 1.0], "too large"),
+    ],
+)
+def test_what_is_no_event_is_refused_and_why(row: Any, wrong: str) -> None:
+    with pytest.raises(ValueError, match="is no event") as caught:
+        from_row(row)
+    assert wrong in str(caught.value)
+
+
+def test_a_log_keeps_the_newest_and_counts_what_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.observe.event_log.KEPT", 3)
+    log = EventLog()
+    assert (list(log), log.dropped) == ([], 0)
+    handled = [(float(number), events.BudgetChanged(number)) for number in range(5)]
+    for count, one in enumerate(handled, 1):
+        log.add(one)
+        assert list(log) == handled[max(0, count - 3) : count]
+        assert log.dropped == max(0, count - 3)
+    log.clear()
+    assert (list(log), log.dropped) == ([], 0)
+    log.add(handled[0])
+    assert (list(log), log.dropped) == ([handled[0]], 0)
+
+
+def replay_rows(world: World, policy: str, rows: list[list[Any]]) -> Iterator[list[Instruction]]:
+    tiers = {tier.name: tier for tier in world.books.budgets}
+    log = [from_row(through_json(row), tiers) for row in rows]
+    schedule, budgets = LearnedOrder(MEMORY), world.books.budgets
+    planner = Planner(budgets, policy_named(policy, schedule, budgets), schedule)
+    answers = replayed(log, planner)
+    return (instructions for _, instructions in answers)
+
+
+def first_difference(
+    answers: Iterator[list[Instruction]], told: list[list[Instruction]]
+) -> int | None:
+    """At which event others are given; after that, the events do not fit the instructions."""
+    for number, (one, other) in enumerate(zip(answers, told, strict=False)):
+        if one != other:
+            return number
+    return None
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+def test_a_log_that_is_played_again_gives_the_same_instructions(policy: str, remote: bool) -> None:
+    events_seen: set[str] = set()
+    for seed in range(30):
+        world = play(seed, policy, remote=remote)
+        rows = [to_row(now, event) for now, event in world.log]
+        assert len(rows) == len(world.told) > 0
+        assert list(replay_rows(world, policy, rows)) == world.told
+        events_seen.update(row[1] for row in rows)
+    assert {"Failed", "Recovered", "Expected", "HostLeased", "Registered"} <= events_seen
+
+
+def test_another_policy_gives_other_instructions() -> None:
+    """The control: that the instructions are the same says something."""
+    others = 0
+    for seed in range(30):
+        world = play(seed, "lru")
+        rows = [to_row(now, event) for now, event in world.log]
+        differs = first_difference(replay_rows(world, "next-use", rows), world.told)
+        others += differs is not None
+    assert others
+
+
+class Failing(mutants.LendsToTwo):
+    """Only answers wrongly: what it instructs is right, and can be made again."""
+
+
+def fail(folder: Path) -> tuple[list[list[Any]], AssertionError]:
+    """A history that fails: what was instructed up to then."""
+    told: list[list[Any]] = []
+
+    class Remembers(Failing):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            told.clear()
+
+        def handle(self, event: Event, now: float = 0.0) -> list[Any]:
+            told.append(super().handle(event, now))
+            return told[-1]
+
+    with pytest.raises(AssertionError, match="the planner says True") as caught:
+        for seed in range(50):
+            play(seed, "next-use", planner=Remembers, logs=folder)
+    return told, caught.value
+
+
+def test_a_failing_history_names_a_file_that_can_be_played_again(tmp_path: Path) -> None:
+    told, error = fail(tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert any(f"replay({str(file)!r})" in note for note in error.__notes__)
+    assert any("play(" in note for note in error.__notes__)
+    again = list(logs.replay(file))
+    assert [instructions for _, instructions in again] == told
+    assert sum(map(len, told)) > 10
+
+
+def test_a_changed_row_gives_others(tmp_path: Path) -> None:
+    told, _ = fail(tmp_path)
+    (file,) = tmp_path.iterdir()
+    head, *lines = file.read_text().splitlines()
+    changed = max(number for number, instructions in enumerate(told) if instructions)
+    lines[changed] = json.dumps(to_row(json.loads(lines[changed])[0], events.DeviceVacated()))
+    file.write_text("\n".join([head, *lines]) + "\n")
+    answers = (instructions for _, instructions in logs.replay(file))
+    assert first_difference(answers, told) == changed
+
+
+def test_without_a_folder_the_file_is_in_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(AssertionError) as caught:
+        for seed in range(50):
+            play(seed, "next-use", planner=Failing)
+    (file,) = tmp_path.glob("tierstore-history-*/*.jsonl")
+    assert any(str(file) in note for note in caught.value.__notes__)
+
+
+def test_an_event_that_raises_is_in_the_file(tmp_path: Path) -> None:
+    """Of what went wrong in the planner itself, the last event is what matters."""
+
+    class Breaks(mutants.FaultyPlanner):
+        def handle(self, event: Event, now: float = 0.0) -> list[Any]:
+            if isinstance(event, events.Discarded):
+                raise RuntimeError("broken")
+            return super().handle(event, now)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        for seed in range(50):
+            play(seed, "lru", planner=Breaks, logs=tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text().splitlines()[-1])[1] == "Discarded"
+
+
+def test_of_an_error_only_the_text_is_kept() -> None:
+    """Its traceback would keep everything alive that it came through."""
+    log = EventLog()
+    try:
+        raise TransferError("no room")
+    except TransferError as error:
+        log.add((1.0, events.Failed(A, HOST, DISK, error)))
+    [(_, event)] = log
+    assert isinstance(event, events.Failed)
+    assert str(event.error) == "no room" and event.error.__traceback__ is None

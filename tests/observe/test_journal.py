@@ -1,0 +1,125 @@
+"""The sums of a journal, against adding them up by hand."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.observe.journal import STALL, Journal, Ring, Span, Stretches, Use
+
+Told = tuple[str, int, int]
+
+spans = st.lists(
+    st.tuples(
+        st.sampled_from([STALL, "DISK>HOST", "HOST>DISK"]), st.integers(0, 30), st.integers(0, 12)
+    ),
+    max_size=20,
+)
+
+
+def by_hand(told: list[Told]) -> tuple[dict[str, int], int, int]:
+    """Seconds by kind, of moving, and of moving unseen: second by second."""
+    seconds: dict[str, int] = {}
+    moving = hidden = 0
+    for second in range(60):
+        going = {kind for kind, start, length in told if start <= second < start + length}
+        for kind in going:
+            seconds[kind] = seconds.get(kind, 0) + 1
+        if going - {STALL}:
+            moving += 1
+            hidden += STALL not in going
+    return seconds, moving, hidden
+
+
+@given(spans)
+def test_stretches_are_unions(told: list[Told]) -> None:
+    stretches = Stretches()
+    for kind, start, length in told:
+        stretches.add(kind, start, start + length)
+    stretches.settle(float("inf"))
+    assert (stretches.seconds, stretches.moving, stretches.hidden) == by_hand(told)
+    assert len(stretches) == 0
+
+
+@given(spans, st.lists(st.integers(0, 45), max_size=5))
+def test_settling_early_changes_nothing_that_was_told_before(
+    told: list[Told], times: list[int]
+) -> None:
+    stretches = Stretches()
+    for kind, start, length in told:
+        stretches.add(kind, start, start + length)
+    for time in sorted(times):
+        stretches.settle(time)
+    copy = stretches.copy()
+    copy.settle(float("inf"))
+    assert (copy.seconds, copy.moving, copy.hidden) == by_hand(told)
+    stretches.settle(float("inf"))  # the copy took nothing from it
+    assert (stretches.seconds, stretches.moving, stretches.hidden) == by_hand(told)
+
+
+def test_what_is_told_too_late_counts_from_then_on() -> None:
+    stretches = Stretches()
+    stretches.settle(10)
+    stretches.add("DISK>HOST", 5, 15)
+    stretches.add("DISK>HOST", 5, 9)
+    stretches.settle(20)
+    assert stretches.seconds == {"DISK>HOST": 5}
+
+
+def test_a_journal_adds_up_more_than_it_keeps() -> None:
+    journal = Journal()
+    for i in range(5000):  # settles several times
+        journal.end(Span("DISK>HOST", "a", nbytes=10, start=2.0 * i, end=2.0 * i + 1))
+        journal.count("DISK>HOST", 10)
+        journal.end(Span(STALL, "a", start=2.0 * i + 0.5, end=2.0 * i + 1.5))
+    summary = journal.summary()
+    assert summary.moved == {"DISK>HOST": 50_000}
+    assert summary.busy == pytest.approx({"DISK>HOST": 5000.0})
+    assert summary.bandwidth == pytest.approx({"DISK>HOST": 10.0})
+    assert summary.stalled == pytest.approx(5000.0)
+    assert summary.overlap == pytest.approx(0.5)
+    assert len(journal.stretches) < 2000, "what is long past is still kept"
+
+
+def test_what_is_still_going_counts_and_is_not_settled_without_it() -> None:
+    journal = Journal()
+    began = monotonic() - 3000  # all of it is over, also where the clock has just begun
+    wait, move = Span(STALL, "a", start=began + 1), Span("DISK>HOST", "a", start=began + 1)
+    journal.begin(wait)
+    journal.begin(move)
+    for i in range(2000):
+        journal.end(Span("HOST>DISK", "b", start=began + 2 + i, end=began + 2.5 + i))
+    assert journal.summary().stalled > 0
+    assert journal.summary().overlap == 0.0
+    wait.end = began + 2
+    journal.end(wait)
+    move.end = began + 3
+    journal.end(move)
+    summary = journal.summary()
+    assert summary.stalled == pytest.approx(1.0)
+    assert summary.busy["DISK>HOST"] == pytest.approx(2.0)
+
+
+def test_without_moves_everything_is_hidden() -> None:
+    journal = Journal()
+    journal.end(Span(STALL, "a", start=1.0, end=2.0))
+    assert journal.summary().overlap == 1.0
+    assert journal.summary().busy == {}
+
+
+def test_a_ring_keeps_the_newest_and_counts_the_rest() -> None:
+    ring: Ring[int] = Ring(3)
+    for i in range(5):
+        ring.add(i)
+    assert (ring.events(), ring.dropped) == ([2, 3, 4], 2)
+
+
+def test_what_was_dropped_is_counted_over_all_rings() -> None:
+    journal = Journal(uses=Ring(1), levels=Ring(1))
+    for i in range(3):
+        journal.uses.add(Use("a", 1, "hit", 0.0))
+        journal.levels.add((float(i), (i,)))
+    assert journal.dropped == 4

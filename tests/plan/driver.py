@@ -1,0 +1,243 @@
+"""A planner that is told of one event at a time, by names: what tests of single events speak to.
+
+It makes events of its arguments, gives each the time `clock` says, and keeps the instructions that
+follow until somebody asks for them. A name stands for the first generation of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from tierstore.model import events
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Instruction
+from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.plan.copies import CopyTable
+from tierstore.plan.foresight import Foresight
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import Policy
+from tierstore.plan.records import GroupRecord
+from tierstore.plan.requests import Requests
+from tierstore.plan.schedule import Schedule
+
+Name = str | GroupId
+
+
+def group_of(name: Name) -> GroupId:
+    return name if isinstance(name, GroupId) else GroupId(name, 0)
+
+
+class Driver:
+    """Tells `planner` of events."""
+
+    def __init__(self, planner: Planner, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.planner = planner
+        self.clock = clock
+        self._instructions: list[Instruction] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.planner, name)
+
+    @property
+    def table(self) -> CopyTable:
+        """What is where, for tests that look at what no question tells, or break it."""
+        return self.planner._copies
+
+    @property
+    def requests(self) -> Requests:
+        """What is wanted, for the same tests."""
+        return self.planner._requests
+
+    @property
+    def foresight(self) -> Foresight:
+        """What is foreseen, for the same tests."""
+        return self.planner._foresight
+
+    def record(self, name: Name) -> GroupRecord:
+        """What the planner believes of a group."""
+        return self.table.groups[group_of(name)]
+
+    def foreseen(self) -> tuple[int, int]:
+        """How many groups are known by numbers, and how many bytes they have."""
+        return self.foresight._known, self.foresight._known_bytes
+
+    def foreseen_bytes(self, number: int) -> int:
+        """How many bytes the group of a number has."""
+        return int(self.foresight._nbytes[number])
+
+    def foreseen_on(self, tier: Tier) -> set[int]:
+        """The numbers of the groups that have room on a tier in memory, as is foreseen."""
+        return set(self.foresight._held[tier].nonzero()[0].tolist())
+
+    def handle(self, event: events.Event) -> None:
+        self._instructions += self.planner.handle(event, self.clock())
+
+    def instructions(self) -> list[Instruction]:
+        """What to do, in this order, since the last call. Groups that have names go by them."""
+        found, self._instructions = self._instructions, []
+        return [self._named(instruction) for instruction in found]
+
+    def _named(self, instruction: Instruction) -> Instruction:
+        if instruction.key.generation:
+            return instruction
+        name: Any = instruction.key.key
+        return replace(instruction, key=name)
+
+    # Events ------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        name: Name,
+        nbytes: int,
+        *,
+        backing: bool = True,
+        caller_scheduled: bool = False,
+        tier: Tier = Tier.DISK,
+    ) -> None:
+        group = group_of(name)
+        self.handle(events.Registered(group, nbytes, backing, caller_scheduled, tier))
+
+    def recover(self, groups: Iterable[events.RecoveredGroup]) -> None:
+        self.handle(events.Recovered(tuple(groups)))
+
+    def claim(self, name: Name, nbytes: int, *, caller_scheduled: bool = False) -> None:
+        self.handle(events.Claimed(group_of(name), nbytes, caller_scheduled))
+
+    def fill(self, name: Name) -> None:
+        self.handle(events.Filled(group_of(name)))
+
+    def demand(self, name: Name) -> None:
+        self.handle(events.Demanded(group_of(name)))
+
+    def withdraw(self, name: Name) -> None:
+        self.handle(events.Withdrawn(group_of(name)))
+
+    def lease(
+        self, name: Name, access: Access, *, permanent: bool = False, demanded: bool = True
+    ) -> bool:
+        """Lease the group, if that is possible."""
+        lendable = self.lendable(name, access)
+        if lendable:
+            self.handle(events.Leased(group_of(name), access, permanent, demanded))
+        return lendable
+
+    def release(self, name: Name, access: Access, *, permanent: bool = False) -> None:
+        self.handle(events.Released(group_of(name), access, permanent))
+
+    def demand_on_host(self, name: Name, purpose: Hold) -> None:
+        self.handle(events.HostDemanded(group_of(name), purpose))
+
+    def withdraw_on_host(self, name: Name, purpose: Hold) -> None:
+        self.handle(events.HostWithdrawn(group_of(name), purpose))
+
+    def lease_on_host(self, name: Name, purpose: Hold) -> bool:
+        """Lease the group in host memory, if that is possible."""
+        lendable = self.host_lendable(name, purpose)
+        if lendable:
+            self.handle(events.HostLeased(group_of(name), purpose))
+        return lendable
+
+    def release_on_host(self, name: Name) -> None:
+        self.handle(events.HostReleased(group_of(name)))
+
+    def expect(self, names: Iterable[Name], highest: Tier | None = None) -> None:
+        self.handle(events.Expected(tuple(map(group_of, names)), highest))
+
+    def offload(self, name: Name) -> None:
+        self.handle(events.Offloaded(group_of(name)))
+
+    def release_memory(self, name: Name) -> None:
+        self.handle(events.MemoryReleased(group_of(name)))
+
+    def vacate(self) -> None:
+        self.handle(events.DeviceVacated())
+
+    def make_sticky(self, name: Name) -> None:
+        self.handle(events.MadeSticky(group_of(name)))
+
+    def change_budget(self, nbytes: int) -> None:
+        self.handle(events.BudgetChanged(nbytes))
+
+    def save(self, name: Name) -> None:
+        self.handle(events.SaveRequested(group_of(name)))
+
+    def advise_spill(self, name: Name) -> None:
+        self.handle(events.SpillAdvised(group_of(name)))
+
+    def report_error(self, name: Name) -> None:
+        self.handle(events.ErrorReported(group_of(name)))
+
+    def discard(self, name: Name) -> None:
+        self.handle(events.Discarded(group_of(name)))
+
+    def ending(self, name: Name, src: Tier, dst: Tier) -> None:
+        self.handle(events.Ending(group_of(name), src, dst))
+
+    def arrive(self, name: Name, src: Tier, dst: Tier, *, timed: bool = True) -> None:
+        self.handle(events.Arrived(group_of(name), src, dst, timed))
+
+    def fail(self, name: Name, src: Tier, dst: Tier, error: BaseException) -> None:
+        self.handle(events.Failed(group_of(name), src, dst, error))
+
+    def measure_transfer(
+        self, src: Tier, dst: Tier, nbytes: int, began: float, ended: float
+    ) -> None:
+        self.handle(events.TransferMeasured(src, dst, nbytes, began, ended))
+
+    def measure_use(self, name: Name, asked: float, began: float) -> None:
+        self.handle(events.UseMeasured(group_of(name), asked, began))
+
+    # Questions ---------------------------------------------------------------------------------
+
+    def __contains__(self, name: Name) -> bool:
+        return group_of(name) in self.planner
+
+    def lendable(self, name: Name, access: Access) -> bool:
+        return self.planner.lendable(group_of(name), access)
+
+    def host_lendable(self, name: Name, purpose: Hold) -> bool:
+        return self.planner.host_lendable(group_of(name), purpose)
+
+    def computing_seconds(self, name: Name) -> float:
+        return self.planner.computing_seconds(group_of(name))
+
+    def state_of(self, name: Name) -> Any:
+        return self.planner.state_of(group_of(name))
+
+    def residence(self, name: Name) -> tuple[Tier, ...]:
+        return self.planner.residence(group_of(name))
+
+    def arriving(self, name: Name) -> bool:
+        return self.planner.arriving(group_of(name))
+
+    def backed(self, name: Name) -> bool:
+        return self.planner.backed(group_of(name))
+
+    def granted(self, name: Name) -> bool:
+        return self.planner.granted(group_of(name))
+
+    def kept(self, name: Name) -> bool:
+        return self.planner.kept(group_of(name))
+
+    def saved(self, name: Name) -> bool:
+        return self.planner.saved(group_of(name))
+
+    def saving(self, name: Name) -> bool:
+        return self.planner.saving(group_of(name))
+
+    def error_of(self, name: Name) -> BaseException | None:
+        return self.planner.error_of(group_of(name))
+
+
+def driver_of(
+    budgets: Mapping[Tier, int | None],
+    policy: Policy,
+    schedule: Schedule,
+    clock: Callable[[], float] = lambda: 0.0,
+    *,
+    told: bool = False,
+) -> Driver:
+    """A driver of a new planner."""
+    return Driver(Planner(budgets, policy, schedule, told=told), clock)

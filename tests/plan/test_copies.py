@@ -1,0 +1,106 @@
+"""Copies: the room that they take, how far they are, and how fast they came."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.driver import driver_of
+from tests.plan.in_words import DEVICE, DISK, HOST, ByName, planner_of, put, register, told
+from tierstore.plan.schedule import LearnedOrder
+
+
+def test_a_new_planner_holds_nothing_and_has_nothing_to_do() -> None:
+    planner = planner_of(10, 10, 10)
+    assert planner.used == planner.peak == {DEVICE: 0, HOST: 0, DISK: 0}
+    assert planner.idle()
+    assert told(planner) == []
+
+
+def test_the_peak_is_the_most_that_was_ever_there() -> None:
+    planner = planner_of(10)
+    put(planner, "a", 5)
+    put(planner, "b", 3)
+    planner.discard("a")
+    put(planner, "c", 2)
+    assert (planner.used[HOST], planner.peak[HOST]) == (5, 8)
+    planner.discard("c")
+    put(planner, "d", 6)
+    assert planner.peak[HOST] == 9
+
+
+def test_a_hop_is_as_fast_as_what_came_over_it() -> None:
+    now = 10.0
+    planner = driver_of({HOST: 100, DISK: None}, ByName(), LearnedOrder(), lambda: now)
+
+    def bandwidth() -> float | None:
+        return planner.bandwidth(DISK, HOST)
+
+    for key in "ab":
+        register(planner, key, 8)
+        planner.demand(key)
+    now = 12.0
+    planner.fail("b", DISK, HOST, OSError())
+    assert bandwidth() is None, "nothing came"
+    now = 16.0
+    planner.arrive("a", DISK, HOST)
+    assert bandwidth() == 8 / (16 - 12), "until 12, it shared the hop with the other"
+    register(planner, "c", 6)
+    now = 20.0
+    planner.demand("c")
+    now = 22.0
+    planner.arrive("c", DISK, HOST)
+    assert bandwidth() == pytest.approx((0.8 * 8 + 6) / (0.8 * 4 + 2)), "it began at 20"
+
+
+def test_a_hop_whose_copies_are_only_queued_is_as_fast_as_it_is_said_to_be() -> None:
+    now = 10.0
+    planner = driver_of({DEVICE: 100, HOST: 100, DISK: None}, ByName(), LearnedOrder(), lambda: now)
+    hop = planner.foresight.hops[HOST, DEVICE]
+    for key in "ab":
+        put(planner, key, 8)
+        planner.demand(key)
+        planner.arrive(key, HOST, DEVICE, timed=False)
+        assert (hop.copies, hop.nbytes, hop.bandwidth) == (0, 0, None)
+        assert planner.residence(key) == (DEVICE, HOST)
+    planner.measure_transfer(HOST, DEVICE, 8, 3.0, 5.0)
+    planner.measure_transfer(HOST, DEVICE, 8, 4.0, 9.0)
+    assert hop.bandwidth == pytest.approx((0.8 * 8 + 8) / (0.8 * 2 + 4))
+
+
+def test_a_use_that_a_device_tells_of_is_one_of_a_group_that_is_known() -> None:
+    planner = driver_of({HOST: 100, DISK: None}, ByName(), LearnedOrder(), told=True)
+    for key in "ab":
+        put(planner, key, 8)
+    planner.measure_use("a", 0.0, 0.0)
+    planner.measure_use("b", 2.0, 2.0)
+    planner.measure_use("gone", 5.0, 5.0)
+    planner.measure_use("a", 9.0, 9.0)
+    assert [planner.computing_seconds(key) for key in "ab"] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_copy_that_is_over_is_not_ending_any_more(fails: bool) -> None:
+    planner = planner_of(10)
+    register(planner, "a", 5)
+    planner.demand("a")
+    planner.ending("a", DISK, HOST)
+    hop = planner.foresight.hops[DISK, HOST]
+    assert (hop.copies, hop.nbytes, hop.ending) == (1, 5, 1)
+    if fails:
+        planner.fail("a", DISK, HOST, OSError())
+    else:
+        planner.arrive("a", DISK, HOST)
+    assert (hop.copies, hop.nbytes, hop.ending) == (0, 0, 0)
+
+
+def test_a_copy_is_in_use_until_the_last_transfer_that_reads_it_is_over() -> None:
+    planner = planner_of(5, 5)
+    put(planner, "a", 5)
+    planner.save("a")
+    planner.demand("a")
+    assert told(planner) == ["a: HOST to DISK!", "a: HOST to DEVICE!"]
+    planner.claim("b", 5, caller_scheduled=True)
+    planner.arrive("a", HOST, DISK)
+    assert told(planner) == [], "one more reads it"
+    planner.arrive("a", HOST, DEVICE)
+    assert told(planner) == ["a leaves HOST", "b gets room on HOST"]

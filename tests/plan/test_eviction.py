@@ -1,0 +1,230 @@
+"""Room: who goes to make some, and in which order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+
+from tests.plan.driver import Driver
+from tests.plan.in_words import (
+    DEVICE,
+    DISK,
+    HOST,
+    bring,
+    change,
+    hold,
+    planner_of,
+    put,
+    raise_up,
+    register,
+    told,
+)
+from tierstore.model.tiers import Access, Hold, Tier
+
+MUCH = 1000
+SCENES = 100
+
+
+# Who goes ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Thing:
+    """A group in host memory, by what may be done with it there."""
+
+    key: str
+    nbytes: int
+    kind: str
+    kept: bool
+
+
+MAY_GO = {"clean", "dirty", "rising", "risen"}
+BOTH = ["clean", "clean", "dirty", "dirty", "held", "wanted", "being saved"]
+
+
+def place(planner: Driver, thing: Thing) -> None:
+    key, nbytes = thing.key, thing.nbytes
+    match thing.kind:
+        case "dirty" | "being saved" | "leaving":
+            put(planner, key, nbytes)
+        case "risen":
+            raise_up(planner, key, nbytes)
+        case _:
+            bring(planner, key, nbytes)
+    match thing.kind:
+        case "held" | "wanted":
+            planner.demand_on_host(key, Hold.READ)
+            assert thing.kind == "wanted" or planner.lease_on_host(key, Hold.READ)
+        case "being saved":
+            planner.save(key)
+        case "leaving":
+            planner.offload(key)
+        case "rising":
+            planner.demand(key)
+    if thing.kept:
+        planner.make_sticky(key)
+
+
+def scene(rng: random.Random, tiers: int, kinds: list[str]) -> tuple[Driver, list[Thing]]:
+    """Some things in host memory, which is full but for a little, and a disk with little room."""
+    planner = planner_of(MUCH, MUCH if tiers == 3 else None)
+    if tiers == 3:
+        change(planner, "blocker", 5)
+    keys = rng.sample("abcdefgh", rng.randint(1, 6))
+    kept = rng.random() < 0.5
+    things = [
+        Thing(key, rng.randint(1, 5), rng.choice(kinds), kept and rng.random() < 0.5)
+        for key in keys
+    ]
+    things.sort(key=lambda thing: thing.kind == "rising")
+    for thing in things:
+        if thing.kind == "rising":
+            planner.budgets[DEVICE] = planner.used[DEVICE]
+        place(planner, thing)
+    told(planner)
+    planner.budgets[HOST] = planner.used[HOST] + rng.randint(0, 2)
+    if rng.random() < 0.5:
+        planner.budgets[DISK] = planner.used[DISK] + rng.randint(0, 6)
+    return planner, sorted(things, key=lambda thing: thing.key)
+
+
+def free_on(planner: Driver, tier: Tier) -> int:
+    budget = planner.budgets[tier]
+    return MUCH if budget is None else budget - planner.used[tier]
+
+
+def expected_of_a_need(planner: Driver, things: list[Thing], nbytes: int) -> list[str]:
+    """Worked out from what is promised: those go in order, but late what should be kept, and last
+    what somebody waits for. None goes unless all is there then, with what leaves already. What is
+    on disk is dropped at once; the others are saved, if what leaves is not enough. If the disk has
+    no room for one of them, it stays, and others are chosen."""
+    room, disk = free_on(planner, HOST), free_on(planner, DISK)
+    leaving = sum(thing.nbytes for thing in things if thing.kind == "leaving")
+    may_go = [thing for thing in things if thing.kind in MAY_GO]
+    may_go.sort(key=lambda t: (t.kind == "rising", t.kind != "rising" and t.kept, t.key))
+    words: list[str] = []
+    while room < nbytes:
+        needed = first_of(may_go, nbytes - room)
+        if room + leaving + sum(thing.nbytes for thing in needed) < nbytes:
+            return words
+        unsaved: list[Thing] = []
+        for thing in needed:
+            if thing.kind != "dirty":
+                words.append(f"{thing.key} leaves HOST")
+                room += thing.nbytes
+            elif room + leaving < nbytes and thing.nbytes > disk:
+                unsaved.append(thing)
+            elif room + leaving < nbytes:
+                words.append(f"{thing.key}: HOST to DISK!")
+                leaving += thing.nbytes
+                disk -= thing.nbytes
+        if not unsaved:
+            break
+        may_go = [thing for thing in may_go if thing not in needed]
+    return [*words, "z gets room on HOST"] if room >= nbytes else words
+
+
+def first_of(things: list[Thing], nbytes: int) -> list[Thing]:
+    """So many from the front that they take as many bytes; all, if they take fewer."""
+    sums = accumulate((thing.nbytes for thing in things), initial=0)
+    return [thing for thing, before in zip(things, sums, strict=False) if before < nbytes]
+
+
+@pytest.mark.parametrize("tiers", [2, 3])
+def test_a_need_gets_its_room_from_whom_it_should(tiers: int) -> None:
+    seen: set[str] = set()
+    kinds = [*BOTH, "leaving"] if tiers == 2 else [*BOTH, "rising", "risen"]
+    for seed in range(SCENES):
+        rng = random.Random(seed)
+        planner, things = scene(rng, tiers, kinds)
+        nbytes = rng.randint(1, planner.budgets[HOST] or 1)
+        expected = expected_of_a_need(planner, things, nbytes)
+        planner.claim("z", nbytes, caller_scheduled=True)
+        assert told(planner) == expected, (seed, nbytes, things)
+        seen.update(word.split(maxsplit=1)[1] for word in expected)
+    assert seen == {"leaves HOST", "HOST to DISK!", "gets room on HOST"}
+
+
+@pytest.mark.parametrize("tiers", [2, 3])
+def test_a_hope_gets_its_room_from_what_is_on_disk_or_not_at_all(tiers: int) -> None:
+    met = 0
+    kinds = [*BOTH, "leaving"] if tiers == 2 else [*BOTH, "risen"]
+    for seed in range(SCENES):
+        rng = random.Random(seed)
+        planner, things = scene(rng, tiers, kinds)
+        nbytes, kept = rng.randint(1, planner.budgets[HOST] or 1), rng.random() < 0.5
+        may_go = [t for t in things if t.kind in ("clean", "risen") and (kept or not t.kept)]
+        may_go.sort(key=lambda thing: (thing.kept, thing.key))
+        needed = first_of(may_go, nbytes - free_on(planner, HOST))
+        expected = [f"{thing.key} leaves HOST" for thing in needed]
+        enough = free_on(planner, HOST) + sum(thing.nbytes for thing in may_go) >= nbytes
+        register(planner, "z", nbytes)
+        if kept:
+            planner.make_sticky("z")
+        planner.expect(["z"], HOST)
+        assert told(planner) == ([*expected, "z: DISK to HOST"] if enough else []), (seed, things)
+        met += enough and bool(expected)
+    assert met > SCENES // 10
+
+
+def test_what_cannot_be_saved_does_not_keep_others_from_going() -> None:
+    """The disk is full: what only host memory has must stay, and something else may go."""
+    planner = planner_of(10, disk=5)
+    register(planner, "fills the disk", 5, backing=False)
+    put(planner, "a", 6)
+    bring(planner, "b", 4)
+    planner.claim("c", 4, caller_scheduled=True)
+    assert told(planner) == ["b leaves HOST", "c gets room on HOST"]
+    assert planner.error_of("c") is None
+
+
+def test_nor_on_the_device_while_host_memory_is_held_for_good() -> None:
+    planner = planner_of(10, 10)
+    change(planner, "a", 6)
+    planner.release("a", Access.UPDATE)
+    raise_up(planner, "b", 4)
+    planner.withdraw("b")
+    hold(planner, "held", 5, Hold.KEEP)
+    bring(planner, "c", 1)
+    told(planner)
+    planner.demand("c")
+    assert told(planner) == ["b leaves DEVICE", "c: HOST to DEVICE!"]
+
+
+@pytest.mark.parametrize("device", [None, 20])
+def test_a_copy_may_take_room_that_was_already_set_aside_for_it(device: int | None) -> None:
+    """Who renews a group wants room only; who demands it wants the old bytes there."""
+    planner = planner_of(5, device)
+    register(planner, "a", 5)
+    planner.demand_on_host("a", Hold.RENEW)
+    assert told(planner) == [] and planner.used[HOST] == 5
+    planner.demand("a")
+    assert told(planner) == ["a: DISK to HOST!"]
+    assert planner.used[HOST] == 5
+
+
+def test_what_is_put_away_takes_room_that_was_already_set_aside_for_it() -> None:
+    planner = planner_of(5, 5)
+    change(planner, "a", 5)
+    planner.demand_on_host("a", Hold.RENEW)
+    assert planner.used[HOST] == 0, "it is being changed"
+    planner.release("a", Access.UPDATE)
+    assert told(planner) == [] and planner.used[HOST] == 5
+    planner.offload("a")
+    assert told(planner) == ["a: DEVICE to HOST!"]
+    assert planner.used[HOST] == 5
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_no_more_goes_than_must_to_the_last_byte(first: int) -> None:
+    """Three bytes are missing: three are enough, two are not."""
+    planner = planner_of(10)
+    bring(planner, "a", first)
+    bring(planner, "b", 4 - first)
+    hold(planner, "held", 6)
+    planner.claim("c", 3, caller_scheduled=True)
+    gone = ["a leaves HOST"] if first == 3 else ["a leaves HOST", "b leaves HOST"]
+    assert told(planner) == [*gone, "c gets room on HOST"]

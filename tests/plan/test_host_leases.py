@@ -1,0 +1,463 @@
+"""Holding copies in host memory: who wants what, who gets it when, and what is learned from it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from tests.histories.machine import Holder, World, land_all
+from tests.plan.driver import Driver, driver_of
+from tierstore.model.errors import BudgetError
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Copy, Drop, Reserve
+from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.plan.matching import Numbers
+from tierstore.plan.policy import FarthestNextUse, RankingPolicy, policy_named
+from tierstore.plan.residents import Residents, Seconds
+from tierstore.plan.schedule import LearnedOrder
+
+TWO = {Tier.HOST: 20, Tier.DISK: None}
+THREE = {Tier.DEVICE: 20, Tier.HOST: 20, Tier.DISK: None}
+BOTH = pytest.mark.parametrize("budgets", [TWO, THREE])
+
+Budgets = dict[Tier, int | None]
+
+
+def fetched(world: World, key: GroupId, purpose: Hold) -> Holder:
+    fetcher = world.fetch(key, purpose)
+    assert fetcher is not None
+    return fetcher
+
+
+def held(world: World, key: GroupId, purpose: Hold) -> Holder:
+    fetcher = fetched(world, key, purpose)
+    land_all(world)
+    assert world.hold(fetcher)
+    assert fetcher in world.holders
+    return fetcher
+
+
+def with_planner(
+    budgets: Budgets, policy: str = "next-use", **groups: int
+) -> tuple[Driver, LearnedOrder]:
+    schedule = LearnedOrder()
+    planner = driver_of(budgets, policy_named(policy, schedule), schedule)
+    for key, nbytes in groups.items():
+        planner.register(key, nbytes)
+    return planner, schedule
+
+
+def hold(planner: Driver, key: str, purpose: Hold = Hold.READ) -> None:
+    """Holds what is there or comes at once."""
+    planner.demand_on_host(key, purpose)
+    for instruction in planner.instructions():
+        if isinstance(instruction, Copy):
+            planner.arrive(instruction.key, instruction.src, instruction.dst)
+    assert planner.lease_on_host(key, purpose)
+
+
+# Wanting to hold ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budgets", [TWO, THREE | {Tier.DEVICE: 30}])
+def test_what_never_fits_host_memory_is_refused_with_advice(budgets: Budgets) -> None:
+    planner, _ = with_planner(budgets, a=21)
+    with pytest.raises(BudgetError, match="raise ram_budget to at least 21 bytes") as caught:
+        planner.demand_on_host("a", Hold.READ)
+    error = caught.value
+    assert (error.key, error.tier, error.nbytes, error.budget) == ("a", "HOST", 21, 20)
+    assert planner.instructions() == []
+
+
+def test_of_the_device_the_advice_is_another() -> None:
+    planner, _ = with_planner({Tier.DEVICE: 20, Tier.HOST: None, Tier.DISK: None}, a=21)
+    with pytest.raises(BudgetError, match="raise device_budget to at least 21 bytes"):
+        planner.demand("a")
+    planner.demand_on_host("a", Hold.READ)
+    assert planner.instructions() == [Copy("a", 21, Tier.DISK, Tier.HOST, urgent=True)]
+
+
+@BOTH
+def test_what_just_fits_is_fetched(budgets: Budgets) -> None:
+    planner, _ = with_planner(budgets, a=20)
+    planner.demand_on_host("a", Hold.READ)
+    assert planner.instructions() == [Copy("a", 20, Tier.DISK, Tier.HOST, urgent=True)]
+
+
+@BOTH
+def test_several_who_want_to_look_hold_one_after_the_other(budgets: Budgets) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    first, second = (fetched(world, key, Hold.READ) for _ in range(2))
+    land_all(world)
+    assert world.hold(first)
+    assert not world.hold(second), "one at a time"
+    world.let_go(first)
+    blocker = world.claim(20)
+    assert blocker is not None and not world.fill(blocker), "the second still wants it there"
+    assert world.hold(second)
+    world.let_go(second)
+    assert world.fill(blocker)
+    world.finish()
+
+
+@BOTH
+def test_who_wants_it_again_may_have_it_though_it_was_to_be_put_away(budgets: Budgets) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    holder = held(world, key, Hold.READ)
+    world.put_away(key)
+    assert world.planner.residence(key) == (Tier.HOST, Tier.DISK), "somebody holds it"
+    again = fetched(world, key, Hold.READ)
+    world.let_go(holder)
+    assert world.hold(again), "it would have to be read again"
+    assert len([i for i in world.books.followed if isinstance(i, Copy)]) == 1
+    world.finish()
+
+
+def test_who_gives_up_takes_the_error_with_them() -> None:
+    world = World(TWO)
+    key = world.register(5)
+    fetcher = fetched(world, key, Hold.READ)
+    world.fail(world.books.moving[0])
+    assert world.planner.error_of(key) is not None
+    world.withdraw_fetch(fetcher)
+    assert world.planner.error_of(key) is None
+    held(world, key, Hold.READ)
+    world.finish()
+
+
+def test_who_never_wanted_to_hold_it_has_nothing_to_withdraw() -> None:
+    planner, _ = with_planner(TWO, a=5)
+    planner.demand("a")
+    planner.fail("a", Tier.DISK, Tier.HOST, OSError())
+    planner.withdraw_on_host("a", Hold.READ)
+    assert planner.error_of("a") is not None, "who demands it was not told yet"
+
+
+# Room for new values -----------------------------------------------------------------------------
+
+
+@BOTH
+def test_room_for_new_values_stays_while_anybody_wants_to_make_them(budgets: Budgets) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    first, second = (fetched(world, key, Hold.RENEW) for _ in range(2))
+    world.withdraw_fetch(first)
+    assert not world.books.moving
+    assert world.planner.used[Tier.HOST] == 5
+    assert world.hold(second)
+    world.finish()
+
+
+@BOTH
+def test_once_only_others_want_it_the_old_values_come(budgets: Budgets) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    renewing, looking = fetched(world, key, Hold.RENEW), fetched(world, key, Hold.READ)
+    assert not world.books.moving, "the room is there for new values"
+    world.withdraw_fetch(renewing)
+    assert [(m.src, m.dst) for m in world.books.moving] == [(Tier.DISK, Tier.HOST)]
+    land_all(world)
+    assert world.hold(looking)
+    world.finish()
+
+
+def test_who_leaves_gives_up_no_copy_that_is_there_or_coming() -> None:
+    world = World(TWO)
+    key = world.register(5)
+    looking = fetched(world, key, Hold.READ)
+    world.withdraw_fetch(looking)
+    assert world.planner.arriving(key), "it may as well be kept"
+    land_all(world)
+    world.withdraw_fetch(fetched(world, key, Hold.READ))
+    assert world.planner.residence(key) == (Tier.HOST, Tier.DISK)
+    world.finish()
+
+
+@BOTH
+def test_room_for_new_values_is_reserved_and_counts_as_a_copy(budgets: Budgets) -> None:
+    planner, _ = with_planner(budgets, policy="lru", a=5)
+    planner.demand_on_host("a", Hold.RENEW)
+    assert planner.instructions() == [], "they who make them may be waiting for somebody"
+    assert not planner.lease_on_host("a", Hold.KEEP), "there is nothing in it yet"
+    assert planner.lease_on_host("a", Hold.RENEW)
+    assert planner.instructions() == [Reserve("a", 5, Tier.HOST), Drop("a", 5, Tier.DISK)]
+    assert planner.residence("a") == (Tier.HOST,) and not planner.backed("a")
+    planner.release_on_host("a")
+    planner.claim("b", 20)
+    assert planner.instructions() == [Copy("a", 5, Tier.HOST, Tier.DISK, urgent=True)], "a victim"
+    planner.check()
+
+
+# Holding -----------------------------------------------------------------------------------------
+
+
+def test_what_is_lent_moves_or_is_not_there_is_not_held() -> None:
+    planner, _ = with_planner(THREE, a=5)
+    assert not planner.lease_on_host("a", Hold.READ), "it is not there"
+    planner.demand("a")
+    planner.demand_on_host("a", Hold.READ)
+    assert not planner.lease_on_host("a", Hold.READ), "it is on its way"
+    planner.arrive("a", Tier.DISK, Tier.HOST)
+    assert not planner.lease_on_host("a", Hold.READ), "it is on its way further up"
+    planner.arrive("a", Tier.HOST, Tier.DEVICE)
+    assert planner.lease("a", Access.READ)
+    assert not planner.lease_on_host("a", Hold.READ), "it is lent"
+    planner.release("a", Access.READ)
+    assert planner.lease_on_host("a", Hold.READ)
+    assert not planner.lease_on_host("a", Hold.READ), "it is held already"
+
+
+@pytest.mark.parametrize("purpose", Hold)
+def test_only_who_looks_leaves_the_other_copies_valid(purpose: Hold) -> None:
+    planner, _ = with_planner(THREE, a=5)
+    hold(planner, "a", purpose)
+    looks = purpose is Hold.READ
+    assert planner.residence("a") == ((Tier.HOST, Tier.DISK) if looks else (Tier.HOST,))
+    assert planner.backed("a") == looks
+    planner.release_on_host("a")
+    assert planner.residence("a") == ((Tier.HOST, Tier.DISK) if looks else (Tier.HOST,))
+    planner.check()
+
+
+@pytest.mark.parametrize(("purpose", "waits"), [(Hold.UPDATE, True), (Hold.KEEP, False)])
+def test_nobody_waits_for_what_is_held_for_good(purpose: Hold, waits: bool) -> None:
+    planner, _ = with_planner({Tier.HOST: 20, Tier.DISK: 0}, a=18)
+    hold(planner, "a", purpose)
+    planner.register("b", 2)
+    planner.claim("c", 5)
+    assert (planner.error_of("c") is None) == waits
+    planner.release_on_host("a")
+    hold(planner, "b")
+    planner.claim("d", 5)
+    assert planner.error_of("d") is None, "b comes back, and is counted right"
+    planner.release_on_host("b")
+    assert planner.error_of("d") is not None
+
+
+def test_who_wants_what_is_held_for_good_gives_nothing_back() -> None:
+    """They will not wake up, so nobody should wait for them."""
+    planner, _ = with_planner({Tier.HOST: 20, Tier.DISK: 0}, a=18)
+    hold(planner, "a", Hold.KEEP)
+    planner.demand_on_host("a", Hold.READ)
+    planner.claim("c", 5)
+    assert planner.error_of("c") is not None
+
+
+def test_of_what_is_held_for_good_a_copy_on_the_device_is_lent_and_comes_back() -> None:
+    planner, _ = with_planner({Tier.DEVICE: 20, Tier.HOST: 20, Tier.DISK: 0}, a=18)
+    hold(planner, "a", Hold.KEEP)
+    planner.demand("a")
+    planner.arrive("a", Tier.HOST, Tier.DEVICE)
+    planner.claim("c", 5)
+    assert planner.error_of("c") is None, "who demanded a is about to wake up"
+    assert planner.lease("a", Access.READ)
+    assert planner.error_of("c") is None, "and has it now"
+    planner.release("a", Access.READ)
+    assert planner.error_of("c") is not None
+
+
+def test_what_is_held_is_not_given_up_for_others_until_it_is_let_go() -> None:
+    planner, _ = with_planner(TWO, a=15, b=10)
+    hold(planner, "a")
+    planner.demand("b")
+    assert planner.instructions() == [], "a is held"
+    planner.release_on_host("a")
+    assert planner.instructions() == [
+        Drop("a", 15, Tier.HOST),
+        Copy("b", 10, Tier.DISK, Tier.HOST, urgent=True),
+    ]
+
+
+def test_a_hope_that_had_no_room_is_pursued_again_when_something_is_let_go() -> None:
+    planner, _ = with_planner(TWO, a=15, b=10)
+    hold(planner, "a")
+    planner.expect(["b"])
+    assert planner.instructions() == []
+    planner.release_on_host("a")
+    assert planner.instructions() == [
+        Drop("a", 15, Tier.HOST),
+        Copy("b", 10, Tier.DISK, Tier.HOST, urgent=False),
+    ]
+
+
+# What is learned from it -------------------------------------------------------------------------
+
+
+def test_who_holds_uses() -> None:
+    planner, schedule = with_planner(TWO, policy="lru", a=5, b=5, c=5)
+    for key in "abca":
+        hold(planner, key)
+        planner.release_on_host(key)
+    planner.claim("d", 20)
+    assert [i.key for i in planner.instructions() if isinstance(i, Drop)] == ["b", "c", "a"]
+    assert [schedule.steps_until(key) for key in "bca"] == [1, 2, 3], "an order like any other"
+
+
+def test_the_computing_after_a_hold_is_measured() -> None:
+    now, schedule = [0.0], LearnedOrder()
+    planner = driver_of(TWO, policy_named("lru", schedule), schedule, lambda: now[0])
+    for key in "ab":
+        planner.register(key, 5)
+    hold(planner, "a")
+    planner.release_on_host("a")
+    now[0] = 4.0
+    planner.demand("b")
+    hold(planner, "a")
+    assert planner.computing_seconds("a") == 4.0
+
+
+class Chooses(Residents):
+    """With each use a round begins, for which these should stay."""
+
+    chosen: Sequence[int] = ()
+
+    def round_of(self, number: int) -> int:
+        return 1
+
+    def begin_round(self, order: Numbers, nbytes: Numbers, seconds: Seconds, speed: float) -> None:
+        self.staying, self.nearer = self.chosen, 0.5
+
+
+def test_the_policy_is_told_who_should_stay_once_it_is_news() -> None:
+    told: list[tuple[list[int], float]] = []
+
+    class Listens(RankingPolicy):
+        def keep(self, numbers: Collection[int], nearer: float) -> None:
+            told.append((list(numbers), nearer))
+            super().keep(numbers, nearer)
+
+    schedule = LearnedOrder()
+    planner = driver_of(TWO, Listens(FarthestNextUse(schedule)), schedule)
+    chooses = planner.foresight.residents = Chooses(schedule, 20)
+    planner.register("a", 5)
+    planner.register("never there", 21)
+    planner.measure_transfer(Tier.DISK, Tier.HOST, 5, 0.0, 1.0)
+    told.clear()
+    for chooses.chosen in ([7], [7], [8, 9]):
+        hold(planner, "a")
+        planner.release_on_host("a")
+    assert told == [([7], 0.5), ([8, 9], 0.5)]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_who_holds_what_was_fetched_early_has_used_it(is_used: bool) -> None:
+    """What nobody has used yet takes half of the room at most."""
+    planner, _ = with_planner({Tier.DEVICE: 80, Tier.HOST: 20, Tier.DISK: None})
+    for key in "abc":
+        planner.register(key, 5, caller_scheduled=True)
+    for key in "ab":
+        planner.expect([key], Tier.HOST)
+        planner.arrive(key, Tier.DISK, Tier.HOST)
+        planner.offload(key)  # it is not expected any more
+    planner.instructions()
+    if is_used:
+        hold(planner, "a")
+        planner.release_on_host("a")
+    planner.expect(["c"], Tier.HOST)
+    expected = [Copy("c", 5, Tier.DISK, Tier.HOST, urgent=False)]
+    assert planner.instructions() == (expected if is_used else [])
+
+
+def test_of_what_its_caller_schedules_nothing_is_learned_and_it_is_expected_no_more() -> None:
+    planner, schedule = with_planner(TWO, a=5)
+    planner.register("g", 5, caller_scheduled=True)
+    planner.expect(["g"])
+    assert schedule.foretold() == 1
+    hold(planner, "g")
+    assert schedule.foretold() == 0, "it has come"
+    planner.release_on_host("g")
+    for _ in range(3):
+        hold(planner, "a")
+        planner.release_on_host("a")
+        hold(planner, "g")
+        planner.release_on_host("g")
+    assert schedule.learning, "one group after another was never seen"
+
+
+def test_after_it_is_held_the_next_is_fetched() -> None:
+    planner, _ = with_planner(TWO, a=5, b=5)
+    hold(planner, "a")
+    assert planner.instructions() == [Copy("b", 5, Tier.DISK, Tier.HOST, urgent=False)]
+
+
+# Putting away ------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_what_is_put_away_leaves_every_tier_but_the_disk(budgets: Budgets) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    waiter = world.demand(key)
+    land_all(world)
+    assert waiter is not None and world.wake(waiter)
+    world.put_away(key)
+    assert world.planner.residence(key) == (world.planner.top, Tier.DISK), "it is lent"
+    world.release(waiter)
+    assert world.planner.residence(key) == (Tier.DISK,)
+    world.finish()
+
+
+@BOTH
+def test_what_somebody_waits_for_is_not_put_away(budgets: Budgets) -> None:
+    world = World(budgets)
+    key = world.register(5)
+    fetcher, waiter = fetched(world, key, Hold.READ), world.demand(key)
+    assert waiter is not None
+    land_all(world)
+    world.put_away(key)
+    assert world.planner.residence(key) == tuple(budgets)
+    assert world.wake(waiter)
+    world.release(waiter)
+    assert Tier.HOST in world.planner.residence(key)
+    assert world.hold(fetcher)
+    world.finish()
+
+
+def test_room_that_was_set_aside_for_what_is_put_away_is_free_at_once() -> None:
+    planner, _ = with_planner(THREE, a=5)
+    planner.demand("a")
+    assert planner.used[Tier.DEVICE] == 5
+    planner.withdraw("a")
+    planner.release_memory("a")
+    assert planner.used[Tier.DEVICE] == 0
+    planner.arrive("a", Tier.DISK, Tier.HOST)
+    assert planner.residence("a") == (Tier.DISK,)
+    assert planner.used[Tier.HOST] == 0
+
+
+def test_that_room_is_given_to_who_waits_for_it() -> None:
+    planner, _ = with_planner({Tier.DEVICE: 15, Tier.HOST: 20, Tier.DISK: None}, a=11, b=9)
+    planner.demand("a")
+    planner.withdraw("a")
+    planner.instructions()
+    planner.demand("b")
+    assert planner.instructions() == [], "a is still on its way"
+    planner.release_memory("a")
+    assert planner.instructions() == [Copy("b", 9, Tier.DISK, Tier.HOST, urgent=True)]
+
+
+def test_what_is_put_away_is_not_expected_any_more() -> None:
+    planner, schedule = with_planner(TWO, a=5, b=20)
+    hold(planner, "b")
+    planner.expect(["a"])
+    assert schedule.foretold() == 1
+    planner.release_memory("a")
+    assert schedule.foretold() == 0
+    planner.release_on_host("b")
+    assert planner.instructions() == [], "nobody hopes for it"
+
+
+def test_only_a_copy_above_the_disk_is_arriving() -> None:
+    planner, _ = with_planner(THREE, a=5)
+    planner.demand_on_host("a", Hold.READ)
+    assert planner.arriving("a"), "one of its copies is there, one is on its way"
+    planner.arrive("a", Tier.DISK, Tier.HOST)
+    assert not planner.arriving("a")
+    planner.demand_on_host("a", Hold.UPDATE)
+    assert planner.lease_on_host("a", Hold.UPDATE)
+    planner.release_on_host("a")
+    planner.save("a")
+    assert not planner.arriving("a"), "it goes down"

@@ -1,0 +1,218 @@
+"""What a planner tells who asks: who waits, what is lent and there; and hits without a demand."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.driver import Driver, driver_of, group_of
+from tests.plan.in_words import (
+    DEVICE,
+    DISK,
+    HOST,
+    ByName,
+    bring,
+    hold,
+    lend,
+    planner_of,
+    put,
+    register,
+    told,
+)
+from tierstore.model.tiers import Access, Hold
+from tierstore.plan.schedule import LearnedOrder
+
+
+def ids(*names: str) -> set[object]:
+    return {group_of(name) for name in names}
+
+
+# Hits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("demanded", [True, False])
+def test_a_hit_teaches_as_much_as_a_lease_that_was_demanded(demanded: bool) -> None:
+    """Uses that compute for three seconds, and the order of two groups."""
+    now, schedule = 0.0, LearnedOrder()
+    planner = driver_of({HOST: 20, DISK: None}, ByName(), schedule, lambda: now)
+    for name in "ab":
+        planner.claim(name, 5)
+        planner.fill(name)
+    for name in "abab":
+        if demanded:
+            planner.demand(name)
+        assert planner.lease(name, Access.READ, demanded=demanded)
+        planner.release(name, Access.READ)
+        now += 3.0
+    assert [planner.computing_seconds(name) for name in "ab"] == [3.0, 3.0]
+    assert [schedule.steps_until(name) for name in "ab"] == [1, 2]
+    assert planner.waited_for() == set()
+
+
+def test_a_hit_meets_nobody_elses_demand() -> None:
+    planner = planner_of(10)
+    bring(planner, "a", 10)
+    planner.demand("a")
+    assert planner.lease("a", Access.READ, demanded=False)
+    planner.release("a", Access.READ)
+    assert planner.waited_for() == ids("a")
+    planner.claim("b", 10, caller_scheduled=True)
+    assert told(planner) == [], "somebody still waits for a"
+    assert planner.lease("a", Access.READ)
+    assert planner.waited_for() == ids("b")
+    planner.release("a", Access.READ)
+    assert told(planner) == ["a leaves HOST", "b gets room on HOST"]
+
+
+@pytest.mark.parametrize("demanded", [True, False])
+def test_what_was_to_leave_stays_after_a_hit(demanded: bool) -> None:
+    planner = planner_of(10)
+    put(planner, "a", 5)
+    planner.offload("a")
+    assert told(planner) == ["a: HOST to DISK!"]
+    if demanded:
+        planner.demand("a")
+    assert planner.lease("a", Access.READ, demanded=demanded)
+    planner.release("a", Access.READ)
+    planner.arrive("a", HOST, DISK)
+    assert told(planner) == []
+    assert planner.residence("a") == (HOST, DISK)
+
+
+def test_without_a_hit_it_leaves() -> None:
+    """The control of the test before."""
+    planner = planner_of(10)
+    put(planner, "a", 5)
+    planner.offload("a")
+    planner.arrive("a", HOST, DISK)
+    assert told(planner) == ["a: HOST to DISK!", "a leaves HOST"]
+
+
+# Who waits ---------------------------------------------------------------------------------------
+
+
+def test_all_of_whom_somebody_wants_anything_are_waited_for() -> None:
+    planner = planner_of(10, 20)
+    hold(planner, "held", 10)
+    for name in "ab":
+        register(planner, name, 5)
+    assert planner.waited_for() == set()
+    planner.demand("a")
+    planner.demand_on_host("b", Hold.READ)
+    planner.claim("c", 5, caller_scheduled=True)
+    planner.expect(["a"])  # a hope is nobody's who waits
+    assert planner.waited_for() == ids("a", "b", "c")
+    planner.withdraw_on_host("b", Hold.READ)
+    planner.withdraw("c")
+    assert planner.waited_for() == ids("a")
+    planner.withdraw("a")
+    assert planner.waited_for() == set()
+
+
+def test_who_waits_for_a_save_waits_until_it_is_done() -> None:
+    planner = planner_of(10)
+    put(planner, "a", 5)
+    planner.save("a")
+    assert planner.waited_for() == ids("a")
+    planner.arrive("a", HOST, DISK)
+    assert planner.waited_for() == set()
+
+
+def test_what_has_room_set_aside_is_waited_for_until_its_bytes_are_half_way() -> None:
+    planner = planner_of(10, 10)
+    register(planner, "a", 5)
+    planner.demand("a")
+    planner.withdraw("a")
+    assert planner.waited_for() == ids("a"), "whoever asks again finds it there"
+    planner.arrive("a", DISK, HOST)
+    assert planner.waited_for() == set()
+
+
+# What there is -----------------------------------------------------------------------------------
+
+
+def test_groups_are_there_until_their_last_copy_is_gone() -> None:
+    planner = planner_of(10)
+    assert planner.groups() == planner.leased() == set()
+    lend(planner, "lent", 5)
+    register(planner, "a", 5)
+    assert planner.groups() == ids("lent", "a")
+    assert planner.leased() == ids("lent")
+    planner.discard("lent")
+    assert "lent" not in planner and planner.groups() == ids("lent", "a")
+    planner.release("lent", Access.READ)
+    assert planner.groups() == ids("a") and planner.leased() == set()
+
+
+def test_what_is_leased_in_host_memory_is_leased() -> None:
+    planner = planner_of(10)
+    hold(planner, "a", 5, Hold.KEEP)
+    assert planner.leased() == ids("a")
+    planner.release_on_host("a")
+    assert planner.leased() == set()
+
+
+def test_sizes_and_times_are_those_that_were_told() -> None:
+    planner = planner_of(10, 20)
+    assert planner.bandwidth(DISK, HOST) is None
+    planner.measure_transfer(DISK, HOST, 6, 0.0, 2.0)
+    assert planner.bandwidth(DISK, HOST) == 3.0
+    assert planner.bandwidth(HOST, DEVICE) is None
+    register(planner, "a", 5)
+    assert planner.computing_seconds("a") == 0.0
+
+
+# Hints -------------------------------------------------------------------------------------------
+
+
+def fetched(planner: Driver) -> list[str]:
+    """Which groups are fetched one after the other, as each arrives."""
+    order = []
+    while words := told(planner):
+        for word in words:
+            name = word.split(":")[0]
+            order.append(name)
+            planner.arrive(name, DISK, HOST)
+    return order
+
+
+def test_the_latest_word_on_what_comes_counts() -> None:
+    for expected, order in ((["ab"], "ab"), (["ab", "b"], "ab"), (["ab", "a"], "ba")):
+        planner = planner_of(20)
+        hold(planner, "held", 20)
+        for name in "ab":
+            register(planner, name, 5)
+        for names in expected:
+            planner.expect(names)
+        planner.release_on_host("held")
+        assert told(planner)[0] == "held leaves HOST"
+        assert planner.arriving(order[0]), f"{order[0]} is next"
+
+
+def test_what_is_expected_twice_is_fetched_once() -> None:
+    planner = planner_of(80)
+    for name in "ab":
+        register(planner, name, 5)
+    planner.expect("aba")
+    assert sorted(fetched(planner)) == ["a", "b"]
+
+
+def test_of_what_is_discarded_nothing_is_expected() -> None:
+    schedule = LearnedOrder()
+    planner = driver_of({HOST: 20, DISK: None}, ByName(), schedule)
+    lend(planner, "gone", 5)
+    planner.discard("gone")
+    assert told(planner) == ["gone leaves DISK"]
+    register(planner, "a", 5)
+    planner.expect(["gone", "a"])
+    assert schedule.foretold() == 1
+    assert fetched(planner) == ["a"]
+
+
+def test_a_group_that_was_never_there_is_expected_by_nobody() -> None:
+    schedule = LearnedOrder()
+    planner = driver_of({HOST: 20, DISK: None}, ByName(), schedule)
+    register(planner, "a", 5)
+    with pytest.raises(KeyError):
+        planner.expect(["a", "nobody"])
+    assert schedule.foretold() == 0, "nothing has changed"
+    assert told(planner) == []

@@ -1,0 +1,336 @@
+"""A planner that begins with what there is believes what the one before it did, but for wishes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.histories.machine import MEMORY, REMOTE, History, World
+from tests.plan.driver import Driver, Name, driver_of, group_of
+from tierstore.model.events import Recovered, RecoveredGroup
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Copy, Drop, Forget, Reserve
+from tierstore.model.tiers import TIERS, Access, Hold, Tier
+from tierstore.plan.eviction import Eviction
+from tierstore.plan.known_events import KnownEvents
+from tierstore.plan.movement import Movement
+from tierstore.plan.policy import Policy, policy_named
+from tierstore.plan.records import State
+from tierstore.plan.schedule import LearnedOrder
+
+# --- in random histories --------------------------------------------------------------------------
+
+
+FOUR = (*TIERS.values(), REMOTE)
+FULL = (39, 57)
+"""Seeds of `tests/histories/test_four_tiers.py` that fill a disk between two tiers."""
+
+
+class Policies:
+    """Makes policies of a name, and knows the latest."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, schedule: LearnedOrder) -> Policy:
+        self.latest = policy_named(self.name, schedule, FOUR)
+        return self.latest
+
+
+def recovered(world: World, policy: str) -> tuple[Driver, Policy]:
+    """A new planner that knows what there is, and has pursued nothing yet."""
+    schedule = LearnedOrder(MEMORY)
+    ranking = policy_named(policy, schedule, FOUR)
+    fresh = driver_of(world.books.budgets, ranking, schedule)
+    table, requests, foresight = fresh.table, fresh.requests, fresh.foresight
+    eviction = Eviction(table, requests, ranking, foresight)
+    movement = Movement(table, requests, eviction, foresight)
+    known = KnownEvents(table, requests, movement, schedule, foresight)
+    found = tuple(world._found(key) for key in world.books.entries)
+    assert known.handlers()[Recovered](Recovered(found)), "there may be something to pursue"
+    return fresh, ranking
+
+
+def beliefs(planner: Driver, policy: Policy) -> dict[str, Any]:
+    """All that a planner believes, but for wishes, and for room that nothing is on its way to."""
+    table, groups = planner.table, planner.table.groups
+    there = {
+        key: {t: c for t, c in group.copies.items() if c.state is not State.RESERVED}
+        for key, group in groups.items()
+    }
+    aside = [(g, t) for key, g in groups.items() for t in g.copies if t not in there[key]]
+    room = dict(planner.used)
+    for group, tier in aside:
+        room[tier] -= group.cost(tier)
+    numbered = {number: group.id for number, group in table.numbered.items()}
+    return {
+        "copies": {k: {t: (c.state, c.readers) for t, c in v.items()} for k, v in there.items()},
+        "room": room,
+        "lent": {k: (g.leases, g.exclusive, g.host_lease) for k, g in groups.items()},
+        "what they are": {
+            k: (g.nbytes, g.backing, g.caller_scheduled, g.sticky) for k, g in groups.items()
+        },
+        "gone": {k for k, g in groups.items() if g.forgotten},
+        "being put": [group.id for group in planner.requests.claims],
+        "newest": {key: group.id for key, group in table.newest.items()},
+        "numbered": set(numbered.values()),
+        "numbers": {key for number, key in numbered.items() if groups[key].number == number},
+        "moving": table.in_flight,
+        "to come back": table.lent,
+        "hops": {way: (hop.copies, hop.nbytes) for way, hop in planner.foresight.hops.items()},
+        "foreseen": {
+            tier: {numbered[n] for n in planner.foreseen_on(tier) if tier in there[numbered[n]]}
+            for tier in planner.tiers[:-1]
+        },
+        "sizes": {key: planner.foreseen_bytes(n) for n, key in numbered.items()},
+        "known": planner.foreseen(),
+        "ranked": {tier: set(policy.victims(tier, None)) for tier in planner.tiers},
+    }
+
+
+NAMES = ("numbered", "numbers", "newest", "sizes", "known", "foreseen")
+
+
+def has_lost_a_name(planner: Driver) -> bool:
+    """Whether a newer version had the name of a group that is there, and is gone.
+
+    The old planner does not know the group by its name again; the new one does.
+    """
+    groups = [g for g in planner.table.groups.values() if not g.forgotten]
+    return any(group.id.key not in planner.table.newest for group in groups)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_it_believes_what_the_one_before_it_did(first: int, remote: bool) -> None:
+    seen: Counter[str] = Counter()
+    for seed in set(range(first, first + 10)).difference(FULL if remote else ()):
+        policies = Policies(["next-use", "lru"][seed % 2])
+        history = History(seed, policies, remote=remote)
+        world = history.world
+        for _ in range(4):
+            history.play(12)
+            fresh, policy = recovered(world, policies.name)
+            assert fresh.table.instructions == [], "what there is was as it should be"
+            fresh.check()
+            old = Driver(world.planner)
+            expected, believed = beliefs(old, policies.latest), beliefs(fresh, policy)
+            for what in NAMES if has_lost_a_name(old) else ():
+                del expected[what], believed[what]
+            assert believed == expected
+            for what in ("being put", "moving", "to come back", "newest"):
+                seen[what] += bool(expected.get(what))
+    assert min(seen.values()) > 1, f"hardly ever reached: {seen}"
+
+
+# --- step by step ---------------------------------------------------------------------------------
+
+
+def found(key: Name, *tiers: Tier, nbytes: int = 5, **facts: Any) -> RecoveredGroup:
+    return RecoveredGroup(group_of(key), nbytes, tiers, **facts)
+
+
+def taken(
+    *stock: RecoveredGroup,
+    host: int | None = 20,
+    disk: int | None = None,
+    policy: str = "next-use",
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Driver:
+    schedule = LearnedOrder()
+    budgets = {Tier.HOST: host, Tier.DISK: disk}
+    planner = driver_of(budgets, policy_named(policy, schedule), schedule, clock)
+    planner.recover(stock)
+    planner.check()
+    return planner
+
+
+def test_without_anything_there_is_nothing_to_do() -> None:
+    planner = taken()
+    assert planner.instructions() == []
+    assert planner.idle() and planner.all_there()
+    assert planner.used == planner.peak == {Tier.HOST: 0, Tier.DISK: 0}
+
+
+def test_room_is_counted_as_it_is_taken() -> None:
+    stock = [
+        found("a", Tier.HOST, Tier.DISK, nbytes=3),
+        found("b", Tier.DISK, nbytes=4, backing=Tier.DISK),
+        found("c", Tier.HOST, Tier.DISK, nbytes=5, moves=((Tier.DISK, Tier.HOST),)),
+    ]
+    planner = taken(*stock)
+    assert planner.used == planner.peak == {Tier.HOST: 8, Tier.DISK: 8}
+    assert [planner.backed(key) for key in "abc"] == [False, True, False]
+    assert planner.residence("a") == (Tier.HOST, Tier.DISK)
+    assert planner.residence("c") == (Tier.DISK,)
+    assert not planner.idle()
+
+
+def test_a_copy_under_way_is_measured_from_when_stock_was_taken() -> None:
+    now = [100.0]
+    stock = found("a", Tier.HOST, Tier.DISK, nbytes=6, moves=((Tier.DISK, Tier.HOST),))
+    planner = taken(stock, clock=lambda: now[0])
+    now[0] = 102.0
+    planner.arrive("a", Tier.DISK, Tier.HOST)
+    assert planner.bandwidth(Tier.DISK, Tier.HOST) == 3.0
+    assert planner.idle() and planner.all_there()
+    planner.check()
+
+
+def test_all_is_there_if_it_was_or_is_arriving() -> None:
+    both = Tier.HOST, Tier.DISK
+    coming = ((Tier.DISK, Tier.HOST),)
+    assert taken(found("a", *both), found("b", *both, moves=coming)).all_there()
+    assert not taken(found("a", *both), found("b", Tier.DISK)).all_there()
+    assert not taken(found("a", Tier.DISK), found("b", *both)).all_there()
+    old = found("a", Tier.DISK, visible=False)
+    assert taken(old, found("b", *both)).all_there(), "what is gone is missed by nobody"
+
+
+def test_what_somebody_wants_to_put_gets_its_room() -> None:
+    planner = taken(found("a", claimed=True, visible=False))
+    assert planner.instructions() == [Reserve("a", 5, Tier.HOST)]
+    assert planner.granted("a")
+    planner.fill("a")
+    assert planner.residence("a") == (Tier.HOST,) and planner.idle()
+    planner.check()
+
+
+def test_what_somebody_fills_has_its_room_already() -> None:
+    planner = taken(found("a", Tier.HOST, claimed=True, visible=False))
+    assert planner.instructions() == []
+    assert planner.granted("a") and planner.residence("a") == () and not planner.idle()
+    planner.withdraw("a")
+    assert planner.idle() and "a" not in planner
+    assert planner.instructions() == [Drop("a", 5, Tier.HOST), Forget("a")]
+
+
+def test_what_readers_see_was_put() -> None:
+    """The step that showed it was cut short before the claim was taken off the list."""
+    planner = taken(found("a", Tier.HOST, claimed=True))
+    assert planner.residence("a") == (Tier.HOST,) and planner.idle()
+    planner.demand("a")
+    assert planner.lease("a", Access.READ)
+    planner.check()
+
+
+def test_what_nobody_sees_goes_once_nobody_uses_it() -> None:
+    old, new = GroupId("a", 1), GroupId("a", 2)
+    both, read = (Tier.HOST, Tier.DISK), (Access.READ, False)
+    planner = taken(found(old, *both, leases=(read, read), visible=False), found(new, Tier.DISK))
+    assert planner.instructions() == [Drop(old, 5, Tier.DISK)], "the copy that nobody reads"
+    assert old not in planner and new in planner
+    planner.release(old, Access.READ)
+    assert planner.instructions() == []
+    planner.release(old, Access.READ)
+    assert planner.instructions() == [Drop(old, 5, Tier.HOST), Forget(old)]
+    planner.check()
+
+
+def test_what_nobody_sees_or_uses_goes_at_once() -> None:
+    planner = taken(found("a", Tier.HOST, Tier.DISK, visible=False), found("b", Tier.DISK))
+    drops = [Drop("a", 5, Tier.HOST), Drop("a", 5, Tier.DISK), Forget("a")]
+    assert planner.instructions() == drops
+    assert planner.used == {Tier.HOST: 0, Tier.DISK: 5}
+
+
+def test_a_newer_version_is_known_by_the_name() -> None:
+    old, new = GroupId("a", 1), GroupId("a", 2)
+    planner = taken(found(old, Tier.DISK), found(new, Tier.HOST, claimed=True, visible=False))
+    planner.fill(new)
+    planner.discard(old)
+    assert planner.all_there(), "the newer one is there, and the older one is not missed"
+    planner.demand(new)
+    assert planner.lease(new, Access.READ)
+    planner.check()
+
+
+@pytest.mark.parametrize("access", Access)
+def test_what_is_lent_comes_back(access: Access) -> None:
+    tiers = (Tier.HOST,) if access is Access.UPDATE else (Tier.HOST, Tier.DISK)
+    planner = taken(found("a", *tiers, leases=((access, False),)))
+    planner.demand("a")
+    assert planner.lease("a", Access.READ) == (access is Access.READ)
+    if access is Access.READ:
+        planner.release("a", access)
+    planner.release("a", access)
+    planner.check()
+    assert ("a" in planner) == (access is not Access.TAKE)
+    assert planner.table.lent == 0
+
+
+LENT: dict[str, tuple[dict[str, Any], bool]] = {
+    "a lease": ({"leases": ((Access.READ, False),)}, True),
+    "a lease for good": ({"leases": ((Access.READ, True),)}, False),
+    "one of each": ({"leases": ((Access.READ, True), (Access.READ, False))}, True),
+    "held": ({"host_lease": Hold.UPDATE}, True),
+    "held to be looked at": ({"host_lease": Hold.READ}, True),
+    "held for good": ({"host_lease": Hold.KEEP}, False),
+    "nothing lent": ({}, False),
+}
+
+
+@pytest.mark.parametrize("lent", LENT)
+def test_who_finds_no_room_waits_for_what_will_come_back_only(lent: str) -> None:
+    options, waits = LENT[lent]
+    # The disk is full, too: what is in host memory cannot go there.
+    planner = taken(found("a", Tier.HOST, nbytes=8, **options), host=10, disk=0)
+    planner.claim("b", 5)
+    assert (planner.error_of("b") is None) == waits
+
+
+def test_what_is_held_stays_until_it_is_let_go() -> None:
+    planner = taken(found("a", Tier.HOST, nbytes=8, host_lease=Hold.UPDATE), host=10)
+    planner.claim("b", 5)
+    assert planner.instructions() == []
+    assert not planner.lease_on_host("a", Hold.READ) and not planner.kept("a")
+    planner.release_on_host("a")
+    assert planner.instructions() == [Copy("a", 8, Tier.HOST, Tier.DISK, urgent=True)]
+    assert taken(found("a", Tier.HOST, host_lease=Hold.KEEP)).kept("a")
+
+
+def test_what_should_be_kept_goes_last() -> None:
+    both = Tier.HOST, Tier.DISK
+    for kept in "ab":
+        stock = (found(key, *both, sticky=key == kept) for key in "ab")
+        planner = taken(*stock, found("c", Tier.DISK), host=10, policy="lru")
+        planner.demand("c")
+        assert Tier.HOST in planner.residence(kept)
+        assert Tier.HOST not in planner.residence("b" if kept == "a" else "a")
+
+
+def test_the_oldest_goes_first_and_was_registered_first() -> None:
+    both = Tier.HOST, Tier.DISK
+    planner = taken(*(found(key, *both) for key in "bac"), host=15, policy="lru")
+    planner.claim("d", 15)
+    assert [i.key for i in planner.instructions() if isinstance(i, Drop)] == ["b", "a", "c"]
+    planner = taken(*(found(key, Tier.DISK) for key in "bac"), host=15)
+    planner.demand("b")
+    planner.arrive("b", Tier.DISK, Tier.HOST)
+    planner.instructions()
+    assert planner.lease("b", Access.READ)
+    assert planner.instructions()[0] == Copy("a", 5, Tier.DISK, Tier.HOST), "next in line"
+
+
+def test_of_a_group_that_its_caller_schedules_its_order_says_nothing() -> None:
+    stock = (found(key, Tier.DISK, caller_scheduled=key != "b") for key in "abcd")
+    planner = taken(*stock, found("e", Tier.DISK), host=25)
+    planner.demand("b")
+    planner.arrive("b", Tier.DISK, Tier.HOST)
+    planner.instructions()
+    assert planner.lease("b", Access.READ)
+    hopes = [i.key for i in planner.instructions() if isinstance(i, Copy)]
+    assert hopes == ["e"], "the others come when their caller says so"
+
+
+def test_what_was_just_being_put_still_is() -> None:
+    planner = taken(found("a", Tier.HOST, visible=False, claimed=True))
+    assert planner.granted("a")
+    assert planner.used[Tier.HOST] == 5
+    assert planner.residence("a") == () and not planner.idle()
+    planner.fill("a")
+    assert planner.residence("a") == (Tier.HOST,) and planner.idle()
+    planner.check()

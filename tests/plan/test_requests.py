@@ -1,0 +1,268 @@
+"""Single steps of the planner, by hand: what is told to whom, and what is learned and foreseen."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.driver import driver_of
+from tests.plan.in_words import (
+    DEVICE,
+    DISK,
+    HOST,
+    ByName,
+    bring,
+    hold,
+    lend,
+    planner_of,
+    put,
+    register,
+    told,
+)
+from tierstore.model.errors import BudgetError
+from tierstore.model.tiers import Access, Hold
+from tierstore.plan.policy import FarthestNextUse, RankingPolicy
+from tierstore.plan.schedule import LearnedOrder
+
+
+def test_what_a_put_can_never_get_is_refused_at_once() -> None:
+    planner = planner_of(10, 20)
+    with pytest.raises(BudgetError, match="raise ram_budget to at least 11 bytes"):
+        planner.claim("a", 11)
+    assert "a" not in planner
+
+
+@pytest.mark.parametrize(("host", "device"), [(5, 40), (40, 5)])
+def test_what_is_too_large_for_one_tier_on_the_way_up_is_refused(host: int, device: int) -> None:
+    planner = planner_of(host, device)
+    register(planner, "a", 6)
+    with pytest.raises(BudgetError, match="to at least 6 bytes"):
+        planner.demand("a")
+
+
+@pytest.mark.parametrize("caller_scheduled", [True, False])
+def test_what_is_registered_is_expected_in_that_order_unless_its_user_says_when(
+    caller_scheduled: bool,
+) -> None:
+    planner = planner_of(100)
+    for key in "abc":
+        if caller_scheduled:
+            planner.register(key, 5, caller_scheduled=True)
+        else:
+            planner.register(key, 5)
+    planner.demand("a")
+    planner.arrive("a", DISK, HOST)
+    assert planner.lease("a", Access.READ)
+    words = told(planner)
+    assert words[:1] == ["a: DISK to HOST!"]
+    assert ("b: DISK to HOST" in words) == (not caller_scheduled)
+
+
+def test_what_never_fits_does_not_keep_others_from_being_fetched() -> None:
+    planner = planner_of(40)
+    register(planner, "too large", 41)
+    planner.expect(["too large"])
+    for key in "ab":
+        planner.register(key, 5)
+    planner.demand("a")
+    planner.arrive("a", DISK, HOST)
+    assert planner.lease("a", Access.READ)
+    assert told(planner) == ["a: DISK to HOST!", "b: DISK to HOST"]
+
+
+def test_what_has_no_limit_is_large_enough_for_everything() -> None:
+    planner = driver_of({HOST: None, DEVICE: 5, DISK: None}, ByName(), LearnedOrder())
+    register(planner, "a", 5)
+    planner.expect(["a"])
+    assert told(planner) == ["a: DISK to HOST"]
+
+
+def test_what_is_put_was_seen_before_its_first_use_unless_its_user_says_when() -> None:
+    for caller_scheduled in (True, False):
+        schedule = LearnedOrder()
+        planner = driver_of(
+            {HOST: 100, DISK: None}, RankingPolicy(FarthestNextUse(schedule)), schedule
+        )
+        for key in "abab":
+            planner.claim(key, 5, **({"caller_scheduled": True} if caller_scheduled else {}))
+            planner.fill(key)
+            planner.demand(key)
+            assert planner.lease(key, Access.TAKE)
+            planner.release(key, Access.TAKE)
+        assert (schedule.steps_until("a") < 3) == (not caller_scheduled)
+
+
+def test_the_next_is_hoped_for_when_the_last_bytes_of_the_one_before_move() -> None:
+    """More than 32 MiB on their way take room too early; less leaves the disk idle in between."""
+    planner = planner_of(1000 << 20)
+    for key in "abc":
+        planner.register(key, 30 << 20)
+    planner.demand("a")
+    planner.arrive("a", DISK, HOST)
+    assert planner.lease("a", Access.READ)
+    assert told(planner) == ["a: DISK to HOST!", "b: DISK to HOST"]
+    planner.ending("b", DISK, HOST)
+    assert told(planner) == ["c: DISK to HOST"]
+
+
+@pytest.mark.parametrize("permanent", [True, False])
+def test_only_what_may_come_back_is_waited_for(permanent: bool) -> None:
+    """Two leases of one group; the first comes back at once."""
+    planner = planner_of(10)
+    bring(planner, "lent", 6)
+    for _ in range(2):
+        planner.demand("lent")
+        assert planner.lease("lent", Access.READ, permanent=permanent)
+    planner.release("lent", Access.READ, permanent=permanent)
+    told(planner)
+    planner.claim("a", 5, caller_scheduled=True)
+    error = planner.error_of("a")
+    assert isinstance(error, BudgetError) == permanent
+    if isinstance(error, BudgetError):
+        assert (error.tier, error.budget, error.nbytes) == ("DISK", 0, 5)
+    planner.release("lent", Access.READ, permanent=permanent)
+    assert told(planner) == ([] if permanent else ["lent leaves HOST", "a gets room on HOST"])
+
+
+def test_a_hope_gets_the_room_that_a_put_was_withdrawn_from_at_the_next_change() -> None:
+    planner = planner_of(10)
+    put(planner, "a", 5)
+    planner.claim("b", 5, caller_scheduled=True)
+    assert told(planner) == ["b gets room on HOST"]
+    assert not planner.idle()
+    planner.withdraw("b")
+    assert told(planner) == ["b leaves HOST", "b is gone"]
+    assert planner.idle() and planner.used[HOST] == 5
+
+
+def test_the_largest_of_those_who_are_stuck_is_told_first_so_that_others_get_on() -> None:
+    planner = planner_of(10, 10)
+    hold(planner, "held", 5, Hold.KEEP)
+    lend(planner, "lent", 1)
+    for key, nbytes in (("large", 8), ("small", 4)):
+        register(planner, key, nbytes)
+        planner.demand(key)
+    assert told(planner) == []
+    planner.release("lent", Access.READ)
+    assert told(planner) == ["small: DISK to HOST!"]
+    error = planner.error_of("large")
+    assert isinstance(error, BudgetError) and planner.error_of("small") is None
+    assert (error.tier, error.budget, error.nbytes) == ("HOST", 10, 8)
+    assert "5 bytes are in use there for good" in str(error)
+
+
+@pytest.mark.parametrize("want", ["demand", "fetch"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_nobody_is_told_that_there_is_no_room_while_somebody_is_about_to_wake_up(
+    want: str, others: int
+) -> None:
+    """One of them finds what they want, and may give its room back."""
+    planner = planner_of(10)
+    hold(planner, "held", 4, Hold.KEEP)
+    bring(planner, "awaited", 6)
+    if want == "demand":
+        planner.demand("awaited")
+    else:
+        planner.demand_on_host("awaited", Hold.READ)
+    for number in range(others):
+        register(planner, f"other {number}", 6)
+        planner.demand_on_host(f"other {number}", Hold.READ)
+        assert planner.error_of(f"other {number}") is None
+    planner.claim("a", 6, caller_scheduled=True)
+    assert planner.error_of("a") is None
+    if others:
+        return
+    if want == "demand":
+        planner.withdraw("awaited")
+    else:
+        planner.withdraw_on_host("awaited", Hold.READ)
+    assert told(planner) == ["awaited leaves HOST", "a gets room on HOST"]
+
+
+@pytest.mark.parametrize("want", ["demand", "fetch", "claim"])
+def test_who_wants_what_is_held_for_good_keeps_nobody_from_being_told(want: str) -> None:
+    planner = planner_of(10)
+    hold(planner, "held", 6, Hold.KEEP)
+    planner.demand_on_host("held", Hold.UPDATE)
+    if want == "claim":
+        planner.claim("a", 5, caller_scheduled=True)
+    else:
+        register(planner, "a", 5)
+        if want == "demand":
+            planner.demand("a")
+        else:
+            planner.demand_on_host("a", Hold.READ)
+    assert isinstance(planner.error_of("a"), BudgetError)
+
+
+def test_a_save_that_the_disk_has_no_room_for_is_told_so() -> None:
+    planner = planner_of(10, disk=4)
+    put(planner, "a", 5)
+    planner.save("a")
+    error = planner.error_of("a")
+    assert isinstance(error, BudgetError) and not planner.saving("a")
+    assert (error.tier, error.budget, error.nbytes) == ("DISK", 4, 5)
+    planner.report_error("a")
+    assert planner.error_of("a") is None
+    planner.demand("a")
+    assert planner.lease("a", Access.READ)
+
+
+def test_what_is_discarded_makes_room_at_once() -> None:
+    planner = planner_of(10, disk=0)
+    lend(planner, "lent", 4)
+    put(planner, "a", 6)
+    planner.claim("b", 6, caller_scheduled=True)
+    assert told(planner) == [], "the disk takes nothing, but what is lent may come back"
+    planner.discard("a")
+    assert told(planner) == ["a leaves HOST", "a is gone", "b gets room on HOST"]
+
+
+def test_a_save_that_fails_is_told_to_who_asked_for_it_and_may_be_tried_again() -> None:
+    planner = planner_of(10)
+    put(planner, "a", 5)
+    planner.save("a")
+    error = OSError()
+    planner.fail("a", HOST, DISK, error)
+    assert planner.error_of("a") is error and not planner.saving("a")
+    assert told(planner) == ["a: HOST to DISK!", "a leaves DISK"]
+    planner.save("a")
+    assert planner.error_of("a") is None
+    assert told(planner) == ["a: HOST to DISK!"]
+
+
+def test_what_is_discarded_while_it_is_taken_is_gone_once() -> None:
+    schedule = LearnedOrder()
+    planner = driver_of({HOST: 10, DISK: None}, RankingPolicy(FarthestNextUse(schedule)), schedule)
+    put(planner, "a", 5)
+    planner.expect(["a"])
+    assert schedule.steps_until("a") == 1
+    planner.demand("a")
+    assert planner.lease("a", Access.TAKE)
+    schedule.expect(["a"])
+    planner.discard("a")
+    assert schedule.steps_until("a") == float("inf")
+    assert told(planner) == []
+    planner.release("a", Access.TAKE)
+    assert told(planner) == ["a leaves HOST", "a is gone"]
+
+
+def test_room_that_is_set_aside_is_given_up_with_its_group() -> None:
+    planner = planner_of(5, 5)
+    register(planner, "a", 5)
+    planner.demand("a")
+    assert planner.used[DEVICE] == 5
+    planner.discard("a")
+    assert told(planner) == ["a: DISK to HOST!"], "it is still read"
+    assert planner.used[DEVICE] == 0
+    planner.arrive("a", DISK, HOST)
+    assert told(planner) == ["a leaves DISK", "a leaves HOST", "a is gone"]
+
+
+def test_who_offloads_a_group_does_not_hope_for_it_any_more() -> None:
+    planner = planner_of(10)
+    lend(planner, "lent", 10)
+    register(planner, "a", 5)
+    planner.expect(["a"])
+    planner.offload("a")
+    planner.release("lent", Access.READ)
+    assert told(planner) == []

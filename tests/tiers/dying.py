@@ -1,0 +1,230 @@
+"""Dies at the n-th system call of a protocol, for every n, and looks at what is left.
+
+`python -m tests.tiers.dying DIRECTORY PROTOCOL` prints one JSON list for each n: the name of the
+call at which the process died, and what a reader finds afterwards (`old`, `new`, `absent`, or what
+is wrong). The last line says that the protocol came to its end. A process of its own, because it
+forks: nothing here imports torch, and there are no threads, but for the protocol `store`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tierstore.model.groups import Block, Packing, TensorSpec, contiguous_stride, pack
+from tierstore.model.header import build_header, digest
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.objects import read_object
+
+KEY = "the/key"
+DEAD, DONE = 77, 0
+FLOATS = 5000  # several pages, and a piece of one
+
+# Whatever a protocol may do to files.
+CALLS = (
+    "open", "close", "read", "pread", "preadv", "write", "pwrite", "pwritev", "fsync", "fdatasync",
+    "rename", "replace", "link", "unlink", "remove", "mkdir", "makedirs", "rmdir", "ftruncate",
+    "truncate", "posix_fallocate", "fstat", "stat", "lstat", "listdir", "scandir", "symlink",
+)  # fmt: skip
+
+
+def packing() -> Packing:
+    blocks = []
+    for name, count in (("weight", FLOATS), ("bias", 7)):
+        spec = TensorSpec(name, "F32", (count,), contiguous_stride((count,)), 0)
+        blocks.append(Block(name, "F32", (count,), spec.nbytes, (spec,)))
+    return pack(blocks)
+
+
+def data_of(value: int) -> memoryview:
+    """The packed group, full of one byte, in page-aligned memory."""
+    memory = memoryview(mmap.mmap(-1, round_up(packing().nbytes, PAGE)))
+    memory[:] = bytes([value]) * len(memory)
+    return memory
+
+
+OLD, NEW = 1, 2
+
+
+# Protocols: each makes the new group the one of the key ------------------------------------------
+
+
+def put(directory: Path) -> None:
+    """What the store does."""
+    store = ObjectDirectory(directory)
+    store.write(KEY, packing(), data_of(NEW), single=False)
+    store.close()
+
+
+def remove(directory: Path) -> None:
+    """What the store does on a discard."""
+    store = ObjectDirectory(directory)
+    store.remove(KEY)
+    store.close()
+
+
+def open_only(directory: Path) -> None:
+    """Opening a directory, perhaps for the first time."""
+    ObjectDirectory(directory).close()
+
+
+def in_place(directory: Path) -> None:
+    """What nobody should do: the bytes are written over the old ones."""
+    store = ObjectDirectory(directory)
+    layout, data = packing(), data_of(NEW)
+    digests = [
+        digest(data[at : at + b.nbytes])
+        for b, at in zip(layout.blocks, layout.offsets, strict=True)
+    ]
+    header = build_header(KEY, layout, digests)
+    descriptor = os.open(store.path_of(KEY), os.O_RDWR)
+    os.pwrite(descriptor, header, 0)
+    for block, at, dense in zip(layout.blocks, layout.offsets, layout.dense, strict=True):
+        os.pwrite(descriptor, data[at : at + block.nbytes], len(header) + dense)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    store.close()
+
+
+def remove_and_write(directory: Path) -> None:
+    """What nobody should do either: for a moment there is nothing."""
+    store = ObjectDirectory(directory)
+    store.remove(KEY)
+    store.write(KEY, packing(), data_of(NEW), single=False)
+    store.close()
+
+
+def through_a_store(directory: Path) -> None:
+    """The same as `put`, through all layers and their threads."""
+    import torch
+
+    from tierstore import TierStore
+
+    store = TierStore(64 * PAGE, directory, device="cpu")
+    value = int.from_bytes(bytes([NEW]) * 4, "little")
+    group = {
+        name: torch.full((count,), value, dtype=torch.int32).view(torch.float32)
+        for name, count in (("weight", FLOATS), ("bias", 7))
+    }
+    store.put(KEY, group)
+    store.flush()
+    store.close()
+
+
+PROTOCOLS: dict[str, Callable[[Path], None]] = {
+    "put": put,
+    "remove": remove,
+    "open": open_only,
+    "in place": in_place,
+    "remove and write": remove_and_write,
+    "store": through_a_store,
+}
+
+
+# Dying -------------------------------------------------------------------------------------------
+
+
+def die_at(number: int, report: int) -> None:
+    """From now on the `number`-th call in CALLS does not happen: a write happens half."""
+    calls = 0
+
+    def deadly(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                if name == "pwrite":
+                    descriptor, data, offset = args
+                    # A direct write takes whole pages only.
+                    half = len(data) // 2 // PAGE * PAGE or len(data) // 2
+                    with contextlib.suppress(OSError):
+                        original(descriptor, data[:half], offset)
+                plain_write(report, name.encode())
+                os._exit(DEAD)
+            return original(*args, **options)
+
+        return call
+
+    plain_write = os.write
+    for name in CALLS:
+        setattr(os, name, deadly(name, getattr(os, name)))
+
+
+def attempt(do: Callable[[], object], number: int) -> tuple[int, str]:
+    """Do it in a child that dies at its `number`-th call; how it ended, and where."""
+    listening, report = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            die_at(number, report)
+            do()
+            os._exit(DONE)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        os._exit(1)
+    os.close(report)
+    with os.fdopen(listening) as pipe:
+        name = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), name
+
+
+def look(directory: Path) -> str:
+    """What a reader finds under the key, after the directory was opened again."""
+    store = ObjectDirectory(directory)
+    left = os.listdir(directory / "tmp")
+    path = store.path_of(KEY)
+    store.close()
+    if left:
+        return f"left behind: {left}"
+    try:
+        found = read_object(path)
+    except FileNotFoundError:
+        return "absent"
+    if found.stored is None:
+        return f"damaged: {found.error}"
+    raw = Path(path).read_bytes()[found.stored.data_start :]
+    if set(raw) == {OLD} or set(raw) == {NEW}:
+        value = raw[0]
+        expected = data_of(value)
+        whole = all(
+            digest(expected[: block.nbytes]) == summed
+            for block, summed in zip(found.stored.packing.blocks, found.stored.digests, strict=True)
+        )
+        return {OLD: "old", NEW: "new"}[value] if whole else "the checksums of another version"
+    return "a mix"
+
+
+def prepare(directory: Path, existing: bool) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    if existing:
+        store = ObjectDirectory(directory)
+        store.write(KEY, packing(), data_of(OLD), single=False)
+        store.close()
+
+
+def main(directory: Path, protocol: str, existing: bool) -> None:
+    if protocol == "store":
+        import tierstore.store  # noqa: F401  and with it torch: once, before all the children
+    for number in range(1, 1000):
+        prepare(directory, existing)
+        status, name = attempt(lambda: PROTOCOLS[protocol](directory), number)
+        if status not in (DEAD, DONE):
+            raise SystemExit(f"the protocol ended with {status} at call {number}")
+        print(json.dumps([name, look(directory)]), flush=True)
+        if status == DONE:
+            return
+    raise SystemExit("the protocol has no end")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "over an old group")

@@ -1,0 +1,543 @@
+"""The store's directory: commits that are whole or absent, and trust in nothing that lies there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.helpers.files import flip_bit, object_file, open_files, with_flipped_bit
+from tests.helpers.processes import output_of
+from tests.tiers.dying import FLOATS, KEY, NEW, OLD, data_of, look, packing
+from tierstore.model.errors import (
+    CorruptDataError,
+    StoreLockedError,
+    TierStoreError,
+    TransferError,
+)
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.locking import is_locked
+from tierstore.tiers.objects import find_objects, object_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(directory: ObjectDirectory, key: str, value: int) -> None:
+    directory.write(key, packing(), data_of(value), single=False)
+
+
+def made(disk_dir: Path, *keys: str) -> Path:
+    """A closed directory with a group under each key. Returns it."""
+    directory = ObjectDirectory(disk_dir)
+    for key in keys:
+        write(directory, key, OLD)
+    directory.close()
+    return disk_dir
+
+
+# Dying at any moment -----------------------------------------------------------------------------
+
+
+WHOLE = pytest.mark.full("a whole store, which commits by the protocol of the cases above")
+
+
+def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]]:
+    """For each call of a protocol: its name, and what is found if the process dies there."""
+    begin = "over an old group" if existing else "in an empty directory"
+    output = output_of("-m", "tests.tiers.dying", disk_dir, protocol, begin)
+    return [(name, found) for name, found in map(json.loads, output.splitlines())]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "existing", "before", "after"),
+    [
+        ("put", True, "old", "new"),
+        ("put", False, "absent", "new"),
+        ("remove", True, "old", "absent"),
+        ("open", True, "old", "old"),
+        ("open", False, "absent", "absent"),
+        pytest.param("store", True, "old", "new", marks=WHOLE),
+        pytest.param("store", False, "absent", "new", marks=WHOLE),
+    ],
+)
+def test_a_process_that_dies_leaves_the_old_group_or_the_new_one(
+    protocol: str, existing: bool, before: str, after: str, disk_dir: Path
+) -> None:
+    found = dying(protocol, existing, disk_dir)
+    names = [name for name, _ in found]
+    outcomes = [outcome for _, outcome in found]
+    assert len(found) > 15
+    assert set(outcomes) <= {before, after}
+    assert outcomes == sorted(outcomes, key=[before, after].index), "what was new is old again"
+    assert outcomes[-1] == after, "it came to its end and left nothing new"
+    if before != after:
+        changed = names[outcomes.index(after) - 1]
+        assert changed == ("unlink" if protocol == "remove" else "rename"), "the one commit"
+    if protocol in ("put", "store"):
+        assert {"open", "pwrite", "fsync", "rename", "posix_fallocate"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "wrong"), [("in place", "a mix"), ("remove and write", "absent")]
+)
+def test_a_worse_protocol_is_caught(protocol: str, wrong: str, disk_dir: Path) -> None:
+    """The control: the same search finds what is wrong with these."""
+    assert wrong in [found for _, found in dying(protocol, True, disk_dir)]
+
+
+class Recorder:
+    """Notes calls of `os` that make files last, with the names of what they were about."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self._root = root
+        for name in ("pwrite", "fsync", "posix_fallocate"):
+            monkeypatch.setattr(os, name, self._noting(name, getattr(os, name), self._by_number))
+        for name in ("rename", "mkdir", "unlink"):
+            monkeypatch.setattr(os, name, self._noting(name, getattr(os, name), self._by_name))
+
+    def _noting(
+        self, name: str, original: Callable[..., Any], subject: Callable[..., str]
+    ) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            about = subject(*args, **options)
+            result = original(*args, **options)
+            self.calls.append((name, about))
+            return result
+
+        return call
+
+    def _by_number(self, descriptor: int, *_: Any) -> str:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return str(path.relative_to(self._root))
+
+    def _by_name(self, path: str, *_: Any, **options: Any) -> str:
+        descriptor = options.get("src_dir_fd", options.get("dir_fd"))
+        if descriptor is None:
+            return str(Path(path).relative_to(self._root))
+        return os.path.join(self._by_number(descriptor), path)
+
+    def places(self, name: str, about: str) -> list[int]:
+        """Where in the record these calls are."""
+        return [i for i, call in enumerate(self.calls) if call == (name, about)]
+
+
+@pytest.mark.parametrize("shard", ["is new", "was left by somebody who died"])
+def test_what_a_commit_says_would_survive_a_power_cut(
+    shard: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is synced before the next thing relies on it, and before the commit returns."""
+    directory = ObjectDirectory(disk_dir)
+    if shard != "is new":
+        object_file(disk_dir, KEY).parent.mkdir()
+    record = Recorder(monkeypatch, disk_dir)
+    write(directory, KEY, NEW)
+    (_, temporary) = next(call for call in record.calls if call[0] == "rename")
+    folder = "objects/" + object_name(KEY).partition("/")[0]
+    (synced,), (renamed,) = record.places("fsync", temporary), record.places("rename", temporary)
+    assert max(record.places("pwrite", temporary)) < synced < renamed
+    assert renamed < record.places("fsync", folder)[-1]
+    assert record.places("fsync", "objects"), "the shard's own name might be lost"
+    record.calls.clear()
+    directory.remove(KEY)
+    assert [name for name, _ in record.calls] == ["unlink", "fsync"]
+    directory.close()
+
+
+def test_the_object_is_a_safetensors_file_whose_data_begins_at_a_page(disk_dir: Path) -> None:
+    made(disk_dir, KEY)
+    found = next(iter(find_objects(disk_dir)))
+    assert found.stored is not None
+    assert found.stored.data_start % 4096 == 0
+    with safe_open(found.path, "np") as file:
+        assert file.get_slice("weight").get_shape() == [FLOATS]
+        assert file.metadata()["tierstore.key"] == KEY
+        assert {byte for name in file.keys() for byte in file.get_tensor(name).tobytes()} == {OLD}  # noqa: SIM118
+
+
+def test_the_last_of_two_puts_stays(disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir)
+    staged = [directory.stage(KEY, packing(), data_of(value), single=False) for value in (NEW, OLD)]
+    assert list(find_objects(disk_dir)) == [], "it counts before it is committed"
+    directory.commit(staged[0])
+    directory.abandon(staged[1])
+    directory.abandon(staged[0])  # too late: it is committed
+    assert os.listdir(disk_dir / "tmp") == []
+    directory.close()
+    assert look(disk_dir) == "new"
+
+
+def test_several_threads_commit_at_once(disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir)
+    errors: list[BaseException] = []
+
+    def body(name: str) -> None:
+        try:
+            for number in range(10):
+                write(directory, f"{name}{number % 3}", NEW)
+                if number % 3 == 2:
+                    directory.remove(f"{name}{number % 3}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    directory.close()
+    again = ObjectDirectory(disk_dir)
+    keys = sorted(stored.key for stored in again.objects())
+    assert keys == sorted(f"{name}{number}" for name in "abcd" for number in (0, 1))
+    assert not again.damaged
+    again.close()
+
+
+# Whose it is -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_look(mask: int, disk_dir: Path) -> None:
+    before = os.umask(mask)
+    try:
+        directory = ObjectDirectory(disk_dir)
+        write(directory, KEY, OLD)
+        staged = directory.stage("other", packing(), data_of(NEW), single=False)
+        modes = {
+            str(path.relative_to(disk_dir)): (path.is_dir(), stat.S_IMODE(path.lstat().st_mode))
+            for path in [disk_dir, *disk_dir.rglob("*")]
+        }
+        directory.abandon(staged)
+        directory.close()
+    finally:
+        os.umask(before)
+    assert len(modes) == 8, modes
+    for name, (folder, mode) in modes.items():
+        assert mode == (0o700 if folder else 0o600), f"{name} has {mode:o}"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[Path]:
+    """A file and a directory of somebody else, which must not change."""
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_text("secret")
+    yield outside
+    assert (outside / "file").read_text() == "secret"
+    assert sorted(p.name for p in outside.rglob("*")) == ["file", "folder"]
+
+
+def refuses(disk_dir: Path) -> TierStoreError:
+    """Opening fails, holds no lock and no descriptor afterwards, and says where it failed."""
+    before = open_files()
+    with pytest.raises(TierStoreError) as error:
+        ObjectDirectory(disk_dir)
+    assert str(disk_dir) in str(error.value)
+    assert open_files() == before, "a descriptor was left open"
+    return error.value
+
+
+@pytest.mark.parametrize("part", ["LOCK", "STORE.json", "objects", "tmp"])
+def test_a_link_in_the_place_of_a_part_is_not_followed(
+    part: str, disk_dir: Path, secret: Path
+) -> None:
+    made(disk_dir, KEY)
+    place = disk_dir / part
+    target = secret / ("folder" if place.is_dir() else "file")
+    shutil.move(place, disk_dir.parent / "aside")
+    place.symlink_to(target)
+    refuses(disk_dir)
+    place.unlink()
+    shutil.move(disk_dir.parent / "aside", place)
+    assert look(disk_dir) == "old"
+
+
+@pytest.mark.parametrize("part", ["LOCK", "STORE.json"])
+def test_a_pipe_in_the_place_of_a_part_does_not_hang(part: str, disk_dir: Path) -> None:
+    made(disk_dir, KEY)
+    (disk_dir / part).unlink()
+    os.mkfifo(disk_dir / part)
+    refuses(disk_dir)
+
+
+def test_a_lock_that_is_another_name_of_something_is_not_written_to(
+    disk_dir: Path, secret: Path
+) -> None:
+    made(disk_dir)
+    (disk_dir / "LOCK").unlink()
+    os.link(secret / "file", disk_dir / "LOCK")
+    refuses(disk_dir)
+
+
+def test_links_below_objects_are_not_followed(disk_dir: Path, secret: Path) -> None:
+    made(disk_dir, KEY, "other")
+    path = object_file(disk_dir, KEY)
+    shard = object_file(disk_dir, "other").parent
+    path.unlink()
+    path.symlink_to(secret / "file")
+    shutil.rmtree(shard)
+    shard.symlink_to(secret / "folder")
+    directory = ObjectDirectory(disk_dir)
+    assert directory.objects() == []
+    assert list(directory.damaged) == [object_name(KEY)]
+    with pytest.raises(TransferError):
+        write(directory, "other", NEW)
+    write(directory, KEY, NEW)  # takes the link's place
+    directory.close()
+    assert not path.is_symlink()
+    assert look(disk_dir) == "new"
+
+
+def test_a_temporary_name_that_was_guessed_is_not_used(
+    disk_dir: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ObjectDirectory(disk_dir)
+    write(directory, KEY, OLD)
+    monkeypatch.setattr(os, "urandom", bytes)
+    (disk_dir / "tmp" / ("object-" + "00" * 8)).symlink_to(secret / "file")
+    with pytest.raises(TransferError):
+        write(directory, KEY, NEW)
+    directory.close()
+    assert look(disk_dir) == "old"
+
+
+def test_what_is_not_ours_is_left_alone(disk_dir: Path) -> None:
+    made(disk_dir, KEY)
+    mine = [
+        disk_dir / "notes.txt",
+        disk_dir / "tmp" / "notes.txt",
+        disk_dir / "objects" / "notes.txt",
+        object_file(disk_dir, KEY).parent / "notes.txt",
+    ]
+    for path in mine:
+        path.write_text("mine")
+    (disk_dir / "tmp" / "folder").mkdir()
+    (disk_dir / "tmp" / ("object-" + "ab" * 8)).write_text("left by somebody who died")
+    directory = ObjectDirectory(disk_dir)
+    assert [stored.key for stored in directory.objects()] == [KEY]
+    assert not directory.damaged
+    directory.close()
+    assert all(path.read_text() == "mine" for path in mine)
+    assert sorted(os.listdir(disk_dir / "tmp")) == ["folder", "notes.txt"]
+
+
+# What it says it is ------------------------------------------------------------------------------
+
+MARKERS = {
+    "a newer format": b'{"format": 2}',
+    "an older format": b'{"format": 0}',
+    "a format that is no number": b'{"format": "one"}',
+    "no format": b"{}",
+    "a list": b"[1]",
+    "no JSON": b"{",
+    "nothing": b"",
+    "bytes": b"\xff\xfe",
+    "deeply nested": b"[" * 60_000,
+}
+
+
+@pytest.mark.parametrize("kind", MARKERS)
+def test_a_directory_of_another_format_is_refused_and_left_as_it_is(
+    kind: str, disk_dir: Path
+) -> None:
+    made(disk_dir, KEY)
+    marker = disk_dir / "STORE.json"
+    whole = marker.read_bytes()
+    marker.write_bytes(MARKERS[kind])
+    left = disk_dir / "tmp" / ("object-" + "ab" * 8)
+    left.write_text("a newer version may need this")
+    error = refuses(disk_dir)
+    assert "disk_dir" in str(error)
+    if kind == "a newer format":
+        for part in ("format 2", "knows format 1", "upgrade"):
+            assert part in str(error)
+    assert left.exists()
+    assert marker.read_bytes() == MARKERS[kind]
+    marker.write_bytes(whole)
+    assert look(disk_dir) == "old"
+
+
+def test_one_live_store_holds_the_directory(disk_dir: Path) -> None:
+    first = ObjectDirectory(disk_dir)
+    assert is_locked(disk_dir) == f"process {os.getpid()} on {os.uname().nodename!r}"
+    error = refuses(disk_dir)
+    assert isinstance(error, StoreLockedError)
+    assert f"process {os.getpid()} " in str(error)
+    first.close()
+    assert is_locked(disk_dir) is None
+    ObjectDirectory(disk_dir).close()
+
+
+def test_who_only_looks_at_the_lock_keeps_nobody_out(disk_dir: Path) -> None:
+    made(disk_dir)
+    over = threading.Event()
+
+    def look_at_it() -> None:
+        while not over.is_set():
+            is_locked(disk_dir)
+
+    watcher = threading.Thread(target=look_at_it)
+    watcher.start()
+    try:
+        for _ in range(50):
+            ObjectDirectory(disk_dir).close()
+    finally:
+        over.set()
+        watcher.join()
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"pid": 1, "host": os.uname().nodename}, f"process 1 on {os.uname().nodename!r}"),
+        ({"pid": 1, "host": "another"}, "process 1 on 'another'"),
+        ({"pid": 2**31 - 1, "host": os.uname().nodename}, "which has ended"),
+        ({"pid": 2**31 - 1, "host": "another"}, f"process {2**31 - 1} on 'another'"),
+        ({"pid": 10**30, "host": "another"}, "an unknown process"),
+        ({"pid": True, "host": "another"}, "an unknown process"),
+        ({"pid": 1}, "an unknown process"),
+        ({"pid": 1, "host": "x" * 4000}, f"process 1 on '{'x' * 64}'"),
+        ([], "an unknown process"),
+    ],
+)
+def test_the_message_says_who_holds_the_lock_as_far_as_that_can_be_told(
+    said: Any, shown: str, disk_dir: Path
+) -> None:
+    first = ObjectDirectory(disk_dir)
+    (disk_dir / "LOCK").write_text(json.dumps(said))
+    owner = is_locked(disk_dir)
+    first.close()
+    assert owner is not None
+    assert shown in owner if "ended" in shown else owner == shown
+
+
+def test_opening_removes_what_a_killed_process_left_under_the_stores_own_names(
+    disk_dir: Path,
+) -> None:
+    made(disk_dir, KEY)
+    ours = [
+        disk_dir / "tmp" / "object-0123456789abcdef",
+        disk_dir / "tmp" / "marker-0123456789abcdef",
+        disk_dir / ".spill-12-0123456789abcdef",
+    ]
+    others = [
+        disk_dir / "tmp" / "object-of-mine",
+        disk_dir / ".spill-of-mine",
+        disk_dir / "object-0123456789abcdef",
+    ]
+    for path in (*ours, *others):
+        path.write_bytes(b"bytes")
+    (disk_dir / ".spill-13-0123456789abcdef").mkdir()
+    ObjectDirectory(disk_dir).close()
+    assert [path for path in ours if path.exists()] == []
+    assert [path for path in others if not path.exists()] == []
+    assert (disk_dir / ".spill-13-0123456789abcdef").is_dir()
+    assert object_file(disk_dir, KEY).exists()
+
+
+def test_the_names_of_new_directories_are_synced_in_those_above_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Recorder(monkeypatch, tmp_path)
+    ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
+    synced = [about for name, about in record.calls if name == "fsync"]
+    assert {".", "new", "new/newer", "new/newer/store"} <= set(synced)
+    record.calls.clear()
+    ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
+    assert ("fsync", "new/newer") in record.calls, "who made it may have died before this"
+
+
+def test_an_opening_that_fails_leaves_no_lock_and_no_descriptor(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(disk_dir)
+    before = os.listdir("/proc/self/fd")
+    listdir = os.listdir
+    for place in ("objects", "tmp", "cleaning", "syncing"):
+        with monkeypatch.context() as broken:
+            _break(broken, place)
+            with pytest.raises(TransferError, match="opening"):
+                ObjectDirectory(disk_dir)
+        assert len(listdir("/proc/self/fd")) == len(before), place
+        assert is_locked(disk_dir) is None
+    ObjectDirectory(disk_dir).close()
+
+
+def _break(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Have one of the calls fail that opening a directory makes."""
+    name = {"cleaning": "listdir", "syncing": "fsync"}.get(place, "open")
+    original = getattr(os, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        about = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[0])
+        if name == "listdir" or about.endswith("/store" if name == "fsync" else f"/{place}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(*args, **options)
+
+    monkeypatch.setattr(os, name, call)
+
+
+# Damage ------------------------------------------------------------------------------------------
+
+
+def another_name(path: Path) -> None:
+    shutil.copy(object_file(path.parents[2], "other"), path)
+
+
+HEADER_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a bit of the length": lambda path: flip_bit(path, 2),
+    "a bit of the header": lambda path: flip_bit(path, 60),
+    "a bit of the padding": lambda path: flip_bit(path, 4000),
+    "cut in the header": lambda path: os.truncate(path, 1000),
+    "cut in the data": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "somebody else's": another_name,
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("damage", HEADER_DAMAGES)
+def test_a_damaged_object_is_told_and_costs_its_own_key_only(damage: str, disk_dir: Path) -> None:
+    made(disk_dir, KEY, "other")
+    path = object_file(disk_dir, KEY)
+    HEADER_DAMAGES[damage](path)
+    directory = ObjectDirectory(disk_dir)
+    assert [stored.key for stored in directory.objects()] == ["other"]
+    error = directory.damaged[object_name(KEY)]
+    assert isinstance(error, TransferError)
+    assert error.path == str(path)
+    if damage == "somebody else's":
+        assert isinstance(error, CorruptDataError)
+        assert "'other'" in str(error)
+    if not path.is_dir():
+        write(directory, KEY, NEW)
+        assert not directory.damaged
+    directory.close()
+    assert path.is_dir() or look(disk_dir) == "new"
+
+
+def test_every_bit_of_a_header_counts(disk_dir: Path) -> None:
+    """Many single flips, of which the structure alone would let two in five pass."""
+    made(disk_dir, KEY)
+    path = object_file(disk_dir, KEY)
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    end = whole.rindex(b"}", 0, 8 + length) + 20
+    for offset in range(0, end, 7):
+        path.write_bytes(with_flipped_bit(whole, offset, offset % 8))
+        (found,) = find_objects(disk_dir)
+        assert found.error is not None, f"bit {offset % 8} of byte {offset}"
+    path.write_bytes(whole)
+    assert look(disk_dir) == "old"

@@ -1,0 +1,515 @@
+"""Reading and writing files: direct and not, in pieces of any size, and within bounds."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import random
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.files import open_files
+from tierstore.model.errors import (
+    DiskFullError,
+    StaleCheckpointError,
+    TransferError,
+    TruncatedFileError,
+)
+from tierstore.model.groups import Extent, Segment, Source
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.tiers import disk
+from tierstore.tiers.disk import (
+    MAX_OPEN_FILES,
+    DataFile,
+    FileStamp,
+    FileTable,
+    direct_alignment,
+    parts,
+    pieces,
+    transfer_error,
+    write_all,
+)
+
+SIZE = 5 * PAGE + 123
+
+
+def content(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def room(nbytes: int) -> memoryview:
+    """Page-aligned memory."""
+    return memoryview(mmap.mmap(-1, max(round_up(nbytes, PAGE), PAGE)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "data"
+    file.write_bytes(content(SIZE))
+    return str(file)
+
+
+def read(file: DataFile, offset: int, nbytes: int) -> bytes:
+    """Read as carriers do: whole pages around what is needed."""
+    lead = offset % PAGE
+    memory = room(lead + nbytes)
+    got = file.read_at_least(memory, offset - lead, lead + nbytes)
+    assert got >= lead + nbytes
+    return bytes(memory[lead : lead + nbytes])
+
+
+@pytest.fixture
+def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Notes of every `preadv` whether it went past the page cache."""
+    notes: list[bool] = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
+        notes.append(bool(int(flags, 8) & os.O_DIRECT))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    return notes
+
+
+def open_file(path: str) -> DataFile:
+    return DataFile(path, follow_links=True)
+
+
+def knows_direct_reads(path: str) -> bool:
+    return open_file(path)._direct is not None
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ends=st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)))
+def test_any_part_of_a_file(ends: tuple[int, int], path: str) -> None:
+    start, stop = sorted(ends)
+    assert read(open_file(path), start, stop - start) == content(SIZE)[start:stop]
+
+
+def test_aligned_reads_go_past_the_page_cache(path: str, direct_reads: list[bool]) -> None:
+    if not knows_direct_reads(path):
+        pytest.skip("this file system knows no direct reads")
+    file = open_file(path)
+    assert read(file, 0, SIZE) == content(SIZE)
+    assert direct_reads[0]
+    direct_reads.clear()
+    memory = room(2 * PAGE)
+    file.read_at_least(memory[: PAGE + 1], 0, PAGE + 1)  # no whole number of pages
+    assert direct_reads == [False]
+    assert bytes(memory[: PAGE + 1]) == content(SIZE)[: PAGE + 1]
+
+
+def test_a_file_system_that_refuses_direct_opens(
+    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    plain_open = os.open
+    given_back: list[int] = []
+    fadvise = os.posix_fadvise
+
+    def refusing(name: str, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "refused")
+        return plain_open(name, flags, *args, **options)
+
+    def noted(descriptor: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        given_back.append(length)
+        fadvise(descriptor, offset, length, advice)
+
+    monkeypatch.setattr(os, "open", refusing)
+    monkeypatch.setattr(os, "posix_fadvise", noted)
+    assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
+    assert direct_reads == [False]
+    assert sum(given_back) >= 3 * PAGE, "what was read stays in the page cache"
+
+
+def test_a_file_system_that_takes_the_flag_and_refuses_the_read(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not knows_direct_reads(path):
+        pytest.skip("this file system knows no direct reads")
+    preadv = os.preadv
+    file = open_file(path)
+    direct = file._direct
+    refused = []
+
+    def refusing(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        if descriptor == direct:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "refused")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    for _ in range(3):
+        assert read(file, 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
+    assert len(refused) == 1, "it is never asked again"
+    # Another thread may be about to read: the number must not become another file's.
+    assert os.readlink(f"/proc/self/fd/{direct}") == path
+    del file
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(direct)
+
+
+@pytest.mark.parametrize("most", [1, 511, 4095, 4096, 4097, 9000])
+def test_reads_that_come_in_pieces(path: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a signal, on a network file system, or across the end of an extent."""
+    preadv = os.preadv
+    calls = []
+
+    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(offset)
+        return preadv(descriptor, [buffers[0][:most]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert read(open_file(path), 77, 2 * PAGE) == content(SIZE)[77 : 77 + 2 * PAGE]
+    assert len(calls) >= 2 * PAGE // most
+
+
+def test_a_direct_read_that_stops_inside_a_page_goes_on(
+    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    if not knows_direct_reads(path):
+        pytest.skip("this file system knows no direct reads")
+    counted = os.preadv
+
+    def short_once(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        got = counted(descriptor, buffers, offset)
+        return got if len(direct_reads) > 1 else 1000
+
+    monkeypatch.setattr(os, "preadv", short_once)
+    assert read(open_file(path), 0, 3 * PAGE) == content(SIZE)[: 3 * PAGE]
+    assert direct_reads == [True, False]
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 1, SIZE - 1])
+def test_a_file_that_ends_too_early(path: str, size: int) -> None:
+    file = open_file(path)
+    os.truncate(path, size)
+    with pytest.raises(TruncatedFileError) as error:
+        read(file, 0, SIZE)
+    assert error.value.path == path
+    for part in (path, f"byte {size:,}", f"{SIZE - size:,} bytes"):
+        assert part in str(error.value)
+    if size:
+        assert read(file, 0, size) == content(SIZE)[:size]
+
+
+def test_an_error_of_the_disk_is_not_taken_for_anything_else(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        read(open_file(path), 0, PAGE)
+
+
+def test_links_are_followed_only_where_they_may_be(path: str, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert read(DataFile(str(link), follow_links=True), 0, 9) == content(SIZE)[:9]
+    with pytest.raises(OSError) as error:
+        DataFile(str(link), follow_links=False)
+    assert error.value.errno == errno.ELOOP
+
+
+def test_files_are_closed_when_nobody_needs_them(path: str, tmp_path: Path) -> None:
+    file = open_file(path)
+    assert len(open_files(tmp_path)) in (1, 2)
+    del file
+    gc.collect()
+    assert len(open_files(tmp_path)) == 0
+
+
+# Cutting -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def sources(draw: st.DrawFn) -> Source:
+    """Segments as `place` makes them: at their file offset modulo the page, one behind another."""
+    segments, here = [], 0
+    for number in range(draw(st.integers(1, 4))):
+        offset = draw(st.integers(0, 10 * PAGE))
+        nbytes = draw(st.integers(1, 6 * PAGE))
+        at = here + offset % PAGE
+        segments.append(Segment(Extent(f"file{number}", offset, nbytes), at))
+        here = round_up(at + nbytes, PAGE)
+    return Source(tuple(segments))
+
+
+@given(sources(), st.sampled_from([PAGE, 2 * PAGE, 8 * PAGE]))
+def test_pieces_are_whole_pages_and_cover_everything_once(source: Source, chunk: int) -> None:
+    end = max(round_up(s.at + s.extent.nbytes, PAGE) for s in source.segments)
+    place_in_memory: dict[int, tuple[str, int]] = {}
+    for piece in pieces(source, chunk):
+        assert piece.offset % PAGE == piece.at % PAGE == piece.nbytes % PAGE == 0
+        assert 0 < piece.needed <= piece.nbytes <= chunk
+        assert piece.at >= 0
+        assert piece.at + piece.nbytes <= end
+        for page in range(0, piece.nbytes, PAGE):
+            assert piece.at + page not in place_in_memory, "written twice"
+            place_in_memory[piece.at + page] = (piece.path, piece.offset + page)
+    for segment in source.segments:
+        for byte in (0, segment.extent.nbytes - 1, segment.extent.nbytes // 2):
+            where = segment.at + byte
+            path, offset = place_in_memory[where - where % PAGE]
+            assert (path, offset + where % PAGE) == (
+                segment.extent.path,
+                segment.extent.offset + byte,
+            )
+
+
+@given(st.integers(0, 40 * PAGE), st.integers(1, 12))
+def test_parts_are_few_and_alike(nbytes: int, pages: int) -> None:
+    block = pages * PAGE
+    found = list(parts(nbytes, block))
+    assert len(found) == -(-nbytes // block), "more than needed"
+    here = 0
+    for offset, length in found:
+        assert offset == here
+        assert offset % PAGE == 0
+        assert 0 < length <= block
+        here += length
+    assert here == nbytes
+    if found:
+        assert len({length for _, length in found[:-1]} | {max(n for _, n in found)}) == 1
+        assert found[0][1] - found[-1][1] < len(found) * PAGE
+
+
+# What a disk is like -----------------------------------------------------------------------------
+
+
+def telling(memory: int, offset: int, mask: int = 0x2000) -> Callable[..., int]:
+    """The system call `statx` of a file system that tells of direct reads."""
+
+    def statx(_: int, __: bytes, ___: int, ____: int, answer: Any) -> int:
+        raw = bytearray(256)
+        struct.pack_into("=I", raw, 0, mask)
+        struct.pack_into("=II", raw, 152, memory, offset)
+        answer.raw = bytes(raw)
+        return 0
+
+    return statx
+
+
+def test_the_system_tells_what_direct_reads_want(path: str) -> None:
+    with open(path, "rb") as file:
+        told = direct_alignment(file.fileno())
+    if told is None:
+        pytest.skip("this system, or this kind of file system, does not tell")
+    if told == 0:
+        assert not knows_direct_reads(path)
+        return
+    assert told & (told - 1) == 0, "no power of two"
+    memory = room(2 * max(told, PAGE))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    assert os.preadv(descriptor, [memory[:told]], 0) == min(told, SIZE)
+    assert bytes(memory[: min(told, SIZE)]) == content(SIZE)[:told]
+    os.close(descriptor)
+
+
+def test_a_system_that_does_not_tell(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(path, "rb") as file:
+        for statx in (None, lambda *_: -1, telling(512, 512, mask=0)):
+            monkeypatch.setattr(disk, "_statx", statx)
+            assert direct_alignment(file.fileno()) is None
+            assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
+
+
+def test_a_file_that_takes_no_direct_reads_is_not_asked_for_any(
+    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    """Some file systems take the flag and read through the cache all the same."""
+    monkeypatch.setattr(disk, "_statx", telling(0, 0))
+    assert read(open_file(path), 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
+    assert direct_reads == [False]
+
+
+def test_a_disk_that_wants_more_than_pages(
+    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+) -> None:
+    if not knows_direct_reads(path):
+        pytest.skip("this file system knows no direct reads")
+    monkeypatch.setattr(disk, "_statx", telling(512, 4 * PAGE))
+    file = open_file(path)
+    assert read(file, PAGE, 2 * PAGE) == content(SIZE)[PAGE : 3 * PAGE]
+    assert read(file, 0, 4 * PAGE) == content(SIZE)[: 4 * PAGE]
+    assert direct_reads == [False, True]
+
+
+# The table ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> list[str]:
+    paths = []
+    for number in range(2 * MAX_OPEN_FILES):
+        file = tmp_path / f"shard{number}"
+        file.write_bytes(content(100, number))
+        paths.append(str(file))
+    return paths
+
+
+def test_a_bounded_number_of_files_is_open(many: list[str], tmp_path: Path) -> None:
+    table = FileTable("/nowhere")
+    held = table.get(many[0])
+    for round_trip in range(2):
+        for number, path in enumerate(many):
+            assert read(table.get(path), 0, 100) == content(100, number), round_trip
+            assert len(open_files(tmp_path)) <= 2 * (MAX_OPEN_FILES + 1)
+    assert read(held, 0, 100) == content(100, 0), "a file that is in use was closed"
+    del held
+    table.close()
+    gc.collect()
+    assert len(open_files(tmp_path)) == 0
+
+
+def test_a_file_is_opened_once_while_it_is_in_use(path: str) -> None:
+    table = FileTable("/nowhere")
+    assert table.get(path) is table.get(path)
+
+
+def test_after_a_rename_the_new_file_is_read(path: str, tmp_path: Path) -> None:
+    table = FileTable("/nowhere")
+    old = table.get(path)
+    (tmp_path / "new").write_bytes(content(SIZE, 1))
+    os.replace(tmp_path / "new", path)
+    assert read(table.get(path), 0, 100) == content(SIZE)[:100]
+    table.forget(path)
+    assert read(table.get(path), 0, 100) == content(SIZE, 1)[:100]
+    assert read(old, 0, 100) == content(SIZE)[:100]
+
+
+def test_links_in_the_stores_own_directory_are_not_followed(path: str, tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for directory in (own, other):
+        directory.mkdir()
+        (directory / "link").symlink_to(path)
+    table = FileTable(str(own))
+    assert read(table.get(str(other / "link")), 0, 9) == content(SIZE)[:9]
+    with pytest.raises(OSError) as error:
+        table.get(str(own / "link"))
+    assert error.value.errno == errno.ELOOP
+
+
+def stamp(path: str) -> FileStamp:
+    return FileStamp.of(os.stat(path))
+
+
+def touch(path: str) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def rewrite(path: str) -> None:
+    times = os.stat(path)
+    Path(path).write_bytes(content(SIZE, 2))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def replace(path: str) -> None:
+    Path(path + ".new").write_bytes(content(SIZE))
+    os.replace(path + ".new", path)
+
+
+@pytest.mark.parametrize("change", [touch, rewrite, replace, os.unlink])
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_file_that_is_not_what_it_was(
+    change: Callable[[str], None], opened: bool, path: str
+) -> None:
+    table = FileTable("/nowhere")
+    expected = stamp(path)
+    table.check(path, expected)
+    if not opened:
+        table.forget(path)
+    change(path)
+    with pytest.raises((StaleCheckpointError, FileNotFoundError)) as error:
+        table.check(path, expected)
+    if opened or change is not os.unlink:
+        assert isinstance(error.value, StaleCheckpointError)
+        assert error.value.path == path
+
+
+def test_a_file_that_nobody_registered_may_change(path: str) -> None:
+    table = FileTable("/nowhere")
+    table.check(path, None)
+    rewrite(path)
+    table.check(path, None)
+
+
+def test_the_header_must_be_the_one_that_was_registered(path: str) -> None:
+    table = FileTable("/nowhere")
+    table.expect(path, "0" * 16)
+    with pytest.raises(StaleCheckpointError):
+        table.get(path)
+    table.expect(path, open_file(path).header_digest())
+    assert read(table.get(path), 0, 9) == content(SIZE)[:9]
+    table.expect(path)  # any header will do
+    table.get(path)
+
+
+def test_many_threads_share_a_table(many: list[str], tmp_path: Path) -> None:
+    table = FileTable("/nowhere")
+    wrong: list[str] = []
+
+    def use(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(300):
+            number = rng.randrange(len(many))
+            if read(table.get(many[number]), 0, 100) != content(100, number):
+                wrong.append(many[number])
+            if rng.random() < 0.2:
+                table.forget(many[rng.randrange(len(many))])
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    table.close()
+    gc.collect()
+    assert len(open_files(tmp_path)) == 0
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 1000, PAGE])
+def test_writes_that_come_in_pieces(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:most], offset)
+    )
+    with open(tmp_path / "file", "wb") as file:
+        write_all(file.fileno(), memoryview(content(2 * PAGE)), 10)
+    assert (tmp_path / "file").read_bytes() == bytes(10) + content(2 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, TransferError)],
+)
+def test_errors_of_the_system_name_the_file_and_what_to_do(
+    number: int, kind: type[TransferError]
+) -> None:
+    cause = OSError(number, os.strerror(number))
+    error = transfer_error(cause, "writing to", key="k", path="/some/file")
+    assert type(error) is kind
+    assert (error.key, error.path, error.__cause__) == ("k", "/some/file", cause)
+    assert "/some/file" in str(error)
+    assert os.strerror(number) in str(error)

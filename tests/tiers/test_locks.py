@@ -1,0 +1,362 @@
+"""Who holds a directory, what is told of them, and what is left behind and cleaned up."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.dying import KEY, NEW, OLD, data_of, packing
+from tierstore.model.errors import DiskFullError, StoreLockedError, TierStoreError, TransferError
+from tierstore.model.groups import Block, TensorSpec, pack
+from tierstore.model.header import digest
+from tierstore.model.sizes import PAGE
+from tierstore.tiers import directory as module
+from tierstore.tiers import locking
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.locking import MAX_PROCESS, MAX_SHOWN, describe_owner, is_locked
+
+WAIT = 60.0
+HOST = socket.gethostname()
+
+
+def free(disk_dir: Path) -> bool:
+    """Whether another process could take the lock."""
+    code = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1])\n"
+        "try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "except BlockingIOError: sys.exit(1)\n"
+    )
+    return subprocess.run([sys.executable, "-c", code, str(disk_dir / "LOCK")]).returncode == 0
+
+
+def owner_written_as(text: str, tmp_path: Path) -> str:
+    path = tmp_path / "LOCK"
+    path.write_text(text)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return describe_owner(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def owner(process: object, host: object) -> str:
+    return json.dumps({"pid": process, "host": host})
+
+
+def test_a_living_owner_is_told_by_its_number_and_host(tmp_path: Path) -> None:
+    found = owner_written_as(owner(os.getpid(), HOST), tmp_path)
+    assert found == f"process {os.getpid()} on {HOST!r}"
+
+
+def test_an_owner_that_has_ended_is_said_to_have_left_a_fork(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(WAIT)
+    for process in (ended.pid, MAX_PROCESS - 1):  # no system has processes of such numbers
+        assert "which has ended" in owner_written_as(owner(process, HOST), tmp_path)
+    elsewhere = owner_written_as(owner(ended.pid, "elsewhere"), tmp_path)
+    assert elsewhere == f"process {ended.pid} on 'elsewhere'", "of other machines nobody can tell"
+
+
+def test_an_owner_that_belongs_to_somebody_else_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert "has ended" not in owner_written_as(owner(4711, HOST), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "[]", '{"pid": 1}', "[" * 5000, "\x00"),
+        *(owner(process, HOST) for process in ("x", [], True, 1.0, 0, -1, MAX_PROCESS + 1)),
+    ],
+)
+def test_an_owner_that_cannot_be_read_is_unknown(text: str, tmp_path: Path) -> None:
+    assert owner_written_as(text, tmp_path) == "an unknown process"
+
+
+def test_a_host_of_any_length_is_told_in_one_line(tmp_path: Path) -> None:
+    found = owner_written_as(owner(1, "h\n" * MAX_SHOWN), tmp_path)
+    assert found == "process 1 on " + ascii("h\n" * (MAX_SHOWN // 2))
+    assert "\n" not in found
+
+
+def test_who_looks_at_a_directory_without_a_lock_finds_nobody(tmp_path: Path) -> None:
+    assert is_locked(tmp_path) is None
+    assert is_locked(tmp_path / "missing") is None
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_has_no_owner(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ObjectDirectory(disk_dir)
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        assert is_locked(disk_dir) is None
+    assert is_locked(disk_dir) is not None, "the control"
+    directory.close()
+
+
+def test_a_lock_is_tried_for_a_moment_and_no_longer(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever only looks holds it for a moment."""
+    ObjectDirectory(disk_dir).close()
+    tries: list[int] = []
+    flock = fcntl.flock
+
+    def busy(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX:
+            tries.append(operation)
+            if len(tries) % 10:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", busy)
+    with pytest.raises(StoreLockedError):
+        ObjectDirectory(disk_dir)
+    assert 1 < len(tries) < 10
+    del tries[:]
+    tries.extend(range(8))  # two more, and the tenth is granted
+    ObjectDirectory(disk_dir).close()
+    assert free(disk_dir)
+
+
+# Forks -------------------------------------------------------------------------------------------
+
+
+def test_a_child_that_was_forked_keeps_nobody_out_when_its_parent_closes(disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # until the parent has looked
+        os._exit(0)
+    os.close(reader)
+    directory.close()
+    try:
+        assert free(disk_dir)
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+
+
+def test_what_a_child_gives_back_was_never_its_own(disk_dir: Path) -> None:
+    """In the child, only; the parent goes on holding the lock."""
+    directory = ObjectDirectory(disk_dir)
+    child = os.fork()
+    if child == 0:
+        directory.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not free(disk_dir)
+    directory.close()
+    assert free(disk_dir)
+
+
+def test_after_a_fork_every_copy_of_a_lock_is_closed(
+    disk_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the child does, seen from where it can be looked at."""
+    copies = {os.open(tmp_path, os.O_RDONLY) for _ in range(3)}
+    left = set(copies)
+    monkeypatch.setattr(locking, "_held", left)
+    locking._leave_to_the_parent()
+    assert not left
+    for descriptor in copies:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+    locking.give_back(max(copies))  # not held here: it may be anybody's number by now
+
+
+# What is left behind -----------------------------------------------------------------------------
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(disk_dir: Path) -> None:
+    ObjectDirectory(disk_dir).close()
+    temporary = disk_dir / "tmp"
+    left = [
+        disk_dir / f".spill-123-{'0' * 16}",
+        temporary / f"object-{'a' * 16}",
+        temporary / f"marker-{'f' * 16}",
+    ]
+    others = [
+        disk_dir / f".spill-123-{'0' * 15}",
+        disk_dir / f"spill-123-{'0' * 16}",
+        temporary / f"object-{'a' * 17}",
+        temporary / "notes.txt",
+    ]
+    for path in [*left, *others]:
+        path.write_text("something")
+    place = temporary / f"object-{'b' * 16}"
+    place.mkdir()  # no file of ours, and in nobody's way
+    ObjectDirectory(disk_dir).close()
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in [*others, place])
+
+
+def test_directories_that_are_missing_are_made_for_the_owner_only(tmp_path: Path) -> None:
+    place = tmp_path / "a" / "b" / "store"
+    directory = ObjectDirectory(place)
+    directory.write(KEY, packing(), data_of(OLD), single=False)
+    directory.close()
+    assert [stored.key for stored in ObjectDirectory(place).objects()] == [KEY]
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("exists", "number", "opens"),
+    [
+        (False, errno.EACCES, True),
+        (False, errno.EIO, False),
+        (True, errno.EACCES, True),
+        (True, errno.EIO, True),
+    ],
+)
+def test_the_name_of_a_new_directory_lasts_and_that_of_an_old_one_is_not_ours(
+    exists: bool, number: int, opens: bool, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may not look into the directory above cannot sync it; a disk that fails is an error."""
+    if exists:
+        disk_dir.mkdir()
+    plain_open = os.open
+
+    def fail(path: str, *args: int, **options: int) -> int:
+        if path == str(disk_dir.parent):
+            raise OSError(number, os.strerror(number))
+        return plain_open(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    if opens:
+        ObjectDirectory(disk_dir).close()
+    else:
+        with pytest.raises(Exception, match=os.strerror(number)):
+            ObjectDirectory(disk_dir)
+
+
+# Closing -----------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_was_closed_well_leaves_an_empty_lock(disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir)
+    assert (disk_dir / "LOCK").stat().st_size > 0
+    directory.close()
+    assert (disk_dir / "LOCK").stat().st_size == 0
+
+
+def test_a_name_that_may_not_last_is_left_to_the_next_owner(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ObjectDirectory(disk_dir)
+    directory.write(KEY, packing(), data_of(OLD), single=False)
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "sync_names", fail)
+        with pytest.raises(TransferError, match="Input/output"):
+            directory.remove(KEY)
+    directory.close()
+    assert (disk_dir / "LOCK").stat().st_size > 0, "it looks as if nothing were in doubt"
+    synced: list[int] = []
+    sync_names = module.sync_names
+    monkeypatch.setattr(module, "sync_names", lambda d: (synced.append(d), sync_names(d)))
+    ObjectDirectory(disk_dir).close()
+    assert synced, "the next owner has not seen to it"
+
+
+def test_a_directory_that_others_may_change_is_refused(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_dir.mkdir(mode=0o700)
+    mine = os.geteuid()
+    for mode, user, refused in (
+        (0o700, mine, False),
+        (0o777, mine, False),
+        (0o755, mine + 1, False),
+        (0o775, mine + 1, True),
+        (0o757, mine + 1, True),
+    ):
+        disk_dir.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        if refused:
+            with pytest.raises(TierStoreError, match="belongs to somebody else"):
+                ObjectDirectory(disk_dir)
+        else:
+            ObjectDirectory(disk_dir).close()
+
+
+def test_a_group_of_one_tensor_goes_straight_from_its_memory(disk_dir: Path) -> None:
+    spec = TensorSpec("t", "U8", (3 * PAGE,), (1,), 0)
+    one = pack([Block("t", "U8", (3 * PAGE,), 3 * PAGE, (spec,))])
+    data = random.Random(1).randbytes(one.nbytes)
+    directory = ObjectDirectory(disk_dir)
+    stored = directory.write(KEY, one, memoryview(bytearray(data)), single=True)
+    raw = Path(directory.path_of(KEY)).read_bytes()
+    directory.close()
+    assert raw[stored.data_start :] == data[: 3 * PAGE]
+    assert stored.digests == (digest(data[: 3 * PAGE]),)
+    [check] = stored.source("path").checks
+    [segment] = stored.source("path").segments
+    assert (check.nbytes, segment.extent.offset, segment.at) == (3 * PAGE, stored.data_start, 0)
+    assert stored.source("path", base=PAGE).segments[0].at == PAGE
+    assert stored.spec().key == KEY and stored.spec("other").key == "other"
+
+
+def test_a_group_without_bytes_reads_nothing(disk_dir: Path) -> None:
+    spec = TensorSpec("t", "F32", (0,), (1,), 0)
+    directory = ObjectDirectory(disk_dir)
+    stored = directory.write(
+        KEY, pack([Block("t", "F32", (0,), 0, (spec,))]), memoryview(b""), single=True
+    )
+    directory.close()
+    assert stored.source("path").segments == ()
+    assert len(stored.source("path").checks) == 1
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "fsync", "rename"])
+def test_a_write_that_fails_leaves_the_old_group_and_nothing_else(
+    call: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = ObjectDirectory(disk_dir)
+    before = directory.write(KEY, packing(), data_of(OLD), single=False)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(DiskFullError) as error:
+            directory.write(KEY, packing(), data_of(NEW), single=False)
+    assert error.value.key == KEY
+    assert os.listdir(disk_dir / "tmp") == []
+    assert directory.objects() == [before]
+    directory.close()
+
+
+def test_a_lock_that_is_no_file_of_its_own_is_not_written_to(disk_dir: Path) -> None:
+    ObjectDirectory(disk_dir).close()
+    os.link(disk_dir / "LOCK", disk_dir / "precious")
+    with pytest.raises(TransferError, match="no file of its own"):
+        ObjectDirectory(disk_dir)
+    assert (disk_dir / "precious").read_bytes() == b""

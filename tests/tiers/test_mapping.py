@@ -1,0 +1,119 @@
+"""Maps of files: they hold no descriptor, keep what they show, and never show what is not there."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+
+from tierstore.model.errors import TransferError, TruncatedFileError
+from tierstore.model.sizes import PAGE
+from tierstore.tiers import maps
+from tierstore.tiers.mapping import map_open_file
+from tierstore.tiers.maps import AddressSpace, WriteWatch, map_file
+from tierstore.tiers.spill import Spill
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def is_mapped(path: Path) -> bool:
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
+class Kept:
+    """Something that a map holds."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * (3 * PAGE // 256))
+    return path
+
+
+def test_a_hundred_maps_take_no_descriptor(path: Path, tmp_path: Path) -> None:
+    spill = Spill(str(tmp_path))
+    before = open_descriptors()
+    shown = [map_file(str(path), 10, 2 * PAGE) for _ in range(50)]
+    shown += [spill.show(spill.take_place(PAGE)) for _ in range(50)]
+    assert open_descriptors() == before
+    assert all(len(view) in (PAGE, 2 * PAGE) for view in shown)
+    spill.close()
+
+
+def test_a_map_goes_with_the_last_who_looks_at_it(path: Path) -> None:
+    kept = Kept()
+    alive = weakref.ref(kept)
+    descriptor = os.open(path, os.O_RDWR)
+    shown = map_open_file(descriptor, PAGE, PAGE, mmap.MAP_SHARED, kept)
+    os.close(descriptor)
+    del kept
+    part = shown[5:9]
+    del shown
+    gc.collect()
+    assert alive() is not None and is_mapped(path)
+    assert bytes(part) == bytes([5, 6, 7, 8])
+    part[0] = 99
+    del part
+    gc.collect()
+    assert alive() is None and not is_mapped(path)
+    assert path.read_bytes()[PAGE + 5] == 99
+
+
+def test_what_a_file_does_not_hold_is_not_mapped(path: Path) -> None:
+    """A look at it would kill the process."""
+    map_file(str(path), PAGE, 2 * PAGE)
+    with pytest.raises(TruncatedFileError, match="save it again") as error:
+        map_file(str(path), PAGE, 2 * PAGE + 1)
+    assert error.value.path == str(path)
+
+
+def test_a_place_that_nobody_wrote_to_can_be_shown_where_no_room_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no room can be reserved")
+
+    monkeypatch.setattr(os, "posix_fallocate", cannot)
+    spill = Spill(str(tmp_path))
+    first, second = spill.take_place(2 * PAGE), spill.take_place(PAGE)
+    spill.show(second)[:2] = b"ab"
+    shown = spill.show(first)
+    assert bytes(shown) == bytes(2 * PAGE)
+    shown[-1:] = b"z"
+    assert bytes(spill.show(second)[:2]) == b"ab"
+    spill.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+def test_writes_that_cannot_be_looked_for_are_not_taken_for_none(
+    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    watch = WriteWatch([(0, PAGE)])
+    monkeypatch.setattr("builtins.open", fail)
+    for act in (watch.written, AddressSpace):
+        with pytest.raises(TransferError, match="/proc/self/"):
+            act()
+    assert maps._written_pages(0, PAGE) is None, "who cannot tell must store it"
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM])
+def test_a_system_that_does_not_tell_of_writes_is_borne_with(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    watch = WriteWatch([(0, PAGE)])
+    monkeypatch.setattr("builtins.open", fail)
+    assert watch.written() == []

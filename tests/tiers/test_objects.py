@@ -1,0 +1,257 @@
+"""Looking at object files: what is wrong is told, what is gone is passed over, nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.files import object_file
+from tests.tiers.dying import KEY, NEW, OLD, data_of, packing
+from tierstore.model.errors import (
+    CorruptDataError,
+    InvalidHeaderError,
+    TierStoreError,
+    TransferError,
+)
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.objects import (
+    MAX_KEY_BYTES,
+    check_key,
+    find_objects,
+    intact_object,
+    object_name,
+    read_header,
+    read_marker,
+    read_object,
+)
+
+
+@pytest.fixture
+def store(disk_dir: Path) -> Path:
+    """A directory that holds one object."""
+    directory = ObjectDirectory(disk_dir)
+    directory.write(KEY, packing(), data_of(OLD), single=False)
+    directory.close()
+    return disk_dir
+
+
+@pytest.mark.parametrize("key", ["k", "\u00e9" * (MAX_KEY_BYTES // 2), "x" * MAX_KEY_BYTES])
+def test_any_text_of_a_length_that_fits_is_a_key(key: str) -> None:
+    assert check_key(key) == key
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "why"),
+    [
+        ("", ValueError, "this one 0"),
+        ("x" * (MAX_KEY_BYTES + 1), ValueError, "this one 1025"),
+        ("\u00e9" * (MAX_KEY_BYTES // 2 + 1), ValueError, "this one 1026"),
+        ("\ud800", ValueError, "cannot be written as UTF-8"),
+        (b"bytes", TypeError, "not bytes"),
+        (None, TypeError, "not NoneType"),
+    ],
+)
+def test_what_is_no_key_is_refused(key: object, error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        check_key(key)
+
+
+def test_an_intact_object_is_read(store: Path) -> None:
+    stored = intact_object(str(object_file(store, KEY)))
+    assert (stored.key, stored.single) == (KEY, False)
+    assert stored.packing == packing()
+
+
+def test_the_error_of_an_object_is_raised_where_it_must_be_intact(store: Path) -> None:
+    path = object_file(store, KEY)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(TransferError) as error:
+        intact_object(str(path))
+    assert error.value.path == str(path)
+
+
+def test_a_header_that_ends_while_it_is_read_is_no_header(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file shrinks after its size was taken."""
+    path = object_file(store, KEY)
+    descriptor, fstat = os.open(path, os.O_RDONLY), os.fstat
+
+    def shrinking(number: int) -> os.stat_result:
+        status = fstat(number)
+        os.truncate(path, 1000)
+        return status
+
+    monkeypatch.setattr(os, "fstat", shrinking)
+    with pytest.raises(InvalidHeaderError, match="ends inside its header"):
+        read_header(descriptor, str(path))
+    os.close(descriptor)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, part: str) -> None:
+    """From now on, a system call on a path that ends with `part` fails."""
+    plain = getattr(os, name)
+
+    def fail(path: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(path, int) and str(path).endswith(part):
+            raise OSError(number, os.strerror(number))
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_an_object_that_cannot_be_opened_is_told_of(
+    number: int, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "open", number, ".safetensors")
+    [found] = find_objects(store)
+    assert found.stored is None
+    assert isinstance(found.error, TransferError)
+    assert os.strerror(number) in str(found.error)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_who_cannot_look_does_not_say_that_anything_is_wrong_with_an_object(
+    number: int, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "open", number, ".safetensors")
+    with pytest.raises(TransferError) as error:
+        list(find_objects(store))
+    assert not isinstance(error.value, CorruptDataError)
+
+
+def test_an_object_that_vanishes_is_passed_over(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "stat", errno.ENOENT, ".safetensors")
+    assert list(find_objects(store)) == []
+    with pytest.raises(FileNotFoundError):
+        read_object(str(object_file(store, KEY)))
+
+
+def test_what_is_no_regular_file_is_not_opened(store: Path) -> None:
+    path = object_file(store, KEY)
+    path.unlink()
+    os.mkfifo(path)
+    [found] = find_objects(store)
+    assert "is no regular file" in str(found.error)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
+def test_a_shard_that_cannot_be_opened_is_not_taken_for_an_empty_one(
+    number: int, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "open", number, "/" + object_name(KEY)[:2])
+    with pytest.raises(TransferError, match="listing"):
+        list(find_objects(store))
+
+
+def test_a_shard_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fail(_: object) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", fail)
+        with pytest.raises(TransferError, match=r"listing .* failed"):
+            list(find_objects(store))
+    assert len(os.listdir("/proc/self/fd")) == before, "a directory was left open"
+
+
+def test_where_there_are_no_objects_none_are_found(tmp_path: Path) -> None:
+    assert list(find_objects(tmp_path)) == []
+
+
+def test_a_file_or_a_link_in_the_place_of_a_shard_holds_nothing(store: Path) -> None:
+    shard = object_file(store, KEY).parent
+    shard.rename(store / "elsewhere")
+    shard.symlink_to(store / "elsewhere")
+    (store / "objects" / "00").write_text("no directory")
+    assert list(find_objects(store)) == []
+
+
+# The marker --------------------------------------------------------------------------------------
+
+
+def test_what_was_never_a_store_has_no_marker(tmp_path: Path) -> None:
+    assert read_marker(tmp_path) is None
+
+
+def test_a_marker_is_read(store: Path) -> None:
+    marker = read_marker(store)
+    assert marker == json.loads((store / "STORE.json").read_text())
+    assert marker is not None and marker["format"] == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"format": ', "[" * 10_000, '"format"', "\x00"]
+)
+def test_a_damaged_marker_is_refused(text: str, store: Path) -> None:
+    (store / "STORE.json").write_text(text)
+    with pytest.raises(TierStoreError, match="is damaged"):
+        read_marker(store)
+
+
+@pytest.mark.parametrize("version", ["2", '"1"', "true", "1.0", "null", "0"])
+def test_another_format_is_refused(version: str, store: Path) -> None:
+    (store / "STORE.json").write_text(f'{{"format": {version}}}')
+    with pytest.raises(TierStoreError, match="says format"):
+        read_marker(store)
+
+
+def test_what_a_newer_version_requires_is_told(store: Path) -> None:
+    (store / "STORE.json").write_text('{"format": 1, "requires": ["packs"]}')
+    with pytest.raises(TierStoreError, match=r"and needs \['packs'\]"):
+        read_marker(store)
+
+
+def test_a_replaced_object_is_the_new_one(store: Path) -> None:
+    before = intact_object(str(object_file(store, KEY)))
+    directory = ObjectDirectory(store)
+    directory.write(KEY, packing(), data_of(NEW), single=True)
+    directory.close()
+    after = intact_object(str(object_file(store, KEY)))
+    assert after.single and not before.single
+    assert after.digests != before.digests
+
+
+def test_a_header_with_a_flipped_bit_is_told(store: Path) -> None:
+    path = object_file(store, KEY)
+    raw = bytearray(path.read_bytes())
+    where = raw.index(b'"tierstore.format"')
+    raw[where + 2] ^= 1  # still a header, of another name
+    path.write_bytes(raw)
+    [found] = find_objects(store)
+    assert found.stored is None and found.error is not None
+    padding = bytearray(raw)
+    padding[where + 2] ^= 1
+    padding[padding.index(b"   ") + 1] = ord("\t")  # still says the same
+    path.write_bytes(padding)
+    with pytest.raises(CorruptDataError, match="does not match its checksum") as error:
+        intact_object(str(path))
+    assert (error.value.key, error.value.path) == (KEY, str(path))
+    assert error.value.expected != error.value.found
+
+
+def test_the_format_is_what_other_versions_look_for(store: Path) -> None:
+    raw = object_file(store, KEY).read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert header["__metadata__"]["tierstore.format"] == "1"
+    assert header["__metadata__"]["tierstore.key"] == KEY
+
+
+def test_a_file_that_cannot_be_opened_has_no_size_and_no_time(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(monkeypatch, "open", errno.EACCES, ".safetensors")
+    [found] = find_objects(store)
+    assert (found.nbytes, found.modified) == (0, 0.0)

@@ -1,0 +1,269 @@
+"""Pages that move between slots: nothing shared, nothing lost, nothing populated twice."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tierstore.model.sizes import PAGE
+from tierstore.tiers import pages as pages_module
+from tierstore.tiers.pages import HUGE_PAGE, PATIENCE, RecycledPages, fresh_memory
+
+BUDGET = 64 * 1024**2
+SIZES = [PAGE, 3 * PAGE, HUGE_PAGE - PAGE, HUGE_PAGE, HUGE_PAGE + PAGE, 9 * 1024**2, 21 * PAGE * 77]
+
+
+def resident() -> int:
+    """Private memory of this process now, in bytes."""
+    gc.collect()
+    return _resident()
+
+
+def _resident() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+# The kernel counts huge pages that were populated for all processes together.
+counts_huge_pages = pytest.mark.alone
+
+
+def populated(work: Callable[[], None]) -> int:
+    """Bytes that the kernel had to back with new pages during `work`, huge and small."""
+    before = _faults()
+    work()
+    after = _faults()
+    huge = (after["thp_fault_alloc"] - before["thp_fault_alloc"]) * HUGE_PAGE
+    return huge + (after["own"] - before["own"]) * PAGE
+
+
+def _faults() -> dict[str, int]:
+    lines = Path("/proc/vmstat").read_text().splitlines()
+    found = {"thp_fault_alloc": next(int(x.split()[1]) for x in lines if "thp_fault_alloc" in x)}
+    found["own"] = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[7])
+    return found
+
+
+def churn(
+    allocate: Callable[[int], torch.Tensor],
+    rounds: int,
+    seed: int = 1,
+    after_each: Callable[[], None] = lambda: None,
+) -> None:
+    """Slots of many sizes, together never above the budget, each written and checked."""
+    rng = random.Random(seed)
+    live: list[tuple[torch.Tensor, int]] = []
+    for turn in range(rounds):
+        nbytes = rng.choice(SIZES)
+        while sum(memory.numel() for memory, _ in live) + nbytes > BUDGET:
+            memory, mark = live.pop(rng.randrange(len(live)))
+            assert_holds(memory, mark)
+            del memory
+        memory = allocate(nbytes)
+        assert memory.dtype == torch.uint8
+        assert memory.numel() == nbytes
+        assert memory.data_ptr() % HUGE_PAGE == 0 or allocate is fresh_memory
+        memory.fill_(turn % 251)
+        live.append((memory, turn % 251))
+        after_each()
+    for memory, mark in live:
+        assert_holds(memory, mark)
+
+
+def assert_holds(memory: torch.Tensor, mark: int) -> None:
+    """Every page, from its first byte to its last, without a copy that would count as memory."""
+    assert bool((memory[::PAGE] == mark).all()), "two slots shared a page"
+    assert bool((memory[PAGE - 1 :: PAGE] == mark).all()), "two slots shared a page"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_of_any_size_share_nothing_and_stay_within_the_budget(seed: int) -> None:
+    before = resident()
+    pages = RecycledPages(BUDGET)
+    most: list[int] = []
+    churn(pages.allocate, 200, seed, lambda: most.append(_resident() - before))
+    assert BUDGET * 3 / 4 < max(most) < BUDGET + 2 * 1024**2
+    pages.close()
+    assert resident() - before < 2 * 1024**2, "pages were lost"
+
+
+def test_threads_share_nothing_and_stay_within_the_budget() -> None:
+    before = resident()
+    pages = RecycledPages(4 * BUDGET)
+    most: list[int] = []
+    with ThreadPoolExecutor(4) as pool:  # each keeps to a quarter
+        work = [
+            pool.submit(churn, pages.allocate, 100, seed, lambda: most.append(_resident() - before))
+            for seed in range(4)
+        ]
+        for done in work:
+            done.result()
+    assert BUDGET < max(most) < 4 * BUDGET + 4 * 1024**2
+    pages.close()
+    assert resident() - before < 4 * 1024**2, "pages were lost"
+
+
+def test_a_slot_like_an_earlier_one_has_its_pages_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = RecycledPages(BUDGET)
+    sizes = (3 * HUGE_PAGE + PAGE, 5 * HUGE_PAGE, 2 * PAGE)
+    slots = {nbytes: pages.allocate(nbytes).fill_(1) for nbytes in sizes}
+    addresses = {nbytes: memory.data_ptr() for nbytes, memory in slots.items()}
+    slots.clear()
+    changes: list[str] = []
+    for change in ("_map", "_unmap", "_move_huge_page", "_populate_on_touch", "_vacate"):
+        monkeypatch.setattr(pages_module, change, lambda *_, name=change: changes.append(name))
+    again = {nbytes: pages.allocate(nbytes) for nbytes in reversed(sizes)}
+    assert {nbytes: memory.data_ptr() for nbytes, memory in again.items()} == addresses
+    assert changes == []
+
+
+@counts_huge_pages
+def test_a_slot_in_use_lends_the_pages_below_it() -> None:
+    pages = RecycledPages(10 * HUGE_PAGE)
+    pages.allocate(10 * HUGE_PAGE).fill_(1)
+    low = pages.allocate(4 * HUGE_PAGE).fill_(2)
+    others: list[torch.Tensor] = []
+    made = populated(lambda: others.append(pages.allocate(6 * HUGE_PAGE).fill_(3)))
+    assert made < HUGE_PAGE
+    assert_holds(low, 2)
+    assert_holds(others[0], 3)
+
+
+def test_the_small_pages_of_a_larger_tail_give_way_to_huge_ones() -> None:
+    before = resident()
+    pages = RecycledPages(4 * HUGE_PAGE)
+    slots = [pages.allocate(2 * HUGE_PAGE - PAGE).fill_(1) for _ in range(2)]
+    slots.clear()
+    slots = [pages.allocate(HUGE_PAGE + PAGE).fill_(mark) for mark in (2, 3)]
+    slots.append(pages.allocate(2 * HUGE_PAGE - 2 * PAGE).fill_(4))
+    assert resident() - before < 4 * HUGE_PAGE + 1024**2
+    for memory, mark in zip(slots, (2, 3, 4), strict=True):
+        assert_holds(memory, mark)
+
+
+@counts_huge_pages
+def test_after_the_first_pass_hardly_anything_is_populated() -> None:
+    pages = RecycledPages(BUDGET)
+    churn(pages.allocate, 300)
+    again = populated(lambda: churn(pages.allocate, 300, seed=2))
+    fresh = populated(lambda: churn(fresh_memory, 300, seed=2))
+    assert fresh > 500 * 1024**2, "the control: memory made anew is populated anew"
+    assert again < fresh / 5
+
+
+def test_a_large_slot_lies_in_huge_pages_again_after_its_pages_moved() -> None:
+    pages = RecycledPages(BUDGET)
+    first = [pages.allocate(nbytes).fill_(1) for nbytes in (5 * HUGE_PAGE + PAGE, 3 * HUGE_PAGE)]
+    first.clear()
+    second = pages.allocate(8 * HUGE_PAGE)
+    second.fill_(2)
+    if not _huge_pages_at(first_made := fresh_memory(8 * HUGE_PAGE)):
+        pytest.skip("this system gives no huge pages")
+    del first_made
+    assert second.data_ptr() % HUGE_PAGE == 0
+    assert _huge_pages_at(second) == 8 * HUGE_PAGE
+
+
+def _huge_pages_at(memory: torch.Tensor) -> int:
+    memory.fill_(2)
+    found = 0
+    start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low < end and high > start
+        elif inside and head == "AnonHugePages:":
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_a_view_that_outlives_its_slot_keeps_its_bytes() -> None:
+    pages = RecycledPages(BUDGET)
+    memory = pages.allocate(4 * HUGE_PAGE)
+    memory.fill_(7)
+    view = memory[HUGE_PAGE : HUGE_PAGE + 10]
+    del memory
+    for _ in range(5):
+        pages.allocate(4 * HUGE_PAGE).fill_(9)
+    assert view.tolist() == [7] * 10
+    pages.close()
+    assert view.tolist() == [7] * 10
+
+
+def test_pages_that_are_just_coming_back_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Long enough for the other thread to come to its turn on a busy machine.
+    monkeypatch.setattr(pages_module, "PATIENCE", 10 * PATIENCE)
+    before = resident()
+    pages = RecycledPages(8 * HUGE_PAGE)
+    going = [pages.allocate(8 * HUGE_PAGE).fill_(1)]
+    timer = threading.Timer(PATIENCE / 5, going.clear)
+    timer.start()
+    pages.allocate(8 * HUGE_PAGE).fill_(2)
+    timer.join()
+    assert resident() - before < 9 * HUGE_PAGE
+
+
+def test_a_view_that_is_kept_is_not_waited_for_again_and_again() -> None:
+    pages = RecycledPages(8 * HUGE_PAGE)
+    kept = pages.allocate(8 * HUGE_PAGE)[:10]
+    started = time.monotonic()
+    rounds = 20
+    for _ in range(rounds):
+        pages.allocate(8 * HUGE_PAGE)
+    assert time.monotonic() - started < rounds * PATIENCE / 2, "each one waited"
+    assert len(kept) == 10
+
+
+def test_what_comes_back_after_the_end_goes_to_the_system() -> None:
+    before = resident()
+    pages = RecycledPages(BUDGET)
+    memory = pages.allocate(8 * HUGE_PAGE)
+    memory.fill_(7)
+    pages.close()
+    assert resident() - before >= 8 * HUGE_PAGE
+    del memory
+    assert resident() - before < HUGE_PAGE
+
+
+def test_the_end_gives_up_what_a_slot_in_use_has_to_spare() -> None:
+    before = resident()
+    pages = RecycledPages(BUDGET)
+    pages.allocate(9 * HUGE_PAGE - PAGE).fill_(1)
+    memory = pages.allocate(2 * HUGE_PAGE + PAGE).fill_(7)
+    assert resident() - before > 8 * HUGE_PAGE
+    pages.close()
+    assert resident() - before < 3 * HUGE_PAGE
+    assert_holds(memory, 7)
+
+
+def test_pages_that_cannot_be_moved_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have only so many maps (vm.max_map_count); then `mremap` refuses."""
+    monkeypatch.setattr(pages_module, "_move_huge_page", lambda start, address: False)
+    before = resident()
+    pages = RecycledPages(BUDGET)
+    churn(pages.allocate, 200)
+    assert resident() - before < BUDGET + 2 * 1024**2
+    pages.close()
+    assert resident() - before < 2 * 1024**2
+
+
+def test_memory_that_the_system_refuses_is_an_error_and_costs_nothing() -> None:
+    before = resident()
+    pages = RecycledPages(None)
+    with pytest.raises(OSError, match="could not map"):
+        pages.allocate(1 << 60)
+    pages.allocate(HUGE_PAGE).fill_(1)
+    pages.close()
+    assert resident() - before < HUGE_PAGE

@@ -1,0 +1,252 @@
+"""Groups on their way from files to memory: in how many reads, on which threads, how it ends."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.tiers.test_disk import content
+from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
+from tierstore.model.groups import Check, Extent, FileTensor, GroupId, Move, Source, group_of, place
+from tierstore.model.header import digest
+from tierstore.model.moves import Copy
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.model.tiers import Tier
+from tierstore.tiers.disk import READ_BLOCK, FileTable
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.mover import explained
+from tierstore.tiers.pages import fresh_memory
+from tierstore.tiers.reading import DiskReader
+from tierstore.tiers.workers import URGENT, Answer, Workers
+
+SIZE = 50 * PAGE + 777
+
+
+@dataclass
+class Desk:
+    """Reads groups as the hop from disk does, on a thread of the disk's, and tells of failures as
+    the mover does."""
+
+    reader: DiskReader
+
+    def read(self, entry: GroupEntry) -> bytes:
+        """The group's memory once it has arrived. Raises what went wrong instead."""
+        memory = fresh_memory(entry.spec.nbytes)
+        workers = self.reader.workers
+
+        def read() -> int:
+            return self.reader.read(entry, memory.numpy().data)
+
+        asked = Answer(read, functools.partial(workers.submit, URGENT), workers.alive)
+        try:
+            assert entry.source is not None
+            assert asked.wait() == entry.source.nbytes
+        except Exception as error:
+            copy = Copy(entry.key, entry.spec.nbytes, Tier.DISK, Tier.HOST)
+            raise explained(error, copy) from None
+        finally:
+            assert workers.stop(), "some thread is still at it"
+        return bytes(memory.numpy().data)
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    made = []
+
+    def make(verify: str = "first", threads: int = 3) -> Desk:
+        workers = Workers(threads, "test")
+        made.append(workers)
+        return Desk(DiskReader(FileTable("/nowhere"), workers, verify))
+
+    yield make
+    for workers in made:
+        workers.stop()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "data"
+    file.write_bytes(content(SIZE))
+    return str(file)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The offset and length of every read."""
+    notes: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def noted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        notes.append((offset, len(buffers[0])))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    return notes
+
+
+def cargo_of(path: str, *extents: tuple[int, int]) -> GroupEntry:
+    """A group of byte tensors at (offset, length) in the file."""
+    tensors = [
+        FileTensor(str(i), "U8", (nbytes,), Extent(path, offset, nbytes))
+        for i, (offset, nbytes) in enumerate(extents)
+    ]
+    placed = place(tensors)
+    return GroupEntry(
+        GroupId("key", 0),
+        group_of("key", placed.specs, placed.end),
+        Source(placed.segments, placed.moves),
+    )
+
+
+def assert_right(found: bytes, entry: GroupEntry, *extents: tuple[int, int]) -> None:
+    where = {tensor.name: tensor.offset for tensor in entry.spec.tensors}
+    for i, (offset, nbytes) in enumerate(extents):
+        at = where[str(i)]
+        assert found[at : at + nbytes] == content(SIZE)[offset : offset + nbytes]
+
+
+def test_neighbours_in_a_file_are_one_read(
+    path: str, desk: Callable[..., Desk], reads: list[tuple[int, int]]
+) -> None:
+    """Tensors of one group, at odd offsets, with less than a page between them."""
+    extents = [(1000 + 6000 * i, 5000) for i in range(8)]
+    entry = cargo_of(path, *extents)
+    assert_right(desk().read(entry), entry, *extents)
+    assert reads == [(0, 12 * PAGE)]
+
+
+def test_what_lies_apart_is_one_read_each(
+    path: str, desk: Callable[..., Desk], reads: list[tuple[int, int]]
+) -> None:
+    extents = [(10 * PAGE, PAGE), (30 * PAGE + 5, 2 * PAGE), (SIZE - 9, 9)]
+    entry = cargo_of(path, *extents)
+    assert_right(desk().read(entry), entry, *extents)
+    assert sorted(reads) == [(10 * PAGE, PAGE), (30 * PAGE, 3 * PAGE), (50 * PAGE, PAGE)]
+
+
+def test_a_large_group_is_read_in_blocks_of_equal_lengths(
+    tmp_path: Path, desk: Callable[..., Desk], reads: list[tuple[int, int]]
+) -> None:
+    path, nbytes = tmp_path / "large", 2 * READ_BLOCK + PAGE
+    with open(path, "wb") as file:
+        file.truncate(nbytes)
+    assert desk().read(cargo_of(str(path), (0, nbytes)))[:nbytes] == bytes(nbytes)
+    length = round_up(nbytes // 3, PAGE)
+    assert sorted(reads) == [(0, length), (length, length), (2 * length, nbytes - 2 * length)]
+
+
+APART = [(i * 10 * PAGE, PAGE) for i in range(4)]
+"""Each of these is one read."""
+
+
+def test_several_threads_read_one_group(
+    path: str, desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = threading.Barrier(3)
+    threads: set[int] = set()
+    preadv = os.preadv
+
+    def met(*arguments: Any) -> int:
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            meeting.wait(30)  # three are here at once, or nobody goes on
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", met)
+    entry = cargo_of(path, *APART)
+    assert_right(desk(threads=3).read(entry), entry, *APART)
+    assert len(threads) == 3
+
+
+@pytest.mark.parametrize("broken", [0, 1, 3])
+def test_one_read_that_fails_fails_the_group(
+    broken: int, path: str, desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preadv = os.preadv
+
+    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == APART[broken][0]:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(TransferError, match="Input/output") as error:
+        desk().read(cargo_of(path, *APART))
+    assert (error.value.key, error.value.path) == ("key", path)
+
+
+def test_a_file_that_ends_too_early_fails_the_group(path: str, desk: Callable[..., Desk]) -> None:
+    with pytest.raises(TruncatedFileError) as error:
+        desk().read(cargo_of(path, (0, SIZE + 1)))
+    assert error.value.key == "key"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(
+    moves=st.lists(
+        st.tuples(st.integers(0, 9000), st.integers(0, 9000), st.integers(1, 9000)), max_size=4
+    )
+)
+def test_moves_that_overlap(
+    moves: list[tuple[int, int, int]], path: str, desk: Callable[..., Desk]
+) -> None:
+    """As if what is moved had been put aside before."""
+    entry = cargo_of(path, (0, SIZE))
+    assert entry.source is not None
+    entry.source = replace(entry.source, moves=tuple(Move(*move) for move in moves))
+    expected = bytearray(content(SIZE))
+    for src, dst, nbytes in moves:
+        aside = bytes(expected[src : src + nbytes])
+        expected[dst : dst + nbytes] = aside
+    assert desk().read(entry)[:SIZE] == expected
+
+
+def test_a_move_out_of_bounds_touches_no_memory(path: str, desk: Callable[..., Desk]) -> None:
+    entry = cargo_of(path, (0, SIZE))
+    assert entry.source is not None
+    entry.source = replace(entry.source, moves=(Move(0, entry.spec.nbytes - 5, 100),))
+    with pytest.raises(TransferError):
+        desk().read(entry)
+
+
+@pytest.mark.parametrize("verify", ["always", "first", "never"])
+def test_checksums_are_compared_as_often_as_asked(
+    verify: str, path: str, desk: Callable[..., Desk]
+) -> None:
+    entry = cargo_of(path, (0, SIZE))
+    assert entry.source is not None
+    data, rng = content(SIZE), random.Random(0)
+    cuts = sorted({0, SIZE, *(rng.randrange(SIZE) for _ in range(5))})
+    checks = [Check(f"part {a}", a, b - a, digest(data[a:b])) for a, b in pairwise(cuts)]
+    entry.source = replace(entry.source, checks=tuple(checks))
+    assert desk(verify).read(entry)[:SIZE] == data
+    # If the file is what it was, only "always" compares again.
+    right, wrong = entry.source, replace(checks[0], digest="0" * len(checks[0].digest))
+    entry.source = replace(right, checks=(wrong, *checks[1:]))
+    if verify == "always":
+        with pytest.raises(CorruptDataError):
+            desk(verify).read(entry)
+    else:
+        assert desk(verify).read(entry)[:SIZE] == data
+    entry.source = right
+    with open(path, "r+b") as file:
+        file.seek(cuts[2])
+        file.write(bytes([data[cuts[2]] ^ 1]))
+    if verify == "never":
+        assert desk(verify).read(entry)[:SIZE] != data
+    else:
+        with pytest.raises(CorruptDataError) as error:
+            desk(verify).read(entry)
+        assert f"part {cuts[2]}" in str(error.value)

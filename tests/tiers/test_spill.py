@@ -1,0 +1,357 @@
+"""Room for what need not survive: never given to two, used again, given back when it is dear."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.tiers.test_disk import content, knows_direct_reads, open_file, read, room
+from tierstore.model.errors import DiskFullError, TransferError
+from tierstore.model.header import digest
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.tiers import spill as module
+from tierstore.tiers.disk import parts
+from tierstore.tiers.spill import Spill
+from tierstore.tiers.workers import Workers
+
+
+def filled(nbytes: int, seed: int = 0) -> memoryview:
+    """Page-aligned memory, whole pages of it, with some bytes in it."""
+    data = room(nbytes)
+    data[:] = content(len(data), seed)
+    return data
+
+
+class SpillMachine(RuleBasedStateMachine):
+    """Saves, reads and gives back; a dict of what lies where is the model."""
+
+    kind: type[Spill] = Spill
+
+    @initialize(refused=st.sampled_from([0, os.O_TMPFILE, os.O_DIRECT]), reserves=st.booleans())
+    def start(self, refused: int, reserves: bool) -> None:
+        self.patch = pytest.MonkeyPatch()
+        if refused:
+            self.patch.setattr(os, "open", refusing_open(refused))
+        self.directory = tempfile.mkdtemp(prefix="tierstore-spill-")
+        self.spill = self.kind(self.directory)
+        self.patch.undo()
+        if not reserves:
+            self.patch.setattr(os, "posix_fallocate", cannot_reserve)
+        assert os.listdir(self.directory) == [], "it has a name"
+        self.live: dict[int, bytes] = {}
+
+    @rule(npages=st.integers(1, 5), seed=st.integers(0, 99))
+    def save(self, npages: int, seed: int) -> None:
+        data = filled(npages * PAGE, seed)
+        offset, source = self.spill.save(data)
+        assert offset % PAGE == 0
+        (segment,) = source.segments
+        assert (segment.extent.offset, segment.extent.nbytes, segment.at) == (offset, len(data), 0)
+        self.live[offset] = bytes(data)
+
+    @precondition(lambda self: self.live)
+    @rule(index=st.integers(0, 99))
+    def give_back(self, index: int) -> None:
+        offset = sorted(self.live)[index % len(self.live)]
+        self.spill.give_back(offset, len(self.live.pop(offset)) - index % 2)
+
+    @rule()
+    def trim(self) -> None:
+        before = os.stat(self.spill.path).st_size
+        end = max((offset + len(data) for offset, data in self.live.items()), default=0)
+        assert self.spill.trim() == before - end
+        assert os.stat(self.spill.path).st_size == end
+
+    @invariant()
+    def nothing_overlaps_and_all_is_there(self) -> None:
+        if not hasattr(self, "spill"):
+            return
+        here = 0
+        for offset, data in sorted(self.live.items()):
+            assert offset >= here, "two groups overlap"
+            here = offset + len(data)
+            assert read(open_file(self.spill.path), offset, len(data)) == data
+
+    @invariant()
+    def free_room_is_merged_and_the_books_are_right(self) -> None:
+        if not hasattr(self, "spill"):
+            return
+        free = self.spill._free
+        assert all(room > 0 for _, room in free)
+        assert all(one[0] + one[1] < other[0] for one, other in pairwise(free))
+        used = sum(len(data) for data in self.live.values())
+        assert self.spill._end == used + sum(room for _, room in free)
+        end = max((offset + len(data) for offset, data in self.live.items()), default=0)
+        assert self.spill._end == end, "room behind the last group counts as used"
+        assert os.stat(self.spill.path).st_size >= end
+
+    def teardown(self) -> None:
+        if hasattr(self, "spill"):
+            self.patch.undo()
+            self.spill.close()
+            os.rmdir(self.directory)
+
+
+def refusing_open(refused: int) -> Callable[..., int]:
+    """`os.open` of a file system that does not know some flag."""
+    plain_open = os.open
+
+    def refusing(name: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & refused == refused:
+            raise OSError(errno.EOPNOTSUPP, "refused")
+        return plain_open(name, flags, *args, **options)
+
+    return refusing
+
+
+def cannot_reserve(*_: object) -> None:
+    raise OSError(errno.EOPNOTSUPP, "this file system cannot reserve room")
+
+
+SPILLS = settings(max_examples=60, stateful_step_count=30)
+UNSHRUNK = settings(SPILLS, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+def test_room_is_never_given_to_two_and_always_used_again() -> None:
+    run_state_machine_as_test(SpillMachine, settings=SPILLS)
+
+
+@pytest.mark.parametrize("fault", ["forgets to merge", "gives back too much"])
+def test_the_machine_notices_a_fault(fault: str) -> None:
+    """The control."""
+
+    class Faulty(Spill):
+        def give_back(self, offset: int, nbytes: int) -> None:
+            if fault == "gives back too much":
+                super().give_back(offset, nbytes + PAGE)
+            else:
+                self._free.append((offset, round_up(nbytes, PAGE)))
+                self._free.sort()
+
+    class FaultyMachine(SpillMachine):
+        kind = Faulty
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(FaultyMachine, settings=UNSHRUNK)
+
+
+def test_room_that_was_given_back_is_used_first(tmp_path: Path) -> None:
+    spill = Spill(str(tmp_path))
+    first, second, third = (spill.take(3 * PAGE) for _ in range(3))
+    spill.give_back(second, 3 * PAGE)
+    assert spill.take(2 * PAGE) == second
+    assert spill.take(PAGE) == second + 2 * PAGE
+    assert spill.take(PAGE) == third + 3 * PAGE
+    for offset, nbytes in [(first, 3), (second, 2), (second + 2 * PAGE, 1), (third, 4)]:
+        spill.give_back(offset, nbytes * PAGE)
+    assert (spill._end, spill._free) == (0, [])
+    spill.close()
+
+
+# How much of the disk it takes -------------------------------------------------------------------
+
+
+def test_the_same_blocks_are_overwritten_step_after_step(tmp_path: Path) -> None:
+    """What a step spills and drops, the next one spills again: the file stays as it is."""
+    spill = Spill(str(tmp_path))
+    seen = set()
+    for step in range(4):
+        saved = [spill.save(filled(8 * PAGE, 10 * step + i))[0] for i in range(5)]
+        status = os.stat(spill.path)
+        seen.add((tuple(saved), status.st_size, status.st_blocks))
+        for i, offset in enumerate(saved):
+            assert read(open_file(spill.path), offset, 8 * PAGE) == content(8 * PAGE, 10 * step + i)
+            spill.give_back(offset, 8 * PAGE)
+    assert len(seen) == 1
+    spill.close()
+
+
+def test_the_file_grows_in_large_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GROWTH", 10 * PAGE)
+    spill = Spill(str(tmp_path))
+    sizes = []
+    for _ in range(25):
+        spill.take(PAGE)
+        sizes.append(os.stat(spill.path).st_size // PAGE)
+    assert sizes == [10] * 10 + [20] * 10 + [30] * 5
+    spill.take(50 * PAGE)
+    assert os.stat(spill.path).st_size == 75 * PAGE
+    spill.close()
+
+
+def free_room(nbytes: int) -> Callable[[int], Any]:
+    return lambda _: SimpleNamespace(f_bavail=nbytes // PAGE, f_frsize=PAGE)
+
+
+@pytest.mark.parametrize(("free", "kept"), [(8, True), (7, False)])
+def test_room_is_kept_only_while_the_file_system_has_as_much_besides(
+    free: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GROWTH", PAGE)
+    spill = Spill(str(tmp_path))
+    stays, goes = spill.save(filled(2 * PAGE, 1))[0], spill.save(filled(8 * PAGE, 2))[0]
+    monkeypatch.setattr(os, "fstatvfs", free_room(free * PAGE))
+    spill.give_back(goes, 8 * PAGE)
+    assert os.stat(spill.path).st_size == (10 if kept else 2) * PAGE
+    assert read(open_file(spill.path), stays, 2 * PAGE) == content(2 * PAGE, 1)
+    again = spill.save(filled(8 * PAGE, 3))[0]
+    assert again == goes
+    assert read(open_file(spill.path), again, 8 * PAGE) == content(8 * PAGE, 3)
+    spill.close()
+
+
+@pytest.mark.parametrize(("free", "size"), [(20, 10), (19, 2)])
+def test_a_large_step_is_taken_only_where_as_much_stays_free(
+    free: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GROWTH", 10 * PAGE)
+    monkeypatch.setattr(os, "fstatvfs", free_room(free * PAGE))
+    spill = Spill(str(tmp_path))
+    assert spill.take(2 * PAGE) == 0
+    assert os.stat(spill.path).st_size == size * PAGE
+    spill.close()
+
+
+def test_a_disk_without_room_says_so_and_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    spill = Spill(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(DiskFullError) as error:
+            spill.take(3 * PAGE)
+    assert str(tmp_path) in str(error.value)
+    assert spill.take(PAGE) == 0
+    spill.close()
+
+
+# Saving ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, TransferError)]
+)
+def test_a_save_that_fails_takes_no_room(
+    number: int, kind: type[TransferError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = Spill(str(tmp_path))
+    plain = os.pwrite
+
+    def failing(*args: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with pytest.raises(TransferError) as error:
+        spill.save(filled(2 * PAGE))
+    assert type(error.value) is kind
+    assert str(tmp_path) in str(error.value)
+    assert (spill._end, spill._free) == (0, [])
+    monkeypatch.setattr(os, "pwrite", plain)
+    offset, _ = spill.save(filled(2 * PAGE, 1))
+    assert read(open_file(spill.path), offset, 2 * PAGE) == content(2 * PAGE, 1)
+    spill.close()
+
+
+def test_parts_are_written_by_several_threads_and_each_is_summed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WRITE_BLOCK", 3 * PAGE)
+    spill = Spill(str(tmp_path))
+    workers = Workers(3, "test")
+    data = filled(20 * PAGE, 4)
+    meeting = threading.Barrier(3)
+    threads = set()
+    write = spill.write
+
+    def met(part: memoryview, offset: int) -> None:
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            meeting.wait(30)  # three are here at once, or nobody goes on
+        write(part, offset)
+
+    monkeypatch.setattr(spill, "write", met)
+    start, source = spill.save(data, workers.together)
+    assert len(threads) == 3
+    assert [(check.offset, check.nbytes) for check in source.checks] == list(
+        parts(len(data), 3 * PAGE)
+    )
+    for check in source.checks:
+        assert check.digest == digest(data[check.offset : check.offset + check.nbytes])
+    assert read(open_file(spill.path), start, len(data)) == bytes(data)
+    workers.stop()
+    spill.close()
+
+
+def test_writes_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(PAGE))
+    if not knows_direct_reads(str(probe)):
+        pytest.skip("this file system knows no direct writes")
+    pwrite = os.pwrite
+    direct = []
+
+    def noted(descriptor: int, data: Any, offset: int) -> int:
+        flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
+        direct.append(bool(int(flags, 8) & os.O_DIRECT))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    spill = Spill(str(tmp_path))
+    spill.save(filled(4 * PAGE))
+    assert direct == [True]
+    spill.write(memoryview(bytes(3 * PAGE))[5 : PAGE + 5], 0)  # no page-aligned memory
+    assert direct == [True, True, False]
+    spill.save(filled(PAGE))
+    assert direct == [True, True, False, False], "it is never asked again"
+    spill.close()
+
+
+def use_in_turns(spill: Spill, seed: int) -> list[int]:
+    """Save, read and give back, a few groups at a time. Returns which of them came back wrong."""
+    rng = random.Random(seed)
+    held: list[tuple[int, int, int]] = []
+    wrong = []
+    for number in range(60):
+        npages = rng.randrange(1, 6)
+        what = 1000 * seed + number
+        held.append((spill.save(filled(npages * PAGE, what))[0], npages * PAGE, what))
+        if len(held) > 5 or number == 59:
+            rng.shuffle(held)
+            for offset, nbytes, saved in held:
+                if read(open_file(spill.path), offset, nbytes) != content(nbytes, saved):
+                    wrong.append(saved)
+                spill.give_back(offset, nbytes)
+            held.clear()
+    return wrong
+
+
+def test_many_threads_save_and_give_back(tmp_path: Path) -> None:
+    spill = Spill(str(tmp_path))
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda seed: use_in_turns(spill, seed), range(4))) == 4 * [[]]
+    assert (spill._end, spill._free) == (0, [])
+    spill.close()

@@ -1,0 +1,215 @@
+"""Which stream a thread's device work goes to, while the store works on streams of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.store.helpers import PAGE, assert_same, needs_pretend, open_store, pages
+from tierstore import Access, TierStore
+from tierstore.tiers import arena
+from tierstore.tiers.arena import device_arena
+from tierstore.tiers.streams import on
+
+pytestmark = pytest.mark.floor
+
+NBYTES = 64 << 10
+KINDS = ("disk", "onload", "offload", "copy")
+"""Of threads that a store has for what takes long."""
+
+
+class TwoThreads:
+    """Two threads that are inside the same place at once, and leave it in the order they came."""
+
+    def __init__(self) -> None:
+        self.inside = {name: threading.Event() for name in ("first", "second")}
+        self.first_is_out = threading.Event()
+        self.before: dict[str, torch.Stream] = {}
+        self.after: dict[str, torch.Stream] = {}
+        self.errors: list[BaseException] = []
+
+    def meet(self) -> None:
+        """Called by each of them at that place; other threads pass."""
+        name = threading.current_thread().name
+        if name not in self.inside or self.inside[name].is_set():
+            return
+        self.inside[name].set()
+        wait_for = self.inside["second"] if name == "first" else self.first_is_out
+        assert wait_for.wait(20), "the two threads did not meet"
+
+    def run(self, job: Any, device: torch.device) -> None:
+        def body() -> None:
+            name = threading.current_thread().name
+            try:
+                torch.accelerator.set_stream(torch.Stream(device))
+                self.before[name] = torch.accelerator.current_stream(device)
+                if name == "second":
+                    assert self.inside["first"].wait(20)
+                job()
+                self.after[name] = torch.accelerator.current_stream(device)
+            except BaseException as error:
+                self.errors.append(error)
+            finally:
+                if name == "first":
+                    self.first_is_out.set()
+
+        threads = [threading.Thread(target=body, name=name) for name in self.inside]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not self.errors, self.errors
+        assert self.before["first"] != self.before["second"]
+
+
+def test_threads_that_save_at_once_are_back_on_their_own_streams(
+    pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, two, copy = torch.device("pretend", 0), TwoThreads(), torch.Tensor.copy_
+
+    def meeting(*arguments: Any, **options: Any) -> torch.Tensor:
+        two.meet()
+        return copy(*arguments, **options)
+
+    def save() -> None:
+        number, event = store.put_aside(torch.ones(NBYTES, dtype=torch.uint8, device=device))
+        assert event is not None
+        event.synchronize()
+        store.drop_aside(number)
+
+    with TierStore(8 * NBYTES, disk_dir, device=device, device_budget=8 * NBYTES) as store:
+        monkeypatch.setattr(torch.Tensor, "copy_", meeting)
+        two.run(save, device)
+    assert two.after == two.before
+
+
+def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams(
+    pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, two, empty = torch.device("pretend", 0), TwoThreads(), torch.empty
+    stream = torch.Stream(device)
+
+    def meeting(*arguments: Any, **options: Any) -> torch.Tensor:
+        two.meet()
+        return empty(*arguments, **options)
+
+    def make() -> None:
+        arena = device_arena(None, device, stream)  # one for each: its own lock would part them
+        arena.fill(arena.take(NBYTES))
+
+    monkeypatch.setattr(torch, "empty", meeting)
+    two.run(make, device)
+    assert two.after == two.before
+
+
+def test_a_stream_is_left_where_what_is_done_on_it_fails(
+    pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("pretend", 0)
+    before = torch.accelerator.current_stream(device)
+
+    def failing(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("the copy fails")
+
+    with TierStore(8 * NBYTES, disk_dir, device=device, device_budget=8 * NBYTES) as store:
+        memory = torch.ones(NBYTES, dtype=torch.uint8, device=device)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", failing)
+            with pytest.raises(RuntimeError, match="the copy fails"):
+                store.put_aside(memory)
+        assert torch.accelerator.current_stream(device) == before
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_threads_of_a_store_work_on_its_device(
+    index: int, pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locking, for one, is done for the current device of the thread."""
+    device, new_event = torch.device("pretend", index), torch.Event
+    current: dict[str, int] = {}
+
+    def note() -> None:
+        name = threading.current_thread().name
+        current[name.rstrip("-_0123456789")] = torch.accelerator.current_device_index()
+
+    def make(nbytes: int) -> torch.Tensor:
+        note()
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def event(*arguments: Any, **options: Any) -> torch.Event:
+        note()
+        return new_event(*arguments, **options)
+
+    monkeypatch.setattr(arena, "pinned_memory", make)
+    with TierStore(2 * NBYTES, disk_dir, device=device, device_budget=2 * NBYTES) as store:
+        monkeypatch.setattr(torch, "Event", event)
+        # Then copies to the device are queued by a thread of the store's, too.
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+        for key in "abcd":
+            store.put(key, torch.ones(NBYTES, dtype=torch.uint8))
+        store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # others are made anew
+        for key in "abcd":
+            with store.acquire(key, Access.UPDATE) as lease:
+                lease.tensor.add_(1)
+        assert store.get("a").sum() == 2 * NBYTES
+        asyncio.run(store._copiers.run(note))
+    del current["MainThread"]
+    assert current == dict.fromkeys(("tierstore-" + kind for kind in KINDS), index)
+
+
+@pytest.mark.parametrize("rested", [False, True])
+def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_has_passed(
+    rested: bool, late_pretend: Any, disk_dir: Path
+) -> None:
+    """Whoever finds out that it was lost, or calls it in, is on another stream."""
+    device = torch.device("pretend", 0)
+    theirs, read = torch.Stream(device), torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
+    with TierStore(4 * NBYTES, disk_dir, device=device, device_budget=NBYTES) as store:
+        for value, key in enumerate("ab"):
+            store.put(key, torch.full((NBYTES,), value + 1, dtype=torch.uint8))
+        if rested:
+            lease = store.acquire("a")
+            assert lease.rest()
+        with theirs:
+            if rested:
+                assert lease.resume()
+            else:
+                lease = store.acquire("a")
+            read.copy_(lease.tensor, non_blocking=True)
+            assert late_pretend.queued_tasks() > 0, "nothing of it is to run later"
+        lease.abandon()  # as finalizers do
+        with store.acquire("b") as other:
+            assert other.tensor.sum() == 2 * NBYTES
+    theirs.synchronize()
+    assert read.sum() == NBYTES, "another group had the memory before it was read"
+
+
+@needs_pretend
+def test_what_is_done_on_a_stream_of_another_device_leaves_the_caller_on_its_own(
+    pretend: Any,
+) -> None:
+    stream = torch.Stream("pretend:1")
+    mine = torch.accelerator.current_stream("pretend:0"), torch.accelerator.current_stream(1)
+    assert on(stream, torch.accelerator.current_device_index) == 1
+    assert torch.accelerator.current_device_index() == 0
+    after = torch.accelerator.current_stream("pretend:0"), torch.accelerator.current_stream(1)
+    assert after == mine
+
+
+@needs_pretend
+def test_memory_first_used_in_inference_mode_is_used_outside_of_it(
+    pretend: Any, disk_dir: Path
+) -> None:
+    with open_store(disk_dir, ram=8 * PAGE, device="pretend", device_budget=PAGE) as store:
+        for number in range(2):
+            store.put(f"g{number}", pages(number + 1))
+        with torch.inference_mode():
+            assert_same(store.get("g0"), pages(1))
+        assert_same(store.get("g1"), pages(2))  # in the same slot
+        with store.acquire("g1") as lease:
+            assert not lease.tensor.is_inference()

@@ -1,0 +1,152 @@
+"""Jobs by priority and age, and one job that several threads do together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.helpers.threads import Gate
+from tierstore.tiers.workers import EARLY, URGENT, Workers, one_by_one
+
+
+@pytest.fixture
+def workers() -> Iterator[Callable[[int], Workers]]:
+    made = []
+
+    def make(count: int) -> Workers:
+        made.append(Workers(count, "test"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+def test_what_is_urgent_goes_first_and_then_what_is_old(workers: Callable[[int], Workers]) -> None:
+    one = workers(1)
+    gate, done, order = Gate(), threading.Event(), []
+    one.submit(URGENT, gate.hold)
+    assert gate.reached.wait(30)
+    for name, priority in [("a", EARLY), ("b", URGENT), ("c", EARLY), ("d", URGENT)]:
+        one.submit(priority, lambda name=name: order.append(name))
+    one.submit(EARLY, done.set)
+    gate.open()
+    assert done.wait(30)
+    assert order == ["b", "d", "a", "c"]
+
+
+def test_parts_of_an_older_job_go_before_newer_jobs(workers: Callable[[int], Workers]) -> None:
+    """Four groups that are read at once arrive late, all of them."""
+    two = workers(2)
+    gates = [Gate(), Gate()]
+    for gate in gates:
+        two.submit(URGENT, gate.hold)
+    for gate in gates:
+        assert gate.reached.wait(30)
+    order: list[str] = []
+    begun, met = threading.Event(), threading.Barrier(2)
+
+    def part(name: str) -> Callable[[], None]:
+        def run() -> None:
+            begun.set()  # from here on the helper is in the queue
+            met.wait(30)  # the thread that began the job, and the helper
+            order.append(name)
+
+        return run
+
+    done, over = threading.Event(), threading.Event()
+    two.submit(EARLY, lambda: (two.together([part("older") for _ in range(4)]), over.set()))
+    two.submit(EARLY, lambda: order.append("newer"))
+    two.submit(EARLY, done.set)
+    gates[0].open()
+    assert begun.wait(30)
+    gates[1].open()  # only now is there a second thread, which has the choice
+    assert done.wait(30)
+    assert over.wait(30)
+    assert order.index("newer") >= 3, "a newer job came before the helper"
+    assert sorted(order) == ["newer"] + 4 * ["older"]
+
+
+def test_parts_are_done_by_as_many_threads_as_are_free(workers: Callable[[int], Workers]) -> None:
+    three = workers(3)
+    met, threads = threading.Barrier(3), set()
+
+    def part() -> None:
+        met.wait(30)  # three at once, or none
+        threads.add(threading.current_thread().name)
+
+    done = threading.Event()
+    three.submit(URGENT, lambda: (three.together([part] * 6), done.set()))
+    assert done.wait(30)
+    assert threads == {f"tierstore-test-{i}" for i in range(3)}
+
+
+def test_it_comes_to_its_end_though_every_other_thread_is_busy(
+    workers: Callable[[int], Workers],
+) -> None:
+    two = workers(2)
+    gate, done, over = Gate(), [], threading.Event()
+    two.submit(URGENT, gate.hold)
+    assert gate.reached.wait(30)
+    two.submit(URGENT, lambda: (two.together(lambda: done.append(1) for _ in range(5)), over.set()))
+    assert over.wait(30)
+    assert len(done) == 5
+    gate.open()
+
+
+@pytest.mark.parametrize("helped", [False, True])
+def test_the_first_error_is_raised_and_what_has_not_begun_is_left_out(
+    helped: bool, workers: Callable[[int], Workers]
+) -> None:
+    together = workers(1).together if helped else one_by_one
+    done: list[int] = []
+
+    def failing() -> None:
+        raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        together([lambda: done.append(1), failing, lambda: done.append(2), failing])
+    assert done == [1]
+
+
+def test_it_returns_only_when_what_has_begun_is_over(workers: Callable[[int], Workers]) -> None:
+    """Nobody may give memory away into which another thread still reads."""
+    two = workers(2)
+    gate, over = Gate(), threading.Event()
+    failed = threading.Event()
+
+    def failing() -> None:
+        assert gate.reached.wait(30)
+        raise ValueError("while the other part is under way")
+
+    def job() -> None:
+        try:
+            two.together([gate.hold, failing])
+        except ValueError:
+            failed.set()
+        over.set()
+
+    two.submit(URGENT, job)
+    assert gate.reached.wait(30)
+    time.sleep(0.05)
+    assert not over.is_set()
+    gate.open()
+    assert over.wait(30)
+    assert failed.is_set()
+
+
+def test_nothing_is_nothing(workers: Callable[[int], Workers]) -> None:
+    workers(2).together([])
+    one_by_one([])
+
+
+def test_what_is_queued_is_finished_before_the_end() -> None:
+    some = Workers(2, "test")
+    done: list[int] = []
+    for number in range(50):
+        some.submit(EARLY, lambda number=number: done.append(number))
+    some.stop()
+    assert sorted(done) == list(range(50))

@@ -1,0 +1,78 @@
+"""How a module is bound to a store, by whoever offloads or trains it, and how that is undone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tierstore.adapters.device_resident import DeviceResident
+from tierstore.adapters.unit_use import StandIn
+from tierstore.lease import Lease
+from tierstore.store import TierStore
+
+
+class Removable(Protocol):
+    """Something that was done to a module: a stand-in for a method, or a hook."""
+
+    def remove(self) -> None:
+        """Undo it."""
+
+
+class Attachment:
+    """What was done to the modules of one model, until `detach`.
+
+    `groups` maps keys of the store to the names of the tensors in each. The store forgets these
+    groups, and the leases of `resident` end, when `owner` is garbage-collected. No Parameter
+    object is ever replaced: a parameter shows other memory (see `tierstore.adapters.codecs`).
+    """
+
+    def __init__(self, owner: object, store: TierStore) -> None:
+        self.groups: dict[str, list[str]] = {}
+        self.resident = DeviceResident(store)
+        self._store = store
+        self._done: list[Removable] = []
+        weakref.finalize(owner, _forget, weakref.ref(store), self.groups, self.resident.leases)
+
+    def add(self, done: Removable) -> None:
+        """Something was done that `detach` is to undo."""
+        self._done.append(done)
+
+    def stand_in(
+        self, module: nn.Module, name: str, run: Callable[[StandIn, Any, Any], Any]
+    ) -> None:
+        """Have calls of a module's method be calls of `run`."""
+        self.add(StandIn(module, name, run))
+
+    def keep_on_device(self, prefix: str, tensors: Mapping[str, torch.Tensor], target: int) -> None:
+        """Have these on the store's device for as long as this lasts: see `DeviceResident`."""
+        if self._store.device.type != "cpu":
+            self.resident.take(prefix, tensors, target, self.groups)
+
+    def outdate(self, kind: type) -> list[StandIn]:
+        """Leave it to the caller to remove the stand-ins that run a `kind`: others take their
+        places first."""
+        outdated = [d for d in self._done if isinstance(d, StandIn) and isinstance(d.run, kind)]
+        self._done = [done for done in self._done if done not in outdated]
+        for stand_in in outdated:
+            stand_in.outdated = True
+        return outdated
+
+    def detach(self) -> None:
+        """Undo all of it, the latest first; what stays on the device stays."""
+        while self._done:
+            self._done.pop().remove()
+
+
+def _forget(
+    store: weakref.ref[TierStore], groups: dict[str, list[str]], leases: list[Lease]
+) -> None:
+    """A model was garbage-collected: its groups are of no use to anybody."""
+    for lease in leases:
+        lease.abandon()
+    alive = store()
+    if alive is not None:
+        alive.discard_soon(groups)

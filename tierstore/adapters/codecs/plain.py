@@ -1,0 +1,66 @@
+"""Plain tensors: strided, of a dtype that safetensors knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tierstore.adapters.codecs.memory import has_address
+from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.tiers.views import NAMES
+from tierstore.torch_private import like
+
+
+class PlainCodec:
+    """A plain tensor is the only part of itself."""
+
+    storable = True
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Whether it is strided memory of a dtype that has a name."""
+        return (
+            has_address(tensor)
+            and not tensor.is_quantized
+            and not is_wrapper(tensor)
+            and tensor.dtype in NAMES
+        )
+
+    def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensor, outside of any graph, with an empty name."""
+        return {"": tensor.detach()}
+
+    def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A tensor of the same class over the memory of the part."""
+        return like(tensor, parts[""])
+
+    def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """See `assign`."""
+        assign(tensor, value)
+
+
+def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a plain `tensor` show the memory of `value`, on whatever device.
+
+    It stays the same object.
+    """
+    try:
+        tensor.data = value
+    except RuntimeError:
+        # Some accelerators outside of torch allow this only between tensors of their own.
+        torch.utils.swap_tensors(tensor, like(tensor, value))
+
+
+def make_ordinary(tensor: torch.Tensor) -> None:
+    """Let a tensor that was made in inference mode be one as any other, of the same memory.
+
+    Call it outside of inference mode. It stays the same object.
+    """
+    if not tensor.is_inference():
+        return
+    memory = tensor.untyped_storage()
+    alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alike.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if isinstance(tensor, torch.nn.Parameter):
+        alike = torch.nn.Parameter(alike, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, alike)

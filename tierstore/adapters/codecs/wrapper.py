@@ -1,0 +1,54 @@
+"""Tensors that wrap others, and say how: `__tensor_flatten__` and `__tensor_unflatten__`.
+
+torchao's quantised weights and DTensor do so. Groups do not hold them yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class WrapperCodec:
+    """What a wrapper says of itself."""
+
+    storable = False
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Whether its class says how it is taken apart."""
+        return is_wrapper(tensor)
+
+    def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors inside, by the names of its attributes."""
+        wrapper: Any = tensor
+        names, _ = wrapper.__tensor_flatten__()
+        return {name: getattr(tensor, name) for name in names}
+
+    def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A wrapper of the same class around the parts."""
+        wrapper: Any = tensor
+        _, context = wrapper.__tensor_flatten__()
+        made: torch.Tensor = type(wrapper).__tensor_unflatten__(
+            dict(parts), context, tensor.size(), tensor.stride()
+        )
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made
+
+    def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """See `exchange`."""
+        exchange(tensor, value)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class says how it is taken apart."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensors be each other; both stay the same objects. For those without plain memory,
+    of which no other can be shown. To exchange them again undoes it."""
+    torch.utils.swap_tensors(tensor, other)

@@ -1,0 +1,120 @@
+"""A forward that ran out of device memory runs once more, when the store has given some back.
+
+To run it again must be the same as to run it for the first time. A forward is taken to compute its
+result from weights, arguments and random numbers if gradients are off and its module is in
+evaluation mode, has no hooks, and is given nothing but tensors and plain values: what else there
+is, such as a cache of keys and values, it may have changed. Tensors that it did change are noticed,
+those of inference mode excepted, and random numbers are drawn again from where they began. All
+others see their error as it was raised, with a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.adapters.unit_use import StandIn
+from tierstore.model.tiers import Tier
+from tierstore.store import TierStore
+from tierstore.torch_private import has_forward_hooks, version_of
+
+_NOTE = "tierstore: "
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class OnceMore:
+    """Calls methods of a module whose weights are on a store with an accelerator."""
+
+    def __init__(self, module: nn.Module, store: TierStore) -> None:
+        self._module = module
+        self._store = store
+        self._own = (*module.parameters(), *module.buffers())
+
+    def __call__(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the method returns; its OutOfMemoryError if it runs out of memory again."""
+        if torch.is_grad_enabled() or self._module.training:
+            return self._told(method, args, kwargs)
+        watched = [*self._own, *_tensors_among(args), *_tensors_among(kwargs.values())]
+        versions = [version_of(tensor) for tensor in watched]
+        random = _RandomState(self._store.device)
+        try:
+            return method(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            as_before = versions == [version_of(tensor) for tensor in watched]
+            if not as_before or not self._may_run_again(error, args, kwargs):
+                self._advise(error)
+                raise
+        # Here the error is gone, and with it the frames of the first run and what they held.
+        self._store.give_back_device_memory()
+        random.restore()
+        return self._told(method, args, kwargs)
+
+    def _told(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            self._advise(error)
+            raise
+
+    def _may_run_again(self, error: BaseException, args: Any, kwargs: Any) -> bool:
+        return (
+            not _is_advised(error)  # a unit inside of this one has tried
+            and self._store.spare_device_memory() > 0
+            and _is_plain((*args, *kwargs.values()))
+            and not any(_has_hooks(module) for module in self._module.modules())
+        )
+
+    def _advise(self, error: BaseException) -> None:
+        if _is_advised(error):
+            return
+        stats = self._store.stats()
+        used, budget = (of[Tier.DEVICE.name] for of in (stats.used_bytes, stats.budget_bytes))
+        error.add_note(
+            f"{_NOTE}the store holds {used:,} bytes of {self._store.device}, and may hold "
+            f"{budget:,}; with a smaller device_budget, more is left to what the model computes"
+        )
+
+
+class _RandomState:
+    """Where the random numbers of the CPU and of a device go on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._module = torch.get_device_module(device)
+        self._on_device = self._module.get_rng_state(device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        self._module.set_rng_state(self._on_device, self._device)
+
+
+def _is_advised(error: BaseException) -> bool:
+    return any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a forward cannot have changed it unnoticed."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return type(value) is torch.Tensor or isinstance(value, _PLAIN)
+
+
+def _tensors_among(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors_among(value)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether others do something of their own around its forward."""
+    forward = module.__dict__.get("forward")
+    foreign = forward is not None and not isinstance(forward, StandIn)
+    return foreign or has_forward_hooks(module)

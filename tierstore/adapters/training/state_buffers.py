@@ -1,0 +1,194 @@
+"""Where the parts of the training state are: in RAM for good, or on disk and in RAM when needed.
+
+A training step uses every parameter three times (forward, backward, optimizer) and changes it once;
+its gradient is written once and read once, and so is each state of the optimizer. So a byte of RAM
+saves most transfers where it keeps parameters, then gradients, then states; what stays is decided
+once, in that order, and the rest streams. Nothing that streams may take the room that passing
+through needs.
+
+Either way, a part shows itself all the time, as ordinary CPU tensors: memory of the store, or maps
+of its place on disk. See `tierstore.state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from tierstore.adapters.codecs.memory import span
+from tierstore.adapters.view_lifetime import Allowance, ViewLease
+from tierstore.model.errors import BudgetError
+from tierstore.model.sizes import PAGE
+from tierstore.model.tiers import Hold, Tier
+from tierstore.store import TierStore
+
+SHARE = 32
+"""One in so many bytes of RAM is a group."""
+LARGEST = 64 << 20
+"""Bytes: larger groups are not moved any faster."""
+PASSING = 12
+"""Groups that are in RAM at once when the state passes through: what is in use (a parameter, its
+gradient, two or three states), what comes next, and what is being written."""
+COPIES = 4
+"""Of each parameter there is its value, its gradient and, usually, two states."""
+PASSING_LARGEST = 6
+"""The same, if there are groups that are larger than they should be."""
+
+
+class StateBudget:
+    """How much of a store's RAM may be kept for good, by all who train with it."""
+
+    def __init__(self, store: TierStore) -> None:
+        self.budget = store.stats().budget_bytes[Tier.HOST.name]
+        self.target = LARGEST
+        if self.budget is not None:
+            self.target = max(min(self.budget // SHARE, LARGEST), PAGE)
+        self._kept = Allowance()
+        self._largest = 0
+        self._in_all = 0
+
+    def passing(self) -> int:
+        """Bytes that are left for what passes through."""
+        if self.budget is not None and self._in_all + 2 * self._largest <= self.budget * 7 // 8:
+            return self.budget // 8  # for activations: nothing else has to pass
+        return max(PASSING * self.target, PASSING_LARGEST * self._largest)
+
+    def expect(self, parameter_bytes: int) -> None:
+        """There is a group of so many bytes of parameters."""
+        self._largest = max(self._largest, parameter_bytes)
+        self._in_all += COPIES * parameter_bytes
+
+    def keep(self, nbytes: int) -> bool:
+        """Whether so many bytes more may stay."""
+        limit = None if self.budget is None else self.budget - self.passing()
+        return self._kept.take(nbytes, limit)
+
+    def give_back(self, nbytes: int) -> None:
+        """So many bytes do not stay any more. Finalizers may say so in the middle of anything."""
+        self._kept.give_back(nbytes)
+
+
+_budgets: weakref.WeakKeyDictionary[TierStore, StateBudget] = weakref.WeakKeyDictionary()
+_budgets_lock = threading.Lock()
+
+
+def state_budget_of(store: TierStore) -> StateBudget:
+    """That of a store."""
+    with _budgets_lock:
+        if store not in _budgets:
+            _budgets[store] = StateBudget(store)
+        return _budgets[store]
+
+
+def packed_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """About what a group of these tensors takes."""
+    nbytes = sum(-(-span(t) // 256) * 256 for t in tensors.values() if t.numel())
+    return max(-(-nbytes // PAGE), 1) * PAGE
+
+
+class StateBuffer:
+    """One packed group of the training state. `tensors` shows it, at all times.
+
+    `ready` is to be called before `tensors` is used for the first time: until then, the group may
+    still be on its way to the disk.
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        with_values: bool = True,
+    ) -> None:
+        self.store = store
+        self.key = key
+        self.names = tuple(tensors)
+        self.nbytes = packed_bytes(tensors)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._budget = state_budget_of(store)
+        self.stays = self._budget.keep(self.nbytes)
+        self._end = weakref.finalize(
+            self, _forget, weakref.ref(store), key, self._budget, self.nbytes if self.stays else 0
+        )
+        self._end.atexit = False
+        self._kept: ViewLease | None = None
+        self._in_ram = False  # there may be a copy in RAM that is not held
+        if self.stays:
+            store.settle(key, tensors)
+            self._kept = ViewLease(store.hold(key, Hold.KEEP))
+            self.tensors = self._kept.tensors
+        elif not (with_values and self._settled_by_way_of_ram(tensors)):
+            store.settle_on_disk(key, tensors)
+            self.tensors = store.show(key)
+            for name, tensor in tensors.items() if with_values else ():
+                self.tensors[name].copy_(tensor)
+
+    def _settled_by_way_of_ram(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        try:
+            self.store.settle(self.key, tensors)
+        except BudgetError as error:
+            if error.tier == Tier.DISK.name:
+                raise
+            return False  # what is in use takes the room
+        self._in_ram = True
+        self.store.write_back(self.key)
+        return True
+
+    def ready(self) -> None:
+        """Wait until it can be seen."""
+        if not self.tensors:
+            self.store.put_away([self.key])
+            self.tensors = self.store.show(self.key)
+
+    def enter(self, stack: contextlib.ExitStack, purpose: Hold) -> dict[str, torch.Tensor]:
+        """The tensors until `stack` is closed: in RAM if there is room for them; else where it
+        shows them."""
+        if not self.stays:
+            with contextlib.suppress(BudgetError):
+                return stack.enter_context(self._held(purpose))
+        self.put_away()
+        self.ready()
+        return self.tensors
+
+    @contextlib.contextmanager
+    def _held(self, purpose: Hold) -> Iterator[dict[str, torch.Tensor]]:
+        with self.store.hold(self.key, purpose) as lease:
+            self._in_ram = True
+            yield lease.tensors
+        if purpose is not Hold.READ:
+            self.store.write_back(self.key)
+
+    def read(self) -> ViewLease:
+        """The tensors on the device, to be read there."""
+        self._in_ram = True
+        return ViewLease(self.store.acquire(self.key))
+
+    def expected(self) -> None:
+        """The store was told that it is wanted next: it may be in RAM soon."""
+        self._in_ram = True
+
+    def put_away(self) -> None:
+        """Nobody uses it for now: see that it is what it shows."""
+        if self._in_ram and not self.stays:
+            self.store.put_away([self.key])
+            self._in_ram = False
+
+    def discard(self) -> None:
+        """It is not needed any more."""
+        self.tensors = {}
+        if self._kept is not None:
+            self._kept.end()
+        self._end()
+
+
+def _forget(store: weakref.ref[TierStore], key: str, budget: StateBudget, kept: int) -> None:
+    """Nobody has the place any more."""
+    budget.give_back(kept)
+    alive = store()
+    if alive is not None:
+        alive.discard_soon([key])

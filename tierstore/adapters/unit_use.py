@@ -1,0 +1,178 @@
+"""How a module is used while its weights are in a store, in inference and in training alike.
+
+A *unit* is a module with the weights that its forward needs. One run of it is a `UnitUse`: weights
+are borrowed in `begin`, before the forward; they are given back in `finish`, after it, or in `end`,
+if it raised. In training, what a backward pass needs once more it borrows by itself (see
+`tierstore.adapters.training.weights`), and a forward that is computed again is another use.
+
+A `StandIn` is an attribute of the one module object. A deep copy or a pickle of the module is an
+ordinary module: it gets its ordinary method back.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tierstore.adapters.nested import tensors_in
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StandIn:
+    """Stands in for the method `name` of a module until `remove`.
+
+    A call of it is a call of `run`, with the stand-in itself, the arguments, and those by name.
+    """
+
+    outdated = False
+    """Whether it stands only until another takes its place, and stands in for what it did."""
+
+    def __init__(
+        self, module: nn.Module, name: str, run: Callable[[StandIn, Any, Any], Any]
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.run: Callable[[StandIn, Any, Any], Any] | None = run
+        self.replaced: Any = module.__dict__.get(name)
+        self.original: Callable[..., Any] = getattr(module, name)
+        while isinstance(self.replaced, StandIn) and self.replaced.outdated:
+            self.original = self.replaced.original
+            self.replaced = self.replaced.replaced
+        # Not its attributes: it may be another stand-in, and each has its own.
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, self.original, updated=())
+        setattr(module, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.run
+        return self.original(*args, **kwargs) if run is None else run(self, args, kwargs)
+
+    def remove(self) -> None:
+        """Give the module its own method back; where others wrapped this one, only pass through."""
+        self.run = None
+        if self.module.__dict__.get(self.name) is not self:
+            return
+        if self.replaced is None:
+            delattr(self.module, self.name)
+        else:
+            setattr(self.module, self.name, self.replaced)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self.module))
+        if module is None:
+            return self.original
+        method = getattr(type(module), self.name)
+        return (
+            copy.deepcopy(self.replaced, memo)
+            if self.replaced
+            else types.MethodType(method, module)
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.replaced is not None:
+            return same, (self.replaced,)
+        return getattr, (self.module, self.name)  # of a module whose attributes come later
+
+
+def same(value: Any) -> Any:
+    """The value itself: what a pickle calls to get it."""
+    return value
+
+
+def has_method(module: nn.Module, name: str) -> bool:
+    """Whether a module has such a method. A part of it may have that name, too."""
+    return name not in module._modules and callable(getattr(module, name, None))
+
+
+class UnitUse(Protocol):
+    """One run of a unit, or of a whole model: what goes on around one call of a method."""
+
+    def begin(self) -> bool:
+        """Before it. False if it is another's turn: the method is to be looked up anew.
+
+        In any case, and also if it raises, `finish` or `end` has to be called.
+        """
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """After it: end, and return the result as others may have it."""
+
+    def end(self) -> None:
+        """End, whatever happened before. Called again if it was interrupted."""
+
+
+@dataclass(eq=False)
+class UnitForward:
+    """What a stand-in runs for a method that needs weights: `use()` is begun before each call.
+
+    `look` is called first, and may put another stand-in in this one's place. `use` may return None:
+    then there is nothing to do around this call. `before` changes the arguments, `after` the
+    result, given the arguments as they came. `call` is given the method and its arguments, to call
+    it.
+    """
+
+    use: Callable[[], UnitUse | None]
+    look: Callable[[], None] | None = None
+    _: KW_ONLY
+    before: Callable[[Any, Any], Arguments] | None = None
+    after: Callable[[Any, Any, Any], Any] | None = None
+    call: Callable[[Any, Any, Any], Any] | None = None
+
+    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+        given = args, kwargs
+        if self.look is not None:
+            self.look()
+            if method.run is not self:  # the model was cut anew, and has other stand-ins now
+                return getattr(method.module, method.name)(*args, **kwargs)
+        if self.before is not None:
+            args, kwargs = self.before(args, kwargs)
+        use = self.use()
+        if use is None:
+            result = method.original(*args, **kwargs)
+        else:
+            try:
+                begun = use.begin()
+                if begun:
+                    call, original = self.call, method.original
+                    result = call(original, args, kwargs) if call else original(*args, **kwargs)
+                    result = use.finish(result, given)
+            except BaseException:
+                _end(use)
+                raise
+            if not begun:
+                return getattr(method.module, method.name)(*given[0], **given[1])
+        return result if self.after is None else self.after(result, *given)
+
+
+def _end(use: UnitUse) -> None:
+    try:
+        use.end()
+    except BaseException:  # an interrupt in the middle of putting back: do it again
+        use.end()
+        raise
+
+
+def refuse_to_go_back(tensors: Iterable[torch.Tensor], given: Arguments) -> None:
+    """After a module ran: nobody may go back through weights that are away.
+
+    `tensors` are of its result. What it was given, and passed on, is none of its own.
+    """
+    passed_on = {id(tensor.grad_fn) for tensor in tensors_in(list(given))}
+    for tensor in tensors:
+        if tensor.grad_fn is not None and id(tensor.grad_fn) not in passed_on:
+            tensor.grad_fn.register_prehook(_refuse_backward)
+
+
+def _refuse_backward(gradients: Any) -> None:
+    raise RuntimeError(
+        "this backward needs weights that have left the device since the forward: they are in a "
+        "tierstore. Run the forward under torch.no_grad() if no gradient is wanted; to train, make "
+        "it an ordinary model first (tierstore.undispatch(model), or handle.disable())"
+    )

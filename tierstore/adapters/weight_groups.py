@@ -1,0 +1,222 @@
+"""The tensors of an offloaded model that are in groups of a store, and their changes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, KeysView, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from tierstore.adapters.bindings import Binding
+from tierstore.adapters.codecs.memory import address_of, tensor_bytes
+from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.grouping import Cutting, GroupPlan, unused
+from tierstore.lease import Lease
+from tierstore.model.errors import BudgetError, ClosedError
+from tierstore.model.tiers import Tier
+from tierstore.progress import bar
+from tierstore.store import TierStore
+from tierstore.tiers.maps import AddressSpace, WriteWatch, give_back_free_memory
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+_renewals = itertools.count(1)
+
+
+class HeldLease(threading.local):
+    """The lease of the group that was used last on this thread, held for the unit that comes next.
+
+    Units that follow each other often share a group. It is held only while `run` (a call of the
+    whole model) goes on. It rests: whoever would have to wait for it gets it.
+    """
+
+    run: object = None
+    lease: Lease | None = None
+
+    def let_go(self) -> None:
+        """Release it. May be repeated if interrupted."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+
+class WeightGroups:
+    """The groups of one model, from when it was cut into groups until it is so no more.
+
+    `groups` maps their keys to the names of the tensors in each. `lock` guards what the tensors
+    show; `renewals` tells how often any of them went to other groups; and whether it is `over`:
+    then nothing is shown any more. Who holds `renewing` may change which groups there are.
+    """
+
+    def __init__(
+        self,
+        store: TierStore,
+        prefix: str,
+        groups: dict[str, list[str]],
+        renewing: AbstractContextManager[Any],
+    ) -> None:
+        self.store = store
+        self.prefix = prefix
+        self.groups = groups
+        self.lock = threading.Lock()
+        self.renewals = 0
+        self.over = False
+        self.held = HeldLease()
+        self._renewing = renewing
+        self._bindings: dict[int, Binding] = {}
+        self._in_ram: set[str] = set()  # names of tensors
+        self._watched: list[Binding] = []
+        self._watch = WriteWatch([])
+
+    # Which there are ---------------------------------------------------------------------------
+
+    def register(self, plans: Iterable[GroupPlan], in_ram: set[str]) -> None:
+        """Put tensors into the store in these groups; those named `in_ram` should stay in RAM."""
+        self._in_ram = in_ram
+        space = AddressSpace()
+        names: set[str] = set()
+        for plan in bar(plans, self.prefix, "groups"):
+            key = unused(f"{self.prefix}/{plan.name}", names)
+            homes = self.store.register(key, plan.tensors, space=space)
+            self._know(key, list(plan.tensors))
+            for name, tensor in plan.tensors.items():
+                self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
+
+    def _know(self, key: str, names: list[str]) -> None:
+        self.groups[key] = names
+        if self._in_ram.issuperset(names):
+            self.store.keep(key)
+
+    def refuse_what_never_fits(self, cutting: Cutting) -> None:
+        """Raise BudgetError if a group is larger than a budget."""
+        snapshot = {group.key: group.nbytes for group in self.store.snapshot().groups}
+        for tier, budget in self.store.stats().budget_bytes.items():
+            if tier == Tier.DISK.name or budget is None:
+                continue
+            key = max(self.groups, key=lambda k: snapshot[k], default=None)
+            if key is not None and snapshot[key] > budget:
+                name = "ram_budget" if tier == Tier.HOST.name else "device_budget"
+                advice = (
+                    f"raise {name} to at least {snapshot[key]:,} bytes (three times that for "
+                    "prefetch)"
+                )
+                if cutting.block_limit is None or cutting.block_limit > budget:
+                    advice += ", or cut the model finer with offload_type='leaf_level'"
+                raise BudgetError(key, tier, snapshot[key], budget, advice)
+
+    def tensor_ids(self) -> KeysView[int]:
+        """The ids of the tensors in the groups."""
+        return self._bindings.keys()
+
+    def bindings(self, tensors: Iterable[int]) -> list[Binding]:
+        """Those of the tensors (by id) that are in the groups."""
+        return [self._bindings[each] for each in tensors if each in self._bindings]
+
+    def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
+        """Those of a part of the model, each once."""
+        held = [*module.parameters(recurse), *module.buffers(recurse)]
+        return self.bindings(dict.fromkeys(map(id, held)))
+
+    def _members(self, key: str) -> list[Binding]:
+        return [binding for binding in self._bindings.values() if binding.key == key]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything of them is shown at this moment."""
+        return any(binding.user is not None for binding in self._bindings.values())
+
+    # Changed weights ---------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Notice from now on what is written to the tensors while they are away."""
+        self._watched = list(self._bindings.values())
+        self._watch = WriteWatch(
+            [(address_of(b.home), tensor_bytes(b.home)) for b in self._watched]
+        )
+
+    def renew_written(self) -> None:
+        """Store the groups anew that were written to since the last time."""
+        written = [self._watched[i] for i in self._watch.written()]
+        if written:
+            self.renew(written)
+
+    def renew_edited(self, keys: set[str]) -> None:
+        """Of these groups, store those anew that were edited."""
+        self.renew([b for b in self._bindings.values() if b.key in keys and b.edited])
+
+    def wait_until_renewed(self) -> None:
+        """Returns when the model is not being cut anew, or made an ordinary one."""
+        with self._renewing:
+            pass
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def renew(self, edited: list[Binding]) -> None:
+        """Store the groups of changed tensors anew; what did not change in them is not written."""
+        with self._renewing:
+            for key in dict.fromkeys(binding.key for binding in edited):
+                members = self._members(key)
+                with self.lock:
+                    if not members or any(b.user is not None for b in members):
+                        continue  # they are in use: noticed again before the next one
+                    # Aliases: on another thread, the tensors may show leased memory soon.
+                    values = {b.name: b.tensor.detach() for b in members}
+                self._store_anew(key, members, values)
+            self.watch()
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def convert(self, change: Change) -> None:
+        """Apply `change` to every tensor, group by group: of what changes, one is in memory."""
+        with self._renewing:
+            self.renew([b for b in self._bindings.values() if b.edited])
+            for key in bar(list(self.groups), "Converting", "groups"):
+                members = self._members(key)
+                values = {b.name: change(b.tensor) for b in members}
+                if any(values[b.name] is not b.tensor for b in members):
+                    self._store_anew(key, members, {n: v.detach() for n, v in values.items()})
+                    del values
+                    give_back_free_memory()
+            self.watch()
+
+    def _store_anew(
+        self, old: str, members: list[Binding], values: Mapping[str, torch.Tensor]
+    ) -> None:
+        named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
+        key = next(key for key in named if key not in self.groups)
+        homes = self.store.register(key, values)
+        self._know(key, self.groups.pop(old))
+        with self.lock:
+            self.renewals += 1
+            for binding in members:
+                binding.move_to(key, homes[binding.name])
+        self.store.discard(old)
+
+    # The end -----------------------------------------------------------------------------------
+
+    def end_use(self) -> bool:
+        """Have nothing shown from now on. False if something is at this moment."""
+        with self.lock:
+            self.over = not self.in_use
+            return self.over
+
+    def stop(self) -> None:
+        """Have nothing shown from now on, whatever is."""
+        with self.lock:
+            self.over = True
+
+    def discard(self) -> None:
+        """Let the tensors keep what they show while away. The store forgets the groups."""
+        for binding in self._bindings.values():
+            if not binding.edited:  # otherwise it shows what somebody gave it
+                assign(binding.tensor, binding.home)
+        self._bindings.clear()
+        with suppress(ClosedError):  # in a child process, too, where the store is of no use
+            for key in self.groups:
+                if key in self.store:
+                    self.store.discard(key)
+        self.groups.clear()

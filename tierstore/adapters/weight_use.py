@@ -1,0 +1,192 @@
+"""Using weights of an offloaded model: for one run of a unit, and for a call of the whole model.
+
+Both are a `UnitUse`, which tells what goes on around the call of a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierstore.adapters.autocast_cache import CastCache
+from tierstore.adapters.bindings import Binding
+from tierstore.adapters.codecs.memory import group_address_of, storage_address_of
+from tierstore.adapters.nested import tensors_in, with_tensors
+from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
+from tierstore.adapters.weight_groups import HeldLease, WeightGroups
+from tierstore.lease import Lease
+from tierstore.model.errors import UnknownKeyError
+
+
+@dataclass(eq=False)
+class ModelRun:
+    """One call of the whole model: while it goes on, leases may be held from unit to unit.
+
+    `over` is called after one that is not inside of another, and that did not raise.
+    """
+
+    held: HeldLease
+    over: Callable[[], None]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self) -> bool:
+        """A call inside of another one changes nothing."""
+        if self.held.run is None:
+            self.held.run = self
+        return True
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """Leave nothing leased. What units return is theirs to look at."""
+        outermost = self.held.run is self
+        self.end()
+        if outermost:
+            self.over()
+        return result
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self) -> None:
+        """Leave nothing leased. To be called again if it was interrupted."""
+        if self.held.run is self:
+            self.held.let_go()
+            self.held.run = None
+
+
+@dataclass(eq=False)
+class UnitWeights:
+    """What one unit needs of a model's groups while it runs: the tensors of `bindings`."""
+
+    groups: WeightGroups
+    bindings: list[Binding]
+    _keys: tuple[int, list[str]] = (-1, [])
+
+    def keys(self) -> tuple[int, list[str]]:
+        """The groups that the tensors are in, each once, as of which renewal. With the lock."""
+        if self._keys[0] != self.groups.renewals:
+            keys = dict.fromkeys(binding.key for binding in self.bindings)
+            self._keys = self.groups.renewals, list(keys)
+        return self._keys
+
+
+class WeightUse:
+    """One run of a unit. `begin` brings its tensors in; `end`, whatever happened, undoes that.
+
+    Every use holds leases of its own, so that uses on several threads may overlap.
+    """
+
+    __slots__ = ("_casts", "_leases", "_weights", "_with_grad")
+
+    def __init__(self, weights: UnitWeights) -> None:
+        self._weights = weights
+        self._leases: list[Lease] = []
+        self._casts = CastCache()
+        self._with_grad = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self) -> bool:
+        """Bring the tensors in. In any case, `end` has to be called.
+
+        False if the model is not cut into these groups any more.
+        """
+        edited = self._show(unless_edited=True)
+        if edited:
+            self._release_all()
+            self._weights.groups.renew(edited)
+        while edited is None or edited:
+            self._release_all()  # groups were renewed, by us or on another thread
+            if self._weights.groups.over:
+                self._weights.groups.wait_until_renewed()
+                return False
+            edited = self._show(unless_edited=False)
+        self._casts.stop()
+        return True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """After the forward: put everything back. Returns its result, safe to keep."""
+        tensors = [result] if type(result) is torch.Tensor else list(tensors_in(result))
+        leased = [group_address_of(lease.tensors) for lease in self._leases]
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                self._with_grad = True  # it may have turned gradients on by itself
+                refuse_to_go_back(tensors, given)
+                break
+        for tensor in tensors:
+            if storage_address_of(tensor) in leased:  # which others may use soon
+                result = with_tensors(
+                    result, lambda t: t.clone() if storage_address_of(t) in leased else t
+                )
+                break
+        self._end()
+        return result
+
+    def _show(self, *, unless_edited: bool) -> list[Binding] | None:
+        """Let the tensors show leased memory. Returns those that do not, as they were edited; then
+        nor do the others. None if groups were renewed meanwhile."""
+        weights, groups, leases = self._weights, self._weights.groups, self._leases
+        with groups.lock:
+            as_of, keys = weights.keys()
+        try:
+            if groups.held.lease is not None:
+                self._take_over(groups.held, keys)
+            for key in keys[len(leases) :]:
+                leases.append(groups.store.acquire(key))
+        except UnknownKeyError:
+            if groups.renewals == as_of and not groups.over:
+                raise
+            return None
+        if len(leases) == 1:
+            leased = leases[0].tensors
+        else:
+            leased = {name: t for lease in leases for name, t in lease.tensors.items()}
+        with groups.lock:
+            if groups.renewals != as_of or groups.over:
+                return None
+            edited = [
+                binding
+                for binding in weights.bindings
+                if not binding.show(self, leased[binding.name], unless_edited=unless_edited)
+            ]
+            if edited:
+                self._put_back()
+        return edited
+
+    def _put_back(self) -> None:
+        with_grad = self._with_grad or torch.is_grad_enabled()
+        for binding in self._weights.bindings:
+            binding.put_back(self, with_grad=with_grad)
+
+    def _take_over(self, held: HeldLease, keys: list[str]) -> None:
+        """Use the lease that was held if it is the one that is needed; else let it go first."""
+        lease = held.lease
+        if lease is None or keys != [lease.key] or not lease.resume():
+            held.let_go()
+            return
+        self._leases.append(lease)
+        held.lease = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self) -> None:
+        """Put everything back. To be called again if it was interrupted."""
+        self._end()
+
+    def _end(self) -> None:
+        self._casts.resume()
+        groups, held = self._weights.groups, self._weights.groups.held
+        with groups.lock:
+            self._put_back()
+        if held.run is not None and held.lease is None and len(self._leases) == 1:
+            self._leave(held)
+        self._release_all()
+
+    def _leave(self, held: HeldLease) -> None:
+        if self._leases[0].rest():
+            held.lease = self._leases[0]
+            self._leases.pop()
+
+    def _release_all(self) -> None:
+        while self._leases:
+            self._leases[-1].release()
+            self._leases.pop()

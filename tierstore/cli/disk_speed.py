@@ -1,0 +1,210 @@
+"""How fast a disk is: measured as a store uses it, and remembered between processes for `plan`.
+
+Everything goes through the code that a store reads and writes with, into memory like its own, past
+the page cache, in a file without a name: whatever happens, nothing is left behind. What a disk
+keeps in memory of its own, or a host for its virtual machine, is measured with it. What the
+processor keeps is not: reads fill as much memory as those of a store. Into the same few megabytes
+again and again, a disk seems faster than it is for anybody who keeps what was read.
+
+What is remembered lies in the user's cache directory, for the owner only. It is a hint and no more:
+where it is missing, damaged or of another machine, the speed is not known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import math
+import mmap
+import os
+import random
+import stat
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstore.model.sizes import round_up
+from tierstore.tiers.disk import DISK_THREADS, READ_BLOCK, DataFile, OpenForWriting
+from tierstore.tiers.spill import anonymous_file
+from tierstore.tiers.workers import Workers
+
+MIB = 1 << 20
+SMALLEST = 64 * MIB
+"""Bytes that a file to be measured must have at least."""
+
+ROUNDS = 5
+"""How often the file is read."""
+
+_MEMORY = 256 * MIB
+_HUGE_PAGE = 2 * MIB
+_LARGEST_FILE = MIB
+
+Advance = Callable[[int], object]
+"""Is told of every so many bytes that were moved."""
+
+Start = Callable[[str, int], Advance]
+"""Is told what is done next, and how many bytes it will move."""
+
+
+# Measuring ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """What was seen, in bytes per second.
+
+    `read` is the median over the rounds. `new` is how fast blocks were written that the file had
+    not used before, `again` how fast they were overwritten. `direct` says whether the page cache
+    was passed by.
+    """
+
+    read: float
+    new: float
+    again: float
+    direct: bool
+
+
+def in_silence(doing: str, nbytes: int) -> Advance:
+    """A `Start` that tells nobody."""
+    return lambda more: None
+
+
+def measure(directory: str, nbytes: int, start: Start = in_silence) -> DiskSpeed:
+    """Measure the disk of `directory` with a file of about `nbytes` bytes (at least SMALLEST).
+
+    Raises OSError.
+    """
+    descriptor = anonymous_file(directory)
+    file = OpenForWriting(descriptor, f"/proc/self/fd/{descriptor}")
+    try:
+        return _measured(file, round_up(nbytes, READ_BLOCK), start)
+    finally:
+        file.close()
+
+
+def _measured(file: OpenForWriting, nbytes: int, start: Start) -> DiskSpeed:
+    os.posix_fallocate(file.cached, 0, nbytes)
+    memory, filler = _huge_memory(_MEMORY), random.Random(0)
+    blocks = [memory[at : at + READ_BLOCK] for at in range(0, _MEMORY, READ_BLOCK)]
+    for block in blocks:
+        # What repeats itself soon, some file systems would compress.
+        block[:] = filler.randbytes(MIB) * (READ_BLOCK // MIB)
+    rooms = itertools.cycle(blocks)
+    advance = start("Writing", 2 * nbytes)
+    new, again = (_rate(file.write, rooms, nbytes, advance) for _ in range(2))
+    os.fsync(file.cached)
+    os.posix_fadvise(file.cached, 0, 0, os.POSIX_FADV_DONTNEED)
+    data = DataFile(f"/proc/self/fd/{file.cached}", follow_links=True)
+
+    def read(room: memoryview, offset: int) -> None:
+        data.read_at_least(room, offset, len(room))
+
+    advance = start("Reading", ROUNDS * nbytes)
+    rates = [_rate(read, rooms, nbytes, advance) for _ in range(ROUNDS)]
+    return DiskSpeed(statistics.median(rates), new, again, data.direct)
+
+
+def _rate(
+    move: Callable[[memoryview, int], None],
+    rooms: Iterator[memoryview],
+    nbytes: int,
+    advance: Advance,
+) -> float:
+    """Move every block of the file once: bytes per second."""
+
+    def one(offset: int) -> None:
+        move(next(rooms), offset)
+        advance(READ_BLOCK)
+
+    workers = Workers(DISK_THREADS, "measure")
+    try:
+        began = time.perf_counter()
+        workers.together(functools.partial(one, at) for at in range(0, nbytes, READ_BLOCK))
+        return nbytes / (time.perf_counter() - began)
+    finally:
+        workers.stop()
+
+
+def _huge_memory(nbytes: int) -> memoryview:
+    """Memory in huge pages, as the slots of a store have it."""
+    mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    lead = -ctypes.addressof(ctypes.c_char.from_buffer(mapped)) % _HUGE_PAGE
+    return memoryview(mapped)[lead : lead + nbytes]
+
+
+# Remembering --------------------------------------------------------------------------------------
+
+
+def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where the speeds of disks are kept."""
+    wanted = environment.get("XDG_CACHE_HOME", "")
+    # A relative path is to be ignored, says the specification of these variables.
+    root = Path(wanted) if os.path.isabs(wanted) else Path(os.path.expanduser("~"), ".cache")
+    return root / "tierstore" / "disks.json"
+
+
+def known_speed(path: str | os.PathLike[str]) -> float | None:
+    """Bytes per second that reads of the file system of `path` reached when it was measured.
+
+    None if nobody measured it on this machine: `tierstore-inspect bench DIR` does.
+    """
+    try:
+        entry = _entries().get(_name_of(path))
+    except OSError:
+        return None
+    speed = entry.get("read") if isinstance(entry, dict) else None
+    usable = isinstance(speed, int | float) and speed is not True and 0 < speed < math.inf
+    return speed if usable else None
+
+
+def remember(path: str | os.PathLike[str], speed: float) -> Path:
+    """Keep how fast the file system of `path` is read. Raises OSError if that cannot be."""
+    file = cache_file()
+    if not file.is_absolute():
+        raise FileNotFoundError("this user has no home directory: set XDG_CACHE_HOME")
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    entries = {**_entries(), _name_of(path): {"read": speed}}
+    temporary = file.with_name(f"{file.name}-{os.urandom(8).hex()}")
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="ascii") as opened:
+            json.dump({"version": 1, "disks": entries}, opened, indent=2)
+        os.replace(temporary, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return file
+
+
+def _name_of(path: str | os.PathLike[str]) -> str:
+    """A file system's name. A device's number alone would be another disk's after a restart."""
+    device, identity = os.stat(path).st_dev, os.statvfs(path).f_fsid
+    return f"{os.uname().nodename} {device:x} {identity:x}"
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place shall keep nobody waiting
+
+
+def _entries() -> dict[str, Any]:
+    """Everything in the file, of whatever shape; nothing if it is no file of ours."""
+    try:
+        with open(cache_file(), "rb", opener=_open_at_once) as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                return {}
+            document = json.loads(opened.read(_LARGEST_FILE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(document, dict) or document.get("version") != 1:
+        return {}
+    entries = document.get("disks")
+    return entries if isinstance(entries, dict) else {}

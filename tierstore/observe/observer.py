@@ -1,0 +1,209 @@
+"""Who takes the notes that a store's numbers and traces come from."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tierstore.model.groups import GroupId
+from tierstore.model.tiers import Tier
+from tierstore.observe.device_times import DeviceTimes, Mark
+from tierstore.observe.journal import STALL, Journal, Span, Summary, Use
+from tierstore.observe.stats import BYTES_MOVED, ActivationStats, Stats
+
+
+class ActivationCounts:
+    """Counts the memory that autograd saved, in bytes. On any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shipped = 0
+        self._deduplicated = 0
+        self._skipped: Counter[str] = Counter()
+
+    def shipped(self, nbytes: int, *, instead_of: str = "") -> None:
+        """So many bytes went into the store; maybe after they had been kept for a reason."""
+        with self._lock:
+            self._shipped += nbytes
+            if instead_of:
+                self._skipped[instead_of] -= nbytes
+
+    def deduplicated(self, nbytes: int) -> None:
+        """So many bytes needed no copy of their own."""
+        with self._lock:
+            self._deduplicated += nbytes
+
+    def kept(self, reason: str, nbytes: int) -> None:
+        """So many bytes stay where they are."""
+        with self._lock:
+            self._skipped[reason] += nbytes
+
+    def stats(self) -> ActivationStats:
+        """What all of it comes to."""
+        with self._lock:
+            kept = self._skipped.total()
+            skipped = {reason: n for reason, n in sorted(self._skipped.items()) if n}
+            saved = self._shipped + kept
+            return ActivationStats(saved, self._shipped, self._deduplicated, kept, skipped)
+
+
+Ran = Callable[[GroupId, float, float], None]
+
+
+def reserved_bytes(device: torch.device) -> int | None:
+    """Bytes of the device that this process has taken, those that torch keeps for later included.
+
+    None if torch cannot tell, as for the CPU.
+    """
+    ask = getattr(torch.get_device_module(device), "memory_reserved", None)
+    return None if ask is None else int(ask(device))
+
+
+class Acquire(Protocol):
+    """A caller that asks for `key` since `since`; how it is `met`, and its wait, are noted on it.
+
+    On an accelerator the wait (`stall`) began at `mark`, a `Mark`.
+    """
+
+    key: str
+    since: float
+    met: str
+    stall: Span | None
+    mark: Any
+
+
+class Occupancy(Protocol):
+    """The bytes of each tier that are used now, were at most, and may be; the fastest first."""
+
+    @property
+    def tiers(self) -> Sequence[Tier]: ...
+    @property
+    def used(self) -> Mapping[Tier, int]: ...
+    @property
+    def peak(self) -> Mapping[Tier, int]: ...
+    @property
+    def budgets(self) -> Mapping[Tier, int | None]: ...
+
+
+class Observer:
+    """Takes notes of how acquires are met, for `stats` and traces. All methods need the lock.
+
+    `times` is None where the device is the CPU. Otherwise the caller runs ahead of the device, so
+    that waiting and computing are timed on the device; and `ran` is told, on any thread, of which
+    version a use began there, from when on the device had waited for it, and when it began.
+    """
+
+    def __init__(self, journal: Journal, times: DeviceTimes | None, ran: Ran) -> None:
+        self.journal = journal
+        self.counts: Counter[str] = Counter()
+        self.activations = ActivationCounts()
+        self._times = times
+        self._ran = ran
+        self._used: tuple[int, ...] = ()
+
+    def level(self, used: Mapping[Tier, int]) -> None:
+        """So many bytes are used on each tier."""
+        now = tuple(used.values())
+        if now != self._used:
+            self._used = now
+            self.journal.levels.add((time.monotonic(), now))
+
+    def asked(self, request: Acquire, met: str) -> None:
+        """An acquire begins; it is a hit, late or a miss."""
+        request.met = met
+        self.counts[met] += 1
+
+    def waits(self, request: Acquire, stream: torch.Stream | None = None) -> None:
+        """What an acquire asks for is not there (yet). `stream` is the current one, if known."""
+        if request.stall is None:
+            request.stall = Span(STALL, request.key, note=request.met, start=request.since)
+            if self._times is None:
+                self.journal.begin(request.stall)
+            else:
+                request.mark = self._times.mark(stream)
+
+    def arrives(
+        self, request: Acquire, arrival: torch.Event | None, stream: torch.Stream | None
+    ) -> None:
+        """The device will wait for `arrival`, if that has not come yet, before it goes on."""
+        if arrival is not None and not arrival.query():
+            self.waits(request, stream)
+
+    def granted(
+        self,
+        request: Acquire,
+        use: Use,
+        nbytes: int,
+        stream: torch.Stream | None,
+        *,
+        learned: bool,
+    ) -> None:
+        """An acquire has got its lease, of a group of `nbytes` bytes, for use on `stream`.
+
+        Of its use something is `learned`.
+        """
+        use.nbytes = nbytes
+        use.granted = time.monotonic()
+        self.journal.uses.add(use)
+        stall, request.stall = request.stall, None
+        if self._times is None:
+            if stall is not None:
+                self.journal.end(stall)
+        elif stall is not None:
+            began = functools.partial(self._began, use, stall, learned)
+            self._times.tell(began, request.mark, self._times.mark(stream))
+        elif learned:
+            began = functools.partial(self._began, use, None, True)
+            self._times.tell(began, self._times.mark(stream))
+
+    def _began(self, use: Use, stall: Span | None, learned: bool, times: list[float]) -> None:
+        """The device has begun with a use, maybe after a stall."""
+        if stall is not None:
+            use.ready = times[-1]
+            self.journal.end_between(stall, times)
+        if learned:
+            self._ran(use.version, times[0], times[-1])
+
+    def gave_up(self, request: Acquire) -> None:
+        """An acquire has failed, or was interrupted."""
+        if request.stall is not None:
+            request.stall.note = "failed"
+            self.journal.end(request.stall)
+            request.stall = None
+
+    def released(self, use: Use, mark: Mark | None) -> None:
+        """A lease was given back; `mark` is the end of what the device does with it."""
+        use.released = time.monotonic()
+        if not isinstance(use.caller, int):
+            use.caller = id(use.caller)  # notes must not keep a task alive
+        if mark is not None and self._times is not None:
+            self._times.tell(functools.partial(_set_done, use), mark)
+
+    def stats(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
+        """What all of it comes to. `peak` is what memory existed at once, where that is known."""
+        reserved = None if self._times is None else reserved_bytes(self._times.device)
+        moved = summary.moved
+        return Stats(
+            hits=self.counts["hit"],
+            late=self.counts["late"],
+            misses=self.counts["miss"],
+            stalled_seconds=summary.stalled,
+            overlap=summary.overlap,
+            busy_seconds=summary.busy,
+            **{field: moved.get(hop, 0) for hop, field in BYTES_MOVED.items()},
+            used_bytes={t.name: tiers.used[t] for t in tiers.tiers},
+            peak_bytes={t.name: peak.get(t, tiers.peak[t]) for t in tiers.tiers},
+            budget_bytes={t.name: tiers.budgets[t] for t in tiers.tiers},
+            reserved_bytes={} if reserved is None else {Tier.DEVICE.name: reserved},
+            activations=self.activations.stats(),
+        )
+
+
+def _set_done(use: Use, times: list[float]) -> None:
+    use.done = times[0]

@@ -1,0 +1,299 @@
+"""Trace files: what a store did and when, as a picture for Perfetto and as data for replays.
+
+A trace is JSON in the Chrome trace event format, so that Perfetto and `chrome://tracing` open it;
+gzip if its name ends with `.gz`. Times are microseconds after `baseTimeNanoseconds` (since 1970),
+which is the clock of `torch.profiler`'s traces. Events of the store have the category `tierstore`.
+Viewers skip the object `tierstore`, which says the same for programs:
+
+    version    1; a field that goes away or changes its meaning makes it 2
+    groups     [[key, bytes], ...] in the order in which they were registered or put
+    uses       [[key, seconds], ...] in the order in which groups were asked for; the seconds are
+               the work between this use and the next request
+    budgets    {tier: bytes, or null for no limit}
+    bandwidth  {"DISK>HOST": bytes per second, ...} for each way on which bytes were moved
+    dropped    events that were forgotten because there were too many; the newest were kept
+    device     where leases were, such as "cpu"
+    stats      what `store.stats()` said at the end, as a dict
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tierstore.model.errors import InvalidTraceError
+from tierstore.model.tiers import TIERS
+from tierstore.observe.stats import Stats
+
+VERSION = 1
+CATEGORY = "tierstore"
+COMPUTE = "compute"
+STALLS = "stall"
+KINDS = {
+    STALLS: STALLS,
+    COMPUTE: COMPUTE,
+    "HOST>DEVICE": "host to device",
+    "DEVICE>HOST": "device to host",
+    "DISK>HOST": "disk read",
+    "HOST>DISK": "disk write",
+}
+"""The kinds of slices, as people read them, by what the store calls them. From top to bottom."""
+
+_FARTHEST = 1e18
+"""No time in microseconds and no number of bytes is as large."""
+
+_BY_NAME = (
+    "used_bytes",
+    "peak_bytes",
+    "budget_bytes",
+    "reserved_bytes",
+    "busy_seconds",
+    "activations",
+)
+_ADDED = {"reserved_bytes": dict[str, int]()}
+"""Fields of `Stats` that older traces lack, and what is said of them then."""
+_GZIP = b"\x1f\x8b"
+_LARGEST = 1 << 30
+"""Bytes of a trace when it is unpacked: a few may be packed that fill all memory."""
+_TIERS = "|".join(tier.name for tier in TIERS.values())
+_HOP = re.compile(f"({_TIERS})>({_TIERS})")
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Something that took time: `start` is in seconds after the first event of the trace.
+
+    `kind` is one of the values of `KINDS`; slices on one `track` do not overlap. `name` is the key
+    of a group.
+    """
+
+    kind: str
+    track: str
+    name: str
+    start: float
+    seconds: float
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a trace file holds. Field by field as described at the top of this module.
+
+    `stats` has every field of `Stats`. `counters` has, for each name, (seconds after the first
+    event, value) in order of time: such as `HOST used` and `HOST budget`, in bytes.
+    """
+
+    groups: tuple[tuple[str, int], ...]
+    uses: tuple[tuple[str, float], ...]
+    budgets: dict[str, int | None]
+    bandwidth: dict[str, float]
+    dropped: int
+    device: str
+    stats: dict[str, Any]
+    slices: tuple[Slice, ...]
+    counters: dict[str, list[tuple[float, float]]]
+
+    @property
+    def seconds(self) -> float:
+        """From the first event to the end of the last."""
+        ends = [one.start + one.seconds for one in self.slices]
+        return max([*ends, *(points[-1][0] for points in self.counters.values())], default=0.0)
+
+
+def read_trace(path: str | os.PathLike[str]) -> Recorded:
+    """What a trace file says. A file merged with a profile will do.
+
+    Raises InvalidTraceError for a file that is not a whole trace of a store, OSError if it cannot
+    be read.
+    """
+    document = load(path)
+    try:
+        return _recorded(document)
+    except _Damaged as damage:
+        raise InvalidTraceError(str(path), str(damage)) from damage
+
+
+def load(path: str | os.PathLike[str]) -> Document:
+    """Any Chrome trace, unpacked if need be. Raises InvalidTraceError or OSError."""
+    raw = Path(path).read_bytes()
+    try:
+        text = _unpacked(raw, str(path)) if raw.startswith(_GZIP) else raw
+        document = json.loads(text, parse_constant=_refuse_number)
+    except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
+        raise InvalidTraceError(str(path), f"it is no whole JSON file ({error})") from error
+    if isinstance(document, list):  # the format's short form
+        document = {"traceEvents": document}
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise InvalidTraceError(str(path), "it has no list of traceEvents")
+    return document
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _unpacked(raw: bytes, path: str) -> bytes:
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        found = file.read(_LARGEST + 1)
+    if len(found) > _LARGEST:
+        raise InvalidTraceError(path, f"it unpacks to more than {_LARGEST:,} bytes")
+    return found
+
+
+class _Damaged(Exception):
+    """What is wrong with a trace."""
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise _Damaged(what)
+
+
+def _recorded(document: Document) -> Recorded:
+    ours = document.get(CATEGORY)
+    if not isinstance(ours, dict):
+        raise _Damaged("no store wrote it: it has no object 'tierstore'")
+    version = ours.get("version")
+    _expect(version == VERSION, f"its version is {version!r}, and this program reads {VERSION}")
+    groups = _pairs(ours, "groups", _is_bytes)
+    uses = _pairs(ours, "uses", _is_amount)
+    known = {key for key, _ in groups}
+    _expect(len(known) == len(groups), "it lists a group twice")
+    _expect(all(key in known for key, _ in uses), "it uses a group that it does not list")
+    dropped, device = ours.get("dropped"), ours.get("device")
+    _expect(_is_bytes(dropped), "'dropped' is no count")
+    _expect(isinstance(device, str), "'device' is no text")
+    budgets = _mapping(ours, "budgets", TIERS.__contains__, _is_budget)
+    stats = _stats(ours)
+    for name in ("peak_bytes", "busy_seconds"):
+        _expect(all(map(_is_amount, stats[name].values())), f"{name!r} holds what is no number")
+    # Merged with the trace of another store, it has the other's events too.
+    slices, counters = _events(document["traceEvents"], ours.get("process"))
+    return Recorded(
+        groups,
+        uses,
+        budgets,
+        _mapping(ours, "bandwidth", _is_hop, _is_amount),
+        int(dropped or 0),
+        str(device),
+        stats,
+        slices,
+        counters,
+    )
+
+
+def _pairs(
+    ours: Document, field: str, is_valid: Callable[[Any], bool]
+) -> tuple[tuple[str, Any], ...]:
+    rows = ours.get(field)
+    if not isinstance(rows, list):
+        raise _Damaged(f"{field!r} is no list")
+    for row in rows:
+        pair = isinstance(row, list) and len(row) == 2
+        _expect(pair and isinstance(row[0], str) and is_valid(row[1]), f"{field!r} holds {row!r}")
+    return tuple((key, value) for key, value in rows)
+
+
+def _mapping(
+    ours: Document,
+    field: str,
+    is_name: Callable[[str], bool],
+    is_valid: Callable[[Any], bool],
+) -> dict[str, Any]:
+    found = ours.get(field)
+    if not isinstance(found, dict):
+        raise _Damaged(f"{field!r} is no object")
+    for name, value in found.items():
+        _expect(is_name(name) and is_valid(value), f"{field!r} holds {name!r}: {value!r}")
+    return found
+
+
+def _stats(ours: Document) -> dict[str, Any]:
+    found = _ADDED | _mapping(ours, "stats", lambda _: True, _is_figure)
+    names = [field.name for field in dataclasses.fields(Stats)]
+    _expect(found.keys() >= set(names), "'stats' is not whole")
+    for name in names:
+        _expect(name.endswith(_BY_NAME) == isinstance(found[name], dict), f"'stats' has no {name}")
+    return found
+
+
+def _is_figure(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(number is None or _is_figure(number) for number in value.values())
+    return _is_amount(value)
+
+
+def _is_bytes(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_budget(value: object) -> bool:
+    return value is None or _is_bytes(value)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_FARTHEST < value < _FARTHEST
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
+def _is_hop(name: str) -> bool:
+    return _HOP.fullmatch(name) is not None
+
+
+def _events(
+    events: list[Any], process: object
+) -> tuple[tuple[Slice, ...], dict[str, list[tuple[float, float]]]]:
+    ours = [e for e in events if isinstance(e, dict) and _kind_of(e) is not None]
+    ours = [e for e in ours if process is None or e.get("pid") == process]
+    tracks = {_place(e): _args(e).get("name") for e in ours if e.get("name") == "thread_name"}
+    timed = [event for event in ours if event.get("ph") in ("X", "C")]
+    for event in timed:
+        _expect(_is_number(event.get("ts")), f"an event has the time {event.get('ts')!r}")
+    first = min((event["ts"] for event in timed), default=0.0)
+    slices: list[Slice] = []
+    counters: dict[str, list[tuple[float, float]]] = {}
+    for event in sorted(timed, key=lambda event: float(event["ts"])):
+        start, name = (event["ts"] - first) / 1e6, str(event.get("name"))
+        if event["ph"] == "C":
+            _expect(len(_args(event)) == 1, f"the counter {name!r} has not one value")
+            for what, value in _args(event).items():
+                _expect(_is_amount(value), f"the counter {name!r} is {value!r}")
+                counters.setdefault(f"{name} {what}", []).append((start, float(value)))
+            continue
+        lasted, track = event.get("dur", -1), tracks.get(_place(event))
+        _expect(_is_amount(lasted), f"an event lasts {lasted!r}")
+        _expect(isinstance(track, str), f"{name!r} is on a track without a name")
+        kind = str(_kind_of(event))
+        slices.append(Slice(kind, str(track), name, start, lasted / 1e6, _args(event)))
+    return tuple(slices), counters
+
+
+def _kind_of(event: Document) -> str | None:
+    """What follows `tierstore,` in the category; None for events of others."""
+    category, _, kind = str(event.get("cat")).partition(",")
+    return kind if category == CATEGORY else None
+
+
+def _place(event: Document) -> tuple[str, str]:
+    return str(event.get("pid")), str(event.get("tid"))
+
+
+def _args(event: Document) -> Document:
+    args = event.get("args")
+    return args if isinstance(args, dict) else {}

@@ -1,0 +1,211 @@
+"""Which copies exist, how far they are, and the room they take.
+
+Room is taken from the moment a copy is planned, and given back the moment it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tierstore.model.errors import BudgetError
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
+from tierstore.model.tiers import Tier, in_memory
+from tierstore.plan.foresight import Foresight
+from tierstore.plan.policy import Policy
+from tierstore.plan.records import CopyRecord, GroupRecord, State
+from tierstore.plan.schedule import Schedule
+
+
+class CopyTable:
+    """The copies on the tiers of `budgets` (bytes; None for no limit), and what moves them.
+
+    `used` and `peak` are bytes by tier, `in_flight` counts copies that are on their way or being
+    filled, `lent` leases whose room somebody may wait for. `promised` are groups with room set
+    aside on the fastest tier, of which nothing may be dropped meanwhile. `instructions` are those
+    that were not handed out yet.
+    """
+
+    def __init__(
+        self,
+        budgets: dict[Tier, int | None],
+        policy: Policy,
+        schedule: Schedule,
+        foresight: Foresight,
+    ) -> None:
+        self.tiers = tuple(sorted(budgets))
+        self.top = self.tiers[0]
+        self.host = in_memory(self.tiers)[-1]
+        self.below = dict(zip(self.tiers, self.tiers[1:], strict=False))
+        self.above = {below: tier for tier, below in self.below.items()}
+        self.budgets = budgets
+        self.used = dict.fromkeys(self.tiers, 0)
+        self.peak = dict.fromkeys(self.tiers, 0)
+        self.groups: dict[GroupId, GroupRecord] = {}
+        self.newest: dict[str, GroupRecord] = {}  # key -> the generation that was made last
+        self.numbered: dict[int, GroupRecord] = {}  # the same, by the schedule's number of the key
+        self.promised: dict[GroupRecord, None] = {}
+        self.in_flight = 0
+        self.lent = 0
+        self.instructions: list[Instruction] = []
+        # Up to how many bytes room is on its way already, and from how many on there is none:
+        # until anything is dropped, it is in vain to ask for it again.
+        self.in_vain: dict[Tier, tuple[float, float]] = {}
+        self._policy = policy
+        self._schedule = schedule
+        self._foresight = foresight
+
+    # Groups ------------------------------------------------------------------------------------
+
+    def add(self, group: GroupRecord) -> None:
+        """A group is the newest of its key."""
+        key = group.id.key
+        self.groups[group.id] = group
+        self.newest[key] = group
+        number = self._schedule.number(key)
+        if number in self.numbered:
+            self._unnumber(self.numbered[number])
+        group.number = number
+        self.numbered[number] = group
+        self._foresight.know(number, group.nbytes)
+
+    def forget(self, group: GroupRecord) -> None:
+        """Nobody can ask for a group any more; see `remove` for when its last copy is gone."""
+        group.forgotten = True
+        key = group.id.key
+        if self.newest.get(key) is group:
+            del self.newest[key]
+            self._schedule.forget(key)
+            self._unnumber(group)
+
+    def _unnumber(self, group: GroupRecord) -> None:
+        """The number is another's, or nobody's, from now on."""
+        self._foresight.forget(group.number)
+        del self.numbered[group.number]
+        group.number = -1
+
+    def remove(self, group: GroupRecord) -> None:
+        """The last copy of a forgotten group is gone."""
+        del self.groups[group.id]
+        self.instructions.append(Forget(group.id))
+
+    # Room --------------------------------------------------------------------------------------
+
+    def has_room(self, tier: Tier, nbytes: int) -> bool:
+        """Whether so many bytes more are within the budget of `tier`."""
+        budget = self.budgets[tier]
+        return budget is None or self.used[tier] + nbytes <= budget
+
+    def way_up(self, group: GroupRecord, top: Tier) -> list[Tier]:
+        """The tiers that a group needs room on, now or once memory is short, to come to `top`."""
+        saved = [tier for tier in group.copies if tier.persistent]
+        lowest = self.above[min(saved)] if saved else self.host
+        return [tier for tier in self.tiers if top <= tier <= lowest]
+
+    def refuse_what_never_fits(self, group: GroupId, nbytes: int, tiers: Iterable[Tier]) -> None:
+        """Raise BudgetError if one of `tiers` is too small for it."""
+        for tier in tiers:
+            budget = self.budgets[tier]
+            if budget is not None and nbytes > budget:
+                name = "ram_budget" if tier is Tier.HOST else f"{tier.name.lower()}_budget"
+                advice = f"raise {name} to at least {nbytes:,} bytes, or use smaller groups"
+                raise BudgetError(group.key, tier.name, nbytes, budget, advice)
+
+    def can_ever_hold(self, group: GroupRecord) -> bool:
+        """Whether a group is within all budgets on its way to the top."""
+        budgets = (self.budgets[tier] for tier in self.way_up(group, self.top))
+        return all(budget is None or group.nbytes <= budget for budget in budgets)
+
+    def place(self, group: GroupRecord, tier: Tier, state: State) -> None:
+        """Take room for a copy that is there, or for one to come."""
+        group.copies[tier] = CopyRecord(state)
+        if group.number >= 0:
+            self._foresight.took(group.number, tier)
+        self.used[tier] += group.cost(tier)
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+
+    def release_room(self, group: GroupRecord, tier: Tier) -> None:
+        """Give the room of a copy back, whatever had been of it."""
+        self.used[tier] -= group.cost(tier)
+        self.in_vain.clear()
+        copy = group.copies.pop(tier)
+        if group.number >= 0:
+            self._foresight.gave_up(group.number, tier)
+        if copy.state is not State.RESERVED:
+            self.instructions.append(Drop(group.id, group.nbytes, tier))
+
+    def drop(self, group: GroupRecord, tier: Tier) -> None:
+        """Give up a copy that was complete."""
+        self.release_room(group, tier)
+        self._policy.dropped(group.id, tier)
+
+    def keep_only(self, group: GroupRecord, tier: Tier) -> None:
+        """Give up all other copies: this one is going to be changed."""
+        for other in [t for t in group.copies if t is not tier]:
+            self.drop(group, other)
+        group.backing = None
+
+    def abandon(self, group: GroupRecord) -> None:
+        """Give up room that was set aside and that nothing is on its way to."""
+        for tier in [t for t, c in group.copies.items() if c.state is State.RESERVED]:
+            self.release_room(group, tier)
+        self.promised.pop(group, None)
+
+    # Moves -------------------------------------------------------------------------------------
+
+    def start(self, group: GroupRecord, src: Tier, dst: Tier, *, urgent: bool) -> None:
+        """Have a copy made where room was set aside."""
+        copy = group.copies[dst]
+        copy.state = State.ARRIVING
+        copy.began = self._foresight.now
+        self._foresight.hops[src, dst].begin(group.nbytes)
+        if dst is self.top:
+            self.promised.pop(group, None)
+        group.copies[src].readers += 1
+        self.in_flight += 1
+        self.instructions.append(Copy(group.id, group.nbytes, src, dst, urgent))
+
+    def end(self, group: GroupRecord, src: Tier, dst: Tier, *, timed: bool, counts: bool) -> None:
+        """A move is over. If it is `timed`, it tells how fast its hop is, if it `counts`."""
+        copy, hop = group.copies[dst], self._foresight.hops[src, dst]
+        if timed:
+            hop.end(group.nbytes, copy.began, self._foresight.now, counts=counts)
+        else:
+            hop.leave(group.nbytes)
+        hop.ending -= copy.ending
+        group.copies[src].readers -= 1
+        self.in_flight -= 1
+
+    def arrive(self, group: GroupRecord, tier: Tier) -> None:
+        """A copy is complete from now on."""
+        group.copies[tier].state = State.PRESENT
+        self._policy.admitted(group.id, tier)
+
+    def grant(self, group: GroupRecord) -> None:
+        """Give the room that was set aside in host memory to a caller, who fills it."""
+        group.copies[self.host].state = State.ARRIVING
+        self.promised.pop(group, None)
+        self.in_flight += 1
+        self.instructions.append(Reserve(group.id, group.nbytes, self.host))
+
+    def renew(self, group: GroupRecord) -> None:
+        """The same, where the caller holds the group, and gives all of it new values."""
+        self.arrive(group, self.host)
+        self.instructions.append(Reserve(group.id, group.nbytes, self.host))
+
+    # Questions ---------------------------------------------------------------------------------
+
+    def in_use(self, group: GroupRecord, tier: Tier) -> bool:
+        """Whether the copy on `tier` is leased, or a transfer reads or writes it."""
+        copy = group.copies[tier]
+        leased = tier is self.top and group.leases > 0
+        leased_in_host = tier is self.host and group.host_lease is not None
+        return leased or leased_in_host or copy.readers > 0 or copy.state is State.ARRIVING
+
+
+def budgets_of(budgets: Mapping[Tier, int | None]) -> dict[Tier, int | None]:
+    """A copy of budgets, checked: there must be memory, and something persistent below it."""
+    tiers = sorted(budgets)
+    if not tiers or tiers[0].persistent or not tiers[-1].persistent:
+        raise ValueError(f"no memory above something persistent: {tiers}")
+    return dict(budgets)

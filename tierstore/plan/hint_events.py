@@ -1,0 +1,128 @@
+"""What callers say of groups that are there: hints, saves, and the end of a group."""
+
+from __future__ import annotations
+
+from tierstore.model.events import (
+    BudgetChanged,
+    DeviceVacated,
+    Discarded,
+    ErrorReported,
+    Expected,
+    MadeSticky,
+    MemoryReleased,
+    Offloaded,
+    SaveRequested,
+    SpillAdvised,
+)
+from tierstore.plan.copies import CopyTable
+from tierstore.plan.eviction import Eviction
+from tierstore.plan.foresight import Foresight
+from tierstore.plan.movement import Movement
+from tierstore.plan.requests import Requests
+from tierstore.plan.schedule import Schedule
+from tierstore.plan.uses import Handlers
+
+
+class HintEvents:
+    """Handles what needs no answer."""
+
+    def __init__(
+        self,
+        copies: CopyTable,
+        requests: Requests,
+        eviction: Eviction,
+        movement: Movement,
+        schedule: Schedule,
+        foresight: Foresight,
+    ) -> None:
+        self._copies = copies
+        self._requests = requests
+        self._eviction = eviction
+        self._movement = movement
+        self._schedule = schedule
+        self._foresight = foresight
+
+    def handlers(self) -> Handlers:
+        return {
+            Expected: self._expected,
+            Offloaded: self._offloaded,
+            MemoryReleased: self._memory_released,
+            DeviceVacated: self._vacated,
+            MadeSticky: self._made_sticky,
+            BudgetChanged: self._budget_changed,
+            SaveRequested: self._save_requested,
+            SpillAdvised: self._spill_advised,
+            ErrorReported: self._error_reported,
+            Discarded: self._discarded,
+        }
+
+    def _expected(self, event: Expected) -> bool:
+        highest = self._copies.top if event.highest is None else event.highest
+        found = [self._copies.groups[group] for group in event.groups]
+        groups = [group for group in found if not group.forgotten]
+        for group in groups:
+            self._movement.want_again(group)
+            self._foresight.aim(group.number, highest)
+        self._schedule.expect(group.id.key for group in groups)
+        self._movement.look_ahead = True
+        return True
+
+    def _offloaded(self, event: Offloaded) -> bool:
+        self._requests.offloads[self._copies.groups[event.group]] = None
+        self._schedule.expect_not(event.group.key)
+        return True
+
+    def _memory_released(self, event: MemoryReleased) -> bool:
+        group = self._copies.groups[event.group]
+        self._schedule.expect_not(event.group.key)
+        self._copies.abandon(group)
+        for tier, copy in group.copies.items():
+            waited_for = self._requests.is_waited_for(group, tier)
+            copy.unwanted |= not (tier.persistent or waited_for)
+        self._movement.tidy(group)
+        return True
+
+    def _vacated(self, _event: DeviceVacated) -> bool:
+        for group in list(self._movement.idle_on_top()):
+            self._copies.drop(group, self._copies.top)
+        self._movement.look_ahead = False
+        return True
+
+    def _made_sticky(self, event: MadeSticky) -> bool:
+        self._copies.groups[event.group].sticky = True
+        return False
+
+    def _budget_changed(self, event: BudgetChanged) -> bool:
+        copies, nbytes = self._copies, event.nbytes
+        tier, before = copies.top, copies.budgets[copies.top]
+        assert before is not None
+        candidates = self._eviction.candidates(tier, None) if nbytes < copies.used[tier] else ()
+        for group in list(candidates):
+            droppable = self._eviction.may_be_dropped(group, tier, None)
+            if droppable and group.valid_elsewhere(tier):
+                copies.drop(group, tier)
+            if copies.used[tier] <= nbytes:
+                break
+        largest = max((group.nbytes for group in copies.groups.values()), default=0)
+        copies.budgets[tier] = max(nbytes, copies.used[tier], min(largest, before))
+        copies.in_vain.clear()
+        self._movement.look_ahead = True
+        return True
+
+    def _save_requested(self, event: SaveRequested) -> bool:
+        group = self._copies.groups[event.group]
+        group.error = None
+        self._requests.saves[group] = None
+        return True
+
+    def _spill_advised(self, event: SpillAdvised) -> bool:
+        self._movement.spill(self._copies.groups[event.group])
+        return False
+
+    def _error_reported(self, event: ErrorReported) -> bool:
+        self._copies.groups[event.group].error = None
+        return False
+
+    def _discarded(self, event: Discarded) -> bool:
+        self._movement.forget(self._copies.groups[event.group])
+        return True

@@ -1,0 +1,99 @@
+"""Groups that are there already: in a checkpoint, in files of the store, or after a cut-off step.
+
+What a planner believes can be cut short in the middle of an event, and then nobody knows what is
+true of it. What there is is known elsewhere, and is always as some event had left it: who follows
+instructions makes whole batches of them true. So a new planner begins with `Recovered`, and goes on
+from there. It has seen no use of any group yet, and nobody has told it what they want.
+"""
+
+from __future__ import annotations
+
+from tierstore.model.events import Recovered, RecoveredGroup, Registered
+from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.plan.copies import CopyTable
+from tierstore.plan.foresight import Foresight
+from tierstore.plan.movement import Movement
+from tierstore.plan.records import GroupRecord, State
+from tierstore.plan.requests import Requests
+from tierstore.plan.schedule import Schedule
+from tierstore.plan.uses import Handlers
+
+
+class KnownEvents:
+    """Handles what says which groups there are."""
+
+    def __init__(
+        self,
+        copies: CopyTable,
+        requests: Requests,
+        movement: Movement,
+        schedule: Schedule,
+        foresight: Foresight,
+    ) -> None:
+        self._copies = copies
+        self._requests = requests
+        self._movement = movement
+        self._schedule = schedule
+        self._foresight = foresight
+
+    def handlers(self) -> Handlers:
+        return {Registered: self._registered, Recovered: self._recovered}
+
+    def _registered(self, event: Registered) -> bool:
+        group = GroupRecord(
+            event.group,
+            event.nbytes,
+            event.tier if event.backing else None,
+            caller_scheduled=event.caller_scheduled,
+        )
+        self._copies.add(group)
+        self._copies.place(group, event.tier, State.PRESENT)
+        self._copies.arrive(group, event.tier)
+        if not group.caller_scheduled:
+            self._schedule.introduce(event.group.key)
+        return False
+
+    def _recovered(self, event: Recovered) -> bool:
+        groups = [self._add(found) for found in event.groups]
+        for group in groups:
+            self._movement.tidy(group)
+        return True
+
+    def _add(self, found: RecoveredGroup) -> GroupRecord:
+        copies = self._copies
+        group = GroupRecord(
+            found.group, found.nbytes, found.backing, caller_scheduled=found.caller_scheduled
+        )
+        group.sticky, group.host_lease = found.sticky, found.host_lease
+        if found.visible or found.claimed:
+            copies.add(group)
+        else:
+            copies.groups[group.id] = group
+            group.forgotten = True
+        if found.visible and not group.caller_scheduled:
+            self._schedule.introduce(group.id.key)
+        if found.claimed and not found.visible:
+            self._requests.claims[group] = None
+        for tier in found.tiers:
+            self._add_copy(group, tier, found)
+        for src, dst in found.moves:
+            group.copies[src].readers += 1
+            group.copies[dst].began = self._foresight.now
+            self._foresight.hops[src, dst].begin(group.nbytes)
+            copies.in_flight += 1
+        for access, permanent in found.leases:
+            group.leases += 1
+            group.exclusive = None if access is Access.READ else access
+            copies.lent += not permanent
+        copies.lent += group.host_lease not in (None, Hold.KEEP)
+        return group
+
+    def _add_copy(self, group: GroupRecord, tier: Tier, found: RecoveredGroup) -> None:
+        copies = self._copies
+        claimed = group in self._requests.claims
+        copies.in_flight += claimed  # somebody is filling it
+        if claimed or any(dst is tier for _, dst in found.moves):
+            copies.place(group, tier, State.ARRIVING)
+        else:
+            copies.place(group, tier, State.PRESENT)
+            copies.arrive(group, tier)

@@ -1,0 +1,85 @@
+"""What becomes of instructions, and how long it took."""
+
+from __future__ import annotations
+
+from tierstore.model.events import Arrived, Ending, Failed, TransferMeasured, UseMeasured
+from tierstore.model.tiers import Tier
+from tierstore.plan.copies import CopyTable
+from tierstore.plan.foresight import Foresight
+from tierstore.plan.movement import Movement
+from tierstore.plan.records import GroupRecord
+from tierstore.plan.requests import Requests
+from tierstore.plan.uses import Handlers
+
+
+class TransferEvents:
+    """Handles the ends of copies, and measurements."""
+
+    def __init__(
+        self, copies: CopyTable, requests: Requests, movement: Movement, foresight: Foresight
+    ) -> None:
+        self._copies = copies
+        self._requests = requests
+        self._movement = movement
+        self._foresight = foresight
+
+    def handlers(self) -> Handlers:
+        return {
+            Ending: self._ending,
+            Arrived: self._arrived,
+            Failed: self._failed,
+            TransferMeasured: self._transfer_measured,
+            UseMeasured: self._use_measured,
+        }
+
+    def _ending(self, event: Ending) -> bool:
+        copy = self._copies.groups[event.group].copies[event.dst]
+        if copy.ending:
+            return False
+        copy.ending = True
+        self._foresight.hops[event.src, event.dst].ending += 1
+        self._movement.look_ahead = True
+        return True
+
+    def _arrived(self, event: Arrived) -> bool:
+        group = self._copies.groups[event.group]
+        self._copies.arrive(group, event.dst)
+        self._copies.end(group, event.src, event.dst, timed=event.timed, counts=True)
+        self._movement.look_ahead = True
+        self._movement.tidy(group)
+        return True
+
+    def _failed(self, event: Failed) -> bool:
+        group = self._copies.groups[event.group]
+        self._copies.end(group, event.src, event.dst, timed=True, counts=False)
+        self._copies.release_room(group, event.dst)
+        self._movement.look_ahead = True
+        if event.dst < event.src:
+            group.error = event.error
+            self._copies.abandon(group)
+        else:
+            self._fail_save(group, event.src, event.error)
+        self._movement.tidy(group)
+        return True
+
+    def _fail_save(self, group: GroupRecord, src: Tier, error: BaseException) -> None:
+        """The copy on `src` stays; whoever waits for the save, or for its room, is told why."""
+        group.copies[src].unwanted = False
+        waiting = self._requests.unmet()
+        if group in self._requests.saves:
+            del self._requests.saves[group]
+            waiting.append(group)
+        for other in waiting:
+            other.error = error
+            self._copies.abandon(other)
+
+    def _transfer_measured(self, event: TransferMeasured) -> bool:
+        hop = self._foresight.hops[event.src, event.dst]
+        hop.measure(event.nbytes, event.began, event.ended)
+        return False
+
+    def _use_measured(self, event: UseMeasured) -> bool:
+        group = self._copies.groups.get(event.group)
+        number = -1 if group is None else group.number
+        self._foresight.ran(number, event.asked, event.began)
+        return False

@@ -1,0 +1,1 @@
+"""MOVE: a driver for each tier, hops between them, and the mover that runs instructions."""

@@ -1,0 +1,143 @@
+"""Copies in an accelerator's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Set
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from tierstore.model.groups import ALIGNMENT, GroupSpec
+from tierstore.model.tiers import Tier
+from tierstore.observe.device_times import DeviceTimes, Mark
+from tierstore.tiers.arena import Slot, device_arena
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.streams import on
+from tierstore.tiers.views import lasting_views
+
+
+class DeviceTier:
+    """Slots in the memory of `device`, never more than `budget` bytes (None: no limit).
+
+    Its books are kept by callers, as part of a step of the store. `up` and `down` are the streams
+    on which groups come and go; `times` tells when what was queued was done. Nothing here waits
+    for the device but `mend`.
+    """
+
+    tier = Tier.DEVICE
+    alignment = ALIGNMENT
+
+    def __init__(self, device: torch.device, budget: int | None) -> None:
+        self.device = device
+        self.up, self.down = torch.Stream(device), torch.Stream(device)
+        self.arena = device_arena(budget, device, self.up)
+        self.times = DeviceTimes(device, self.up)
+
+    @property
+    def capacity(self) -> int | None:
+        return self.arena.budget
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.arena.peak_held
+
+    def holds(self, entry: GroupEntry) -> bool:
+        return self.tier in entry.slots
+
+    def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
+        entry.slots[self.tier] = self.arena.take(entry.spec.nbytes)
+
+    def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
+        slot = entry.slots[self.tier]
+        if slot.views is None:
+            assert slot.memory is not None
+            slot.views = lasting_views(entry.spec, slot.memory, entry.spec.device_offsets)
+        return slot.views
+
+    def used_on(self, entry: GroupEntry, event: torch.Event) -> None:
+        """Device work up to `event` uses the group's copy: its memory is not reused before."""
+        pending = entry.slots[self.tier].pending
+        pending[:] = [old for old in pending if not old.query()]
+        pending.append(event)
+
+    def drop(self, entry: GroupEntry) -> None:
+        slot = entry.slots.pop(self.tier)
+        slot.views = None
+        if entry.arrival is not None:
+            slot.pending.append(entry.arrival)
+            entry.arrival = None
+        self.arena.give(slot, keep=not entry.settled)
+
+    def fill(
+        self, slot: Slot, places: list[tuple[torch.Tensor, torch.Tensor]], *, behind: bool
+    ) -> tuple[Mark, Mark]:
+        """Have the device fill parts of a host slot, each from a tensor of its own.
+
+        In order with the current stream; or `behind` it, while that goes on. Who reads the slot
+        waits for what is pending there.
+        """
+        stream = torch.accelerator.current_stream(self.device)
+        if behind:
+            self.down.wait_event(self.times.mark(stream).event)
+            stream = self.down
+        for event in slot.look():  # of those who had the room before
+            stream.wait_event(event)
+        began = self.times.mark(stream)
+        try:
+            on(stream, lambda: _copy_all(places))
+            ended = self.times.mark(stream)
+            slot.pending.append(ended.event)
+        except BaseException:
+            stream.synchronize()  # the room may be another's next
+            raise
+        return began, ended
+
+    def mend(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
+        """See which slots are in use, after somebody was cut short who changed that.
+
+        This is the one place that waits for the whole device: what is queued there may use slots
+        that nobody knows.
+        """
+        with suppress(RuntimeError):  # a device that is lost is told of by what is done there
+            torch.accelerator.synchronize(self.device)
+        in_use = []
+        for entry in entries:
+            if entry.arrival is None and entry.key not in coming:
+                entry.slots.pop(self.tier, None)
+            slot = entry.slots.get(self.tier)
+            if slot is None:
+                entry.arrival = None
+            else:
+                in_use.append(slot)
+        self.arena.recount(in_use)
+
+    def close(self, entries: Iterable[GroupEntry]) -> None:
+        for entry in entries:
+            if self.holds(entry):
+                self.drop(entry)  # leases that are still out keep what they look at
+        self.arena.close()
+
+
+def copy_runs(
+    spec: GroupSpec, host: torch.Tensor | None, device: torch.Tensor | None, *, up: bool
+) -> None:
+    """Copy each run of a group's bytes between its slots' memory, `up` to the device or down."""
+    assert host is not None
+    assert device is not None
+    for run in spec.runs:
+        here = _part(host, run.host_offset, run.nbytes)
+        there = _part(device, run.device_offset, run.nbytes)
+        target, source = (there, here) if up else (here, there)
+        target.copy_(source, non_blocking=True)
+
+
+def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """Some bytes of a slot's memory: mostly all of them, and then no view has to be made."""
+    whole = offset == 0 and nbytes == memory.numel()
+    return memory if whole else memory[offset : offset + nbytes]
+
+
+def _copy_all(places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in places:
+        target.copy_(source, non_blocking=True)

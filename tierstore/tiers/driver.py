@@ -1,0 +1,79 @@
+"""What a tier has to be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Set
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from tierstore.model.tiers import Tier
+from tierstore.tiers.entry import GroupEntry
+
+
+class TierDriver(Protocol):
+    """The copies of groups on one tier, and the room that they take.
+
+    The planner counts room and has made sure that there is some; a driver only keeps books. So
+    `reserve`, `drop` and `holds` never block and never fail. They are called by one thread of the
+    store's at a time; what takes long (to make memory, to write, to give room back to a file
+    system) is left to the threads that copy, or to threads of the driver's own. What is to be
+    remembered of a copy may lie in the entry (`slots`, `source`) or in the driver, by `entry.key`.
+
+    `tests/conformance/drivers.py` has the rules as tests.
+    """
+
+    @property
+    def tier(self) -> Tier:
+        """Which tier it is."""
+
+    @property
+    def capacity(self) -> int | None:
+        """How many bytes its copies may take together; None: there is no limit."""
+
+    @property
+    def alignment(self) -> int:
+        """The bytes of a copy begin at a multiple of so many bytes."""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of memory that existed here at once; None if only the planner counts."""
+
+    def holds(self, entry: GroupEntry) -> bool:
+        """Whether there is a copy of the group, complete or not, or room for one."""
+
+    def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
+        """Set room aside for a copy, which a hop is about to make; or a caller, who then waits.
+
+        The room need not exist yet: who fills it makes it, and is told if that fails.
+        """
+
+    def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
+        """The tensors of a copy that has arrived, over the very bytes of it. May be kept and given
+        again until the copy is dropped. Raises RuntimeError where it cannot be looked at."""
+
+    def drop(self, entry: GroupEntry) -> None:
+        """Give the room of a copy back, whether or not anything has come into it.
+
+        What still uses the bytes (a lease that was lost, work of a device) goes on seeing them, or
+        others that were there; never an address without memory.
+        """
+
+    def close(self, entries: Iterable[GroupEntry]) -> None:
+        """Give everything back. `entries` are all groups; no thread copies any more."""
+
+
+@runtime_checkable
+class CallersDriver(TierDriver, Protocol):
+    """A tier whose books are kept by callers, as part of a step of the store.
+
+    So whoever comes to need a copy there can queue it at once. But an interrupt may come between
+    any two instructions; `mend` is told of it before anything else is done.
+    """
+
+    def mend(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
+        """See which copies there are, after somebody was cut short who changed that.
+
+        `coming` are the keys of groups that a hop is copying here. Of others, a copy that was not
+        queued to the end is none.
+        """

@@ -1,0 +1,47 @@
+"""What the tiers know of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierstore.model.groups import GroupId, GroupSpec, Packing, Source
+from tierstore.model.tiers import Tier
+from tierstore.tiers.arena import Slot
+from tierstore.tiers.disk import FileStamp
+from tierstore.tiers.spill import Place
+
+
+@dataclass(eq=False)
+class GroupEntry:
+    """One version of a group, as those who move it need to know it.
+
+    `slots` is its memory, by tier. `arrival` is an event of the device that has passed once the
+    copy there has come. `source` says how to read it from disk; None while it is not there.
+    `packing` is how to write it; None for what came from checkpoints, which is written only once it
+    was changed. `durable` groups are written as object files, others into the spill. `stamps` is
+    what the checkpoint files in `source` must look like. Of two versions of one key, the disk keeps
+    the one of the higher `order`. Its checksums were right when its files had the stamps in
+    `verified`. Of a `settled` group, the spilled copy always lies in the same `place`, where it can
+    be shown. `backed`, `guided` and `kept` are what the planner was told of it.
+    """
+
+    key: GroupId
+    spec: GroupSpec
+    source: Source | None = None
+    packing: Packing | None = None
+    durable: bool = True
+    single: bool = False
+    stamps: Mapping[str, FileStamp] = field(default_factory=dict)
+    order: int = 0
+    verified: Mapping[str, FileStamp] | None = None
+    spilled_at: int | None = None
+    slots: dict[Tier, Slot] = field(default_factory=dict)
+    arrival: Any = None
+    first_digests: list[str] | None = None
+    settled: bool = False
+    place: Place | None = None
+    backed: bool = False
+    guided: bool = False
+    kept: bool = False

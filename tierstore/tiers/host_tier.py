@@ -1,0 +1,128 @@
+"""Copies in host memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+import torch
+
+from tierstore.model.sizes import PAGE
+from tierstore.model.tiers import Tier
+from tierstore.observe.journal import Journal, Span, hop
+from tierstore.tiers.arena import Slot, host_arena
+from tierstore.tiers.device_tier import DeviceTier
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.views import lasting_views, view_all
+from tierstore.tiers.workers import SerialExecutor, Workers
+
+
+class HostTier:
+    """Slots in host memory, page-locked for `device` if there is one, at most `budget` bytes.
+
+    This is where callers put groups and hold them to change them. Its books are kept by `serial`;
+    `makers` are threads that make memory, which takes long where it has to be page-locked.
+    """
+
+    tier = Tier.HOST
+    alignment = PAGE
+
+    def __init__(
+        self,
+        budget: int | None,
+        device: DeviceTier | None,
+        journal: Journal,
+        serial: SerialExecutor,
+        makers: Workers,
+    ) -> None:
+        self.arena = host_arena(budget, torch.device("cpu") if device is None else device.device)
+        self._device = device
+        self._journal = journal
+        self._serial = serial
+        self._makers = makers
+
+    @property
+    def capacity(self) -> int | None:
+        return self.arena.budget
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.arena.peak_held
+
+    def holds(self, entry: GroupEntry) -> bool:
+        return self.tier in entry.slots
+
+    def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
+        slot = self.arena.take(entry.spec.nbytes)
+        if for_caller and self._device is None:  # page-locking takes too long for `serial`
+            with suppress(MemoryError, OSError):  # who fills it tries again, and is told
+                self.arena.fill(slot)
+        entry.slots[self.tier] = slot
+
+    def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
+        slot = entry.slots[self.tier]
+        if slot.views is None:
+            assert slot.memory is not None
+            slot.views = lasting_views(entry.spec, slot.memory, _offsets(entry))
+        return slot.views
+
+    def view_for_caller(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
+        """The tensors of a group's copy, or of the room for one, for somebody who may write to
+        them: nobody else is given the same tensors. Waits for the device to be done with it."""
+        slot, memory = self._room(entry)
+        slot.wait()
+        return view_all(entry.spec, memory, _offsets(entry))
+
+    def drop(self, entry: GroupEntry) -> None:
+        slot = entry.slots.pop(self.tier)
+        slot.views = None
+        self.arena.give(slot)
+
+    def fill(
+        self, entry: GroupEntry, blocks: Mapping[str, torch.Tensor], *, behind: bool = False
+    ) -> torch.Event | None:
+        """Copy a group's blocks (uint8, any device) into the room that was reserved for it.
+
+        What comes from the store's device is copied by the device, in order with the current
+        stream; nobody waits for that here, and an event is returned that has passed when it is
+        done. With `behind`, that goes on beside what the current stream does next: then the caller
+        must neither change nor let go of the blocks before the event. None: they are copied.
+        """
+        assert entry.packing is not None
+        slot, memory = self._room(entry)
+        places = [
+            (memory[at : at + block.nbytes], blocks[block.name])
+            for block, at in zip(entry.packing.blocks, entry.packing.offsets, strict=True)
+        ]
+        device = self._device
+        if device is None or any(source.device != device.device for _, source in places):
+            slot.wait()
+            for target, source in places:
+                target.copy_(source)
+            return None
+        began, ended = device.fill(slot, places, behind=behind)
+        nbytes = sum(source.nbytes for _, source in places)
+        span = Span(hop(device.tier, self.tier), entry.key.key, nbytes)
+        self._journal.count(span.kind, span.nbytes)
+        device.times.tell(functools.partial(self._journal.end_between, span), began, ended)
+        return ended.event
+
+    def _room(self, entry: GroupEntry) -> tuple[Slot, torch.Tensor]:
+        """The memory of a group, for a caller: made by a thread of ours."""
+        self._serial.catch_up()  # a slot that is in the books may be about to be dropped
+        slot = entry.slots[self.tier]
+        if slot.memory is not None:
+            return slot, slot.memory
+        make = functools.partial(self.arena.fill, slot)
+        return slot, self._serial.ask_on(self._makers, make).wait()
+
+    def close(self, entries: Iterable[GroupEntry]) -> None:
+        for entry in entries:
+            if self.holds(entry):
+                self.drop(entry)  # leases that are still out keep what they look at
+        self.arena.close()
+
+
+def _offsets(entry: GroupEntry) -> dict[str, int]:
+    return {tensor.name: tensor.offset for tensor in entry.spec.tensors}

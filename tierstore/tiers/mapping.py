@@ -1,0 +1,44 @@
+"""Maps of open files that hold no descriptor: there may be as many of them as there are groups."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+
+FAILED = ctypes.c_void_p(-1).value
+libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = libc.mmap, libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_open_file(
+    descriptor: int, offset: int, nbytes: int, flags: int, keeps: object = None
+) -> memoryview:
+    """A writable map of whole pages of an open file, which must have them. Raises OSError.
+
+    It goes when nothing looks at it any more; until then it holds what it `keeps`. Python's own
+    maps hold a descriptor each: a process would run out of those long before it does of maps.
+    """
+    found = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if found in (None, FAILED):
+        number = ctypes.get_errno() or errno.ENOMEM
+        raise OSError(number, os.strerror(number))
+    mapped = (ctypes.c_uint8 * nbytes).from_address(found)
+    weakref.finalize(mapped, _unmap, found, nbytes, keeps).atexit = False
+    return memoryview(mapped).cast("B")
+
+
+def _unmap(address: int, nbytes: int, _: object) -> None:
+    _munmap(address, nbytes)

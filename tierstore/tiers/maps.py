@@ -1,0 +1,271 @@
+"""Memory maps of files: what a weight shows while it is away, and which file a weight came from.
+
+`from_pretrained` at a checkpoint's own dtype leaves every weight a private, copy-on-write map of
+the safetensors file. Linux tells which file and offset (`/proc/self/maps`), and whether a page was
+written to since (`/proc/self/pagemap`): a weight that nobody wrote to still is the file's bytes,
+and need not be stored again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import fcntl
+import functools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.model.errors import TruncatedFileError
+from tierstore.model.groups import Extent
+from tierstore.model.sizes import PAGE
+from tierstore.tiers.disk import close_quietly, read_fully, transfer_error
+from tierstore.tiers.mapping import map_open_file
+
+MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
+
+_PAGEMAP_ENTRY = 8
+_NEAR = 1 << 20
+_FILE_PAGE = np.uint64(1 << 61)
+_PRESENT = np.uint64(1 << 63)
+_SWAPPED = np.uint64(1 << 62)
+
+
+class _ScanRequest(ctypes.Structure):
+    """`struct pm_scan_arg` of Linux: which pages to look for, and room for the first ones."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "size",
+            "flags",
+            "start",
+            "end",
+            "walk_end",
+            "vec",
+            "vec_len",
+            "max_pages",
+            "category_inverted",
+            "category_mask",
+            "category_anyof_mask",
+            "return_mask",
+        )
+    )
+
+
+_REGION_WORDS = 3
+_SCAN = 0xC0006610 | ctypes.sizeof(_ScanRequest) << 16  # PAGEMAP_SCAN, since Linux 6.7
+_IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A range of this process's addresses that shows a file."""
+
+    start: int
+    stop: int
+    offset: int
+    device: int
+    inode: int
+    path: str
+
+
+class AddressSpace:
+    """The file mappings of this process at the moment of construction. Raises TransferError."""
+
+    def __init__(self) -> None:
+        self._mappings: list[Mapping] = []
+        try:
+            with open(MAPS, encoding="utf-8", errors="surrogateescape") as lines:
+                self._mappings = [mapping for line in lines if (mapping := _parse(line))]
+        except OSError as error:
+            raise transfer_error(error, "reading", key=None, path=MAPS) from error
+        self._starts = [mapping.start for mapping in self._mappings]
+
+    def extent_at(self, address: int, nbytes: int) -> Extent | None:
+        """The file bytes that memory [address, address + nbytes) shows, if it shows any, unchanged.
+
+        The path is the file's name as the system knows it. None for memory of the process itself,
+        for a file that was removed or replaced since, and for pages that were written to.
+        """
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or not nbytes or address + nbytes > self._mappings[at].stop:
+            return None
+        mapping = self._mappings[at]
+        try:
+            status = os.stat(mapping.path)
+        except OSError:
+            return None
+        if (status.st_dev, status.st_ino) != (mapping.device, mapping.inode):
+            return None
+        if _written_to(address, nbytes):
+            return None
+        return Extent(mapping.path, mapping.offset + address - mapping.start, nbytes)
+
+
+def _parse(line: str) -> Mapping | None:
+    fields = line.rstrip("\n").split(maxsplit=5)
+    if len(fields) < 6 or not fields[5].startswith("/") or fields[1][3] != "p":
+        return None
+    start, _, stop = fields[0].partition("-")
+    major, _, minor = fields[3].partition(":")
+    device = os.makedev(int(major, 16), int(minor, 16))
+    path = fields[5].replace("\\012", "\n")
+    return Mapping(int(start, 16), int(stop, 16), int(fields[2], 16), device, int(fields[4]), path)
+
+
+def _written_to(address: int, nbytes: int) -> bool:
+    """Whether any page of a private file mapping was written to (and so left the file)."""
+    pages = _written_pages(address, nbytes)
+    return True if pages is None else bool(pages.any())  # cannot tell: then it is stored
+
+
+def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
+    """For each page of a private file mapping, whether it was written to; None if unknown."""
+    try:
+        with open(PAGEMAP, "rb", buffering=0) as pagemap:
+            return _written_pages_in(pagemap.fileno(), address, nbytes)
+    except OSError:
+        return None
+
+
+def _written_pages_in(pagemap: int, address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
+    first, last = address // PAGE, (address + nbytes - 1) // PAGE
+    wanted = (last - first + 1) * _PAGEMAP_ENTRY
+    raw = read_fully(pagemap, wanted, first * _PAGEMAP_ENTRY)
+    if len(raw) != wanted:
+        return None
+    pages = np.frombuffer(raw, dtype=np.uint64)
+    own = (pages & (_PRESENT | _FILE_PAGE)) == _PRESENT
+    return np.asarray(own | (pages & _SWAPPED != 0))
+
+
+def _any_written(pagemap: int, start: int, stop: int) -> bool:
+    """Whether any page of private file mappings in [start, stop) was written to, and maybe if not.
+
+    Where Linux can look for such pages itself, nothing is read: then the answer is right.
+    """
+    region = (ctypes.c_uint64 * _REGION_WORDS)()
+    request = _ScanRequest(
+        size=ctypes.sizeof(_ScanRequest),
+        start=start // PAGE * PAGE,
+        end=-(-stop // PAGE) * PAGE,
+        vec=ctypes.addressof(region),
+        vec_len=1,
+        max_pages=1,
+        category_inverted=_IS_FILE,
+        category_mask=_IS_FILE,
+        category_anyof_mask=_IS_PRESENT | _IS_SWAPPED,
+        return_mask=_IS_PRESENT,
+    )
+    try:
+        return bool(fcntl.ioctl(pagemap, _SCAN, request))
+    except OSError:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Ranges that lie near each other, looked at together: their first and last pages in it."""
+
+    start: int
+    stop: int
+    numbers: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+    def written(self, pagemap: int) -> list[int]:
+        if not _any_written(pagemap, self.start, self.stop):
+            return []
+        pages = _written_pages_in(pagemap, self.start, self.stop - self.start)
+        if pages is None or not pages.any():
+            return []
+        before = np.concatenate(([0], np.cumsum(pages)))
+        # What lies between the ranges is somebody else's, and may well be written to.
+        numbers: list[int] = self.numbers[before[self.last + 1] > before[self.first]].tolist()
+        return numbers
+
+
+class WriteWatch:
+    """Notices writes to ranges of private file mappings, given as (address, bytes).
+
+    It looks at page tables, not at bytes: under a millisecond per gigabyte that nobody touched.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        near: list[list[int]] = []
+        end = 0
+        for i in sorted(range(len(ranges)), key=lambda i: ranges[i]):
+            start, nbytes = ranges[i]
+            if near and start - end < _NEAR:
+                near[-1].append(i)
+            else:
+                near.append([i])
+            end = max(end, start + nbytes)
+        self._spans = [_span([ranges[i] for i in numbers], numbers) for numbers in near]
+
+    def written(self) -> list[int]:
+        """The ranges in which a page was written to since it was mapped, by their number.
+
+        A page counts for every range that has a part of it. Empty where the system does not tell.
+        Raises TransferError where it would, but cannot now: a write must not go unnoticed.
+        """
+        try:
+            with open(PAGEMAP, "rb", buffering=0) as pagemap:
+                return [i for span in self._spans for i in span.written(pagemap.fileno())]
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM):
+                return []
+            raise transfer_error(error, "reading", key=None, path=PAGEMAP) from error
+
+
+def _span(ranges: list[tuple[int, int]], numbers: list[int]) -> _Span:
+    start, stop = ranges[0][0], max(address + nbytes for address, nbytes in ranges)
+    first = np.array([address // PAGE for address, _ in ranges])
+    last = np.array([(address + nbytes - 1) // PAGE for address, nbytes in ranges])
+    here = start // PAGE
+    return _Span(start, stop, np.array(numbers), first - here, last - here)
+
+
+def map_file(path: str, offset: int, nbytes: int) -> memoryview:
+    """A private, writable map of `nbytes` bytes of a file from byte `offset` on.
+
+    It costs no memory until it is read, reads as the file's bytes, and a write changes only what
+    this process sees. Raises TransferError.
+    """
+    lead = offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_size < offset + nbytes:
+                raise TruncatedFileError(
+                    f"{path} ends before byte {offset + nbytes:,}, up to which it should hold "
+                    "tensors: download or save it again",
+                    path=path,
+                )
+            mapped = map_open_file(descriptor, offset - lead, nbytes + lead, mmap.MAP_PRIVATE)
+        finally:
+            close_quietly(descriptor)
+    except OSError as error:
+        raise transfer_error(error, "mapping", key=None, path=path) from error
+    return mapped[lead:]
+
+
+@functools.cache
+def _trim() -> Callable[[int], int]:
+    found: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
+    return found
+
+
+def give_back_free_memory() -> None:
+    """Let the system have what this process freed, if its C library keeps it (glibc does).
+
+    Blocks of tensors that come and go rarely fit where the last ones were: without this, who
+    changes a model group by group ends with nearly all of it in memory that is free but taken.
+    """
+    _trim()(0)

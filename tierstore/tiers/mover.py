@@ -1,0 +1,279 @@
+"""Moves bytes between the tiers, and decides nothing.
+
+The planner's instructions are accepted in order, and each is handed to the driver of a tier, or to
+the hop between two. A copy to a device is queued there and then, by whoever has come to need it:
+that takes microseconds, and no other thread has to wake up. All else is off the caller's thread.
+One thread keeps the books of the other tiers (which slot belongs to which group); nothing that it
+does can be cut short half-way. Hops copy on threads of their own. What is urgent goes before what
+is hoped for.
+
+The books of the device's memory are kept by callers, as part of a step of the store. If that is cut
+short, `mend` finds what is true.
+
+*Arrived* means two things. In host memory and on disk the bytes are there. On a device the copy is
+queued on a side stream and an event is recorded; whoever uses the tensors makes its own stream wait
+for that event. Nothing ever synchronises a whole stream or device.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tierstore.model.errors import TransferError
+from tierstore.model.groups import GroupId
+from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
+from tierstore.model.tiers import Tier
+from tierstore.observe.journal import Journal, Span, hop
+from tierstore.tiers.disk import transfer_error
+from tierstore.tiers.driver import CallersDriver, TierDriver
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.hop import Copied, Hop, QueuedHop
+from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor
+
+Ended = tuple[Copy, BaseException | None]
+"""A copy that is over, and why it could not be made; None: it was."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Who is told of what, on any thread.
+
+    `over`: a copy is done or has failed. `ending`: the last bytes of a copy are asked for. `timed`:
+    from when to when (in seconds of `time.monotonic`) a device made a copy that was queued there.
+    """
+
+    over: Callable[[Copy, BaseException | None], None]
+    ending: Callable[[Copy], None]
+    timed: Callable[[Copy, float, float], None]
+
+
+class Mover:
+    """Runs instructions: with `drivers`, one for each tier, the fastest first, and with `hops`.
+
+    `names` counts the versions that there are of each key.
+    """
+
+    def __init__(
+        self,
+        drivers: Sequence[TierDriver],
+        hops: Iterable[Hop],
+        serial: SerialExecutor,
+        names: Counter[str],
+        journal: Journal,
+        told: Told,
+    ) -> None:
+        self.journal = journal
+        self.stopped = False
+        self.drivers = {driver.tier: driver for driver in drivers}
+        self.hops: dict[tuple[Tier, Tier], Hop] = {(one.src, one.dst): one for one in hops}
+        self._top = drivers[0]
+        self._by_callers = {d.tier: d for d in drivers if isinstance(d, CallersDriver)}
+        self._queued = {way: one for way, one in self.hops.items() if isinstance(one, QueuedHop)}
+        clocks = [one.times for one in self.hops.values() if one.times is not None]
+        self._clocks = list(dict.fromkeys(clocks))
+        self._serial = serial
+        self._names = names
+        self._told = told
+        self._entries: dict[GroupId, GroupEntry] = {}
+        self._moving: dict[tuple[GroupId, Tier], Copy] = {}
+
+    # What is known -----------------------------------------------------------------------------
+
+    def add(self, entry: GroupEntry) -> None:
+        """Make a group known, before any instruction names it."""
+        self._entries[entry.key] = entry
+        name = entry.key.key
+        self._serial.give(lambda: self._names.update((name,)))
+
+    def entry(self, key: GroupId) -> GroupEntry:
+        """What is known of a group."""
+        return self._entries[key]
+
+    def entries(self) -> list[GroupEntry]:
+        """What is known of all groups, the oldest first."""
+        return list(self._entries.values())
+
+    def tiers_of(self, entry: GroupEntry) -> list[Tier]:
+        """Where there is a copy of a group, complete or not, or room for one."""
+        return [tier for tier, driver in self.drivers.items() if driver.holds(entry)]
+
+    def moving(self) -> list[Copy]:
+        """The copies that are under way. Nobody was told of their end yet, or is being told."""
+        return list(self._moving.values())
+
+    # Instructions ------------------------------------------------------------------------------
+
+    def accept(self, instructions: Iterable[Instruction]) -> list[Ended]:
+        """Take instructions, in order, as part of a step of the store. Waits for nobody.
+
+        What changes the device's memory is done by this thread. Returns the copies that it has
+        queued, or has failed to: nobody is told of these.
+        """
+        ended: list[Ended] = []
+        others = []
+        for instruction in instructions:
+            if isinstance(instruction, Drop) and instruction.tier in self._by_callers:
+                self._by_callers[instruction.tier].drop(self._entries[instruction.key])
+                continue
+            if isinstance(instruction, Copy) and instruction.dst in self._by_callers:
+                now = self._queue(instruction, self._entries[instruction.key])
+                ended += now
+                if now:
+                    continue
+            others.append(instruction)
+        if others:
+            self._serial.give(functools.partial(self._execute, others))
+        return ended
+
+    def _queue(self, copy: Copy, entry: GroupEntry) -> list[Ended]:
+        """Queue a copy to the device. If that takes longer, only room is set aside."""
+        self._by_callers[copy.dst].reserve(entry)
+        queue = self._queued.get((copy.src, copy.dst))
+        if queue is None or not queue.only_queues(entry):
+            return []
+        error: BaseException | None = None
+        copied: Copied | None = None
+        span = Span(hop(copy.src, copy.dst), copy.key.key, start=time.monotonic())
+        try:
+            copied = queue.copy(entry, _nothing)
+        except Exception as failure:  # an interrupt is none of the copy
+            error = explained(failure, copy)
+        self._note(span, copy, copied, error)
+        return [(copy, error)]
+
+    def _execute(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Copy):
+                self._begin(instruction, self._entries[instruction.key])
+            elif isinstance(instruction, Reserve):
+                driver = self.drivers[instruction.tier]
+                driver.reserve(self._entries[instruction.key], for_caller=True)
+            elif isinstance(instruction, Drop):
+                self.drivers[instruction.tier].drop(self._entries[instruction.key])
+            else:
+                self._forget(instruction)
+
+    def _forget(self, instruction: Forget) -> None:
+        del self._entries[instruction.key]
+        name = instruction.key.key
+        self._names[name] -= 1
+        if not self._names[name]:
+            del self._names[name]
+
+    def _begin(self, copy: Copy, entry: GroupEntry) -> None:
+        self._moving[copy.key, copy.dst] = copy
+        if copy.dst not in self._by_callers:
+            self.drivers[copy.dst].reserve(entry)
+        workers = self.hops[copy.src, copy.dst].workers
+        workers.submit(URGENT if copy.urgent else EARLY, functools.partial(self._copy, copy, entry))
+
+    def _copy(self, copy: Copy, entry: GroupEntry) -> None:
+        used = self.hops[copy.src, copy.dst]
+        error: BaseException | None = None
+        copied: Copied | None = None
+        span = Span(hop(copy.src, copy.dst), copy.key.key, start=time.monotonic())
+        if used.times is None:  # else it is told later when it began
+            self.journal.begin(span)
+        try:
+            copied = used.copy(entry, functools.partial(self._told.ending, copy))
+        except BaseException as failure:  # every failure must reach whoever waits
+            error = explained(failure, copy)
+        self._note(span, copy, copied, error)
+        if error is None and copy.dst is self._top.tier:
+            with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
+                self._top.view(entry)  # here, as every torch call may cost who computes the GIL
+        self.look()
+        self._told.over(copy, error)
+
+    def _note(
+        self, span: Span, copy: Copy, copied: Copied | None, error: BaseException | None
+    ) -> None:
+        if copied is None:
+            span.note = "failed"
+        else:
+            span.nbytes = copied.nbytes
+            self.journal.count(span.kind, span.nbytes)
+        times = self.hops[copy.src, copy.dst].times
+        if times is None or copied is None or copied.marks is None:
+            self.journal.end(span)
+        else:
+            times.tell(functools.partial(self._note_times, span, copy), *copied.marks)
+
+    def _note_times(self, span: Span, copy: Copy, times: list[float]) -> None:
+        self.journal.end_between(span, times)
+        if copy.dst in self._by_callers:
+            self._told.timed(copy, *times)
+
+    def look(self) -> None:
+        """Learn what devices have done meanwhile, for the journal."""
+        for times in self._clocks:
+            times.look()
+
+    def moved(self, copy: Copy) -> None:
+        """Whoever was told of the end of a copy has heard it."""
+        del self._moving[copy.key, copy.dst]
+
+    def catch_up(self) -> None:
+        """Wait until all instructions are in the books. Waits for no bytes."""
+        self._serial.catch_up()
+
+    def mend(self) -> None:
+        """Make the books that callers keep anew, after a step was cut short."""
+        for tier, driver in self._by_callers.items():
+            driver.mend(self.entries(), {key for key, dst in self._moving if dst is tier})
+
+    def stop(self) -> bool:
+        """End the threads and give memory and files back.
+
+        False if some thread does not end, because a disk does not answer. Then the files stay
+        open, as it may still use them.
+        """
+        self.stopped = True
+        ends = time.monotonic() + PATIENCE
+        ended = self._serial.stop(ends)
+        for workers in dict.fromkeys(used.workers for used in self.hops.values()):
+            ended &= workers.stop(ends)
+        if not ended:
+            return False
+        for driver in self.drivers.values():
+            driver.close(self._entries.values())
+        return True
+
+
+def _nothing() -> None:
+    """Nobody is to be told when a copy that is only queued ends."""
+
+
+def explained(error: BaseException, copy: Copy) -> BaseException:
+    """The library's error for a failed copy, with the cause attached."""
+    key = copy.key.key
+    if isinstance(error, TransferError):
+        error.key = error.key or key
+        return without_frames(error)
+    if isinstance(error, OSError):
+        without_frames(error)
+        path = str(error.filename or f"group {key!r}")
+        return transfer_error(error, "writing", key=key, path=path)
+    failed = TransferError(
+        f"moving group {key!r} from {copy.src.name} to {copy.dst.name} failed "
+        f"({type(error).__name__}: {error}): free memory on that tier or lower its budget",
+        key=key,
+    )
+    failed.add_note("".join(traceback.format_exception(error)))
+    failed.__cause__ = without_frames(error)
+    return failed
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error, without the frames that it came through: they hold the memory of the group."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return error

@@ -1,0 +1,216 @@
+"""Finding and reading object files: no lock, no write. `tierstore-inspect` needs no more than this.
+
+Nothing that lies in a directory is trusted: links are not followed, and whatever is no regular file
+is told from its status before it is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.model.errors import (
+    CorruptDataError,
+    InvalidHeaderError,
+    TierStoreError,
+    TransferError,
+)
+from tierstore.model.header import (
+    HEADER_SUM,
+    LENGTH_BYTES,
+    Header,
+    check_text,
+    digest,
+    header_is_intact,
+    header_length,
+    parse_header,
+)
+from tierstore.model.objects import MAX_KEY_BYTES, StoredObject, decode_object
+from tierstore.tiers.disk import close_quietly, read_fully, transfer_error
+
+STORE_FORMAT = 1
+MARKER, LOCK, OBJECTS, TEMPORARY = "STORE.json", "LOCK", "objects", "tmp"
+MAX_MARKER_BYTES = 65536
+OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of whoever looks, not of what is looked at."""
+OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+SHARD_NAME = re.compile(r"[0-9a-f]{2}")
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def object_name(key: str) -> str:
+    """Where the object of `key` lies below `objects/`."""
+    name = hashlib.sha256(key.encode()).hexdigest()[:32]
+    return f"{name[:2]}/{name}.safetensors"
+
+
+def check_key(key: object) -> str:
+    """A key as it may be used: any text of 1 to 1,024 bytes of UTF-8."""
+    text = check_text(key, "a key")
+    length = len(text.encode())
+    if not 1 <= length <= MAX_KEY_BYTES:
+        raise ValueError(
+            f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8, this one {length}: use another key"
+        )
+    return text
+
+
+@dataclass(frozen=True)
+class FoundObject:
+    """An object file: what it holds, or the error that says why that cannot be told."""
+
+    path: str
+    nbytes: int
+    modified: float
+    stored: StoredObject | None
+    error: TransferError | None = None
+
+
+def read_header(descriptor: int, path: str) -> tuple[Header, bytes]:
+    """Read and validate the safetensors header of an open file."""
+    size = os.fstat(descriptor).st_size
+    prefix = read_fully(descriptor, LENGTH_BYTES, 0)
+    length = header_length(prefix, size, path)
+    raw = read_fully(descriptor, length, LENGTH_BYTES)
+    if len(raw) != length:
+        raise InvalidHeaderError(f"{path} ends inside its header: save it again", path=path)
+    return parse_header(raw, size, path), raw
+
+
+def _descriptor(path: str, dir_fd: int | None, name: str | None) -> int:
+    """The object file, opened if it is a regular one."""
+    status = os.stat(name or path, dir_fd=dir_fd, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptDataError(f"{path} is no regular file: remove it", path=path)
+    return os.open(name or path, READ, dir_fd=dir_fd)
+
+
+def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -> FoundObject:
+    """Look into one object file. Errors of the file are told in the result, not raised.
+
+    Raises FileNotFoundError if it has just vanished, and TransferError if this process cannot look
+    into any file now: that says nothing about this one.
+    """
+    descriptor = None
+    nbytes, modified = 0, 0.0
+    try:
+        descriptor = _descriptor(path, dir_fd, name)
+        status = os.fstat(descriptor)
+        nbytes, modified = status.st_size, status.st_mtime
+        header, raw = read_header(descriptor, path)
+        stored = decode_object(header, path)
+        if not header_is_intact(raw, header):
+            raise CorruptDataError(
+                f"{path} (key {stored.key!r}) has a header that does not match its checksum: "
+                "remove it with tierstore-inspect rm, and put the group again",
+                key=stored.key,
+                path=path,
+                expected=header.metadata.get(HEADER_SUM),
+                found=digest(raw),
+            )
+        if os.path.join(*Path(path).parts[-2:]) != object_name(stored.key):
+            raise CorruptDataError(
+                f"{path} says it holds key {stored.key!r}, whose file has another name: it was "
+                "copied or renamed; remove it",
+                key=stored.key,
+                path=path,
+            )
+        return FoundObject(path, nbytes, modified, stored)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        failed = transfer_error(error, "opening", key=None, path=path)
+        if error.errno in OF_THE_PROCESS:
+            raise failed from error
+        return FoundObject(path, nbytes, modified, None, failed)
+    except TransferError as error:
+        return FoundObject(path, nbytes, modified, None, error)
+    finally:
+        if descriptor is not None:
+            close_quietly(descriptor)
+
+
+def intact_object(path: str) -> StoredObject:
+    """What one object file holds. Raises the error that was found in it."""
+    found = read_object(path)
+    if found.stored is None:
+        raise found.error or CorruptDataError(f"{path} cannot be read: remove it", path=path)
+    return found.stored
+
+
+def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
+    """Every object file of a directory, in the order of names. Links are not followed.
+
+    Raises TransferError if a part of it cannot be listed: what is there must not seem to be gone.
+    """
+    root = os.path.join(disk_dir, OBJECTS)
+    for shard in _names(root, None, SHARD_NAME):
+        directory = _open_directory(os.path.join(root, shard))
+        if directory is None:
+            continue
+        try:
+            for name in _names(os.path.join(root, shard), directory, OBJECT_NAME):
+                try:
+                    yield read_object(os.path.join(root, shard, name), directory, name)
+                except FileNotFoundError:
+                    continue  # replaced or removed while we looked
+        finally:
+            close_quietly(directory)
+
+
+def _names(path: str, directory: int | None, pattern: re.Pattern[str]) -> list[str]:
+    opened = _open_directory(path) if directory is None else directory
+    if opened is None:
+        return []
+    try:
+        return sorted(found for found in os.listdir(opened) if pattern.fullmatch(found))
+    except OSError as error:
+        raise transfer_error(error, "listing", key=None, path=path) from error
+    finally:
+        if directory is None:
+            close_quietly(opened)
+
+
+def _open_directory(path: str) -> int | None:
+    """A directory, not followed through a link; None if it is none. Raises TransferError."""
+    try:
+        return os.open(path, READ | os.O_DIRECTORY)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise transfer_error(error, "listing", key=None, path=path) from error
+
+
+def read_marker(disk_dir: str | Path) -> dict[str, object] | None:
+    """What STORE.json says; None if the directory is no store.
+
+    Raises TierStoreError if it is damaged or of a newer format.
+    """
+    path = os.path.join(disk_dir, MARKER)
+    try:
+        descriptor = os.open(path, READ)
+    except FileNotFoundError:
+        return None
+    try:
+        raw = read_fully(descriptor, MAX_MARKER_BYTES, 0)
+    finally:
+        close_quietly(descriptor)
+    try:
+        marker = json.loads(raw)
+        version, requires = marker["format"], marker.get("requires", [])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise TierStoreError(f"{path} is damaged: use an empty disk_dir") from error
+    if type(version) is not int or version != STORE_FORMAT or requires != []:
+        needs = f" and needs {requires!r:.100}" if requires != [] else ""
+        raise TierStoreError(
+            f"{path} says format {version!r:.100}{needs}, this version of tierstore knows format "
+            f"{STORE_FORMAT}: upgrade tierstore, or use another disk_dir"
+        )
+    return dict(marker)

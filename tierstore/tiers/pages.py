@@ -1,0 +1,325 @@
+"""Pages of host memory that serve one slot after the other and are populated only once.
+
+To populate memory, the kernel zeroes it: 0.3 to 2.4 s per GiB, several times what a direct read
+into it costs. Slots of many sizes come and go, so their pages stay where they are as far as they
+can. They lie in a room: addresses with a boundary at a multiple of 2 MiB. A slot has whole 2 MiB
+below the boundary, in huge pages (direct reads into 4 KiB pages are half as fast), and the rest,
+less than 2 MiB, above it in small pages. It gets the free room whose pages fit it best. Huge pages
+that are spare there are for other rooms to take, also while the slot is in use. Huge pages that are
+lacking are taken so: `mremap` moves each in about 10 us, without a copy.
+Populated is what nobody has to spare; spare pages go back to the system before there are too many.
+
+The pages of a slot come back when the last view of it is gone. A tensor that outlives its lease
+reads old bytes, then; never an address without memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import deque
+
+import torch
+
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.tiers.mapping import FAILED, libc
+
+HUGE_PAGE = 2 * 1024**2
+PATIENCE = 0.5
+"""Seconds to wait for pages whose last view is just going, before memory above the budget is
+taken."""
+
+_SMALL_PAGE_COST = 50
+"""How much longer it takes to populate small pages than to move huge ones, for each byte."""
+
+_NO_ACCESS = 0
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23  # of Linux 5.14 and later
+_MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+
+libc.mremap.restype = ctypes.c_void_p
+libc.mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Room:
+    """Addresses for one slot at a time, populated from `low` to `high`, around `boundary`.
+
+    The slot has those from `begin` to `end`; in a free room that is nothing, at the boundary.
+    What is populated outside of it is spare.
+    """
+
+    def __init__(self, whole: int) -> None:
+        self.floor = _reserve(whole + HUGE_PAGE)
+        self.boundary = self.floor + whole
+        self.low = self.high = self.begin = self.end = self.boundary
+
+    def lay_out(self, whole: int, tail: int) -> None:
+        """Give the addresses of `whole` bytes in huge pages and `tail` in small ones to a slot."""
+        self.begin, self.end = self.boundary - whole, self.boundary + tail
+
+    def is_free_for(self, whole: int) -> bool:
+        return self.begin == self.end and self.boundary - whole >= self.floor
+
+    def misfit(self, whole: int, tail: int) -> int:
+        """What it costs to make the pages here those of a slot; 0 if they are."""
+        small = abs(self.high - self.boundary - tail)
+        return abs(self.boundary - self.low - whole) + _SMALL_PAGE_COST * small
+
+    def lacking_huge(self) -> int:
+        """Bytes of the slot that are not populated yet."""
+        return max(0, self.low - self.begin)
+
+    def lacking_small(self) -> int:
+        return max(0, self.end - self.high)
+
+    def spare_huge(self) -> int:
+        """Populated bytes that are not the slot's."""
+        return max(0, self.begin - self.low)
+
+    def spare_small(self) -> int:
+        return max(0, self.high - self.end)
+
+    def take_from(self, other: _Room) -> None:
+        """Move huge pages that the slot lacks here, as many as the other room can spare."""
+        nbytes = min(other.spare_huge(), self.lacking_huge())
+        moved = 0
+        while moved < nbytes and _move_huge_page(other.low + moved, self.low - HUGE_PAGE):
+            moved += HUGE_PAGE
+            self.low -= HUGE_PAGE
+        if moved:
+            _vacate(other.low, moved)
+            other.low += moved
+
+    def populate(self) -> None:
+        """Let what the slot lacks be populated as soon as it is touched."""
+        if self.lacking_huge():
+            _populate_on_touch(self.begin, self.lacking_huge(), mmap.MADV_HUGEPAGE)
+        if self.end > self.high == self.boundary:
+            _populate_on_touch(self.boundary, HUGE_PAGE, mmap.MADV_NOHUGEPAGE)
+        self.low = min(self.low, self.begin)
+        self.high = max(self.high, self.end)
+
+    def give_up_huge(self, nbytes: int) -> int:
+        """Return spare pages to the system, as few as make `nbytes`. Gives how many bytes."""
+        given = min(self.spare_huge(), round_up(nbytes, HUGE_PAGE))
+        if given:
+            _vacate(self.low, given)
+        self.low += given
+        return given
+
+    def give_up_small(self, nbytes: int) -> int:
+        given = min(self.spare_small(), round_up(nbytes, PAGE))
+        self.high -= given
+        if given:
+            libc.madvise(self.high, given, mmap.MADV_DONTNEED)
+        return given
+
+    def close(self) -> None:
+        _unmap(self.floor, self.boundary + HUGE_PAGE - self.floor)
+
+
+class RecycledPages:
+    """Anonymous host memory, at most `budget` bytes of it, counting pages that wait for a slot.
+
+    Whoever asks has made sure that what is in use and what is asked for fit the budget together;
+    then waiting pages are the only thing that may stand in the way, and they give way.
+    """
+
+    def __init__(self, budget: int | None) -> None:
+        self._budget = budget
+        self._held = 0  # populated bytes of all rooms
+        self._used = 0  # those of slots
+        self._overdue = 0  # bytes above the budget that views which outlive their lease cost
+        self._waiting: list[_Room] = []  # free rooms, and rooms in use with pages to spare
+        self._returned: deque[_Room] = deque()  # rooms that are free, but not yet among those
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 memory at a multiple of 2 MiB, with whatever bytes it last held."""
+        nbytes = round_up(nbytes, PAGE)
+        tail = nbytes % HUGE_PAGE
+        with self._lock:
+            self._await_pages(nbytes)
+            room = self._room_for(nbytes - tail, tail)
+            room.lay_out(nbytes - tail, tail)
+            try:
+                self._furnish(room)
+            except BaseException:
+                room.lay_out(0, 0)
+                raise
+            self._used += nbytes
+            self._forget_rooms_without_pages()
+        buffer = (ctypes.c_uint8 * nbytes).from_address(room.begin)
+        weakref.finalize(buffer, self._come_back, room).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give waiting pages back to the system: now, and those in use once they come back."""
+        with self._lock:
+            self._sort_in()
+            self._give_up(self._held)
+            self._forget_rooms_without_pages()
+            self._closed = True
+        self._close_returned()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _come_back(self, room: _Room) -> None:
+        # Possibly in the middle of anything, even of `allocate` (garbage collection): no lock.
+        self._returned.append(room)
+        if self._closed:
+            self._close_returned()
+
+    def _close_returned(self) -> None:
+        with contextlib.suppress(IndexError):  # two threads may be here
+            while True:
+                self._returned.popleft().close()
+
+    def _await_pages(self, nbytes: int) -> None:
+        """Wait until `nbytes` more fit the budget, as they do when the views of old slots are gone.
+
+        Another thread may be about to let go of such a view. If it keeps it, there is nothing to
+        wait for: that much is above the budget for as long as it does.
+        """
+        until = time.monotonic() + PATIENCE
+        while True:
+            self._sort_in()
+            if self._budget is None:
+                return
+            above = self._used + nbytes - self._budget
+            if above <= self._overdue or time.monotonic() > until:
+                self._overdue = max(above, 0)
+                return
+            time.sleep(PATIENCE / 1000)
+
+    def _sort_in(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                room = self._returned.popleft()
+                self._used -= room.end - room.begin
+                room.lay_out(0, 0)
+                if room not in self._waiting:
+                    self._waiting.append(room)
+
+    def _room_for(self, whole: int, tail: int) -> _Room:
+        free = [room for room in self._waiting if room.is_free_for(whole)]
+        if free:
+            return min(free, key=lambda room: room.misfit(whole, tail))
+        room = _Room(whole)
+        self._waiting.append(room)
+        return room
+
+    def _furnish(self, room: _Room) -> None:
+        """Put pages where the slot lacks them: spare huge ones first, new ones for the rest."""
+        if room.lacking_huge():
+            # The smallest first: that leaves fewer, and the larger ones together.
+            for other in sorted(self._waiting, key=_Room.spare_huge):
+                room.take_from(other)
+        lacking = room.lacking_huge() + room.lacking_small()
+        if self._budget is not None:
+            self._give_up(self._held + lacking - self._budget)
+        room.populate()
+        self._held += lacking
+
+    def _give_up(self, nbytes: int) -> None:
+        """Return at least `nbytes` of the waiting pages to the system, if there are so many."""
+        for spare, give_up in (
+            (_Room.spare_small, _Room.give_up_small),
+            (_Room.spare_huge, _Room.give_up_huge),
+        ):
+            # The largest first: each time costs a call, and stops the other threads for a moment.
+            for room in sorted(self._waiting, key=spare, reverse=True) if nbytes > 0 else ():
+                given = give_up(room, max(0, nbytes))
+                self._held -= given
+                nbytes -= given
+
+    def _forget_rooms_without_pages(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for room in waiting:
+            if room.spare_huge() or room.spare_small():
+                self._waiting.append(room)
+            elif room.begin == room.end:
+                room.close()
+
+
+def fresh_memory(nbytes: int) -> torch.Tensor:
+    """uint8 memory in whole pages, huge ones where that is possible, of zeros."""
+    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def populate(address: int, nbytes: int) -> bool:
+    """Have the kernel put zeroed memory behind whole pages of ours. False: it cannot, or does not
+    know how."""
+    return bool(libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0)
+
+
+def leave_to_forks(address: int, nbytes: int, leave: bool) -> None:
+    """Whether forked processes find whole pages of ours at these addresses, or nothing at all."""
+    advice = mmap.MADV_DOFORK if leave else mmap.MADV_DONTFORK
+    libc.madvise(address, nbytes, advice)  # if refused, a fork is slower, not wrong
+
+
+def _reserve(nbytes: int) -> int:
+    """Addresses for `nbytes` at a multiple of 2 MiB, with no memory behind them."""
+    room = nbytes + HUGE_PAGE
+    found = _map(None, room, _NO_ACCESS, 0)
+    address = -(-found // HUGE_PAGE) * HUGE_PAGE
+    if address > found:
+        _unmap(found, address - found)
+    if found + room > address + nbytes:
+        _unmap(address + nbytes, found + room - address - nbytes)
+    return address
+
+
+def _populate_on_touch(address: int, nbytes: int, advice: int) -> None:
+    _map(address, nbytes, _READ_WRITE, _MAP_FIXED)
+    libc.madvise(address, nbytes, advice)  # if refused, it is slower, not wrong
+
+
+def _vacate(address: int, nbytes: int) -> None:
+    """Leave addresses without memory, but reserved."""
+    try:
+        _map(address, nbytes, _NO_ACCESS, _MAP_FIXED)
+    except OSError:  # too many maps: it stays as it is, but empty
+        libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int) -> int:
+    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    found = libc.mmap(address, nbytes, protection, flags, -1, 0)
+    if found == FAILED:
+        raise _no_memory(nbytes)
+    return int(found)
+
+
+def _move_huge_page(start: int, address: int) -> bool:
+    flags = _MREMAP_MAYMOVE_FIXED_DONTUNMAP
+    return bool(libc.mremap(start, HUGE_PAGE, HUGE_PAGE, flags, address) == address)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    libc.munmap(address, nbytes)
+
+
+def _no_memory(nbytes: int) -> OSError:
+    number = ctypes.get_errno() or errno.ENOMEM
+    return OSError(number, f"{os.strerror(number)}: could not map {nbytes} bytes of memory")

@@ -1,0 +1,111 @@
+"""Groups read from files, and the proof that they arrived as written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.model.groups import Source
+from tierstore.model.header import digest
+from tierstore.tiers.disk import FileStamp, FileTable, ReadPiece, pieces, transfer_error
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.workers import Workers
+
+
+class DiskReader:
+    """Reads groups with several threads and checks what was read, as `verify` says."""
+
+    def __init__(self, files: FileTable, workers: Workers, verify: str) -> None:
+        self.files = files
+        self.workers = workers
+        self._verify = verify
+
+    def read(
+        self, entry: GroupEntry, room: memoryview, ending: Callable[[], None] = lambda: None
+    ) -> int:
+        """Read a group's copy on disk into `room`, on this thread and on others that are idle.
+
+        `room` is page-aligned memory of the size of the group's slot. `ending` is told when the
+        last piece is begun. Returns the bytes that were asked for. Raises what is wrong with a
+        file: CorruptDataError, StaleCheckpointError, TruncatedFileError or another TransferError.
+        """
+        source = entry.source
+        assert source is not None
+        self._check_files(entry, source)
+        todo = (functools.partial(self._read, entry, room, piece) for piece in pieces(source))
+        self.workers.together(todo, ending)
+        stamps = self._check_files(entry, source)  # what changed meanwhile is no good either
+        self.check(entry, room, source, stamps)
+        return source.nbytes
+
+    def _check_files(self, entry: GroupEntry, source: Source) -> dict[str, FileStamp]:
+        """See that the files are what they were. Returns the stamps of those that others could
+        change."""
+        stamps = {}
+        for path in {segment.extent.path for segment in source.segments}:
+            try:
+                file = self.files.check(path, entry.stamps.get(path))
+                if entry.spilled_at is None and entry.place is None:
+                    stamps[path] = file.stamp()  # what is spilled, nobody else can open
+            except OSError as error:
+                raise _failed(error, entry, path) from error
+        return stamps
+
+    def _read(self, entry: GroupEntry, room: memoryview, piece: ReadPiece) -> None:
+        part = room[piece.at : piece.at + piece.nbytes]
+        try:
+            self.files.get(piece.path).read_at_least(part, piece.offset, piece.needed)
+        except OSError as error:
+            raise _failed(error, entry, piece.path) from error
+
+    def check(
+        self, entry: GroupEntry, data: memoryview, source: Source, stamps: Mapping[str, FileStamp]
+    ) -> None:
+        """Put bytes that were read into place, and see that they are the ones written.
+
+        `stamps` are those of the files that others could change.
+        """
+        array = np.frombuffer(data, dtype=np.uint8)
+        for move in source.moves:  # the two ranges may overlap: numpy sees to that
+            array[move.dst : move.dst + move.nbytes] = array[move.src : move.src + move.nbytes]
+        if self._verify == "never" or (self._verify == "first" and entry.verified == stamps):
+            return
+        for check in source.checks:
+            found = digest(data[check.offset : check.offset + check.nbytes])
+            if found != check.digest:
+                raise _corrupt(entry, source, check.name, check.digest, found)
+        if self._verify == "always" and not source.checks:
+            _check_against_first_read(entry, source, data)
+        entry.verified = stamps
+
+
+def _check_against_first_read(entry: GroupEntry, source: Source, data: memoryview) -> None:
+    """A checkpoint carries no checksums: what it held at the first read must remain so."""
+    found = [digest(data[s.at : s.at + s.extent.nbytes]) for s in source.segments]
+    if entry.first_digests is None:
+        entry.first_digests = found
+    for expected, now in zip(entry.first_digests, found, strict=True):
+        if expected != now:
+            raise _corrupt(entry, source, "the checkpoint's bytes", expected, now)
+
+
+def _corrupt(
+    entry: GroupEntry, source: Source, what: str, expected: str, found: str
+) -> CorruptDataError:
+    path = source.segments[0].extent.path if source.segments else ""
+    return CorruptDataError(
+        f"group {entry.key.key!r}: {what!r} in {path} is not what was written (checksum "
+        f"{found} instead of {expected}): the disk or somebody changed it; remove it with "
+        "tierstore-inspect rm and put the group again, or download the checkpoint again",
+        key=entry.key.key,
+        path=path,
+        expected=expected,
+        found=found,
+    )
+
+
+def _failed(error: OSError, entry: GroupEntry, path: str) -> TransferError:
+    return transfer_error(error, "reading", key=entry.key.key, path=path)

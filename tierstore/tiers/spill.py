@@ -1,0 +1,248 @@
+"""Room on disk for what need not survive: one file without a name.
+
+Nothing is left behind when the process is killed, and nobody else can open it. Offsets are page
+multiples, found first-fit.
+
+Overwriting is about twice as fast as writing what was never written before, so blocks are not given
+back to the file system just because nobody needs them now: what a step spills and reads back, the
+next step spills again. They are kept as long as the file system has as much room free besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from tierstore.model.groups import Check, Extent, Segment, Source
+from tierstore.model.header import digest
+from tierstore.model.sizes import PAGE, round_up
+from tierstore.tiers.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_error
+from tierstore.tiers.mapping import map_open_file
+from tierstore.tiers.workers import Together, one_by_one
+
+GROWTH = 64 << 20
+"""Bytes by which the file grows at least, where there is room."""
+
+
+class Place:
+    """Room in the file that stays one group's, as long as anybody has the group or looks at it."""
+
+    def __init__(self, offset: int, nbytes: int, left: deque[tuple[int, int]]) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        weakref.finalize(self, left.append, (offset, nbytes)).atexit = False
+
+
+class Spill:
+    """The file and its free room. Any number of threads may use it at once.
+
+    Raises DiskFullError or TransferError.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        with self._explained():
+            descriptor = anonymous_file(directory)
+        self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset, never neighbours
+        self._left: deque[tuple[int, int]] = deque()  # places that nobody has any more
+        self._end = 0  # of the last group
+        self._size = 0  # of the file, as far as we made it
+        self._lock = threading.Lock()  # of the books: nobody who has it waits for the disk
+        self._sizing = threading.Lock()
+        # Readers open it by this name; it has no other.
+        self.path = f"/proc/self/fd/{descriptor}"
+        self._file = OpenForWriting(descriptor, self.path)
+
+    def take(self, nbytes: int) -> int:
+        """The offset of `nbytes` bytes of room (rounded up to pages).
+
+        Raises DiskFullError or TransferError.
+        """
+        nbytes = round_up(nbytes, PAGE)
+        while self._left:
+            self.give_back(*self._left.popleft())
+        with self._lock:
+            for i, (offset, room) in enumerate(self._free):
+                if room >= nbytes:
+                    self._free[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
+                    return offset
+            offset, self._end = self._end, self._end + nbytes
+        try:
+            with self._explained(), self._sizing, self._file.in_use():
+                self._grow(offset + nbytes)
+        except BaseException:
+            self._give_back(offset, nbytes)
+            raise
+        return offset
+
+    def _grow(self, size: int) -> None:
+        """See that the file has at least `size` bytes: writes inside it need not wait in line."""
+        more = size - self._size
+        if more <= 0:
+            return
+        if more < GROWTH <= self._spare() // 2:
+            with contextlib.suppress(OSError):  # a limit for files or a quota allows less, maybe
+                self._grow_by(GROWTH)
+                return
+        try:
+            self._grow_by(more)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            # The file system cannot reserve room: writes make the file longer.
+
+    def _grow_by(self, more: int) -> None:
+        try:
+            os.posix_fallocate(self._file.cached, self._size, more)
+        except OSError:
+            with contextlib.suppress(OSError):  # some file systems keep what they got until then
+                os.ftruncate(self._file.cached, self._size)
+            raise
+        self._size += more
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
+
+    def _spare(self) -> int:
+        """Bytes that the file system has free, as far as it tells."""
+        try:
+            status = os.fstatvfs(self._file.cached)
+        except OSError:
+            return 0
+        return status.f_bavail * status.f_frsize
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """The room is free again. Never fails."""
+        if self._give_back(offset, nbytes):
+            self._trim(lambda behind: behind > self._spare())
+
+    def _give_back(self, offset: int, nbytes: int) -> bool:
+        """Keep the books. Returns whether the file is now longer than it need be."""
+        stop = offset + round_up(nbytes, PAGE)
+        with self._lock:
+            i = bisect_left(self._free, (offset, 0))
+            if i < len(self._free) and self._free[i][0] == stop:
+                stop += self._free.pop(i)[1]
+            if i > 0 and sum(self._free[i - 1]) == offset:
+                i -= 1
+                offset = self._free.pop(i)[0]
+            if stop < self._end:
+                self._free.insert(i, (offset, stop - offset))
+                return False
+            self._end = offset
+            return self._size > self._end
+
+    def trim(self) -> int:
+        """Give the room behind the last group back to the file system. Returns how many bytes."""
+        return self._trim(lambda behind: behind > 0)
+
+    def _trim(self, worth_it: Callable[[int], bool]) -> int:
+        # If it fails, the file stays longer than it need be.
+        with contextlib.suppress(OSError), self._sizing, self._file.in_use():
+            with self._lock:
+                end = self._end
+            behind = self._size - end
+            if worth_it(behind):
+                os.ftruncate(self._file.cached, end)
+                self._size = end
+                return behind
+        return 0
+
+    def take_place(self, nbytes: int) -> Place:
+        """Room for a group that is shown while it is away. Raises what `take` raises."""
+        return Place(self.take(nbytes), nbytes, self._left)
+
+    def save_in(self, place: Place, data: memoryview, together: Together = one_by_one) -> Source:
+        """Write a group's packed bytes to its place. Returns how to read them again.
+
+        There are no checksums: who looks at the place may write to it, too. Raises DiskFullError or
+        TransferError.
+        """
+        together(
+            functools.partial(self.write, data[at : at + nbytes], place.offset + at)
+            for at, nbytes in parts(len(data), WRITE_BLOCK)
+        )
+        return self.source_of(place)
+
+    def source_of(self, place: Place) -> Source:
+        """How to read the group whose place it is."""
+        return Source((Segment(Extent(self.path, place.offset, place.nbytes), 0),))
+
+    def show(self, place: Place) -> memoryview:
+        """A map of a place: it reads as the file does, and what is written to it is in the file.
+
+        It costs no memory but the system's cache of the file. Raises TransferError where the file
+        system knows no such maps.
+        """
+        file, stop = self._file.cached, place.offset + place.nbytes
+        try:
+            with self._file.in_use():
+                if os.fstat(file).st_size < stop:  # nothing was written there, no room reserved
+                    os.pwrite(file, b"\0", stop - 1)
+                return map_open_file(file, place.offset, place.nbytes, mmap.MAP_SHARED, place)
+        except OSError as error:
+            raise transfer_error(error, "mapping", key=None, path=self._directory) from error
+
+    def save(self, data: memoryview, together: Together = one_by_one) -> tuple[int, Source]:
+        """Write a group's packed bytes. Returns their offset, and how to read them again.
+
+        `together` does the parts of the work, such as `Workers.together`. Raises DiskFullError or
+        TransferError; nothing is taken then.
+        """
+        checks: dict[int, Check] = {}
+        start = self.take(len(data))
+
+        def save_part(at: int, nbytes: int) -> None:
+            part = data[at : at + nbytes]
+            self.write(part, start + at)
+            checks[at] = Check("the spilled group", at, nbytes, digest(part))
+
+        try:
+            together(functools.partial(save_part, *part) for part in parts(len(data), WRITE_BLOCK))
+        except BaseException:
+            self.give_back(start, len(data))
+            raise
+        segment = Segment(Extent(self.path, start, len(data)), 0)
+        return start, Source((segment,), (), tuple(checks[at] for at in sorted(checks)))
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Write (part of) a group's packed bytes at its place in what `take` gave.
+
+        Raises DiskFullError or TransferError.
+        """
+        with self._explained():
+            self._file.write(data, offset)
+        if offset + len(data) > self._size:
+            with self._sizing:
+                self._size = max(self._size, offset + len(data))
+
+    def close(self) -> None:
+        """Give everything back."""
+        with contextlib.suppress(OSError):  # nobody will read what it was to hold
+            self._file.close()
+
+
+def anonymous_file(directory: str) -> int:
+    """A file in `directory` that has no name, open for reading and writing."""
+    with contextlib.suppress(OSError):
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.unlink(path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

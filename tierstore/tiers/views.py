@@ -1,0 +1,200 @@
+"""Between torch tensors and packed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tierstore.model.groups import (
+    Block,
+    GroupSpec,
+    Packing,
+    TensorSpec,
+    block_of,
+    group_of,
+    pack,
+)
+from tierstore.model.header import check_text
+from tierstore.tiers.objects import check_key
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(tensor: torch.Tensor, name: str) -> str:
+    """The safetensors name of a tensor's dtype. Raises TypeError if it has none."""
+    found = NAMES.get(tensor.dtype)
+    if found is None:
+        raise TypeError(
+            f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors files cannot hold: "
+            "convert it first"
+        )
+    return found
+
+
+def view_all(
+    spec: GroupSpec, memory: torch.Tensor, offsets: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
+    """The tensors of a group as views of its packed bytes (uint8, 1-d)."""
+    return {t.name: view_one(t, memory, offsets[t.name]) for t in spec.tensors}
+
+
+lasting_views = torch.inference_mode(mode=False)(view_all)
+"""`view_all`, of tensors that outlast what their first user is in."""
+
+
+def view_one(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor:
+    """One tensor as a view of `memory` from byte `offset` on."""
+    dtype = DTYPES[spec.dtype]
+    if spec.nbytes == 0:
+        return torch.empty(0, dtype=dtype, device=memory.device).as_strided(spec.shape, spec.stride)
+    flat = memory[offset : offset + spec.nbytes].view(dtype)
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+def show_block(views: Sequence[TensorSpec], memory: Any, offset: int) -> dict[str, torch.Tensor]:
+    """The tensors of a block that lies in `memory` (a buffer) from byte `offset` on.
+
+    Those that overlap share a storage, as they did when they came.
+    """
+    if len(views) == 1:
+        return {views[0].name: show_one(replace(views[0], offset=offset + views[0].offset), memory)}
+    stop = max(view.offset + view.nbytes for view in views)
+    whole = torch.frombuffer(memory, dtype=torch.uint8, count=stop, offset=offset)
+    return {view.name: view_one(view, whole, view.offset) for view in views}
+
+
+def show_one(spec: TensorSpec, memory: Any) -> torch.Tensor:
+    """One tensor over `memory` (a buffer), as a storage of its own that ends with the tensor."""
+    dtype = DTYPES[spec.dtype]
+    if spec.nbytes == 0:
+        return torch.empty(0, dtype=dtype).as_strided(spec.shape, spec.stride)
+    count = spec.nbytes // dtype.itemsize
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=spec.offset)
+    return flat.as_strided(spec.shape, spec.stride)
+
+
+def clone_all(spec: GroupSpec, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies that share no memory with `views`, but among themselves where `views` do."""
+    if spec.simple:  # as almost all are: a copy of each is all there is to do
+        return {tensor.name: views[tensor.name].clone() for tensor in spec.tensors}
+    blocks = blocks_of(views)
+    copies: dict[str, torch.Tensor] = {}
+    for block, source in blocks:
+        memory = source.clone()
+        for view in block.views:
+            copies[view.name] = view_one(view, memory, view.offset)
+    return {tensor.name: copies[tensor.name] for tensor in spec.tensors}
+
+
+def byte_view(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """`nbytes` bytes of a tensor's storage from byte `start` on, as uint8."""
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Tensor]]:
+    """Cut tensors into blocks of storage, those that overlap sharing one, with their bytes.
+
+    Raises TypeError for what is no plain strided tensor of a dtype that safetensors knows.
+    """
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
+    for name, tensor in plain.items():
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        spec = _spec(name, tensor, 0)
+        place = (tensor.device, tensor.untyped_storage().data_ptr())
+        spans.setdefault(place, []).append((start, start + spec.nbytes, name))
+    blocks = []
+    for found in spans.values():
+        for start, stop, names in _merge(found):
+            members = {name: plain[name] for name in names}
+            # Where dtypes meet, the first tensor's start may be none that the largest can have.
+            start -= start % max(member.element_size() for member in members.values())
+            # Storages of one address may end at different places, as those of two numpy arrays.
+            whole = max(members.values(), key=lambda t: t.untyped_storage().nbytes())
+            blocks.append((_block(members, start, stop), byte_view(whole, start, stop - start)))
+    return blocks
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    check_text(name, "a tensor's name")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor: pass tensors")
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not plain or tensor.device.type == "meta":
+        raise TypeError(
+            f"tensor {name!r} ({tensor.layout}, {tensor.dtype}, on {tensor.device}) is no plain "
+            "strided tensor with data: convert it first"
+        )
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TypeError(
+            f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: store "
+            "those instead"
+        )
+    dtype_name(tensor, name)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _spec(name: str, tensor: torch.Tensor, block_start: int) -> TensorSpec:
+    offset = int(tensor.storage_offset()) * tensor.element_size() - block_start
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return TensorSpec(name, dtype_name(tensor, name), shape, stride, max(offset, 0))
+
+
+def _merge(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]]:
+    merged: list[tuple[int, int, list[str]]] = []
+    for start, stop, name in sorted(spans):
+        if merged and start < merged[-1][1]:
+            first, last, names = merged[-1]
+            merged[-1] = (first, max(last, stop), [*names, name])
+        else:
+            merged.append((start, stop, [name]))
+    return merged
+
+
+def _block(members: Mapping[str, torch.Tensor], start: int, stop: int) -> Block:
+    return block_of([_spec(name, tensor, start) for name, tensor in members.items()], stop - start)
+
+
+def packed(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
+    """How tensors lie in a group, and the bytes of its blocks. Raises TypeError or ValueError."""
+    check_key(key)
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"{key!r} is a {type(tensors).__name__}: pass a tensor, or a dict of tensors"
+        )
+    sources = {block.name: (block, data) for block, data in blocks_of(tensors)}
+    packing = pack([block for block, _ in sources.values()])
+    return packing, {name: data for name, (_, data) in sources.items()}
+
+
+def laid_out(key: str, packing: Packing, names: Iterable[str]) -> GroupSpec:
+    """A group of tensors that lie so."""
+    by_name = {t.name: t for t in packing.specs()}
+    return group_of(key, [by_name[name] for name in names], packing.nbytes)

@@ -1,0 +1,130 @@
+"""Every private name of torch that this package uses, each behind a function that says what for.
+
+All of them are there from torch 2.8 on, the oldest that is supported; the tests marked `floor` run
+with that, all others with the newest. Where a name is missing, what is called here raises
+AttributeError (pytrees and version counters: importing an adapter raises ImportError), and the
+tests of that adapter fail: without these, nothing could be done in another way, but for what says
+so. Who moves to another torch begins here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Containers of any kind as a list of leaves and a structure. Public only in later versions.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+TensorType = TypeVar("TensorType", bound=torch.Tensor)
+
+# Tensors and their memory -------------------------------------------------------------------------
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often torch operations wrote to a tensor; 0 for inference tensors, which do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def uncounted(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """At its end, the version counter of a tensor is set back to what it was."""
+    return _unsafe_preserve_version_counter(tensor)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that this one is a view of; None if it is no view."""
+    return tensor._base
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with the bit set that says that the elements are to be negated when they are read."""
+    return torch._neg_view(tensor)
+
+
+def like(tensor: TensorType, memory: torch.Tensor) -> TensorType:
+    """Another tensor of the class of `tensor` (a Parameter for instance) and with its attributes,
+    over the memory of `memory`, on whatever device."""
+    other = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
+    other.__dict__.update(tensor.__dict__)
+    return other
+
+
+def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others in vmap or grad: it has no memory of its own."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has as long as this one, or a weak reference to it, is there.
+
+    All Python objects of one storage have the same.
+    """
+    number: int = storage._cdata
+    return number
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """A storage over memory that is somebody else's, who must keep it for as long."""
+    made: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return made  # type: ignore[no-any-return]
+
+
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, if anybody still holds it."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
+
+
+# Autograd -----------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def keeps_graph() -> bool:
+    """In a backward pass: whether it was called with `retain_graph`."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
+
+
+def fills_all_gradients() -> bool:
+    """In a backward pass: whether it leaves gradients in all leaves, as `backward()` does. False in
+    `torch.autograd.grad()` and with `inputs=`."""
+    valid: bool = torch.autograd._is_checkpoint_valid()
+    return valid
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """In a backward pass: have `callback` called when that is over, unless it raises."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The innermost hooks that are on for what autograd saves: (pack, unpack); None without any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else (hooks[0], hooks[1])
+
+
+# Modules ------------------------------------------------------------------------------------------
+
+
+def has_forward_hooks(module: Any) -> bool:
+    """Whether anything is registered to be called before or after a module's forward."""
+    return bool(module._forward_hooks) or bool(module._forward_pre_hooks)
+
+
+def call_first_of_state_dict_hooks(module: Any, hook_id: int) -> None:
+    """Have a hook that is registered for after `state_dict` called before all others."""
+    module._state_dict_hooks.move_to_end(hook_id, last=False)

@@ -1,1 +1,0 @@
-"""MOVE: arenas, files, copies and the carrier that makes them. Decides nothing."""
