@@ -13,19 +13,19 @@ from tierstore.model.groups import GroupId
 
 
 class Lender(Protocol):
-    """Whom a lease goes back to. Each method is told of a loan, which is the lender's own note."""
+    """Whom a lease goes back to. Each method is told of the lender's own record of it."""
 
-    def _release(self, loan: Any) -> None:
+    def release(self, record: Any) -> None:
         """It comes back. A second time, nothing happens."""
 
-    def _lose(self, loan: Any) -> bool:
+    def lose(self, record: Any) -> bool:
         """It comes back at the next step. False if it is back."""
 
-    def _rest(self, loan: Any) -> bool:
-        """It may be called in from now on, by who needs the room. False if that is not possible."""
+    def make_revocable(self, record: Any) -> bool:
+        """Whoever needs the room may revoke it from now on. False if that is not possible."""
 
-    def _resume(self, loan: Any) -> bool:
-        """It is in use again. False if it was called in."""
+    def resume(self, record: Any) -> bool:
+        """It is in use again. False if it was revoked."""
 
 
 class Lease:
@@ -45,13 +45,13 @@ class Lease:
         version: GroupId,
         tensors: dict[str, torch.Tensor],
         lender: Lender,
-        loan: object,
+        record: object,
     ) -> None:
         self.key = key
         self.version = version
         self._tensors: dict[str, torch.Tensor] | None = tensors
         self._lender = lender
-        self._loan = loan
+        self._record = record
         self._used = False
 
     @property
@@ -81,7 +81,7 @@ class Lease:
         """Give the group back. A second call does nothing."""
         try:
             self._tensors = None  # first: another thread may give the memory away at once
-            self._lender._release(self._loan)  # once, however often it is called
+            self._lender.release(self._record)  # once, however often it is called
             self.__class__ = Lease  # it can be lost without harm
         except BaseException:
             self.abandon()
@@ -94,25 +94,7 @@ class Lease:
         """
         self._tensors = None
         self.__class__ = Lease
-        return self._lender._lose(self._loan)
-
-    def rest(self) -> bool:
-        """Say that the tensors are not used until `resume`. For leases that were acquired to read.
-
-        Nobody has to wait for a lease that rests: it is called in by the first who would, and so it
-        costs nothing to keep one for a use that may come. False: it was not kept, so release it.
-        """
-        return self._lender._rest(self._loan)
-
-    def resume(self) -> bool:
-        """Use the tensors of a lease that rested again. False: it was called in, and is released.
-
-        It takes a fraction of the time that another `acquire` would.
-        """
-        if self._lender._resume(self._loan):
-            return True
-        self.release()  # nothing is left of it, unless who called it in was interrupted
-        return False
+        return self._lender.lose(self._record)
 
     def __enter__(self) -> Lease:
         return self
@@ -137,3 +119,23 @@ class OpenLease(Lease):
                 ResourceWarning,
                 stacklevel=2,
             )
+
+
+def make_revocable(lease: Lease) -> bool:
+    """Say that the tensors of a lease to read are not used until `resume`. For adapters.
+
+    Nobody has to wait for a revocable lease: it is revoked by the first who would, and so it costs
+    nothing to keep one for a use that may come. False: it was not kept, so release it.
+    """
+    return lease._lender.make_revocable(lease._record)
+
+
+def resume(lease: Lease) -> bool:
+    """Use the tensors of a revocable lease again. False: it was revoked, and is released.
+
+    It takes a fraction of the time that another `acquire` would.
+    """
+    if lease._lender.resume(lease._record):
+        return True
+    lease.release()  # nothing is left of it, unless who revoked it was interrupted
+    return False

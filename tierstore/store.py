@@ -6,36 +6,36 @@ Only `put`, `acquire`, `get`, `flush`, `close` and their async twins may wait.
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import torch
 
-from tierstore.adoption import WEIGHTS, Adoption, adopt, checkpoint_groups, content_hash
-from tierstore.checkpoints import CheckpointFile, aread_checkpoint, read_checkpoint
+from tierstore.engine.checkpoints import aread_checkpoint, read_checkpoint
+from tierstore.engine.engine import Engine
+from tierstore.engine.keys import check_callers_key
+from tierstore.engine.settings import (
+    Settings,
+    Size,
+    is_chosen,
+    resolve_budgets,
+    resolve_device,
+)
 from tierstore.lease import Lease
-from tierstore.model import events
-from tierstore.model.groups import GroupId, GroupSpec, Source
-from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access
-from tierstore.observe.journal import Summary
-from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
+from tierstore.observe.stats import Snapshot, Stats
 from tierstore.observe.trace import load
-from tierstore.observe.trace_writer import Notes, document, merged, save
-from tierstore.settings import Settings, Size, is_chosen, resolve_budgets, resolve_device
-from tierstore.state import KeepingState
-from tierstore.steps import step
-from tierstore.tiers.maps import AddressSpace
-from tierstore.tiers.objects import intact_object
+from tierstore.observe.trace_writer import document, merged, save
 from tierstore.tiers.views import clone_all
-from tierstore.tiers.workers import Answer
-from tierstore.waiting import Request, Want
+
+T = TypeVar("T")
 
 VERIFY = ("first", "always", "never")
 
 
-class TierStore(KeepingState):
+class TierStore:
     """Serves groups of tensors by key, within hard budgets.
 
     Args:
@@ -73,7 +73,7 @@ class TierStore(KeepingState):
         device = resolve_device(device)
         budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(disk_dir))
         grows = device.type != "cpu" and not is_chosen(device_budget)
-        super().__init__(Settings(device, budgets, os.fspath(disk_dir), policy, verify, grows))
+        self._engine = Engine(Settings(device, budgets, os.fspath(disk_dir), policy, verify, grows))
 
     # Putting -----------------------------------------------------------------------------------
 
@@ -98,15 +98,8 @@ class TierStore(KeepingState):
         cannot be stored, DiskFullError or TransferError if room can only be made by a write that
         failed, StoreTimeoutError if it does not come in time; then nothing was put.
         """
-        request = Request(key, Want.ROOM)
-        try:
-            self._check_key(key)
-            data = self._claim(request, tensors, durable)
-            self._wait(request, self._granted, timeout)
-            self._fill(request, data, durable)
-        except BaseException:
-            self._give_up(request)
-            raise
+        check_callers_key(key)
+        self._engine.puts.put(key, tensors, durable=durable, timeout=timeout)
 
     async def aput(
         self,
@@ -116,15 +109,10 @@ class TierStore(KeepingState):
         durable: bool = True,
     ) -> None:
         """`put` for coroutines. Cancelled, it is whole or not there, and over when told."""
-        request = Request(key, Want.ROOM)
-        try:
-            self._check_key(key)
-            data = self._claim(request, tensors, durable)
-            await self._wait_async(request, self._granted)
-        except BaseException:
-            self._give_up(request)
-            raise
-        await self._off_the_loop(lambda: self._fill_whole(request, data, durable))
+        check_callers_key(key)
+        await self._engine.puts.put_async(
+            key, tensors, durable=durable, off_the_loop=self._off_the_loop
+        )
 
     # Taking by reference -----------------------------------------------------------------------
 
@@ -145,7 +133,7 @@ class TierStore(KeepingState):
         `groups` that the checkpoint does not hold, or ValueError for a name that cannot be a key or
         is there twice; then nothing was registered.
         """
-        return self._register_files(read_checkpoint(path), prefix, groups)
+        return list(self._engine.groups.register_files(read_checkpoint(path), prefix, groups))
 
     async def aregister_checkpoint(
         self,
@@ -155,77 +143,20 @@ class TierStore(KeepingState):
         groups: Mapping[str, Iterable[str]] | None = None,
     ) -> list[str]:
         """`register_checkpoint` for coroutines: headers are read off the event loop's thread."""
-        return self._register_files(await aread_checkpoint(path), prefix, groups)
+        files = await aread_checkpoint(path)
+        return list(self._engine.groups.register_files(files, prefix, groups))
 
-    def _write_once(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, StoredObject]:
-        """The object file with exactly these tensors: found by their content, or written."""
-        key = WEIGHTS + content_hash(tensors)
-        if key not in self:
-            self.put(key, tensors)
-        self._flush_one(key)  # another thread may have put it, or a write may have failed before
-        self.offload(key)
-        path = self._directory.path_of(key)
-        return path, intact_object(path)
-
-    def _register_files(
-        self,
-        files: list[CheckpointFile],
-        prefix: str,
-        groups: Mapping[str, Iterable[str]] | None,
-    ) -> list[str]:
-        found = checkpoint_groups(files, prefix, groups)
-        for key in found:
-            self._check_key(key)
-        self._know_files(files, found, groups is None)
-        return list(found)
-
-    @step
-    def _know_files(
-        self,
-        files: list[CheckpointFile],
-        found: Mapping[str, tuple[GroupSpec, Source]],
-        single: bool,
-    ) -> None:
-        self._check_open()
-        for key in found:
-            self._refuse_duplicate(key)
-        for file in files:
-            self._tiers.disk.files.expect(file.path, file.header_digest)
-        stamps = {file.path: file.stamp for file in files}
-        for key, (spec, source) in found.items():
-            self._know(key, spec, source, stamps, single=single)
-
-    def register(
-        self,
-        key: str,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        space: AddressSpace | None = None,
-    ) -> dict[str, torch.Tensor]:
+    def register(self, key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take tensors as a group without copying what a file already holds.
 
         Tensors that still are a file's own bytes (as `from_pretrained` leaves them) are used by
         reference. The rest is written once, under `weights/` and the hash of its content: the same
         content is never written twice. Returns, for each name, a CPU tensor of the true value that
-        costs no memory until it is read: a copy-on-write map of the file. `space` saves time where
-        many groups are registered in a row: what is mapped where, looked up once.
+        costs no memory until it is read: a copy-on-write map of the file.
 
         Raises DuplicateKeyError, BudgetError, TypeError, DiskFullError or TransferError.
         """
-        self._check_key(key)
-        self._check_open()
-        self._refuse_duplicate(key)
-        adoption = adopt(tensors, space or AddressSpace(), self._write_once)
-        self._know_adopted(key, adoption)
-        return adoption.homes
-
-    @step
-    def _know_adopted(self, key: str, adoption: Adoption) -> None:
-        self._check_open()
-        self._refuse_duplicate(key)
-        for path in adoption.stamps:
-            self._tiers.disk.files.expect(path)
-        self._know(key, adoption.spec, adoption.source, adoption.stamps, single=False)
+        return self._engine.groups.register(key, tensors)
 
     # Getting -----------------------------------------------------------------------------------
 
@@ -239,11 +170,11 @@ class TierStore(KeepingState):
         fit, or not beside the leases that the caller itself holds; the error of a read that failed
         (CorruptDataError, TruncatedFileError, StaleCheckpointError, TransferError).
         """
-        return self._wait(self._asked(key, access), self._attempt, timeout)
+        return self._engine.leases.acquire(key, access, timeout)
 
     async def aacquire(self, key: str, access: Access = Access.READ) -> Lease:
         """`acquire` for coroutines: never blocks the event loop; cancelled, it leaves nothing."""
-        return await self._wait_async(self._asked(key, access), self._attempt)
+        return await self._engine.leases.acquire_async(key, access)
 
     def get(
         self, key: str, *, timeout: float | None = None
@@ -257,9 +188,7 @@ class TierStore(KeepingState):
 
     async def aget(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
         """`get` for coroutines."""
-        request = self._asked(key, Access.READ)
-        lease = await self._wait_async(request, self._attempt)
-        self._hand_on(request.loan)
+        lease = await self._engine.leases.acquire_for_another_thread(key)
 
         def copy() -> torch.Tensor | dict[str, torch.Tensor]:
             # Released by who reads the leased memory, whether or not anybody still waits for it.
@@ -269,37 +198,38 @@ class TierStore(KeepingState):
         return await self._off_the_loop(copy)
 
     def _owned(self, lease: Lease) -> torch.Tensor | dict[str, torch.Tensor]:
-        entry = self._mover.entry(lease.version)
+        entry = self._engine.core.mover.entry(lease.version)
         copies = clone_all(entry.spec, lease.tensors)
         return next(iter(copies.values())) if entry.single else copies
+
+    async def _off_the_loop(self, job: Callable[[], T]) -> T:
+        """Run `job` on a thread of the store's, in order with the device work of this one."""
+        # The stream of the caller's device work; entered on another thread, it is used there.
+        stream = self._engine.core.current_stream()
+        here: AbstractContextManager[object] = nullcontext() if stream is None else stream
+
+        def in_order() -> T:
+            with here:
+                return job()
+
+        return await self._engine.copy_threads.run(in_order)
 
     # Hints and housekeeping --------------------------------------------------------------------
 
     def prefetch(self, keys: str | Iterable[str]) -> None:
         """Say what comes next, in order. A hint: it never waits, and never takes needed room."""
-        self._prefetch([keys] if isinstance(keys, str) else list(keys))
+        self._engine.groups.expect([keys] if isinstance(keys, str) else list(keys))
 
-    @step
-    def _prefetch(self, keys: list[str]) -> None:
-        self._check_open()
-        self._tell(events.Expected(tuple(self._lookup(key) for key in keys)))
-
-    @step
     def offload(self, key: str) -> None:
         """Say that a group is not needed on the device for now. Never waits."""
-        self._check_open()
-        self._tell(events.Offloaded(self._lookup(key)))
+        self._engine.groups.offload(key)
 
-    @step
     def keep(self, key: str) -> None:
         """Say that a group should stay in memory once it was used: others are given up first.
 
         A hint: what somebody waits for takes its room if there is no other.
         """
-        self._check_open()
-        version = self._lookup(key)
-        self._mover.entry(version).kept = True
-        self._tell(events.MadeSticky(version))
+        self._engine.groups.make_sticky(key)
 
     def discard(self, key: str) -> None:
         """Forget a group, on disk too. Who holds a lease keeps it; a checkpoint stays untouched.
@@ -307,55 +237,32 @@ class TierStore(KeepingState):
         Raises UnknownKeyError; TransferError if its file cannot be removed: then the group is gone
         for readers, and `flush`, `close` and another `discard` try again.
         """
-        removal = self._forget(key)
-        if removal is not None:
-            self._see_removed(removal)
-
-    @step
-    def _forget(self, key: str) -> Answer[None] | None:
-        """Returns the removal of the group's file."""
-        self._check_open()
-        if key not in self._versions and self._tiers.disk.is_left(key):
-            return self._tiers.disk.remove(key, self._newest_so_far(), True)
-        version = self._lookup(key)
-        durable = self._mover.entry(version).durable and not self._planner.backed(version)
-        del self._versions[key]
-        self._tell(events.Discarded(version))
-        return self._tiers.disk.remove(key, self._newest_so_far(), durable)
+        self._engine.groups.discard(key)
 
     def flush(self, *, timeout: float | None = None) -> None:
         """Wait until every durable group is on disk. Raises the first error, after trying all.
 
         StoreTimeoutError, if some are not there after so many seconds (None: as long as it takes).
         """
-        self._check_open()
-        self._flush_all(timeout)
+        self._engine.core.check_open()
+        self._engine.saves.flush(timeout)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._versions
+        return key in self._engine.core.current
 
     def __len__(self) -> int:
-        return len(self._versions)
+        return len(self._engine.core.current)
 
-    @step
     def keys(self, prefix: str = "") -> list[str]:
         """The keys of all groups that begin with `prefix`, sorted."""
-        self._tidy_up()
-        return sorted(key for key in self._versions if key.startswith(prefix))
+        return self._engine.reporting.keys(prefix)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
-    @step
     def stats(self) -> Stats:
         """What the store has done so far."""
-        self._tidy_up()
-        return self._stats(self._mover.journal.summary())
-
-    def _stats(self, summary: Summary) -> Stats:
-        drivers = self._mover.drivers.items()
-        peak = {tier: d.peak_bytes for tier, d in drivers if d.peak_bytes is not None}
-        return self._observer.stats(summary, self._planner, peak)
+        return self._engine.reporting.stats()
 
     def trace(
         self, path: str | os.PathLike[str], *, merge: str | os.PathLike[str] | None = None
@@ -368,43 +275,12 @@ class TierStore(KeepingState):
 
         Raises OSError, or InvalidTraceError if `merge` is no trace.
         """
-        trace = document(self._notes())
+        trace = document(self._engine.reporting.notes())
         save(trace if merge is None else merged(trace, load(merge)), path)
 
-    @step
-    def _notes(self) -> Notes:
-        self._tidy_up()
-        journal, groups = self._mover.journal, self._versions.items()
-        summary, spans = journal.read()
-        return Notes(
-            self._stats(summary),
-            summary,
-            spans,
-            journal.uses.events(),
-            journal.levels.events(),
-            {key: self._mover.entry(version).spec.nbytes for key, version in groups},
-            str(self.device),
-            journal.dropped,
-            journal.number,
-            time.monotonic(),
-        )
-
-    @step
     def snapshot(self) -> Snapshot:
         """What is where now."""
-        self._tidy_up()
-        planner = self._planner
-        groups = [self._group_snapshot(k, v) for k, v in sorted(self._versions.items())]
-        return Snapshot(
-            tuple(groups),
-            {t.name: planner.used[t] for t in planner.tiers},
-            {t.name: planner.budgets[t] for t in planner.tiers},
-        )
-
-    def _group_snapshot(self, key: str, version: GroupId) -> GroupSnapshot:
-        spec = self._mover.entry(version).spec
-        tiers = tuple(tier.name for tier in self._planner.residence(version))
-        return GroupSnapshot(key, spec.nbytes, tiers, len(spec.tensors))
+        return self._engine.reporting.snapshot()
 
     def close(self) -> None:
         """Flush, then give memory, threads and the directory back. A second call does nothing.
@@ -412,34 +288,31 @@ class TierStore(KeepingState):
         Raises the flush's error, after everything was given back. Leases that are still out stay
         readable. A disk that has done nothing for half a minute is not waited for any more.
         """
-        if self._closed:
-            return
-        self._check_process()
-        try:
-            self._begin_to_close()
-            self._flush_before_end()
-        finally:
-            self._end()
-            self._copiers.stop()
-            self._finalizer()
-
-    @step
-    def _begin_to_close(self) -> None:
-        self._closing = True
-        self._waiting.changed()
-
-    @step
-    def _end(self) -> None:
-        self._closed = True
-        self._waiting.changed()
+        self._engine.close()
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self._engine.core.closed
+
+    @property
+    def device(self) -> torch.device:
+        """Where leases are."""
+        return self._engine.core.device
 
     def __enter__(self) -> TierStore:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a TierStore belongs to its process: open another one, with a disk_dir of its own, in "
+            "the process that is to have it"
+        )
+
+
+def engine_of(store: TierStore) -> Engine:
+    """What serves a store, for adapters and tests."""
+    return store._engine

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.device import pretend
+from tests.helpers.engine import core_of
 
 if pretend.available() is None:
     pretend.load()  # before the first backward pass of the process
@@ -36,7 +37,7 @@ BUDGET = 1 << 20  # of 2.25 MiB that are saved
 def measured(store: tierstore.TierStore, device: str) -> dict[str, Any]:
     """What is held between two steps, in bytes, but for `groups` and `tensors`."""
     snapshot = store.snapshot()
-    spill = store._tiers.disk._spill
+    spill = core_of(store).tiers.disk._spill
     on_device = pretend.memory_allocated() if device == "pretend" else 0
     pinned = pretend.pinned_bytes() if device == "pretend" else 0
     return {
@@ -46,7 +47,7 @@ def measured(store: tierstore.TierStore, device: str) -> dict[str, Any]:
         "slab": 0 if spill is None else os.stat(spill.path).st_size,
         "used": snapshot.used_bytes,
         "groups": len(snapshot.groups),
-        "files": sorted(os.listdir(store._directory.path)),
+        "files": sorted(os.listdir(core_of(store).directory.path)),
         "tensors": sum(type(each) is torch.Tensor for each in gc.get_objects()),
         "written": store.stats().bytes_written,
     }

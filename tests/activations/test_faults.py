@@ -24,6 +24,7 @@ from tests.activations.helpers import (
     plain_gradients,
     random_matrices,
 )
+from tests.helpers.engine import core_of
 from tests.store.helpers import assert_sound, is_root, wait_until_idle
 from tests.store.test_faults import Failing
 from tierstore import CorruptDataError, DiskFullError, TierStore, TierStoreError, TransferError
@@ -168,7 +169,7 @@ def test_a_read_that_failed_can_be_repeated(
 
 def damage(store: TierStore) -> int:
     """Change every byte that was spilled. Returns how many there are."""
-    spill = store._tiers.disk._spill
+    spill = core_of(store).tiers.disk._spill
     assert spill is not None, "nothing was spilled"
     with open(spill.path, "r+b", buffering=0) as file:
         there = os.pread(file.fileno(), spill._end, 0)

@@ -19,6 +19,7 @@ from tests.activations.helpers import (
     plain_gradients,
     random_matrices,
 )
+from tests.helpers.engine import core_of
 from tests.store.helpers import PAGE, assert_sound, memory_held, pages
 from tierstore import BudgetError
 
@@ -45,8 +46,8 @@ def test_what_is_read_and_kept_is_within_the_budget_or_a_copy(device: str, disk_
         with offloading(store):
             loss = chain(x, weights)
         found = read_all(loss)
-        with store._lock:
-            lent = len(store._out)
+        with core_of(store).lock:
+            lent = len(core_of(store).leases)
         assert 0 < lent < len({tensor.data_ptr() for tensor in found})
         assert_equal(found, wanted)
         assert_sound(store)

@@ -14,8 +14,8 @@ from torch import nn
 from tests.adapters.conftest import NEEDS_PRETEND
 from tests.device import pretend
 from tierstore import TierStore, dispatch_model
+from tierstore.engine.settings import grown_device_budget
 from tierstore.model.sizes import PAGE
-from tierstore.settings import grown_device_budget
 
 WIDTH, LAYERS = 256, 24
 LAYER = WIDTH * WIDTH * 4

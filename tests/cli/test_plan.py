@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests import pipelines
 from tests.cli.conftest import Inspect, start
+from tests.helpers.engine import core_of
 from tierstore import TierStore, enable_group_offload
 from tierstore.cli.disk_speed import remember
 from tierstore.model.tiers import Tier
@@ -414,7 +415,7 @@ def steps_of(path: Path, prefix: str, first: str) -> tuple[dict[str, int], list[
 
 def source_bytes(store: TierStore, key: str) -> int:
     """What reading a group adds to `stats().bytes_read`."""
-    source = store._mover.entry(store._versions[key]).source
+    source = core_of(store).mover.entry(core_of(store).current[key]).source
     assert source is not None
     return source.nbytes
 

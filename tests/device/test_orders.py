@@ -31,7 +31,9 @@ from tierstore import (
     offload_activations,
     undispatch,
 )
+from tierstore.engine.core import Core
 from tierstore.lease import Lease
+from tierstore.store import engine_of
 from tierstore.tiers import host_tier
 from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier
@@ -237,7 +239,7 @@ def release_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 def arrival_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A borrower does not wait for the copy that brings the group."""
-    patch.setattr(TierStore, "_order_after_arrival", lambda store, entry, stream: None)
+    patch.setattr(Core, "order_after_arrival", lambda core, entry, stream: None)
 
 
 def use_is_not_noted(patch: pytest.MonkeyPatch) -> None:
@@ -252,7 +254,7 @@ def slot_is_given_back_early(patch: pytest.MonkeyPatch) -> None:
 
     def early(store: TierStore, *arguments: Any, **options: Any) -> Lease:
         lease = acquire(store, *arguments, **options)
-        store._release(lease._loan)
+        engine_of(store).lease_table.release(lease._record)
         return lease
 
     patch.setattr(TierStore, "acquire", early)

@@ -16,6 +16,7 @@ from tests.device import pretend
 from tierstore import TierStore, dispatch_model
 from tierstore.model.sizes import PAGE
 from tierstore.observe.observer import reserved_bytes
+from tierstore.store import engine_of
 from tierstore.tiers.arena import device_arena
 from tierstore.tiers.device_memory import empty_cache
 
@@ -200,7 +201,7 @@ def test_nothing_runs_again_that_may_then_be_another(
 
 def test_nothing_runs_again_where_there_is_nothing_to_give(model: Model, store: TierStore) -> None:
     with torch.no_grad():
-        model.hungry.act = lambda *given: store.give_back_device_memory() or 0.0
+        model.hungry.act = lambda *given: engine_of(store).device_memory.give_back() or 0.0
         model.hungry.nbytes = 1 << 40
         with pytest.raises(torch.OutOfMemoryError):
             model(rows())

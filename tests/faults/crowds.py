@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from tests.faults.linearizability import History, Some, assert_linearizable, lent
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
+from tests.helpers.engine import core_of
 from tests.store.helpers import PAGE, assert_at_rest, assert_sound, open_store
 from tierstore import Access, BudgetError, Lease, LeaseError, TierStore, UnknownKeyError
 
@@ -62,7 +63,7 @@ class Watch:
                 held = nbytes.get(tier, 0)
                 assert budget is None or held <= budget, f"{what} {held} of {budget} on {tier}"
         if self.store.device.type == "cpu":
-            pages = self.store._tiers.host.arena._make.__self__
+            pages = core_of(self.store).tiers.host.arena._make.__self__
             assert pages._held <= self.budgets["HOST"], "memory that nobody lets go of"
         self.samples += 1
         if self.samples % 8 == 0:

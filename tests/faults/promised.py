@@ -20,7 +20,7 @@ import torch
 
 from tests.helpers.files import damaged_objects
 from tierstore import TierStore
-from tierstore.adoption import WEIGHTS, content_hash
+from tierstore.engine.adoption import WEIGHTS, content_hash
 from tierstore.model.errors import TierStoreError
 from tierstore.model.tiers import Access
 from tierstore.tiers.objects import LOCK, MARKER, OBJECTS, TEMPORARY

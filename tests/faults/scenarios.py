@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.helpers.engine import core_of, mutable
 from tests.helpers.files import damaged_objects, open_files
 from tests.store.helpers import assert_at_rest, assert_sound, files_below, wait_until_idle
 from tierstore import TierStore
@@ -233,7 +234,7 @@ def check_afterwards(world: World) -> None:
     """The fault is gone: the store works as if there had been none. Closes it."""
     store = world.store
     assert store is not None
-    unreadable = set(store._directory.damaged)
+    unreadable = set(core_of(store).directory.damaged)
     if not world.closed:
         wait_until_idle(store)
         assert_sound(store)
@@ -434,30 +435,30 @@ def train(world: World) -> None:
     for number, key in enumerate(["state.a", "state.b"]):
         world.transient.add(key)
         world.visible[key] = {ABSENT}
-        done, _ = world.attempt(world._store.settle, key, tensors_of(80 + number))
+        done, _ = world.attempt(mutable(world._store).create, key, tensors_of(80 + number))
         assert done == (key in world._store)
         if done:
             world.visible[key] = {80 + number}
             change(world, key, 84 + number)
     place_on_disk(world)
     keys = [key for key in ("state.a", "state.b") if key in world._store]
-    world._store.expect_in_ram(keys)
+    mutable(world._store).expect_in_host(keys)
     for key in keys:
         world.get(key)
 
 
 def change(world: World, key: str, value: int) -> None:
     store = world._store
-    done, held = world.attempt(store.hold, key, Hold.UPDATE)
+    done, held = world.attempt(mutable(store).lease_in_host, key, Hold.UPDATE)
     if not done:
         return
     fill(held.tensors, value)
     held.release()
     world.visible[key] = {value}
-    away, _ = world.attempt(store.put_away, [key])
+    away, _ = world.attempt(mutable(store).move_to_disk, [key])
     if not away:
         return
-    done, shown = world.attempt(store.show, key)
+    done, shown = world.attempt(mutable(store).view_on_disk, key)
     if done:
         assert value_of(shown) == value
         fill(shown, value + 4)
@@ -474,11 +475,11 @@ def place_on_disk(world: World) -> None:
     store, key = world._store, "state.c"
     world.transient.add(key)
     world.visible[key] = {ABSENT}
-    done, _ = world.attempt(store.settle_on_disk, key, tensors_of(0))
+    done, _ = world.attempt(mutable(store).create_on_disk, key, tensors_of(0))
     assert done == (key in store)
     if not done:
         return
-    done, held = world.attempt(store.hold, key, Hold.RENEW)
+    done, held = world.attempt(mutable(store).lease_in_host, key, Hold.RENEW)
     if not done:
         store.discard(key)
         return

@@ -23,6 +23,7 @@ from typing import Any
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
 from tests.store.helpers import PAGE, assert_at_rest, open_store
 from tierstore import Access, UnknownKeyError
+from tierstore.store import engine_of
 
 KEYS = 6
 
@@ -35,7 +36,7 @@ class Worker:
         self.patience = patience  # seconds
         self.store = open_store(directory, 10 * PAGE)
         if fault == "forgets":
-            self.store._give_up = lambda request: None
+            engine_of(self.store).requests.give_up = lambda request: None
         self.may_be: dict[str, set[int | None]] = {key_of(i): {None} for i in range(KEYS)}
         self.serial = self.steps = self.interrupts = self.checked = 0
         self.over = False

@@ -30,11 +30,13 @@ import torch
 
 from tests.faults.crowds import Watch
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
+from tests.helpers.engine import core_of
 from tests.store.helpers import PAGE, assert_at_rest, memory_held, open_store
 from tierstore import Access, TierStore, TransferError
 from tierstore.model.sizes import round_up
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Ring
+from tierstore.store import engine_of
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.objects import object_name
 
@@ -111,20 +113,20 @@ class Soak:
     def __init__(self, place: str, seed: int, leak: int) -> None:
         self.place = Path(place)
         self.store: TierStore = open_store(self.place, PAGES * PAGE)
-        journal = self.store._mover.journal
+        journal = core_of(self.store).mover.journal
         journal.uses, journal.levels, journal._spans = (Ring(KEPT) for _ in range(3))
         self.users = [User(self.store, number, seed) for number in range(THREADS)]
         self.faults = Faults(seed, self.operations)
         self.errors: list[BaseException] = []
         self.told = Told()
-        drop = self.store._tiers.host.drop
+        drop = core_of(self.store).tiers.host.drop
 
         def counting(entry: GroupEntry) -> None:
-            newest = self.store._versions.get(entry.key.key)
+            newest = core_of(self.store).current.get(entry.key.key)
             self.told.evicted += newest == entry.key
             drop(entry)
 
-        self.store._tiers.host.drop = counting  # type: ignore[method-assign]
+        core_of(self.store).tiers.host.drop = counting  # type: ignore[method-assign]
         self._leaked: list[bytes] = []
         if leak:
             get = self.store.get
@@ -181,7 +183,9 @@ class Soak:
         assert set(self.store.keys()) == set(known)
         for key in random.sample(sorted(known), 20):
             known[key].see(key, tag_of(key, self.store.get(key)))
-        self.store._tiers.disk.files.close()  # a bounded number is held open to be read again
+        engine_of(
+            self.store
+        ).core.tiers.disk.files.close()  # a bounded number is held open to be read again
         gc.collect()
 
     def _tell(self) -> None:
@@ -311,11 +315,11 @@ def note(operations: int, begun: float) -> Note:
 
 def assert_true(store: TierStore, place: Path) -> None:
     """The books agree with the memory and the files that there are. Nobody uses the store."""
-    carrier, planner = store._mover, store._planner
-    with store._lock:
+    carrier, planner = core_of(store).mover, core_of(store).planner
+    with core_of(store).lock:
         entry = {version.key: c for version, c in carrier._entries.items()}
         held = memory_held(store)["HOST"]
-        arena = store._tiers.host.arena
+        arena = core_of(store).tiers.host.arena
         slots = [c.slots[Tier.HOST] for c in entry.values() if Tier.HOST in c.slots]
         slots += itertools.chain.from_iterable(arena._idle.values())
         slots += arena._condemned
@@ -330,8 +334,8 @@ def assert_true(store: TierStore, place: Path) -> None:
             data = durable[name].packing.dense_nbytes
             assert data < nbytes <= data + 2 * PAGE
         spilled = [c for c in entry.values() if c.spilled_at is not None]
-        free = sum(nbytes for _, nbytes in store._tiers.disk._spill._free)
-        taken = store._tiers.disk._spill._end - free
+        free = sum(nbytes for _, nbytes in core_of(store).tiers.disk._spill._free)
+        taken = core_of(store).tiers.disk._spill._end - free
         assert taken == sum(round_up(c.spec.nbytes, PAGE) for c in spilled)
         on_disk = [c for c in entry.values() if c.source is not None]
         assert planner.used[Tier.DISK] == sum(c.spec.nbytes for c in on_disk)

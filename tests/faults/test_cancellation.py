@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 
 from tests.faults.cancelling import Tasks
+from tests.helpers.engine import core_of
 from tests.lanes import by_lane
 from tests.store.helpers import PATIENCE, on_both
 from tierstore import CorruptDataError
+from tierstore.store import engine_of
 
 
 @pytest.mark.full("what a task asks for is the same on each device", keep=["cpu"])
@@ -44,17 +46,17 @@ def test_tasks_that_are_cancelled_at_random_leave_nothing_behind(
 def test_a_lease_that_a_cancelled_task_leaves_behind_is_noticed(tmp_path: Path) -> None:
     """The control: who is cancelled while it waits does not take its wish back."""
     tasks = Tasks(1, "cpu", tmp_path / "store")
-    give_up = tasks.store._give_up
+    give_up = engine_of(tasks.store).requests.give_up
 
     def forgetful(request: Any) -> None:
         if not isinstance(sys.exc_info()[1], asyncio.CancelledError):
             give_up(request)
 
-    tasks.store._give_up = forgetful
+    engine_of(tasks.store).requests.give_up = forgetful
     tasks.patience = 3.0  # what nobody wants any more is in the way of others, for ever
     with pytest.raises((AssertionError, TimeoutError)):
         tasks.play(8)
-    tasks.store._give_up = give_up
+    engine_of(tasks.store).requests.give_up = give_up
     tasks.store.close()
 
 
@@ -62,7 +64,11 @@ def test_half_of_a_put_is_noticed(tmp_path: Path) -> None:
     """The control: readers see a group before it is filled."""
     tasks = Tasks(1, "cpu", tmp_path / "store")
     store, late = tasks.store, dict[int, tuple[Any, ...]]()
-    host, fill, show = store._tiers.host, store._tiers.host.fill, store._filled
+    host, fill, show = (
+        core_of(store).tiers.host,
+        core_of(store).tiers.host.fill,
+        engine_of(store).puts.publish,
+    )
 
     def postpone(entry: Any, blocks: Any) -> None:
         host.arena.fill(entry.slots[host.tier])
@@ -73,7 +79,7 @@ def test_half_of_a_put_is_noticed(tmp_path: Path) -> None:
         time.sleep(0.001)
         fill(*late.pop(threading.get_ident()))
 
-    host.fill, store._filled = postpone, shown
+    host.fill, engine_of(store).puts.publish = postpone, shown
     # Torn, or gone before it was filled, or filled while it was written to disk.
     with pytest.raises((AssertionError, KeyError, CorruptDataError)):
         tasks.play(8)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.crowds import Throng, Watch
 from tests.faults.values import Torn, fill, group, tag_for, tag_of
+from tests.helpers.engine import core_of
 from tests.lanes import by_lane
 from tests.store.helpers import (
     PAGE,
@@ -25,6 +26,7 @@ from tests.store.helpers import (
 )
 from tierstore import Access, CorruptDataError, TransferError
 from tierstore.model.tiers import Tier
+from tierstore.store import engine_of
 from tierstore.tiers import mover
 
 STEPS = 25  # of each thread in a round
@@ -72,7 +74,7 @@ def held_after_failed_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     held = 0
     for key, tensor in keys.items():
         assert_group(store.get(key), tensor)
-        held = max(held, store._tiers.host.arena._make.__self__._held)
+        held = max(held, core_of(store).tiers.host.arena._make.__self__._held)
     store.close()
     return held
 
@@ -98,7 +100,7 @@ def test_an_error_with_all_that_was_going_on_would_keep_it(
 def test_a_value_that_is_seen_late_is_noticed(tmp_path: Path) -> None:
     """Now and then a put returns before readers can see what was put."""
     throng = Throng(1, "cpu", tmp_path / "store", threads=8)
-    rng, show, late = random.Random(1), throng.store._filled, []
+    rng, show, late = random.Random(1), engine_of(throng.store).puts.publish, []
 
     def later(*arguments: object) -> None:
         time.sleep(0.005)
@@ -112,7 +114,7 @@ def test_a_value_that_is_seen_late_is_noticed(tmp_path: Path) -> None:
         late.append(thread)
         thread.start()
 
-    throng.store._filled = filled
+    engine_of(throng.store).puts.publish = filled
     with pytest.raises(AssertionError, match="no order explains"):
         throng.play(20, STEPS)
     for thread in late:
@@ -144,7 +146,7 @@ def test_a_store_that_takes_more_than_it_may_is_noticed(tmp_path: Path) -> None:
     watch = Watch(store, lambda: 0)
     store.put("fits", pages(1, 3))
     watch.look()
-    store._planner.budgets[Tier.HOST] = 8 * PAGE
+    core_of(store).planner.budgets[Tier.HOST] = 8 * PAGE
     store.put("more", pages(1, 4))
     with pytest.raises(AssertionError, match="used 28672 of 16384 on HOST"):
         watch.look()

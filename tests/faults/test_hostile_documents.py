@@ -32,9 +32,9 @@ from tests.store.helpers import open_store, pages
 from tierstore import TierStoreError
 from tierstore.adapters.training.documents import _sealed
 from tierstore.adapters.training.saving import load_training, save_training
-from tierstore.checkpoints import read_checkpoint
 from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
+from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.errors import InvalidTraceError
 from tierstore.tiers.locking import describe_owner
 from tierstore.tiers.objects import STORE_FORMAT, read_marker

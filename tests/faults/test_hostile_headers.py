@@ -337,7 +337,7 @@ LARGE = r"""
 import sys, time
 from pathlib import Path
 from tierstore import TierStoreError
-from tierstore.checkpoints import read_checkpoint
+from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.header import MAX_TENSORS
 from tierstore.tiers.objects import read_object
 

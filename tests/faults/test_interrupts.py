@@ -16,9 +16,12 @@ import pytest
 import torch
 
 from tests.faults.interrupting import PACKAGE, Interrupter
+from tests.helpers.engine import core_of, mutable
 from tests.lanes import by_lane
 from tests.store.helpers import assert_at_rest, on_both
 from tierstore import Access, BudgetError, TierStore, UnknownKeyError
+from tierstore.engine.core import Core
+from tierstore.lease import make_revocable, resume
 from tierstore.model.locks import under
 from tierstore.model.tiers import Hold
 
@@ -42,7 +45,7 @@ class Scene:
         self.turn = 0
         for number in range(GROUPS):
             store.put(f"group {number}", value(number))
-        store.settle("state", {"a": value(0)})
+        mutable(store).create("state", {"a": value(0)})
         store.flush()
 
     def prepare(self) -> None:
@@ -57,14 +60,14 @@ class Scene:
 
     def rest_and_resume(self) -> None:
         with self.store.acquire(f"group {self.turn % GROUPS}") as lease:
-            if lease.rest() and lease.resume():
+            if make_revocable(lease) and resume(lease):
                 assert lease.tensors
 
     def rest_and_be_called_in(self) -> None:
         with self.store.acquire("changing") as lease:
-            lease.rest()
+            make_revocable(lease)
             self.update()
-            lease.resume()
+            resume(lease)
 
     def put(self) -> None:
         self.store.put("changing", value(-self.turn))
@@ -94,9 +97,9 @@ class Scene:
         self.store.flush()
 
     def hold(self) -> None:
-        with self.store.hold("state", Hold.UPDATE) as lease:
+        with mutable(self.store).lease_in_host("state", Hold.UPDATE) as lease:
             lease.tensors["a"].fill_(self.turn)
-        self.store.put_away(["state"])
+        mutable(self.store).move_to_disk(["state"])
 
     def look(self) -> None:
         """Everything is as it was, or as it was to be; and the whole budget can be had."""
@@ -195,7 +198,7 @@ def test_without_mending_an_interrupt_leaves_it_torn(
     quick_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: the same, with a store that does not mend what was cut short."""
-    monkeypatch.setattr(TierStore, "_mend", lambda self: None)
+    monkeypatch.setattr(Core, "rebuild", lambda self: None)
     store = TierStore(BUDGET, quick_dir, device="cpu")
     scene = Scene(store)
     monkeypatch.setattr("tests.faults.test_interrupts.PATIENCE", 1.0)
@@ -207,7 +210,7 @@ def test_without_mending_an_interrupt_leaves_it_torn(
             found.append((interrupter.where, error))
             break
     assert found
-    store._finalizer()
+    core_of(store).finalizer()
 
 
 def test_a_lock_in_a_with_statement_may_never_be_given_back() -> None:
@@ -231,10 +234,10 @@ def test_a_lock_in_a_with_statement_may_never_be_given_back() -> None:
 def test_an_error_of_the_library_in_a_step_needs_no_mending(quick_dir: Path) -> None:
     """What is learned of the order of use would be lost."""
     with TierStore(BUDGET, quick_dir, device="cpu") as store:
-        before = store._planner
+        before = core_of(store).planner
         with pytest.raises(UnknownKeyError):
             store.acquire("nothing")
         with pytest.raises(BudgetError):
             store.put("too large", torch.zeros(BUDGET))
-        assert not store._torn
-        assert store._planner is before
+        assert not core_of(store).dirty
+        assert core_of(store).planner is before

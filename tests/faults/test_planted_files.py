@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from tests.cli.conftest import tree
 from tests.faults.watching import watched
+from tests.helpers.engine import core_of
 from tests.helpers.files import object_file, open_files
 from tests.helpers.processes import output_of
 from tests.lanes import LONG, lane
@@ -43,9 +44,9 @@ from tierstore import (
     TierStoreError,
     TransferError,
 )
-from tierstore.checkpoints import read_checkpoint
 from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
+from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.tiers.objects import MARKER
 from tierstore.tiers.spill import anonymous_file
 
@@ -593,7 +594,7 @@ def test_without_the_stamp_the_change_is_served(
     save_file({f"layer{i}": pages(i, 4) for i in range(8)}, path)
     with open_store(disk_dir, 8 * PAGE) as store:
         store.register_checkpoint(path, "m/")
-        files = store._tiers.disk.files
+        files = core_of(store).tiers.disk.files
         files.check = lambda name, expected: files.get(name)  # type: ignore[method-assign]
         edit_in_place(path, victims)
         found = store.get("m/layer7")

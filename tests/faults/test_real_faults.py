@@ -122,9 +122,9 @@ kept = []
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 for number in range(250):
     kept.append(store.register(f"w{number}", {"a": torch.full((2000,), float(number))}))
-    store.settle(f"s{number}", {"a": torch.full((1000,), float(number))})
-    store.put_away([f"s{number}"])
-    kept.append(store.show(f"s{number}"))
+    mutable(store).create(f"s{number}", {"a": torch.full((1000,), float(number))})
+    mutable(store).move_to_disk([f"s{number}"])
+    kept.append(mutable(store).view_on_disk(f"s{number}"))
 for number in range(250):
     assert bool((kept[2 * number]["a"] == number).all())
     assert bool((kept[2 * number + 1]["a"] == number).all())

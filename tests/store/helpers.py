@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.device import pretend
+from tests.helpers.engine import core_of
 from tests.helpers.threads import PATIENCE
 from tierstore import TierStore
 from tierstore.model.events import Event, Leased, Released
@@ -117,16 +118,20 @@ def memory_held(store: TierStore) -> dict[str, int]:
 
 def memory_tiers(store: TierStore) -> list[Any]:
     """The drivers of the tiers whose copies take memory."""
-    return [tier for tier in (store._tiers.device, store._tiers.host) if tier is not None]
+    return [
+        tier
+        for tier in (core_of(store).tiers.device, core_of(store).tiers.host)
+        if tier is not None
+    ]
 
 
 def assert_sound(store: TierStore) -> None:
     """Every promise of the planner holds, and memory that exists is within the budgets."""
-    with store._lock:
-        store._planner.check()
+    with core_of(store).lock:
+        core_of(store).planner.check()
         for driver in memory_tiers(store):
             arena, name = driver.arena, driver.tier.name
-            budget = store._planner.budgets[driver.tier]
+            budget = core_of(store).planner.budgets[driver.tier]
             assert budget is not None
             assert arena.bytes_held <= budget, f"{name} holds {arena.bytes_held} of {budget}"
             assert arena.peak_held <= budget, f"{name} held {arena.peak_held} of {budget}"
@@ -134,29 +139,29 @@ def assert_sound(store: TierStore) -> None:
 
 def assert_at_rest(store: TierStore) -> None:
     """Nothing is lent, wanted or on its way, and the books agree with what the groups take."""
-    with store._lock:
-        store._collect_lost()
+    with core_of(store).lock:
+        core_of(store).collect_garbage()
     wait_until_idle(store)  # what was discarded may still be on its way to the disk
     assert_sound(store)
-    store._mover.catch_up()
-    planner = store._planner
-    with store._lock:
-        assert not store._torn, "a step was cut short, and nobody has mended it"
-        assert not store._out, "a lease is still out"
-        assert not store._waiting._held, "a lease is still out"
-        assert not store._waiting.requests(), "somebody still waits"
-        assert not store._putting, "somebody is still putting"
+    core_of(store).mover.catch_up()
+    planner = core_of(store).planner
+    with core_of(store).lock:
+        assert not core_of(store).dirty, "a step was cut short, and nobody has mended it"
+        assert not core_of(store).leases, "a lease is still out"
+        assert not core_of(store).queue._held, "a lease is still out"
+        assert not core_of(store).queue.requests(), "somebody still waits"
+        assert not core_of(store).unseen, "somebody is still putting"
         planner.check()
         assert not planner.waited_for(), "somebody's request is left"
         assert not planner.leased()
-        known = set(store._versions.values())
+        known = set(core_of(store).current.values())
         assert planner.groups() == known, "a generation that nobody can reach is still there"
-        assert set(store._mover._entries) == known
+        assert set(core_of(store).mover._entries) == known
 
 
 def wait_until_idle(store: TierStore) -> None:
     """Wait until nothing is on its way."""
-    wait_until(lambda: store._planner.idle(), "it never ends")
+    wait_until(lambda: core_of(store).planner.idle(), "it never ends")
 
 
 def wait_until(there: Callable[[], bool], otherwise: str) -> None:
@@ -200,7 +205,7 @@ def join(thread: threading.Thread, seconds: float = PATIENCE) -> None:
 
 def disk_bytes(store: TierStore) -> int:
     """Bytes that the planner says are on disk."""
-    return store._planner.used[Tier.DISK]
+    return core_of(store).planner.used[Tier.DISK]
 
 
 def is_root() -> bool:
@@ -228,4 +233,4 @@ class DeafToChanges:
 
 def make_deaf_to_changes(store: TierStore) -> None:
     """A fault for controls: see `DeafToChanges`."""
-    store._planner = cast(Planner, DeafToChanges(store._planner))
+    core_of(store).planner = cast(Planner, DeafToChanges(core_of(store).planner))

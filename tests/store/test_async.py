@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.engine import core_of
 from tests.helpers.threads import hold_calls
 from tests.store.helpers import (
     PAGE,
@@ -38,7 +39,8 @@ from tierstore import (
     TierStoreError,
     UnknownKeyError,
 )
-from tierstore.copiers import COUNT
+from tierstore.engine.copy_threads import COUNT
+from tierstore.store import engine_of
 
 T = TypeVar("T")
 TICKS = 200
@@ -311,8 +313,8 @@ def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing(call: str, disk_
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        with store._lock:  # at once, not when there is room
-            assert not store._planner.waited_for()
+        with core_of(store).lock:  # at once, not when there is room
+            assert not core_of(store).planner.waited_for()
 
     run(store, main)
     lease.release()
@@ -370,7 +372,9 @@ def test_a_get_that_timed_out_is_not_in_the_way_of_who_asked(disk_dir: Path) -> 
 
     async def main(store: TierStore) -> None:
         stop = threading.Event()
-        copiers = [asyncio.create_task(store._copiers.run(stop.wait)) for _ in range(COUNT)]
+        copiers = [
+            asyncio.create_task(engine_of(store).copy_threads.run(stop.wait)) for _ in range(COUNT)
+        ]
         await asyncio.sleep(0.01)
         asyncio.get_running_loop().call_later(0.3, stop.set)
         with pytest.raises(TimeoutError):

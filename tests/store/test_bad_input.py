@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.engine import core_of
 from tests.helpers.files import flip_bit, object_file, open_files
 from tests.helpers.processes import output_of
 from tests.store.helpers import (
@@ -57,6 +58,7 @@ from tierstore import (
     UnknownKeyError,
 )
 from tierstore.model.locks import Bell
+from tierstore.store import engine_of
 from tierstore.tiers.spill import Spill
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -386,7 +388,9 @@ def test_without_the_stamp_an_overwritten_checkpoint_is_read(
     """The control: it is the check that notices, not luck."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._tiers.disk.files.check = lambda path, expected: store._tiers.disk.files.get(path)
+        core_of(store).tiers.disk.files.check = lambda path, expected: engine_of(
+            store
+        ).core.tiers.disk.files.get(path)
         overwrite(checkpoint, restored=True)
         assert_group(store.get("m/b"), pages(8, 3))
 
@@ -419,7 +423,9 @@ def test_a_bit_that_flips_under_verify_always(checkpoint: Path, disk_dir: Path) 
         store.register_checkpoint(checkpoint, "m/")
         assert_group(store.get("m/b"), pages(2, 3))
         push_out(store, "m/b")
-        store._tiers.disk.files.check = lambda path, expected: store._tiers.disk.files.get(path)
+        core_of(store).tiers.disk.files.check = lambda path, expected: engine_of(
+            store
+        ).core.tiers.disk.files.get(path)
         flip_bit(checkpoint, -1)
         with pytest.raises(CorruptDataError) as error:
             store.get("m/b")
@@ -823,7 +829,9 @@ def test_a_file_that_is_shorter_than_it_says(checkpoint: Path, disk_dir: Path) -
     """Where no stamp tells, the read itself does."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
-        store._tiers.disk.files.check = lambda path, expected: store._tiers.disk.files.get(path)
+        core_of(store).tiers.disk.files.check = lambda path, expected: engine_of(
+            store
+        ).core.tiers.disk.files.get(path)
         os.truncate(checkpoint, checkpoint.stat().st_size - 2 * PAGE)
         with pytest.raises(TruncatedFileError) as error:
             store.get("m/b")
@@ -993,7 +1001,7 @@ def test_a_child_that_was_forked_at_a_bad_moment_ends(disk_dir: Path) -> None:
         held, forked = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with store._tiers.disk.workers._ready:
+            with core_of(store).tiers.disk.workers._ready:
                 held.set()
                 forked.wait(PATIENCE)
 
@@ -1153,7 +1161,7 @@ def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Pat
     found: list[Any] = []
     waiting = threading.Thread(target=lambda: found.append(store.get("c")), daemon=True)
     waiting.start()
-    wait_until(lambda: bool(store._waiting.requests()), "nobody waits")
+    wait_until(lambda: bool(core_of(store).queue.requests()), "nobody waits")
     assert all(lease.tensors for lease in leases)  # else it may have been lost on its way to us
     with pytest.warns(ResourceWarning):
         leases.clear()
@@ -1175,7 +1183,7 @@ def test_an_interrupt_while_waiting_leaves_nothing(
     with store.acquire("a"):
         thread_holds = store.acquire("b")
         monkeypatch.setattr(Bell, "wait", lambda bell, seconds: interrupted(seconds))
-        monkeypatch.setattr(store._waiting, "tried_in_vain", lambda request: None)
+        monkeypatch.setattr(core_of(store).queue, "tried_in_vain", lambda request: None)
         for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
             with pytest.raises(KeyboardInterrupt):
                 call()

@@ -19,6 +19,7 @@ from tierstore import (
     enable_group_offload,
     offload_activations,
 )
+from tierstore.lease import make_revocable, resume
 
 pytestmark = pytest.mark.floor
 
@@ -37,19 +38,19 @@ def test_a_store_refuses_to_be_captured_and_goes_on_afterwards(
     with open_store(disk_dir, device="pretend") as store:
         store.put("a", pages(1))
         resting, open_lease = store.acquire("a"), store.acquire("a")
-        assert resting.rest()
+        assert make_revocable(resting)
         with captured(pretend):
             for act in (
                 lambda: store.put("b", pages(2)),
                 lambda: store.acquire("a"),
                 lambda: store.get("a"),
-                resting.resume,
+                lambda: resume(resting),
                 open_lease.release,
             ):
                 with pytest.raises(CaptureError, match="before and after the capture"):
                     act()
         assert store.keys() == ["a"]
-        assert resting.resume()
+        assert resume(resting)
         assert_same(resting.tensor.cpu(), pages(1))
         resting.release()
         store.put("b", pages(2))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tierstore import checkpoints
-from tierstore.checkpoints import (
+from tierstore.engine import checkpoints
+from tierstore.engine.checkpoints import (
     CheckpointFile,
     aread_checkpoint,
     checkpoint_files,

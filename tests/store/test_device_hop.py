@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.faults.interrupting import Interrupter
+from tests.helpers.engine import core_of
 from tests.helpers.threads import hold_calls, start_thread
 from tests.lanes import by_lane
 from tests.store.helpers import (
@@ -193,9 +194,11 @@ def look_at(store: TierStore, patience: float) -> None:
         with store.acquire(f"g{number}", timeout=patience) as lease:
             assert_same(lease.tensor.cpu(), pages(number, SIZE))
     assert_at_rest(store)
-    arena = store._tiers.device.arena
-    with store._lock:
-        there = [c.slots[Tier.DEVICE] for c in store._mover.entries() if Tier.DEVICE in c.slots]
+    arena = core_of(store).tiers.device.arena
+    with core_of(store).lock:
+        there = [
+            c.slots[Tier.DEVICE] for c in core_of(store).mover.entries() if Tier.DEVICE in c.slots
+        ]
     idle = [slot for same in arena._idle.values() for slot in same]
     assert arena._counted == sum(slot.nbytes for slot in [*there, *idle])
 
@@ -236,7 +239,7 @@ def test_without_mending_an_interrupt_leaves_it_wrong(
             found.append((interrupter.where, error))
             break
     assert found
-    store._finalizer()
+    core_of(store).finalizer()
 
 
 # Times -------------------------------------------------------------------------------------------
@@ -268,7 +271,7 @@ def test_the_planner_believes_what_the_link_can_do(
                 torch.accelerator.synchronize(store.device)
         torch.accelerator.synchronize(store.device)
         store.acquire("g0").release()  # what the device has done is looked at in steps
-        believed = store._planner.bandwidth(Tier.HOST, Tier.DEVICE)
+        believed = core_of(store).planner.bandwidth(Tier.HOST, Tier.DEVICE)
         assert store.stats().bytes_onloaded >= count * MIB
     assert believed == pytest.approx(speed, rel=0.1)
 
@@ -290,8 +293,8 @@ def test_computing_is_what_the_device_does_not_what_its_caller_says(
         queued = time.monotonic() - began
         torch.accelerator.synchronize(store.device)
         store.acquire("g0").release()
-        groups = [store._versions[f"g{number}"] for number in range(4)]
-        believed = [store._planner.computing_seconds(group) for group in groups]
+        groups = [core_of(store).current[f"g{number}"] for number in range(4)]
+        believed = [core_of(store).planner.computing_seconds(group) for group in groups]
     assert believed == [pytest.approx(busy, rel=0.1)] * 4
     assert queued < 6 * busy
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.device import pretend
+from tests.helpers.engine import core_of
 from tests.helpers.files import object_file
 from tests.store.helpers import (
     PAGE,
@@ -27,8 +28,8 @@ from tests.store.helpers import (
     wait_until_idle,
 )
 from tierstore import Access, DiskFullError, TransferError
+from tierstore.engine.wait_queue import Request, RequestKind, WaitQueue
 from tierstore.tiers.workers import URGENT
-from tierstore.waiting import Request, WaitingRoom, Want
 
 
 class Failing:
@@ -170,7 +171,7 @@ def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> N
 def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         again = threading.Event()
-        disk = store._tiers.disk.workers
+        disk = core_of(store).tiers.disk.workers
         for _ in disk._threads:
             disk.submit(URGENT, again.wait)
         try:
@@ -182,14 +183,14 @@ def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
 # Who is told -------------------------------------------------------------------------------------
 
 
-def quarrelling(room: WaitingRoom) -> list[Request]:
+def quarrelling(room: WaitQueue) -> list[Request]:
     room.lend("one", "a\0001")
     room.lend("two", "b\0001")
     wanted = (("b", "one"), ("a", "two"), ("c", "three"))
-    return [Request(key, Want.LEASE, owner=owner) for key, owner in wanted]
+    return [Request(key, RequestKind.LEASE, owner=owner) for key, owner in wanted]
 
 
-def quarrel(kind: type[WaitingRoom]) -> list[str]:
+def quarrel(kind: type[WaitQueue]) -> list[str]:
     """Two holders wait for each other. A third, who holds nothing, is the last to look.
 
     Returns what those asked for who were refused.
@@ -221,13 +222,13 @@ def quarrel(kind: type[WaitingRoom]) -> list[str]:
 
 
 def test_who_holds_nothing_is_not_refused_for_the_quarrel_of_others() -> None:
-    assert quarrel(WaitingRoom) in (["a"], ["b"])
+    assert quarrel(WaitQueue) in (["a"], ["b"])
 
 
 def test_only_who_may_get_on_is_woken_and_holders_once_nobody_can() -> None:
     idle, ready = threading.Event(), set[str]()
     refused: list[str] = []
-    room = WaitingRoom(
+    room = WaitQueue(
         lambda request: request.key in ready,
         idle.is_set,
         lambda request, held: refused.append(request.key),
@@ -257,7 +258,7 @@ def test_only_who_may_get_on_is_woken_and_holders_once_nobody_can() -> None:
 def test_whoever_looks_last_would_be_refused() -> None:
     """The control: without the look at who holds something."""
 
-    class Blunt(WaitingRoom):
+    class Blunt(WaitQueue):
         def tried_in_vain(self, request: Request) -> None:
             super().tried_in_vain(request)
             if self._idle() and all(r.tried == self._epoch for r in self.requests()):

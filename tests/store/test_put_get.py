@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.engine import core_of
 from tests.helpers.files import object_file
 from tests.helpers.processes import run_python
 from tests.store.helpers import (
@@ -97,7 +98,7 @@ SHAPES: dict[str, Callable[[], Group]] = {
 
 def reopen(store: TierStore) -> TierStore:
     store.close()
-    return open_store(store._directory.path, device=store.device.type)
+    return open_store(core_of(store).directory.path, device=store.device.type)
 
 
 def assert_comes_back(store: TierStore, group: Group, expected: Group) -> None:
@@ -353,7 +354,7 @@ def test_who_holds_the_old_group_keeps_it(disk_dir: Path) -> None:
 def slow_fill(store: TierStore, name: str) -> tuple[threading.Event, threading.Event]:
     """Puts of the thread `name` stop before they copy; returns (has stopped, may go on)."""
     stopped, go_on = threading.Event(), threading.Event()
-    fill = store._tiers.host.fill
+    fill = core_of(store).tiers.host.fill
 
     def patched(entry: Any, blocks: Mapping[str, torch.Tensor]) -> None:
         if threading.current_thread().name == name:
@@ -361,7 +362,7 @@ def slow_fill(store: TierStore, name: str) -> tuple[threading.Event, threading.E
             assert go_on.wait(60)
         fill(entry, blocks)
 
-    store._tiers.host.fill = patched
+    core_of(store).tiers.host.fill = patched
     return stopped, go_on
 
 
@@ -669,7 +670,7 @@ def test_without_that_wait_the_accelerator_reads_what_is_not_there(
 ) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device="pretend") as store:
-        store._order_after_arrival = lambda entry, stream: None
+        core_of(store).order_after_arrival = lambda entry, stream: None
         store.put("key", pages(3))
         with torch.Stream(device="pretend:0"), store.acquire("key") as lease:
             assert not torch.equal((lease.tensor * 2).cpu(), pages(6))
@@ -678,7 +679,10 @@ def test_without_that_wait_the_accelerator_reads_what_is_not_there(
 def read_late(store: TierStore) -> torch.Tensor:
     """Queue a download on a stream of the caller, release, and have the slot used again."""
     mine = torch.Stream(device="pretend:0")
-    target = torch.zeros(store._planner.budgets[store._planner.top] // 4, pin_memory=True)
+    target = torch.zeros(
+        core_of(store).planner.budgets[core_of(store).planner.top] // 4,
+        pin_memory=True,
+    )
     with mine, store.acquire("first") as lease:
         target.copy_(lease.tensor, non_blocking=True)
     with store.acquire("second") as lease:
@@ -703,7 +707,7 @@ def test_without_the_guard_on_releases_a_late_reader_reads_something_else(
 ) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
-        store._tiers.device.used_on = lambda entry, event: None
+        core_of(store).tiers.device.used_on = lambda entry, event: None
         store.put("first", pages(1, 4))
         store.put("second", pages(2, 4))
         assert not torch.equal(read_late(store), pages(1, 4))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.engine import core_of
 from tests.helpers.processes import run_python
 from tests.helpers.threads import Gate, hold_calls
 from tests.store.helpers import PATIENCE, assert_at_rest, assert_group, open_store, pages
@@ -108,14 +109,14 @@ def test_who_is_cancelled_while_it_is_copied_has_its_tensor_back_when_it_is_told
     source = pages(1, 4)
 
     async def main(store: TierStore) -> None:
-        fill = store._tiers.host.fill
+        fill = core_of(store).tiers.host.fill
 
         def gated(*arguments: Any) -> None:
             copying.set()
             assert go_on.wait(PATIENCE)
             fill(*arguments)
 
-        store._tiers.host.fill = gated
+        core_of(store).tiers.host.fill = gated
         putting = asyncio.create_task(store.aput("k", source))
         assert await asyncio.to_thread(copying.wait, PATIENCE)
         putting.cancel()
@@ -166,7 +167,7 @@ def test_a_discard_never_makes_an_event_loop_wait(
     with open_store(disk_dir) as store:
         store.put("a", pages(1))
         store.flush()
-        gate = hold_calls(monkeypatch, store._directory, "remove")
+        gate = hold_calls(monkeypatch, core_of(store).directory, "remove")
         asyncio.run(main(store, gate))
     with open_store(disk_dir) as store:
         assert not store.keys()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.engine import core_of, mutable
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -20,6 +21,7 @@ from tests.store.helpers import (
     pages,
 )
 from tierstore import Access, BudgetError, Lease, LeaseError, TierStore
+from tierstore.lease import make_revocable, resume
 from tierstore.model.tiers import Hold
 
 HALF = 2  # pages of a group, of a budget of four: two have room
@@ -36,14 +38,14 @@ def half_full(disk_dir: Path, device: str, **options: Any) -> TierStore:
 
 def resting(store: TierStore, key: str) -> Lease:
     lease = store.acquire(key)
-    assert lease.rest()
+    assert make_revocable(lease)
     return lease
 
 
 def two_resting(store: TierStore) -> list[Lease]:
     """Leases of all that is there."""
     leases = [store.acquire("g0"), store.acquire("g1")]
-    assert all(lease.rest() for lease in leases)
+    assert all(make_revocable(lease) for lease in leases)
     return leases
 
 
@@ -59,12 +61,12 @@ def test_it_is_used_again_without_another_acquire(device: str, disk_dir: Path) -
         seen = lease.tensor.data_ptr()
         asked = acquires(store)
         for _ in range(3):
-            assert lease.resume()
+            assert resume(lease)
             assert lease.tensor.data_ptr() == seen
             assert_same(lease.tensor.cpu(), pages(0, HALF))
-            assert lease.rest()
+            assert make_revocable(lease)
         assert acquires(store) == asked
-        assert lease.resume()
+        assert resume(lease)
         with pytest.raises(LeaseError):  # it is one like any other
             store.acquire("g0", Access.UPDATE)
         lease.release()
@@ -77,7 +79,7 @@ def test_who_needs_its_room_gets_it(device: str, disk_dir: Path) -> None:
         leases = two_resting(store)
         with store.acquire("g2") as lease:
             assert_same(lease.tensor.cpu(), pages(2, HALF))
-        assert [lease.resume() for lease in leases] == [False, False]
+        assert [resume(lease) for lease in leases] == [False, False]
         assert all(lease.released for lease in leases)
         with pytest.raises(LeaseError, match="released"):
             _ = leases[0].tensors
@@ -88,7 +90,7 @@ def test_while_it_is_used_nobody_gets_its_room(device: str, disk_dir: Path) -> N
     """The control for the test above: there is no room beside both."""
     with half_full(disk_dir, device) as store:
         leases = two_resting(store)
-        assert all(lease.resume() for lease in leases)
+        assert all(resume(lease) for lease in leases)
         with pytest.raises(BudgetError):
             store.acquire("g2")
         for lease in leases:
@@ -117,7 +119,7 @@ def test_whatever_would_wait_for_it_does_not(act: Any, device: str, disk_dir: Pa
         lease = resting(store, "g0")
         act(store)
         if act is not replace or device == "cpu":  # there, the room that is needed is another
-            assert not lease.resume()
+            assert not resume(lease)
         lease.release()
 
 
@@ -130,7 +132,7 @@ def test_what_is_only_on_its_way_calls_nobody_in(device: str, disk_dir: Path) ->
         missed = store.stats().misses
         with store.acquire("g1"):  # there is room for it
             assert store.stats().misses == missed + 1
-        assert lease.resume()
+        assert resume(lease)
         lease.release()
 
 
@@ -140,7 +142,7 @@ def test_a_thread_that_waits_gets_it_at_once_and_nobody_keeps_one_meanwhile(
 ) -> None:
     with half_full(disk_dir, device) as store:
         used, idle = store.acquire("g0"), store.acquire("g1")
-        assert idle.rest()
+        assert make_revocable(idle)
         got = threading.Event()
 
         def both() -> None:
@@ -151,10 +153,10 @@ def test_a_thread_that_waits_gets_it_at_once_and_nobody_keeps_one_meanwhile(
         thread = threading.Thread(target=both)
         thread.start()
         assert got.wait(PATIENCE), "the room of what rests was there"
-        while not store._waiting.anybody():
+        while not core_of(store).queue.anybody():
             assert thread.is_alive()
-        assert not used.rest(), "somebody waits"
-        assert not idle.resume()
+        assert not make_revocable(used), "somebody waits"
+        assert not resume(idle)
         used.release()
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -165,7 +167,7 @@ def test_one_that_rests_can_be_released_and_lost(device: str, disk_dir: Path) ->
     with half_full(disk_dir, device) as store:
         lease = resting(store, "g0")
         lease.release()
-        assert not lease.resume()
+        assert not resume(lease)
         lost = resting(store, "g0")
         with pytest.warns(ResourceWarning, match="lost"):
             assert lost.tensors
@@ -177,13 +179,13 @@ def test_one_that_rests_can_be_released_and_lost(device: str, disk_dir: Path) ->
 def test_only_what_is_read_rests(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         with store.acquire("g0", Access.UPDATE) as lease:
-            assert not lease.rest()
-        assert not lease.rest(), "it is released"
-        with store.hold("g0", Hold.READ) as held:
-            assert not held.rest()
+            assert not make_revocable(lease)
+        assert not make_revocable(lease), "it is released"
+        with mutable(store).lease_in_host("g0", Hold.READ) as held:
+            assert not make_revocable(held)
         late = store.acquire("g1")
-    assert not late.rest()
-    assert not late.resume()
+    assert not make_revocable(late)
+    assert not resume(late)
 
 
 class Reader(threading.Thread):
@@ -206,10 +208,10 @@ class Reader(threading.Thread):
         while not self.done.is_set():
             values = lease.tensor.unique()
             assert len(values) == 1, "it changed while it was read"
-            if not lease.rest():
+            if not make_revocable(lease):
                 break
             self.rests += 1
-            if not lease.resume():
+            if not resume(lease):
                 return
         lease.release()
         time.sleep(0.001)  # others have their turn
@@ -244,17 +246,17 @@ def test_memory_of_what_is_called_in_waits_for_the_stream_that_used_it(
     """
     with half_full(disk_dir, "pretend") as store:
         if not guarded:
-            store._tiers.device.used_on = lambda entry, event: None
+            core_of(store).tiers.device.used_on = lambda entry, event: None
         mine = torch.Stream(device="pretend:0")
         target = torch.zeros(HALF * PAGE // 4, pin_memory=True)
         with mine:
             lease = store.acquire("g1")
             target.copy_(lease.tensor, non_blocking=True)
-            assert lease.rest()
+            assert make_revocable(lease)
         with store.acquire("g0"):  # so that it is the other that has to go
             thread = threading.Thread(target=lambda: store.get("g2").cpu())
             thread.start()
             thread.join(PATIENCE)
-        assert not lease.resume()
+        assert not resume(lease)
         mine.synchronize()
         assert torch.equal(target, pages(1, HALF)) == guarded

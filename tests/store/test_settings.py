@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tierstore.engine.settings import device_memory, resolve_budgets
 from tierstore.model.tiers import Tier
-from tierstore.settings import device_memory, resolve_budgets
 
 pytestmark = pytest.mark.floor
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.engine import core_of, mutable
 from tests.helpers.threads import Gate, hold_calls
 from tests.store import traces
 from tests.store.helpers import (
@@ -42,6 +43,7 @@ from tierstore import (
     TransferError,
 )
 from tierstore.model.tiers import Hold
+from tierstore.store import engine_of
 
 
 class Caller(threading.Thread):
@@ -67,7 +69,7 @@ class Caller(threading.Thread):
 
 def wait_for_a_request(store: TierStore) -> None:
     """Until somebody has tried in vain."""
-    wait_until(lambda: bool(store._waiting.requests()), "nobody waits")
+    wait_until(lambda: bool(core_of(store).queue.requests()), "nobody waits")
 
 
 def interrupted(*args: Any, **options: Any) -> None:
@@ -82,29 +84,29 @@ def test_a_group_made_on_disk_is_saved_to_the_place_that_is_shown(
     device: str, disk_dir: Path
 ) -> None:
     with open_store(disk_dir, device=device) as store:
-        store.settle_on_disk("key", {"a": pages(0)})
-        shown = store.show("key")["a"]
-        with store.hold("key", Hold.UPDATE) as lease:
+        mutable(store).create_on_disk("key", {"a": pages(0)})
+        shown = mutable(store).view_on_disk("key")["a"]
+        with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
             lease.tensors["a"].fill_(2)
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert_same(shown, pages(2))
 
 
 @on_both
 def test_groups_made_on_disk_count_against_the_disk_budget(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device, disk_budget=8 * PAGE) as store:
-        store.settle_on_disk("a", {"a": pages(1, 5)})
+        mutable(store).create_on_disk("a", {"a": pages(1, 5)})
         assert store.stats().used_bytes["DISK"] == 5 * PAGE
         with pytest.raises(BudgetError, match="disk_budget"):
-            store.settle_on_disk("b", {"a": pages(2, 5)})
+            mutable(store).create_on_disk("b", {"a": pages(2, 5)})
         assert "b" not in store
 
 
 def test_a_key_that_exists_is_told_even_where_the_disk_has_no_room(disk_dir: Path) -> None:
     with open_store(disk_dir, disk_budget=8 * PAGE) as store:
-        store.settle_on_disk("key", {"a": pages(1, 5)})
+        mutable(store).create_on_disk("key", {"a": pages(1, 5)})
         with pytest.raises(DuplicateKeyError):
-            store.settle_on_disk("key", {"a": pages(2, 5)})
+            mutable(store).create_on_disk("key", {"a": pages(2, 5)})
 
 
 def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(
@@ -112,9 +114,9 @@ def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(
 ) -> None:
     with open_store(disk_dir) as store:
         gate = hold_calls(monkeypatch, os, "posix_fallocate")
-        slow = Caller(lambda: store.settle_on_disk("key", {"a": pages(1)}))
+        slow = Caller(lambda: mutable(store).create_on_disk("key", {"a": pages(1)}))
         assert gate.reached.wait(PATIENCE)
-        store.settle("key", {"a": pages(2)})
+        mutable(store).create("key", {"a": pages(2)})
         gate.open()
         assert isinstance(slow.ended(), DuplicateKeyError)
         assert_group(store.get("key"), {"a": pages(2)})
@@ -127,10 +129,11 @@ def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(
     with open_store(disk_dir, disk_budget=8 * PAGE) as store:
         gate = hold_calls(monkeypatch, os, "posix_fallocate")
         callers = [
-            Caller(lambda key=key: store.settle_on_disk(key, {"a": pages(1, 5)})) for key in "ab"
+            Caller(lambda key=key: mutable(store).create_on_disk(key, {"a": pages(1, 5)}))
+            for key in "ab"
         ]
         assert gate.reached.wait(PATIENCE)
-        spill = store._tiers.disk._the_spill()
+        spill = core_of(store).tiers.disk._the_spill()
         wait_until(lambda: spill._end == 10 * PAGE, "one of them has not asked")
         gate.open()
         refused = [caller.result for caller in callers if caller.ended() is not None]
@@ -143,7 +146,7 @@ def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(
 ) -> None:
     store = open_store(disk_dir)
     gate = hold_calls(monkeypatch, os, "posix_fallocate")
-    slow = Caller(lambda: store.settle_on_disk("key", {"a": pages(1)}))
+    slow = Caller(lambda: mutable(store).create_on_disk("key", {"a": pages(1)}))
     assert gate.reached.wait(PATIENCE)
     closing = Caller(store.close)
     wait_until(lambda: store.closed, "it is not closed")
@@ -155,14 +158,14 @@ def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(
 
 def test_that_it_is_closed_is_what_a_store_says_first(disk_dir: Path) -> None:
     store = open_store(disk_dir)
-    store.settle("key", {"a": pages(1)})
+    mutable(store).create("key", {"a": pages(1)})
     store.close()
     for act in (
-        lambda: store.settle("key", {"a": pages(2)}),
-        lambda: store.settle_on_disk("key", {"a": pages(2)}),
-        lambda: store.put_away(["no such key"]),
-        lambda: store.write_back("no such key"),
-        lambda: store.show("no such key"),
+        lambda: mutable(store).create("key", {"a": pages(2)}),
+        lambda: mutable(store).create_on_disk("key", {"a": pages(2)}),
+        lambda: mutable(store).move_to_disk(["no such key"]),
+        lambda: mutable(store).write_back("no such key"),
+        lambda: mutable(store).view_on_disk("no such key"),
     ):
         with pytest.raises(ClosedError):
             act()
@@ -171,9 +174,9 @@ def test_that_it_is_closed_is_what_a_store_says_first(disk_dir: Path) -> None:
 @on_both
 def test_who_would_change_what_is_held_for_good_is_told(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
-        store.settle("key", {"a": pages(1)})
-        with store.hold("key", Hold.KEEP):
-            other = Caller(lambda: store.hold("key", Hold.UPDATE))
+        mutable(store).create("key", {"a": pages(1)})
+        with mutable(store).lease_in_host("key", Hold.KEEP):
+            other = Caller(lambda: mutable(store).lease_in_host("key", Hold.UPDATE))
             error = other.ended()
         assert isinstance(error, LeaseError)
         assert "for good" in str(error)
@@ -184,14 +187,16 @@ def test_who_would_change_what_is_held_for_good_is_told(device: str, disk_dir: P
 def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.books.LOOK_AGAIN", 100 * PATIENCE)  # so that it must be woken
+    monkeypatch.setattr(
+        "tierstore.engine.requests.LOOK_AGAIN", 100 * PATIENCE
+    )  # so that it must be woken
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
         store.put("filler", pages(0, 4))
-        store.settle("key", {"a": pages(1, 2)})
+        mutable(store).create("key", {"a": pages(1, 2)})
         with store.acquire("filler"):  # so that there is no room for it on the device
             waiting = Caller(lambda: store.acquire("key", Access.UPDATE))
             wait_for_a_request(store)
-            with store.hold("key", Hold.KEEP):
+            with mutable(store).lease_in_host("key", Hold.KEEP):
                 error = waiting.ended()
         assert isinstance(error, LeaseError)
         assert "for good" in str(error)
@@ -201,20 +206,20 @@ def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
 @on_both
 def test_what_was_held_can_be_given_back_twice(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
-        store.settle("key", {"a": pages(1)})
-        lease = store.hold("key", Hold.UPDATE)
+        mutable(store).create("key", {"a": pages(1)})
+        lease = mutable(store).lease_in_host("key", Hold.UPDATE)
         lease.release()
-        with store.hold("key", Hold.UPDATE):
+        with mutable(store).lease_in_host("key", Hold.UPDATE):
             lease.release()  # it is not this one's to give back
-            assert len(store._out) == 1
+            assert len(core_of(store).leases) == 1
         assert_at_rest(store)
 
 
 def test_who_gave_back_what_it_held_keeps_nobody_from_being_told(disk_dir: Path) -> None:
     """Nobody else holds anything: so who holds all the room itself waits in vain."""
     with open_store(disk_dir, ram=4 * PAGE) as store:
-        store.settle("held", {"a": pages(1)})
-        store.hold("held", Hold.UPDATE).release()  # this thread lives on
+        mutable(store).create("held", {"a": pages(1)})
+        mutable(store).lease_in_host("held", Hold.UPDATE).release()  # this thread lives on
         store.discard("held")
         for name in "abc":
             store.put(name, pages(ord(name), 2))
@@ -231,13 +236,13 @@ def test_only_what_is_held_for_good_makes_the_largest_group_smaller(
     device: str, disk_dir: Path
 ) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
-        assert store.largest_aside() == 8 * PAGE
-        store.settle("key", {"a": pages(1, 3)})
+        assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE
+        mutable(store).create("key", {"a": pages(1, 3)})
         for purpose in Hold:
-            with store.hold("key", purpose):
+            with mutable(store).lease_in_host("key", purpose):
                 kept = 3 * PAGE if purpose is Hold.KEEP else 0
-                assert store.largest_aside() == 8 * PAGE - kept
-            assert store.largest_aside() == 8 * PAGE
+                assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE - kept
+            assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE
 
 
 def test_after_an_interrupt_it_is_known_what_is_held_for_good(
@@ -245,15 +250,19 @@ def test_after_an_interrupt_it_is_known_what_is_held_for_good(
 ) -> None:
     with open_store(disk_dir, ram=16 * PAGE) as store:
         for key, count in (("kept", 3), ("held", 2), ("lent", 1)):
-            store.settle(key, {"a": pages(1, count)})
-        with store.hold("kept", Hold.KEEP), store.hold("held", Hold.READ), store.acquire("lent"):
+            mutable(store).create(key, {"a": pages(1, count)})
+        with (
+            mutable(store).lease_in_host("kept", Hold.KEEP),
+            mutable(store).lease_in_host("held", Hold.READ),
+            store.acquire("lent"),
+        ):
             with monkeypatch.context() as patch:
-                patch.setattr(store._planner, "handle", interrupted)
+                patch.setattr(core_of(store).planner, "handle", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     store.prefetch("lent")
             assert sorted(store.keys()) == ["held", "kept", "lent"]
-            assert store.largest_aside() == 13 * PAGE
-        assert store.largest_aside() == 16 * PAGE
+            assert engine_of(store).saved_tensors.largest_possible() == 13 * PAGE
+        assert engine_of(store).saved_tensors.largest_possible() == 16 * PAGE
         assert_at_rest(store)
 
 
@@ -266,7 +275,7 @@ def test_nothing_is_fetched_early_that_only_habit_foretells(learned: bool, disk_
             if learned:
                 store.put(key, {"a": pages(1)}, durable=False)
             else:
-                store.settle(key, {"a": pages(1)})
+                mutable(store).create(key, {"a": pages(1)})
         for key in keys * 6:
             store.acquire(key).release()
             wait_until_idle(store)
@@ -281,7 +290,7 @@ def test_nobody_waits_for_a_lease_for_good(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, ram=4 * PAGE, device=device) as store:
         store.put("kept", pages(1, 3))
         store.put("other", pages(2, 3))
-        with store.acquire_for_good("kept", Access.UPDATE) as lease:
+        with engine_of(store).leases.acquire_permanently("kept", Access.UPDATE) as lease:
             assert isinstance(Caller(lambda: store.get("other")).ended(), BudgetError)
             assert_same(lease.tensor.cpu(), pages(1, 3))
         assert_group(store.get("other"), pages(2, 3))
@@ -290,10 +299,10 @@ def test_nobody_waits_for_a_lease_for_good(device: str, disk_dir: Path) -> None:
 
 def arriving(store: TierStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """A group that was put away, on its way to memory: it arrives when the gate is opened."""
-    store.settle("coming", {"a": pages(1)})
-    store.put_away(["coming"])
+    mutable(store).create("coming", {"a": pages(1)})
+    mutable(store).move_to_disk(["coming"])
     gate = hold_calls(monkeypatch, os, "preadv")
-    store.expect_in_ram(["coming"])
+    mutable(store).expect_in_host(["coming"])
     assert gate.reached.wait(PATIENCE)
     return gate
 
@@ -303,7 +312,7 @@ def test_who_waits_for_what_is_on_its_way_is_told_of_the_end(
 ) -> None:
     store = open_store(disk_dir)
     gate = arriving(store, monkeypatch)
-    waiting = Caller(lambda: store.land(["coming"]))
+    waiting = Caller(lambda: mutable(store).wait_for_arrivals(["coming"]))
     wait_for_a_request(store)
     closing = Caller(store.close)
     try:
@@ -320,11 +329,11 @@ def test_what_is_being_put_away_is_put_away_while_a_store_closes(
     store.put("unsaved", pages(2))
     reading = arriving(store, monkeypatch)
     writing = hold_calls(monkeypatch, os, "pwrite")
-    away = Caller(lambda: store.put_away(["coming"]))
+    away = Caller(lambda: mutable(store).move_to_disk(["coming"]))
     wait_for_a_request(store)
     closing = Caller(store.close)
     assert writing.reached.wait(PATIENCE)
-    wait_until(lambda: len(store._waiting.requests()) == 2, "nobody closes it")
+    wait_until(lambda: len(core_of(store).queue.requests()) == 2, "nobody closes it")
     reading.open()
     assert away.ended() is None
     writing.open()
@@ -410,7 +419,7 @@ def test_a_release_that_was_interrupted_happens_all_the_same(
         store.put("key", pages(1))
         lease = store.acquire("key")
         with monkeypatch.context() as patch:
-            patch.setattr(store, "_release", interrupted)
+            patch.setattr(engine_of(store).lease_table, "release", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 lease.release()
         assert lease.released
@@ -424,7 +433,7 @@ def test_who_is_interrupted_while_it_takes_a_group_has_not_taken_it(
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with monkeypatch.context() as patch:
-            patch.setattr(store._observer, "granted", interrupted)
+            patch.setattr(core_of(store).observer, "granted", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.acquire("key", Access.TAKE)
         assert_group(store.get("key"), pages(1))
@@ -435,11 +444,11 @@ def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_store(disk_dir) as store:
-        store.settle("key", {"a": pages(1)})
+        mutable(store).create("key", {"a": pages(1)})
         with monkeypatch.context() as patch:
-            patch.setattr(store._tiers.host, "view_for_caller", interrupted)
+            patch.setattr(core_of(store).tiers.host, "view_for_caller", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                store.hold("key", Hold.UPDATE)
+                mutable(store).lease_in_host("key", Hold.UPDATE)
         assert_at_rest(store)
         assert_group(store.get("key"), {"a": pages(1)})
 
@@ -449,19 +458,19 @@ def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(
 ) -> None:
     others: list[Caller] = []
     with open_store(disk_dir) as store:
-        store.settle("key", {"a": pages(1)})
-        view = store._tiers.host.view_for_caller
+        mutable(store).create("key", {"a": pages(1)})
+        view = core_of(store).tiers.host.view_for_caller
 
         def interrupted_once(entry: Any) -> Any:
             if not others:
-                others.append(Caller(lambda: store.hold("key", Hold.UPDATE)))
+                others.append(Caller(lambda: mutable(store).lease_in_host("key", Hold.UPDATE)))
                 wait_for_a_request(store)
                 raise KeyboardInterrupt
             return view(entry)
 
-        monkeypatch.setattr(store._tiers.host, "view_for_caller", interrupted_once)
+        monkeypatch.setattr(core_of(store).tiers.host, "view_for_caller", interrupted_once)
         with pytest.raises(KeyboardInterrupt):
-            store.hold("key", Hold.UPDATE)
+            mutable(store).lease_in_host("key", Hold.UPDATE)
         with others[0].ended() as lease:
             assert_same(lease.tensors["a"], pages(1))
         assert_at_rest(store)
@@ -485,7 +494,7 @@ def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(store, "_see_removed", interrupted_later)
+            patch.setattr(core_of(store), "wait_for_removal", interrupted_later)
             with pytest.raises(KeyboardInterrupt):
                 store.put("key", pages(2, 2), durable=False)
         filler.release()
@@ -522,7 +531,9 @@ def test_a_flush_ends_when_its_time_is_over(
 def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierstore.books.LOOK_AGAIN", 100 * PATIENCE)  # so that it must be woken
+    monkeypatch.setattr(
+        "tierstore.engine.requests.LOOK_AGAIN", 100 * PATIENCE
+    )  # so that it must be woken
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.engine import core_of, mutable
 from tests.helpers.threads import hold_calls, start_thread
 from tests.store.helpers import (
     FLOATS_PER_PAGE,
@@ -68,9 +69,9 @@ def several(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def settled(store: TierStore, key: str, tensors: Tensors) -> dict[str, torch.Tensor]:
     """The group, put away and shown."""
-    store.settle(key, tensors)
-    store.put_away([key])
-    return store.show(key)
+    mutable(store).create(key, tensors)
+    mutable(store).move_to_disk([key])
+    return mutable(store).view_on_disk(key)
 
 
 def copies(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -78,7 +79,7 @@ def copies(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def held_values(store: TierStore, key: str, purpose: Hold = Hold.READ) -> dict[str, torch.Tensor]:
-    with store.hold(key, purpose) as lease:
+    with mutable(store).lease_in_host(key, purpose) as lease:
         return copies(lease.tensors)
 
 
@@ -97,7 +98,7 @@ def fill(tensors: Tensors, value: float) -> None:
 
 def places(store: TierStore) -> tuple[int, int]:
     """Where the last place ends in the file of what is away, and how long that file is."""
-    spill = store._tiers.disk._the_spill()
+    spill = core_of(store).tiers.disk._the_spill()
     return spill._end, os.stat(spill.path).st_size
 
 
@@ -108,13 +109,13 @@ def places(store: TierStore) -> tuple[int, int]:
 def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
     expected = several()
     with open_store(disk_dir, device=device) as store:
-        store.settle("key", expected)
+        mutable(store).create("key", expected)
         assert "DISK" not in tiers_of(store, "key")
         assert_values(held_values(store, "key", Hold.UPDATE), expected)
         assert_values(store.get("key"), expected)
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert tiers_of(store, "key") == ("DISK",)
-        shown = store.show("key")
+        shown = mutable(store).view_on_disk("key")
         for name, tensor in expected.items():
             assert shown[name].device.type == "cpu"
             assert_same(shown[name], tensor)
@@ -130,10 +131,10 @@ def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
 def test_tied_tensors_are_one_while_held_and_shown(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", several())
-        with store.hold("key", Hold.UPDATE) as lease:
+        with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
             lease.tensors["tied"][7] = 99.0
             assert lease.tensors["tied too"][7] == 99.0
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert shown["tied"][7] == shown["tied too"][7] == 99.0
         shown["tied too"][8] = 55.0
         assert shown["tied"][8] == 55.0
@@ -146,20 +147,20 @@ def test_changes_go_both_ways_round_after_round(device: str, disk_dir: Path) -> 
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", tensors)
         for number in range(ROUNDS):
-            with store.hold("key", Hold.UPDATE) as lease:
+            with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
                 assert (lease.tensors["half"] == shown["half"]).all()
                 fill(lease.tensors, number)
-            store.write_back("key")
-            store.put_away(["key"])
+            mutable(store).write_back("key")
+            mutable(store).move_to_disk(["key"])
             assert all((tensor == number).all() for tensor in shown.values())
             with store.acquire("key") as lease:
                 assert (lease.tensors["transposed"] == number).all()
-            store.put_away(["key"])
+            mutable(store).move_to_disk(["key"])
             fill(shown, number + 0.5)
             assert all(
                 (tensor == number + 0.5).all() for tensor in held_values(store, "key").values()
             )
-            store.put_away(["key"])
+            mutable(store).move_to_disk(["key"])
         assert_sound(store)
 
 
@@ -168,9 +169,9 @@ def test_what_is_renewed_is_not_read(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1, 3)})
         read = store.stats().bytes_read
-        with store.hold("key", Hold.RENEW) as lease:
+        with mutable(store).lease_in_host("key", Hold.RENEW) as lease:
             lease.tensors["a"].fill_(2)
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert store.stats().bytes_read == read
         assert (shown["a"] == 2).all()
         held_values(store, "key", Hold.UPDATE)  # the control
@@ -184,7 +185,7 @@ def test_what_was_only_read_is_not_written(device: str, disk_dir: Path) -> None:
         written = store.stats().bytes_written
         for purpose, more in ((Hold.READ, 0), (Hold.UPDATE, 3 * PAGE)):
             held_values(store, "key", purpose)
-            store.put_away(["key"])
+            mutable(store).move_to_disk(["key"])
             assert store.stats().bytes_written == written + more
 
 
@@ -192,9 +193,9 @@ def test_what_was_only_read_is_not_written(device: str, disk_dir: Path) -> None:
 def test_a_group_on_disk_only_is_like_the_others(device: str, disk_dir: Path) -> None:
     values = several(1)
     with open_store(disk_dir, device=device) as store:
-        store.settle_on_disk("key", several(0))
+        mutable(store).create_on_disk("key", several(0))
         assert tiers_of(store, "key") == ("DISK",)
-        shown = store.show("key")
+        shown = mutable(store).view_on_disk("key")
         for name, tensor in values.items():
             shown[name].copy_(tensor)
             assert shown[name].stride() == tensor.stride()
@@ -209,7 +210,7 @@ def test_a_group_of_nothing_works(device: str, disk_dir: Path) -> None:
         shown = settled(store, "key", {"nothing": torch.empty(0, 3)})
         assert shown["nothing"].shape == (0, 3)
         assert held_values(store, "key", Hold.UPDATE)["nothing"].shape == (0, 3)
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert_sound(store)
 
 
@@ -225,12 +226,12 @@ def test_a_group_keeps_its_place(device: str, disk_dir: Path) -> None:
         before, addresses = places(store), {key: t.data_ptr() for key, t in shown.items()}
         for number in range(1, ROUNDS):
             for key in keys:
-                with store.hold(key, Hold.UPDATE) as lease:
+                with mutable(store).lease_in_host(key, Hold.UPDATE) as lease:
                     lease.tensors["a"].fill_(number)
-                store.write_back(key)
-            store.put_away(keys)
+                mutable(store).write_back(key)
+            mutable(store).move_to_disk(keys)
             assert all((tensor == number).all() for tensor in shown.values())
-            assert {key: store.show(key)["a"].numel() for key in keys} == {
+            assert {key: mutable(store).view_on_disk(key)["a"].numel() for key in keys} == {
                 key: 3 * FLOATS_PER_PAGE for key in keys
             }
         assert places(store) == before
@@ -248,7 +249,7 @@ def test_what_was_discarded_keeps_its_values_while_anybody_looks(
         store.discard("old")
         assert "old" not in store
         with pytest.raises(UnknownKeyError):
-            store.show("old")
+            mutable(store).view_on_disk("old")
         others = [settled(store, f"new {i}", {"a": pages(2, 2)}) for i in range(5)]
         assert (shown["a"] == 1).all()
         grown, _ = places(store)
@@ -275,7 +276,7 @@ def test_what_is_shown_outlives_the_store(device: str, disk_dir: Path) -> None:
 
 def wait_for_a_request(store: TierStore) -> None:
     """Until somebody has tried in vain."""
-    wait_until(lambda: bool(store._waiting.requests()), "nobody waits")
+    wait_until(lambda: bool(core_of(store).queue.requests()), "nobody waits")
 
 
 @on_both
@@ -285,11 +286,11 @@ def test_who_wants_to_change_it_waits_for_readers(
 ) -> None:
     order: list[str] = []
     with open_store(disk_dir, device=device) as store:
-        store.settle("key", {"a": pages(1)})
+        mutable(store).create("key", {"a": pages(1)})
         lease = store.acquire("key")
 
         def change() -> None:
-            with store.hold("key", purpose) as held:
+            with mutable(store).lease_in_host("key", purpose) as held:
                 order.append("held")
                 held.tensors["a"].fill_(2)
 
@@ -311,11 +312,11 @@ def test_one_holds_it_after_the_other(device: str, disk_dir: Path) -> None:
 
         def change() -> None:
             for _ in range(ROUNDS):
-                with store.hold("key", Hold.UPDATE) as lease:
+                with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
                     lease.tensors["a"].add_(1)
 
         assert run_threads([change] * 3) == []
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert (shown["a"] == 3 * ROUNDS).all()
         assert_sound(store)
 
@@ -325,7 +326,7 @@ def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
     """By who knows that it does not change meanwhile. What comes after is what was changed."""
     with open_store(disk_dir, device="pretend") as store:
         shown = settled(store, "key", {"a": pages(1)})
-        kept = store.hold("key", Hold.KEEP)
+        kept = mutable(store).lease_in_host("key", Hold.KEEP)
         for number in (2, 3):
             kept.tensors["a"].fill_(number)
             with store.acquire("key") as lease:
@@ -337,7 +338,7 @@ def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
             assert tiers_of(store, "key") == ("HOST",)
         assert_sound(store)
         kept.release()
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert (shown["a"] == 3).all()
 
 
@@ -347,8 +348,8 @@ def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
 @on_both
 def test_what_is_held_for_good_stays_where_it_is(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
-        store.settle("kept", {"a": pages(7, 4)})
-        kept = store.hold("kept", Hold.KEEP)
+        mutable(store).create("kept", {"a": pages(7, 4)})
+        kept = mutable(store).lease_in_host("kept", Hold.KEEP)
         address = kept.tensors["a"].data_ptr()
         for number in range(ROUNDS):
             store.put(f"other {number}", pages(number, 3), durable=False)
@@ -368,21 +369,21 @@ def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
 ) -> None:
     def ask(store: TierStore) -> None:
         if how == "hold":
-            store.hold("large", Hold.UPDATE).release()
+            mutable(store).lease_in_host("large", Hold.UPDATE).release()
         elif how == "settle":
-            store.settle("new", {"a": pages(2, 6)})
+            mutable(store).create("new", {"a": pages(2, 6)})
         else:
             store.put("new", pages(2, 6), durable=False)
 
     with open_store(disk_dir, 8 * PAGE, device) as store:
         settled(store, "large", {"a": pages(2, 6)})
-        store.settle("kept", {"a": pages(1, 4)})
-        kept = store.hold("kept", Hold.KEEP)
+        mutable(store).create("kept", {"a": pages(1, 4)})
+        kept = mutable(store).lease_in_host("kept", Hold.KEEP)
         with pytest.raises(BudgetError, match="for good") as error:
             ask(store)
         assert error.value.nbytes == 6 * PAGE
         assert (kept.tensors["a"] == 1).all()
-        store.settle("small", {"a": pages(3, 4)})  # what fits beside it still does
+        mutable(store).create("small", {"a": pages(3, 4)})  # what fits beside it still does
         kept.release()
         ask(store)
         assert_sound(store)
@@ -392,13 +393,13 @@ def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
 def test_a_group_larger_than_the_budget_is_refused(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 4 * PAGE, device) as store:
         with pytest.raises(BudgetError):
-            store.settle("key", {"a": pages(1, 5)})
+            mutable(store).create("key", {"a": pages(1, 5)})
         assert "key" not in store
-        store.settle_on_disk("key", {"a": pages(1, 5)})
+        mutable(store).create_on_disk("key", {"a": pages(1, 5)})
         with pytest.raises(BudgetError, match="ram_budget"):
-            store.hold("key", Hold.UPDATE)
-        store.show("key")["a"].fill_(4)
-        assert (store.show("key")["a"] == 4).all()
+            mutable(store).lease_in_host("key", Hold.UPDATE)
+        mutable(store).view_on_disk("key")["a"].fill_(4)
+        assert (mutable(store).view_on_disk("key")["a"] == 4).all()
         assert_sound(store)
 
 
@@ -407,15 +408,15 @@ def test_the_disk_budget_holds(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 16 * PAGE, device, disk_budget=8 * PAGE) as store:
         settled(store, "a", {"a": pages(1, 4)})
         with pytest.raises(BudgetError, match="disk_budget"):
-            store.settle_on_disk("b", {"a": pages(2, 5)})
+            mutable(store).create_on_disk("b", {"a": pages(2, 5)})
         assert "b" not in store
-        store.settle("b", {"a": pages(2, 5)})
+        mutable(store).create("b", {"a": pages(2, 5)})
         with pytest.raises(BudgetError, match="disk_budget"):
-            store.put_away(["b"])
+            mutable(store).move_to_disk(["b"])
         assert (held_values(store, "b")["a"] == 2).all()
         store.discard("a")
-        store.put_away(["b"])
-        assert (store.show("b")["a"] == 2).all()
+        mutable(store).move_to_disk(["b"])
+        assert (mutable(store).view_on_disk("b")["a"] == 2).all()
         assert_sound(store)
 
 
@@ -426,33 +427,36 @@ def test_the_disk_budget_holds(device: str, disk_dir: Path) -> None:
 def test_a_key_is_settled_once(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1)})
-        for settle in (store.settle, store.settle_on_disk):
+        for settle in (
+            mutable(store).create,
+            mutable(store).create_on_disk,
+        ):
             with pytest.raises(DuplicateKeyError):
                 settle("key", {"a": pages(2)})
         assert (shown["a"] == 1).all()
         with pytest.raises(UnknownKeyError):
-            store.hold("another", Hold.UPDATE)
+            mutable(store).lease_in_host("another", Hold.UPDATE)
         with pytest.raises(UnknownKeyError):
-            store.put_away(["another"])
+            mutable(store).move_to_disk(["another"])
         assert_sound(store)
 
 
 @on_both
 def test_a_closed_store_says_so(device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, device=device)
-    store.settle("key", {"a": pages(1)})
-    lease = store.hold("key", Hold.UPDATE)
+    mutable(store).create("key", {"a": pages(1)})
+    lease = mutable(store).lease_in_host("key", Hold.UPDATE)
     store.close()
     lease.release()
     for act in (
-        lambda: store.settle("b", {"a": pages(1)}),
-        lambda: store.settle_on_disk("b", {"a": pages(1)}),
-        lambda: store.hold("key", Hold.UPDATE),
-        lambda: store.write_back("key"),
-        lambda: store.put_away(["key"]),
-        lambda: store.show("key"),
-        lambda: store.expect(["key"]),
-        lambda: store.expect_in_ram(["key"]),
+        lambda: mutable(store).create("b", {"a": pages(1)}),
+        lambda: mutable(store).create_on_disk("b", {"a": pages(1)}),
+        lambda: mutable(store).lease_in_host("key", Hold.UPDATE),
+        lambda: mutable(store).write_back("key"),
+        lambda: mutable(store).move_to_disk(["key"]),
+        lambda: mutable(store).view_on_disk("key"),
+        lambda: mutable(store).expect(["key"]),
+        lambda: mutable(store).expect_in_host(["key"]),
     ):
         with pytest.raises(ClosedError):
             act()
@@ -473,18 +477,18 @@ def test_a_save_that_fails_leaves_the_group_where_it_was(
 ) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1, 2)})
-        with store.hold("key", Hold.UPDATE) as lease:
+        with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
             lease.tensors["a"].fill_(2)
         disk = Failing(monkeypatch, "pwrite", number)
-        store.write_back("key")
+        mutable(store).write_back("key")
         for _ in range(2):
             with pytest.raises(TransferError) as error:
-                store.put_away(["key"])
+                mutable(store).move_to_disk(["key"])
             assert isinstance(error.value, DiskFullError) == (number == errno.ENOSPC)
             assert (held_values(store, "key")["a"] == 2).all()
         assert disk.failed >= 2
         disk.broken = False
-        store.put_away(["key"])
+        mutable(store).move_to_disk(["key"])
         assert (shown["a"] == 2).all()
         assert_sound(store)
 
@@ -496,16 +500,16 @@ def test_a_disk_without_room_for_a_place_is_told(
     with open_store(disk_dir, device=device) as store:
         disk = Failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
         with pytest.raises(DiskFullError):
-            store.settle_on_disk("a", {"a": pages(1)})
+            mutable(store).create_on_disk("a", {"a": pages(1)})
         assert "a" not in store
-        store.settle("b", {"a": pages(1)})
+        mutable(store).create("b", {"a": pages(1)})
         with pytest.raises(DiskFullError):
-            store.put_away(["b"])
+            mutable(store).move_to_disk(["b"])
         assert disk.failed >= 2
         disk.broken = False
-        store.settle_on_disk("a", {"a": pages(1)})
-        store.put_away(["b"])
-        assert (store.show("b")["a"] == 1).all()
+        mutable(store).create_on_disk("a", {"a": pages(1)})
+        mutable(store).move_to_disk(["b"])
+        assert (mutable(store).view_on_disk("b")["a"] == 1).all()
         assert_sound(store)
 
 
@@ -513,14 +517,14 @@ def test_a_disk_without_room_for_a_place_is_told(
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
 def test_a_lost_lease_is_taken_back(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
-        store.settle("key", {"a": pages(1, 6)})
+        mutable(store).create("key", {"a": pages(1, 6)})
         for purpose in Hold:
-            lease = store.hold(key="key", purpose=purpose)
+            lease = mutable(store).lease_in_host(key="key", purpose=purpose)
             lease.tensors["a"].fill_(5)
             del lease
             gc.collect()
             assert (held_values(store, "key", Hold.UPDATE)["a"] == 5).all()
-        store.settle("other", {"a": pages(2, 6)})  # nor is its room held
+        mutable(store).create("other", {"a": pages(2, 6)})  # nor is its room held
         assert_sound(store)
 
 
@@ -532,8 +536,8 @@ def test_what_is_expected_is_brought_as_far_as_was_said(device: str, disk_dir: P
     with open_store(disk_dir, device=device) as store:
         for key in ("held", "acquired"):
             settled(store, key, {"a": pages(1)})
-        store.expect_in_ram(["held", "no such key"])
-        store.expect(["acquired", "no such key"])
+        mutable(store).expect_in_host(["held", "no such key"])
+        mutable(store).expect(["acquired", "no such key"])
         wait_until_idle(store)
         assert tiers_of(store, "held") == ("HOST", "DISK")
         top = ("HOST", "DISK") if device == "cpu" else ("DEVICE", "HOST", "DISK")
@@ -561,12 +565,12 @@ def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1)})
         monkeypatch.setattr(os, "preadv", slow)
-        store.expect_in_ram(["key"])
+        mutable(store).expect_in_host(["key"])
         assert read.wait(PATIENCE)
         found = []
 
         def work() -> None:
-            store.put_away(["key"])
+            mutable(store).move_to_disk(["key"])
             shown["a"].fill_(2)
             found.append(store.get("key"))
 
@@ -590,11 +594,11 @@ def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
             settled(store, key, {"a": pages(1)})
         with store.acquire("there"):
             gate = hold_calls(monkeypatch, last_hop, "copy")
-            store.land(["there", "away", "no such key"])
-            store.expect(["coming"])
+            mutable(store).wait_for_arrivals(["there", "away", "no such key"])
+            mutable(store).expect(["coming"])
             assert gate.reached.wait(PATIENCE)
             store.offload("coming")
-            thread = start_thread(lambda: store.land(["away", "coming"]))
+            thread = start_thread(lambda: mutable(store).wait_for_arrivals(["away", "coming"]))
             wait_for_a_request(store)
             assert thread.is_alive()
             gate.open()
@@ -612,7 +616,7 @@ def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_
     """In a quarter of the memory that all of them take, the promises are looked at all the time."""
     groups, size = 8, 3
     with open_store(disk_dir, groups * size * PAGE // 2, device) as store:
-        check = store._planner.check
+        check = core_of(store).planner.check
 
         def work(thread: int) -> None:
             mine = [f"{thread} {i}" for i in range(groups // 4)]
@@ -623,12 +627,14 @@ def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_
                 for key in mine:
                     act = chosen.choice(["hold", "show", "read", "expect"])
                     if act == "hold":
-                        with store.hold(key, chosen.choice([Hold.UPDATE, Hold.RENEW])) as lease:
+                        with mutable(store).lease_in_host(
+                            key, chosen.choice([Hold.UPDATE, Hold.RENEW])
+                        ) as lease:
                             values[key] = number
                             lease.tensors["a"].fill_(number)
-                        store.write_back(key)
+                        mutable(store).write_back(key)
                     elif act == "show":
-                        store.put_away([key])
+                        mutable(store).move_to_disk([key])
                         assert (shown[key] == values[key]).all()
                         values[key] = -number
                         shown[key].fill_(-number)
@@ -636,10 +642,15 @@ def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_
                         with store.acquire(key, Access.READ) as lease:
                             assert (lease.tensors["a"].cpu() == values[key]).all()
                     else:
-                        chosen.choice([store.expect, store.expect_in_ram])([key])
-                    with store._lock:
+                        chosen.choice(
+                            [
+                                mutable(store).expect,
+                                mutable(store).expect_in_host,
+                            ]
+                        )([key])
+                    with core_of(store).lock:
                         check()
-            store.put_away(mine)
+            mutable(store).move_to_disk(mine)
             assert all((shown[key] == values[key]).all() for key in mine)
 
         errors = run_threads([lambda thread=thread: work(thread) for thread in range(4)])

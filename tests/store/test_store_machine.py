@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.device import pretend
+from tests.helpers.engine import core_of
 from tests.store.crowd import Crowd
 from tests.store.helpers import assert_at_rest, make_deaf_to_changes, needs_pretend, on_both
 from tests.store.machine import DEVICE_PAGES, HOST_PAGES, PAGE, Machine
@@ -61,8 +62,8 @@ def test_the_model_notices_a_fault(fault: str, tmp_path: Path) -> None:
     if fault == "forgets an update":
         make_deaf_to_changes(machine.store)
     else:
-        machine.store._tiers.disk.files.forget = lambda path: None
-        machine.store._tiers.reader.check = lambda *arguments: None
+        core_of(machine.store).tiers.disk.files.forget = lambda path: None
+        core_of(machine.store).tiers.reader.check = lambda *arguments: None
     machine.STEPS = {**Machine.STEPS, "reopen": 0}
     with pytest.raises(AssertionError):
         machine.play(10 * STEPS)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.helpers.engine import core_of
 from tests.store import traces
 from tests.store.helpers import (
     PAGE,
@@ -270,7 +271,7 @@ def test_a_closed_store_can_be_traced(disk_dir: Path, tmp_path: Path) -> None:
 def test_what_was_forgotten_is_said_and_the_sums_stay_true(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 8 * PAGE) as store:
-        journal = store._mover.journal
+        journal = core_of(store).mover.journal
         journal.uses, journal.levels, journal._spans = Ring(5), Ring(5), Ring(5)
         keys = fill(store, 10)
         for key in keys * 2:

@@ -12,6 +12,8 @@ import torch
 
 from tests.store.helpers import PAGE, assert_same, needs_pretend, open_store, pages
 from tierstore import Access, TierStore
+from tierstore.lease import make_revocable, resume
+from tierstore.store import engine_of
 from tierstore.tiers import arena
 from tierstore.tiers.arena import device_arena
 from tierstore.tiers.streams import on
@@ -77,10 +79,12 @@ def test_threads_that_save_at_once_are_back_on_their_own_streams(
         return copy(*arguments, **options)
 
     def save() -> None:
-        number, event = store.put_aside(torch.ones(NBYTES, dtype=torch.uint8, device=device))
+        number, event = engine_of(store).saved_tensors.save(
+            torch.ones(NBYTES, dtype=torch.uint8, device=device)
+        )
         assert event is not None
         event.synchronize()
-        store.drop_aside(number)
+        engine_of(store).saved_tensors.drop(number)
 
     with TierStore(8 * NBYTES, disk_dir, device=device, device_budget=8 * NBYTES) as store:
         monkeypatch.setattr(torch.Tensor, "copy_", meeting)
@@ -121,7 +125,7 @@ def test_a_stream_is_left_where_what_is_done_on_it_fails(
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "copy_", failing)
             with pytest.raises(RuntimeError, match="the copy fails"):
-                store.put_aside(memory)
+                engine_of(store).saved_tensors.save(memory)
         assert torch.accelerator.current_stream(device) == before
 
 
@@ -157,7 +161,7 @@ def test_threads_of_a_store_work_on_its_device(
             with store.acquire(key, Access.UPDATE) as lease:
                 lease.tensor.add_(1)
         assert store.get("a").sum() == 2 * NBYTES
-        asyncio.run(store._copiers.run(note))
+        asyncio.run(engine_of(store).copy_threads.run(note))
     del current["MainThread"]
     assert current == dict.fromkeys(("tierstore-" + kind for kind in KINDS), index)
 
@@ -174,10 +178,10 @@ def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_h
             store.put(key, torch.full((NBYTES,), value + 1, dtype=torch.uint8))
         if rested:
             lease = store.acquire("a")
-            assert lease.rest()
+            assert make_revocable(lease)
         with theirs:
             if rested:
-                assert lease.resume()
+                assert resume(lease)
             else:
                 lease = store.acquire("a")
             read.copy_(lease.tensor, non_blocking=True)

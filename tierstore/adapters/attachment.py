@@ -12,7 +12,7 @@ from torch import nn
 from tierstore.adapters.device_resident import DeviceResident
 from tierstore.adapters.unit_use import StandIn
 from tierstore.lease import Lease
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 
 
 class Removable(Protocol):
@@ -75,4 +75,4 @@ def _forget(
         lease.abandon()
     alive = store()
     if alive is not None:
-        alive.discard_soon(groups)
+        engine_of(alive).groups.discard_soon(groups)

@@ -18,7 +18,7 @@ from tierstore.adapters.codecs.wrapper import exchange
 from tierstore.lease import Lease
 from tierstore.model.outline import in_portions
 from tierstore.model.tiers import Access
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 
 
 class DeviceResident:
@@ -59,7 +59,7 @@ class DeviceResident:
 
     def _take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self._store.put(key, tensors, durable=False)
-        lease = self._store.acquire_for_good(key, Access.UPDATE)
+        lease = engine_of(self._store).leases.acquire_permanently(key, Access.UPDATE)
         self.leases.append(lease)
         for name, tensor in tensors.items():
             self._before.append((tensor, tensor.device))

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from tierstore.adapters.components import Component, component_of, unwrap, wrap_changes
+from tierstore.engine.settings import resolve_device
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
 from tierstore.observe.stats import Stats
-from tierstore.settings import resolve_device
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")

@@ -25,7 +25,7 @@ from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
 from tierstore.adapters.owners import Owner, owner_of, refuse_other_offloading
-from tierstore.settings import resolve_device
+from tierstore.engine.settings import resolve_device
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")

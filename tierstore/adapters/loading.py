@@ -20,7 +20,7 @@ from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.recomputing import Value, recomputed, some
-from tierstore.checkpoints import CheckpointFile, read_checkpoint
+from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
 from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
 from tierstore.progress import bar

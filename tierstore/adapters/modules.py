@@ -34,7 +34,7 @@ from tierstore.adapters.unit_use import Arguments, UnitForward, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.model.errors import LeaseError
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 
 ENTRIES = ("forward", "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
@@ -205,7 +205,7 @@ class OffloadedModule:
         if not self.has_run:
             self.has_run = True
             if all(other.has_run for other in everyone() if other.store is self.store):
-                self.store.grow_device_budget()
+                engine_of(self.store).device_memory.grow_budget()
 
     def _used_by(self, unit: Unit) -> set[int]:
         """The tensors that modules of ours have, in the unit."""

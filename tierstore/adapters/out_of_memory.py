@@ -18,7 +18,7 @@ from torch import nn
 
 from tierstore.adapters.unit_use import StandIn
 from tierstore.model.tiers import Tier
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import has_forward_hooks, version_of
 
 _NOTE = "tierstore: "
@@ -50,7 +50,7 @@ class OnceMore:
                 self._advise(error)
                 raise
         # Here the error is gone, and with it the frames of the first run and what they held.
-        self._store.give_back_device_memory()
+        engine_of(self._store).device_memory.give_back()
         random.restore()
         return self._told(method, args, kwargs)
 
@@ -64,7 +64,7 @@ class OnceMore:
     def _may_run_again(self, error: BaseException, args: Any, kwargs: Any) -> bool:
         return (
             not _is_advised(error)  # a unit inside of this one has tried
-            and self._store.spare_device_memory() > 0
+            and engine_of(self._store).device_memory.spare_bytes() > 0
             and _is_plain((*args, *kwargs.values()))
             and not any(_has_hooks(module) for module in self._module.modules())
         )

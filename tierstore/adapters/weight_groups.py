@@ -19,7 +19,7 @@ from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, ClosedError
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 from tierstore.tiers.maps import AddressSpace, WriteWatch, give_back_free_memory
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -81,7 +81,7 @@ class WeightGroups:
         names: set[str] = set()
         for plan in bar(plans, self.prefix, "groups"):
             key = unused(f"{self.prefix}/{plan.name}", names)
-            homes = self.store.register(key, plan.tensors, space=space)
+            homes = engine_of(self.store).groups.register(key, plan.tensors, space)
             self._know(key, list(plan.tensors))
             for name, tensor in plan.tensors.items():
                 self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])

@@ -17,7 +17,7 @@ from tierstore.adapters.codecs.memory import group_address_of, storage_address_o
 from tierstore.adapters.nested import tensors_in, with_tensors
 from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
 from tierstore.adapters.weight_groups import HeldLease, WeightGroups
-from tierstore.lease import Lease
+from tierstore.lease import Lease, make_revocable, resume
 from tierstore.model.errors import UnknownKeyError
 
 
@@ -161,7 +161,7 @@ class WeightUse:
     def _take_over(self, held: HeldLease, keys: list[str]) -> None:
         """Use the lease that was held if it is the one that is needed; else let it go first."""
         lease = held.lease
-        if lease is None or keys != [lease.key] or not lease.resume():
+        if lease is None or keys != [lease.key] or not resume(lease):
             held.let_go()
             return
         self._leases.append(lease)
@@ -182,7 +182,7 @@ class WeightUse:
         self._release_all()
 
     def _leave(self, held: HeldLease) -> None:
-        if self._leases[0].rest():
+        if make_revocable(self._leases[0]):
             held.lease = self._leases[0]
             self._leases.pop()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tierstore.checkpoints import read_checkpoint
+from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.groups import FileTensor, GroupSpec
 from tierstore.model.module_tree import groups_of
 from tierstore.model.outline import usual_sizes

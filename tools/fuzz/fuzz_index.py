@@ -18,7 +18,7 @@ from tools.fuzz.harness import run, temporary
 
 # isort: split
 from tierstore import InvalidHeaderError, TransferError
-from tierstore.checkpoints import checkpoint_files
+from tierstore.engine.checkpoints import checkpoint_files
 
 SHARD = "model-00001-of-00002.safetensors"
 SEEDS = [

@@ -25,7 +25,7 @@ import atheris
 
 WATCHED = [
     "tierstore.model",
-    "tierstore.checkpoints",
+    "tierstore.engine.checkpoints",
     "tierstore.tiers.objects",
     "tierstore.tiers.locking",
 ]
@@ -34,7 +34,7 @@ WATCHED = [
 LARGEST = 1 << 16
 
 with atheris.instrument_imports(include=WATCHED):
-    import tierstore.checkpoints
+    import tierstore.engine.checkpoints
     import tierstore.model.header
     import tierstore.model.objects
     import tierstore.tiers.objects  # noqa: F401 - instrumented for whoever imports it next

@@ -17,6 +17,7 @@ import torch
 
 from tests.faults.kills.exiting import Tell
 from tests.faults.kills.late import LATE
+from tests.helpers.engine import core_of
 from tests.helpers.files import damaged_objects
 from tierstore import Access, TierStore
 from tierstore.model.errors import ClosedError
@@ -200,7 +201,7 @@ def fork_a_child_that_ends(store: TierStore, tell: Tell) -> None:
     if child == 0:
         return
     os.waitpid(child, 0)
-    tell("locked", is_locked(store._directory.path) is not None)
+    tell("locked", is_locked(core_of(store).directory.path) is not None)
     tell("worked", number_of(store.get("fresh 0")))
     store.put("flushed late", group_of(7))
     close(store, tell)

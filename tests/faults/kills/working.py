@@ -26,7 +26,7 @@ from tests.faults.kills.mutants import MUTANTS
 from tests.faults.kills.oracle import FLUSH, KEEP, LOOK, LOSE, WRITE, Value
 from tests.helpers.files import damaged_objects
 from tierstore import Access, TierStore
-from tierstore.adoption import WEIGHTS, content_hash
+from tierstore.engine.adoption import WEIGHTS, content_hash
 from tierstore.model.sizes import PAGE
 from tierstore.tiers import directory as directory_module
 from tierstore.tiers import disk as disk_module

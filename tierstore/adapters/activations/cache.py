@@ -24,12 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tierstore.adapters.activations.in_place import Watch
 from tierstore.adapters.codecs.memory import COVERAGE, Geometry, over
 from tierstore.adapters.view_lifetime import Allowance, Holder
-from tierstore.aside import key_of
+from tierstore.engine.keys import saved_key
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 from tierstore.tiers.views import byte_view
 from tierstore.torch_private import storage_id, storage_of, version_of
 
@@ -124,7 +124,7 @@ class Piece:
     def _fetched(self) -> torch.UntypedStorage:
         assert self._away is not None
         cache, number = self._away
-        stream = cache.store.current_stream()
+        stream = engine_of(cache.store).core.current_stream()
         if self._back is not None and self._back[1] == stream:
             storage = storage_of(self._back[0])
             if storage is not None:
@@ -145,7 +145,7 @@ class Piece:
         for piece in before:
             piece.hinted = True
         if numbers:
-            cache.store.expect_aside(numbers)
+            engine_of(cache.store).saved_tensors.expect(numbers)
 
 
 class Trail:
@@ -198,7 +198,7 @@ class SavedTensorCache:
 
     def __init__(self, store: TierStore) -> None:
         self.store = store
-        self.counts = store.activation_counts
+        self.counts = engine_of(store).saved_tensors.counts
         self._lock = threading.Lock()  # never held while the store is asked for anything
         self._pieces: weakref.WeakValueDictionary[Place, Piece] = weakref.WeakValueDictionary()
         self._local = threading.local()
@@ -266,15 +266,15 @@ class SavedTensorCache:
         # What was cut out is copied already, even if it is large enough for this `min_size`.
         if piece.nbytes < max(min_size, 1) or piece.original is None:
             return "small"
-        if round_up(piece.nbytes, PAGE) > self.store.largest_aside():
+        if round_up(piece.nbytes, PAGE) > engine_of(self.store).saved_tensors.largest_possible():
             return "no_room"
         return "sparse_slice" if piece.looked_at * COVERAGE < piece.nbytes else ""
 
     def _ship(self, piece: Piece) -> None:
-        storage, stream = piece.original, self.store.current_stream()
+        storage, stream = piece.original, engine_of(self.store).core.current_stream()
         assert storage is not None
         try:
-            number, event = self.store.put_aside(piece.part_of(storage))
+            number, event = engine_of(self.store).saved_tensors.save(piece.part_of(storage))
         except BaseException as error:
             piece.leaving = False
             if not isinstance(error, BudgetError) or error.tier == Tier.DISK.name:
@@ -327,7 +327,7 @@ class SavedTensorCache:
 
     def gone(self, number: int, nbytes: int) -> None:
         """Nobody wants a piece any more. For finalizers."""
-        self.store.drop_aside(number)
+        engine_of(self.store).saved_tensors.drop(number)
         self._gone.append(nbytes)
 
     # Unpacking ---------------------------------------------------------------------------------
@@ -343,10 +343,10 @@ class SavedTensorCache:
         """Memory on the store's device with the bytes of a piece. Raises what `acquire` raises."""
         self.let_go()
         try:
-            lease = self.store.acquire(key_of(number))
+            lease = self.store.acquire(saved_key(number))
         except BudgetError:
-            self.store.make_room()
-            lease = self.store.acquire(key_of(number))
+            engine_of(self.store).saved_tensors.make_room()
+            lease = self.store.acquire(saved_key(number))
         return self.reads.lend(lease)
 
 
@@ -369,7 +369,9 @@ class ReadLeases:
         """Memory with the bytes of a piece; the lease is over when it is gone, or now."""
         memory = lease.tensor
         taken = round_up(memory.nbytes, PAGE)
-        if not self._lent.take(taken, self._store.room_for_the_lent() // LENT_SHARE):
+        if not self._lent.take(
+            taken, engine_of(self._store).saved_tensors.room_for_leases() // LENT_SHARE
+        ):
             with lease:
                 return memory.clone().untyped_storage()
         holder = Holder(lease)

@@ -29,7 +29,7 @@ from tierstore.adapters.unit_use import UnitForward, same
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 from tierstore.tiers.maps import give_back_free_memory
 from tierstore.torch_private import in_backward
 
@@ -101,7 +101,7 @@ class OffloadModel(nn.Module):
             run = Microbatches(module, num_microbatches, self._shipping)
         self.__dict__["_run"] = run
         claim(module.modules(), self)
-        store.givers.add(self)
+        engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in module.parameters():
             _models[id(parameter)] = self
         give_back_free_memory()

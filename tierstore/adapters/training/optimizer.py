@@ -20,7 +20,7 @@ from tierstore.adapters.training.state_buffers import packed_bytes, state_budget
 from tierstore.adapters.training.tiles import Groups, Tile
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.outline import in_portions
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 
 AHEAD = 2
 """Tiles that the store is told of in advance."""
@@ -210,7 +210,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for buffer in buffers:
             buffer.expected()
         if buffers:
-            self.store.expect_in_ram(buffer.key for buffer in buffers)
+            engine_of(self.store).mutable_groups.expect_in_host(buffer.key for buffer in buffers)
 
     # State -------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from tierstore.adapters.view_lifetime import Allowance, ViewLease
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Hold, Tier
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 
 SHARE = 32
 """One in so many bytes of RAM is a group."""
@@ -119,31 +119,31 @@ class StateBuffer:
         self._kept: ViewLease | None = None
         self._in_ram = False  # there may be a copy in RAM that is not held
         if self.stays:
-            store.settle(key, tensors)
-            self._kept = ViewLease(store.hold(key, Hold.KEEP))
+            engine_of(store).mutable_groups.create(key, tensors)
+            self._kept = ViewLease(engine_of(store).mutable_groups.lease_in_host(key, Hold.KEEP))
             self.tensors = self._kept.tensors
         elif not (with_values and self._settled_by_way_of_ram(tensors)):
-            store.settle_on_disk(key, tensors)
-            self.tensors = store.show(key)
+            engine_of(store).mutable_groups.create_on_disk(key, tensors)
+            self.tensors = engine_of(store).mutable_groups.view_on_disk(key)
             for name, tensor in tensors.items() if with_values else ():
                 self.tensors[name].copy_(tensor)
 
     def _settled_by_way_of_ram(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         try:
-            self.store.settle(self.key, tensors)
+            engine_of(self.store).mutable_groups.create(self.key, tensors)
         except BudgetError as error:
             if error.tier == Tier.DISK.name:
                 raise
             return False  # what is in use takes the room
         self._in_ram = True
-        self.store.write_back(self.key)
+        engine_of(self.store).mutable_groups.write_back(self.key)
         return True
 
     def ready(self) -> None:
         """Wait until it can be seen."""
         if not self.tensors:
-            self.store.put_away([self.key])
-            self.tensors = self.store.show(self.key)
+            engine_of(self.store).mutable_groups.move_to_disk([self.key])
+            self.tensors = engine_of(self.store).mutable_groups.view_on_disk(self.key)
 
     def enter(self, stack: contextlib.ExitStack, purpose: Hold) -> dict[str, torch.Tensor]:
         """The tensors until `stack` is closed: in RAM if there is room for them; else where it
@@ -157,11 +157,11 @@ class StateBuffer:
 
     @contextlib.contextmanager
     def _held(self, purpose: Hold) -> Iterator[dict[str, torch.Tensor]]:
-        with self.store.hold(self.key, purpose) as lease:
+        with engine_of(self.store).mutable_groups.lease_in_host(self.key, purpose) as lease:
             self._in_ram = True
             yield lease.tensors
         if purpose is not Hold.READ:
-            self.store.write_back(self.key)
+            engine_of(self.store).mutable_groups.write_back(self.key)
 
     def read(self) -> ViewLease:
         """The tensors on the device, to be read there."""
@@ -175,7 +175,7 @@ class StateBuffer:
     def put_away(self) -> None:
         """Nobody uses it for now: see that it is what it shows."""
         if self._in_ram and not self.stays:
-            self.store.put_away([self.key])
+            engine_of(self.store).mutable_groups.move_to_disk([self.key])
             self._in_ram = False
 
     def discard(self) -> None:
@@ -191,4 +191,4 @@ def _forget(store: weakref.ref[TierStore], key: str, budget: StateBudget, kept: 
     budget.give_back(kept)
     alive = store()
     if alive is not None:
-        alive.discard_soon([key])
+        engine_of(alive).groups.discard_soon([key])

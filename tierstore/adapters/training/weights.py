@@ -31,7 +31,7 @@ from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.adapters.unit_use import Arguments
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.model.errors import BudgetError
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import base_of, in_backward, saved_tensor_hooks, version_of
 
 _CAST = "ToCopyBackward0"
@@ -247,7 +247,7 @@ class WeightStreamer:
             self._touched.update(wanted)
         for weights in wanted:
             weights.buffer.expected()
-        self.store.expect(weights.key for weights in wanted)
+        engine_of(self.store).mutable_groups.expect(weights.key for weights in wanted)
 
     def _in_order(self, number: int, step: int) -> list[Weights]:
         return self._by_slice[number][::step]
@@ -260,7 +260,9 @@ class WeightStreamer:
         for weights in self._by_slice[number]:
             self.store.offload(weights.key)
         # What was on its way takes room until it is there, and others are brought next.
-        self.store.land(weights.key for weights in self._by_slice[number])
+        engine_of(self.store).mutable_groups.wait_for_arrivals(
+            weights.key for weights in self._by_slice[number]
+        )
 
     # Backward ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How long an accelerator took: noted on any thread, and told to the planner in a step.
+"""How long an accelerator took: noted on any thread, and told to the planner in a transaction.
 
 Where work is only queued, the clock of whoever queues it says nothing about the work.
 """
@@ -13,7 +13,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
 
 
-class Lessons:
+class Measurements:
     """What a planner is to learn. All times are in seconds of `time.monotonic`."""
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """Who waits for the store, who holds leases, and whether anybody can still get on.
 
-Whatever changes the store starts a new *epoch*, and wakes whom it may concern: to try in vain costs
-a switch of threads, and with dozens of them that would be all they do. A request that tries in vain
-notes the epoch, and so does one that need not try. When all have the newest epoch, every lease is
-held by somebody who waits, and nothing is on its way, nobody can get on: those who hold leases are
-told so instead of waiting for ever.
+Whatever changes the store starts a new *epoch*, and wakes the waiters that it can help: to try in
+vain costs a switch of threads, and with dozens of them that would be all they do. A request that
+tries in vain notes the epoch, and so does one that need not try. When all have the newest epoch,
+every lease is held by somebody who waits, and nothing is on its way, nobody can get on: those who
+hold leases are told so instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def caller() -> object:
     return task if task is not None else threading.get_ident()
 
 
-class Want(Enum):
+class RequestKind(Enum):
     """What a request is for."""
 
     LEASE = "a lease"
     ROOM = "room for a put"
-    HOLD = "a group in host memory"
+    HOST_LEASE = "a group in host memory"
     SAVE = "a copy on disk"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Demand:
     """What the planner pursues because of a request, until it is met or taken back."""
 
-    want: Want
-    version: GroupId
+    kind: RequestKind
+    group: GroupId
     purpose: Hold | None = None
 
 
@@ -58,30 +58,30 @@ class Wish:
 class Request:
     """A caller that wants something of `key`. `tried` is the epoch of its last vain attempt.
 
-    `version` is the one that the planner pursues; NO_GROUP if it pursues none. `met` says how an
-    acquire was met; `stall` is its wait, which began on an accelerator at `mark`; `loan` is what it
-    was lent.
+    `group` is the one that the planner pursues; NO_GROUP if it pursues none. `met` says how an
+    acquire was met; `stall` is its wait, which began on an accelerator at `mark`; `record` is of
+    the lease that it got.
     """
 
     key: str
-    want: Want
+    kind: RequestKind
     access: Access = Access.READ
     purpose: Hold | None = None
-    version: GroupId = NO_GROUP
+    group: GroupId = NO_GROUP
     owner: object = field(default_factory=caller)
     since: float = field(default_factory=time.monotonic)
     tried: int = -1
     met: str = ""
     stall: Span | None = None
     mark: Any = None
-    loan: Any = None
+    record: LeaseRecord | None = None
     bell: Bell = field(default_factory=Bell)
     listener: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     @property
-    def wish(self) -> Wish:
+    def demand(self) -> Demand:
         """What the planner pursues for it."""
-        return Wish(self.want, self.version, self.purpose)
+        return Demand(self.kind, self.group, self.purpose)
 
     def wake(self) -> None:
         """Have it try again."""
@@ -93,7 +93,7 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
-class Lent(Use):
+class LeaseRecord(Use):
     """The store's side of a lease, and later a note of it.
 
     It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device
@@ -105,15 +105,15 @@ class Lent(Use):
     stream: Any = None
 
 
-class Ticket(weakref.ref[Request]):
-    """Of a request that waits, and of its wish, which may be all that is left of it."""
+class QueuedRequest(weakref.ref[Request]):
+    """Of a request that waits, and of its demand, which may be all that is left of it."""
 
-    __slots__ = ("wish",)
-    wish: Wish
+    __slots__ = ("demand",)
+    demand: Demand
 
 
-class WaitingRoom:
-    """Requests that wait, and leases that are out. All methods are parts of the store's steps.
+class WaitQueue:
+    """Requests that wait, and leases that are out. All methods are parts of transactions.
 
     `ready` tells whether to try again can make a difference for a request; `idle`, whether nothing
     is on its way; `refuse` raises for a request that can never be met, given the versions that are
@@ -131,29 +131,29 @@ class WaitingRoom:
         self._refuse = refuse
         self._epoch = 0
         self._called = -1  # the epoch in which a holder was woken to be refused
-        self._tickets: dict[int, Ticket] = {}
-        self._lost: deque[Wish] = deque()
+        self._queued: dict[int, QueuedRequest] = {}
+        self._lost: deque[Demand] = deque()
         self._held: dict[object, dict[GroupId, int]] = {}  # owner -> version -> leases of it
 
     def anybody(self) -> bool:
         """Whether anybody may wait."""
-        return bool(self._tickets)
+        return bool(self._queued)
 
     def requests(self) -> list[Request]:
         """Those who wait."""
         found = []
-        for number, ticket in list(self._tickets.items()):
-            request = ticket()
+        for number, queued in list(self._queued.items()):
+            request = queued()
             if request is None:  # its caller was interrupted
-                self._lost.append(ticket.wish)
-                del self._tickets[number]
+                self._lost.append(queued.demand)
+                del self._queued[number]
             else:
                 found.append(request)
         return found
 
-    def lost_wishes(self) -> list[Wish]:
+    def lost_demands(self) -> list[Demand]:
         """What requests wanted that are gone without having been met or given up."""
-        if self._tickets:
+        if self._queued:
             self.requests()
         if not self._lost:
             return []
@@ -161,9 +161,9 @@ class WaitingRoom:
         return list(lost)
 
     def changed(self) -> None:
-        """Wake whom it may concern: something is different."""
+        """Something is different: wake the waiters that it can help."""
         self._epoch += 1
-        if not self._tickets:
+        if not self._queued:
             return
         for request in self.requests():
             if self._ready(request):
@@ -198,15 +198,15 @@ class WaitingRoom:
 
     def leave(self, request: Request) -> None:
         """The request waits no more."""
-        self._tickets.pop(id(request), None)
+        self._queued.pop(id(request), None)
 
     def tried_in_vain(self, request: Request) -> None:
         """The request has to wait for a change. Raises if there can be none."""
         request.bell.reset()
         request.tried = self._epoch
-        ticket = Ticket(request)
-        ticket.wish = request.wish
-        self._tickets[id(request)] = ticket
+        queued = QueuedRequest(request)
+        queued.demand = request.demand
+        self._queued[id(request)] = queued
         stuck = self._stuck()
         if request in stuck:
             self._refuse(request, {v for held in self._held.values() for v in held})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from tierstore.checkpoints import CheckpointFile
+from tierstore.engine.checkpoints import CheckpointFile
 from tierstore.model.errors import UnknownKeyError
 from tierstore.model.groups import (
     Check,

@@ -13,7 +13,7 @@ COUNT = 4
 """Threads, at most."""
 
 
-class Copiers:
+class CopyThreads:
     """They are not those of the loop: all of these may wait for a lease that is released next."""
 
     def __init__(self, begin: Callable[[], None] = lambda: None) -> None:

@@ -1,0 +1,403 @@
+"""What a store believes: the planner, the mover, and who waits, in agreement.
+
+This is the only module that knows both planner and mover. Every transaction follows one pattern:
+tell the planner, and hand its instructions to the mover, so that their order is kept. The mover's
+threads report back in the same way. Nothing here waits.
+
+The planner can be made anew at any time. What is true of a group is known elsewhere: which copies
+the mover has made and is making, which generation of a key readers see, and what is leased. If a
+transaction was cut short, whatever the planner believed by then is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import torch
+
+from tierstore.engine.measurements import Measurements
+from tierstore.engine.settings import Settings
+from tierstore.engine.transaction import transaction
+from tierstore.engine.wait_queue import Demand, LeaseRecord, Request, RequestKind, WaitQueue
+from tierstore.model import events
+from tierstore.model.errors import (
+    BudgetError,
+    CaptureError,
+    ClosedError,
+    DuplicateKeyError,
+    LeaseError,
+    UnknownKeyError,
+)
+from tierstore.model.groups import NO_GROUP, GroupId
+from tierstore.model.locks import RLock
+from tierstore.model.moves import Copy, Instruction
+from tierstore.model.tiers import Access, Tier
+from tierstore.observe.event_log import EventLog
+from tierstore.observe.observer import Observer
+from tierstore.plan.planner import Planner
+from tierstore.plan.policy import policy_named
+from tierstore.plan.schedule import LearnedOrder
+from tierstore.tiers.assembly import build
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.mover import Mover, Told
+from tierstore.tiers.objects import object_name
+from tierstore.tiers.streams import is_captured
+from tierstore.tiers.workers import Answer
+
+
+class Core:
+    """What the parts of the engine share. Its methods need the lock, unless they say otherwise.
+
+    `current` has the group that readers see of each key; `unseen` are groups that are being put.
+    `leases` are out, and `revocable` those of them whose holders do not use them at this moment.
+    `deferred` is what finalizers want done: they may run in the middle of any transaction, so it is
+    done by the next one. Each can be done again if that was cut short.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.device = settings.device
+        self.settings = settings
+        self.lock = RLock()
+        self.dirty = False  # a transaction has begun, and is not over
+        self.closing = False  # nothing new may begin; what there is, is being saved
+        self.closed = False
+        self.current: dict[str, GroupId] = {}
+        self.unseen: dict[GroupId, None] = {}
+        self.leases: dict[LeaseRecord, None] = {}
+        self.revocable: dict[LeaseRecord, None] = {}
+        self.deferred: deque[Callable[[], object]] = deque()
+        self.permanent_host_bytes = 0  # bytes leased in host memory by who never gives them back
+        self.largest = 0  # bytes of the largest group that was leased or saved for autograd so far
+        self.events = EventLog()
+        self.measurements = Measurements()
+        self._pid = os.getpid()
+        self._numbers = itertools.count(1)
+        self.planner = self._new_planner()
+        self.queue = WaitQueue(self._ready, lambda: self.planner.idle(), self._refuse_the_hopeless)
+        self.directory = ObjectDirectory(settings.disk_dir)
+        try:
+            self.reports = TransferReports(self)
+            self.tiers, self.mover = build(
+                settings.device,
+                settings.budgets,
+                self.directory,
+                settings.verify,
+                self.reports.told(),
+                settings.extra_tiers,
+            )
+        except BaseException:
+            self.directory.close()
+            raise
+        self.finalizer = weakref.finalize(self, _shut_down, self.mover, self.directory, self._pid)
+        try:
+            device = self.tiers.device
+            times = None if device is None else device.times
+            self.observer = Observer(self.mover.journal, times, self.measurements.ran)
+            self._recover()
+            self.observer.level(self.planner.used)
+        except BaseException:
+            self.finalizer()
+            raise
+
+    def _new_planner(self) -> Planner:
+        schedule = LearnedOrder()
+        policy = policy_named(self.settings.policy, schedule)
+        told = self.device.type != "cpu"
+        return Planner(self.settings.budgets, policy, schedule, told=told)
+
+    def _recover(self) -> None:
+        """Know the groups that the directory holds."""
+        for stored in self.directory.objects():
+            group, spec = GroupId(stored.key, 0), stored.spec()
+            source = stored.source(self.directory.path_of(stored.key))
+            self.mover.add(GroupEntry(group, spec, source, stored.packing, single=stored.single))
+            self.tell(events.Registered(group, spec.nbytes))
+            self.tiers.disk.add_file(stored.key)
+            self.current[stored.key] = group
+        budget, held = self.planner.budgets[Tier.DISK], self.planner.used[Tier.DISK]
+        if budget is not None and held > budget:
+            raise BudgetError(
+                self.directory.path,
+                Tier.DISK.name,
+                held,
+                budget,
+                "raise disk_budget, or remove groups with tierstore-inspect rm",
+            )
+
+    # Keys and groups ---------------------------------------------------------------------------
+
+    def new_group(self, key: str) -> GroupId:
+        """A generation of the key that there was not yet. Needs no lock."""
+        return GroupId(key, next(self._numbers))
+
+    def newest(self) -> int:
+        """A number that is higher than those of all generations so far. Needs no lock."""
+        return next(self._numbers)
+
+    def lookup(self, key: str) -> GroupId:
+        """The group that readers see. Raises UnknownKeyError, or says why its file is damaged."""
+        group = self.current.get(key)
+        if group is None:
+            damage = None
+            with suppress(ValueError, AttributeError):  # there cannot be such a key
+                damage = self.directory.damaged.get(object_name(key))
+            raise damage or UnknownKeyError(key)
+        return group
+
+    def refuse_duplicate(self, key: str) -> None:
+        """Raise DuplicateKeyError if readers see a group of the key."""
+        if key in self.current:
+            raise DuplicateKeyError(key)
+
+    # Whether a call may go on: none of these needs the lock ---------------------------------------
+
+    def ended(self) -> bool:
+        """Whether the store was closed, by `close` or by the end of the interpreter."""
+        return self.closed or self.mover.stopped
+
+    def check_open(self, *, saving: bool = False) -> None:
+        """Raise ClosedError if the store is closed, or is being closed and this saves nothing."""
+        if self.ended() or (self.closing and not saving):
+            raise ClosedError("the store is closed: open a new TierStore on its disk_dir")
+
+    def forked(self) -> bool:
+        """Whether this process is a child of the one that opened the store."""
+        return os.getpid() != self._pid
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked process."""
+        if self.forked():
+            raise ClosedError(
+                "this process was forked from the one that opened the store: open a TierStore of "
+                "its own, with another disk_dir, after the fork"
+            )
+
+    def refuse_capture(self) -> None:
+        """Raise CaptureError, before anything is done, where a graph is being captured."""
+        if is_captured(self.device):
+            raise CaptureError
+
+    def current_stream(self) -> torch.Stream | None:
+        """The stream of the caller's device work; None on the CPU."""
+        if self.device.type == "cpu":
+            return None
+        return torch.accelerator.current_stream(self.device)
+
+    @staticmethod
+    def order_after_arrival(entry: GroupEntry, stream: torch.Stream | None) -> None:
+        """What the stream does from now on, it does when the group is there."""
+        if entry.arrival is not None and stream is not None:
+            stream.wait_event(entry.arrival)
+
+    # Between the planner and the mover -----------------------------------------------------------
+
+    def tell(self, event: events.Event) -> None:
+        """Tell the planner what happened, and see that what it instructs is done."""
+        self.deliver(self.handled(event))
+
+    def handled(self, event: events.Event) -> list[Instruction]:
+        """Tell the planner what happened. Returns its instructions, for `deliver`."""
+        now = time.monotonic()
+        instructions = self.planner.handle(event, now)
+        self.events.add((now, event))
+        return instructions
+
+    def deliver(self, instructions: list[Instruction]) -> None:
+        """Hand the planner's instructions on, in order, and wake the waiters that it can help.
+
+        What is over at once makes the planner instruct more, until nothing is.
+        """
+        while instructions:
+            over = self.mover.accept(instructions)
+            instructions = [more for copy, error in over for more in self.ended_copy(copy, error)]
+        self.observer.level(self.planner.used)
+        self.queue.changed()
+
+    def ended_copy(self, copy: Copy, error: BaseException | None) -> list[Instruction]:
+        """Tell the planner of the end of a copy. Returns its instructions, for `deliver`."""
+        if error is not None:
+            return self.handled(events.Failed(copy.key, copy.src, copy.dst, error))
+        timed = copy.dst is not Tier.DEVICE  # else it is queued
+        return self.handled(events.Arrived(copy.key, copy.src, copy.dst, timed))
+
+    # Requests that wait --------------------------------------------------------------------------
+
+    def _ready(self, request: Request) -> bool:
+        """Whether to try again can make a difference for a request that waits."""
+        group, planner, kind = request.group, self.planner, request.kind
+        if self.closing or self.ended() or kind not in (RequestKind.LEASE, RequestKind.ROOM):
+            return True
+        if group not in planner or planner.error_of(group) is not None:
+            return True
+        if kind is RequestKind.ROOM:
+            return planner.granted(group)
+        if self.current.get(request.key) != group or planner.lendable(group, request.access):
+            return True
+        return request.access is not Access.READ and planner.kept(group)
+
+    def _refuse_the_hopeless(self, request: Request, held: set[GroupId]) -> None:
+        """Raise: whoever could give the room (or the group) back is waiting too."""
+        if request.group in held:
+            raise LeaseError(
+                f"group {request.key!r} is leased by callers that all wait for something: release "
+                "those leases first"
+            )
+        nbytes = sum(self.mover.entry(group).spec.nbytes for group in held)
+        top = self.planner.top
+        raise BudgetError(
+            request.key,
+            top.name,
+            self.mover.entry(request.group).spec.nbytes,
+            self.planner.budgets[top] or 0,
+            f"the leases of callers that all wait hold {nbytes:,} bytes; release some of them "
+            "first, or raise the budget",
+        )
+
+    def withdraw(self, demand: Demand) -> None:
+        """See that the planner pursues a demand no more."""
+        if demand.group in self.planner:
+            if demand.kind is RequestKind.HOST_LEASE and demand.purpose is not None:
+                self.tell(events.HostWithdrawn(demand.group, demand.purpose))
+            elif demand.kind is not RequestKind.SAVE:
+                self.tell(events.Withdrawn(demand.group))
+        self.unseen.pop(demand.group, None)
+
+    def collect_garbage(self) -> None:
+        """Do what finalizers have left, and take back what only garbage wanted."""
+        for demand in self.queue.lost_demands():
+            self.withdraw(demand)
+        while self.deferred:
+            self.deferred[0]()
+            self.deferred.popleft()
+
+    def wait_for_removal(self, removal: Answer[None]) -> None:
+        """Wait until a file is removed, and wake who flushes: they wait for it, too.
+
+        Where an event loop runs, nothing waits: `flush` and `close` tell if it fails. Without the
+        lock.
+        """
+        if asyncio._get_running_loop() is not None:
+            removal.then(self.reports.removed_if_open)
+            return
+        try:
+            removal.wait()
+        finally:
+            self.reports.removed()
+
+    # After a transaction that was cut short ---------------------------------------------------
+
+    def rebuild(self) -> None:
+        """Derive everything anew from what there is, after a transaction was cut short.
+
+        What was learned of the order of use is lost, and so are hints. Whoever waits asks again.
+        """
+        if self.ended():
+            return
+        self.mover.catch_up()
+        self.mover.mend()
+        for demand in self.queue.lost_demands():
+            self.unseen.pop(demand.group, None)
+        peak, self.planner = self.planner.peak, self._new_planner()
+        self.events.clear()
+        instructions = self.handled(events.Recovered(tuple(self._existing_groups())))
+        for tier, nbytes in peak.items():
+            self.planner.peak[tier] = max(self.planner.peak[tier], nbytes)
+        for request in self.queue.requests():
+            if request.kind in (RequestKind.LEASE, RequestKind.HOST_LEASE):
+                request.group = NO_GROUP
+        self.queue.count_again((record.caller, record.version) for record in self.leases)
+        self.permanent_host_bytes = sum(
+            self.mover.entry(record.version).spec.nbytes
+            for record in self.leases
+            if record.held is not None and record.caller is None
+        )
+        self.deliver(instructions)
+
+    def _existing_groups(self) -> Iterator[events.RecoveredGroup]:
+        leased: dict[GroupId, list[LeaseRecord]] = {}
+        for record in self.leases:
+            leased.setdefault(record.version, []).append(record)
+        moving = self.mover.moving()
+        for entry in self.mover.entries():
+            group = entry.key
+            records = leased.get(group, [])
+            moves = tuple((copy.src, copy.dst) for copy in moving if copy.key == group)
+            yield events.RecoveredGroup(
+                group,
+                entry.spec.nbytes,
+                tuple(sorted({*self.mover.tiers_of(entry), *(dst for _, dst in moves)})),
+                moves,
+                tuple((n.access, n.caller is None) for n in records if n.held is None),
+                next((n.held for n in records if n.held is not None), None),
+                backing=Tier.DISK if entry.backed else None,
+                caller_scheduled=entry.guided,
+                sticky=entry.kept,
+                visible=self.current.get(group.key) == group,
+                claimed=group in self.unseen,
+            )
+
+
+class TransferReports:
+    """What the mover's threads report, each in a transaction. They do not keep the core alive."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = weakref.ref(core)
+
+    @property
+    def core(self) -> Core:
+        """Whom is reported to, by who has seen to it that it is there."""
+        core = self._core()
+        assert core is not None, "the store is gone"
+        return core
+
+    def told(self) -> Told:
+        """Where the mover reports to."""
+
+        def over(copy: Copy, error: BaseException | None) -> None:
+            if (core := self._core()) is not None:
+                core.reports.arrived(copy, error)
+
+        def ending(copy: Copy) -> None:
+            if (core := self._core()) is not None:
+                core.reports.ending(copy)
+
+        core = self.core
+        return Told(over, ending, core.measurements.moved)
+
+    @transaction
+    def ending(self, copy: Copy) -> None:
+        """The last bytes of a copy are asked for."""
+        self.core.tell(events.Ending(copy.key, copy.src, copy.dst))
+
+    @transaction
+    def arrived(self, copy: Copy, error: BaseException | None) -> None:
+        """A copy is done, or has failed."""
+        core = self.core
+        instructions = core.ended_copy(copy, error)
+        core.mover.moved(copy)
+        core.deliver(instructions)
+
+    @transaction
+    def removed(self) -> None:
+        """A file was removed: who flushes may have waited for it."""
+        self.core.queue.changed()
+
+    def removed_if_open(self) -> None:
+        """`removed`, unless nobody has the store any more."""
+        if (core := self._core()) is not None:
+            core.reports.removed()
+
+
+def _shut_down(mover: Mover, directory: ObjectDirectory, pid: int) -> None:
+    # A forked child has neither the threads nor the lock. And a thread that a dead disk has stopped
+    # may still write, some day: until then nobody else may have the directory.
+    if os.getpid() == pid and mover.stop():
+        directory.close()

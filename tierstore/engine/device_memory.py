@@ -1,0 +1,65 @@
+"""The memory of the accelerator that the store holds: what it may give back, and may take more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tierstore.engine.core import Core
+from tierstore.engine.lease_table import LeaseTable
+from tierstore.engine.settings import device_memory, grown_device_budget
+from tierstore.engine.transaction import transaction
+from tierstore.model import events
+from tierstore.model.tiers import Tier
+from tierstore.tiers.arena import Arena
+
+
+class DeviceMemory:
+    """For adapters, and only where there is an accelerator."""
+
+    def __init__(self, core: Core, lease_table: LeaseTable) -> None:
+        self.core = core
+        self._lease_table = lease_table
+
+    @property
+    def _arena(self) -> Arena:
+        device = self.core.tiers.device
+        assert device is not None, "there is no accelerator"
+        return device.arena
+
+    @transaction
+    def spare_bytes(self) -> int:
+        """The bytes that `give_back` would give back now."""
+        return self.core.planner.spare_bytes() + self._arena.idle_bytes
+
+    def give_back(self) -> None:
+        """Let others have the memory that the store holds there and that nobody uses.
+
+        What is given up has a copy elsewhere. It comes back when it is needed. Waits for the device
+        to be done with it.
+        """
+        self._vacate()
+        self.core.mover.catch_up()  # the slots of what was given up are idle by then
+        self._arena.give_back_idle()
+
+    @transaction
+    def _vacate(self) -> None:
+        self.core.check_open()
+        self._lease_table.revoke_all()
+        self.core.tell(events.DeviceVacated())
+
+    @transaction
+    def grow_budget(self) -> None:
+        """Every model has run: have the device budget take half of what is free, if nobody chose
+        it. Happens once."""
+        core = self.core
+        given = core.settings
+        if core.ended() or not given.device_budget_may_grow:
+            return
+        arena, before = self._arena, given.budgets[Tier.DEVICE]
+        assert before is not None
+        free, _ = device_memory(core.device)
+        budget = grown_device_budget(before, arena.bytes_held, free)
+        arena.resize(budget)  # first: the planner's instructions may need it
+        budgets = {**given.budgets, Tier.DEVICE: budget}
+        core.settings = replace(given, budgets=budgets, device_budget_may_grow=False)
+        core.tell(events.BudgetChanged(budget))

@@ -1,0 +1,66 @@
+"""The engine of a store: its core, and the parts that hold it."""
+
+from __future__ import annotations
+
+from tierstore.engine.copy_threads import CopyThreads
+from tierstore.engine.core import Core
+from tierstore.engine.device_memory import DeviceMemory
+from tierstore.engine.groups import Groups
+from tierstore.engine.lease_table import LeaseTable
+from tierstore.engine.leases import Leases
+from tierstore.engine.mutable_groups import MutableGroups
+from tierstore.engine.puts import Puts
+from tierstore.engine.reporting import Reporting
+from tierstore.engine.requests import Requests
+from tierstore.engine.saved_tensors import SavedTensors
+from tierstore.engine.saves import Saves
+from tierstore.engine.settings import Settings
+from tierstore.engine.transaction import transaction
+from tierstore.tiers.streams import selecting
+
+
+class Engine:
+    """What serves a `TierStore` and its adapters.
+
+    Adapters use `leases`, `groups`, `mutable_groups`, `saved_tensors` and `device_memory`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.copy_threads = CopyThreads(selecting(settings.device))
+        self.core = core = Core(settings)
+        self.lease_table = LeaseTable(core)
+        self.requests = Requests(core, self.lease_table)
+        self.leases = Leases(core, self.lease_table, self.requests)
+        self.puts = Puts(core, self.requests)
+        self.saves = Saves(core, self.requests)
+        self.groups = Groups(core, self.puts, self.saves)
+        self.mutable_groups = MutableGroups(
+            core, self.lease_table, self.requests, self.puts, self.saves, self.groups
+        )
+        self.saved_tensors = SavedTensors(core, self.puts, self.groups)
+        self.device_memory = DeviceMemory(core, self.lease_table)
+        self.reporting = Reporting(core)
+
+    def close(self) -> None:
+        """See `TierStore.close`."""
+        core = self.core
+        if core.closed:
+            return
+        core.check_process()
+        try:
+            self._begin_to_close()
+            self.saves.flush_before_end()
+        finally:
+            self._end()
+            self.copy_threads.stop()
+            core.finalizer()
+
+    @transaction
+    def _begin_to_close(self) -> None:
+        self.core.closing = True
+        self.core.queue.changed()
+
+    @transaction
+    def _end(self) -> None:
+        self.core.closed = True
+        self.core.queue.changed()

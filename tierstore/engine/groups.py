@@ -1,0 +1,189 @@
+"""Which groups there are: taken by reference, hinted at, forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+
+from tierstore.engine.adoption import WEIGHTS, Adoption, adopt, checkpoint_groups, content_hash
+from tierstore.engine.checkpoints import CheckpointFile
+from tierstore.engine.core import Core
+from tierstore.engine.keys import check_callers_key
+from tierstore.engine.puts import Puts
+from tierstore.engine.saves import Saves
+from tierstore.engine.transaction import transaction
+from tierstore.model import events
+from tierstore.model.groups import GroupSpec, Source
+from tierstore.model.objects import StoredObject
+from tierstore.model.tiers import Tier
+from tierstore.tiers.disk import FileStamp
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.maps import AddressSpace
+from tierstore.tiers.objects import intact_object
+from tierstore.tiers.workers import Answer
+
+
+class Groups:
+    """Groups by reference, hints, and the end of groups. `adopt` and `discard` may wait."""
+
+    def __init__(self, core: Core, puts: Puts, saves: Saves) -> None:
+        self.core = core
+        self._puts = puts
+        self._saves = saves
+
+    # By reference ------------------------------------------------------------------------------
+
+    def register_files(
+        self,
+        files: list[CheckpointFile],
+        prefix: str,
+        groups: Mapping[str, Iterable[str]] | None,
+    ) -> dict[str, tuple[GroupSpec, Source]]:
+        """See `TierStore.register_checkpoint`. Returns what was registered, by key."""
+        found = checkpoint_groups(files, prefix, groups)
+        for key in found:
+            check_callers_key(key)
+        self._know_files(files, found, single=groups is None)
+        return found
+
+    @transaction
+    def _know_files(
+        self,
+        files: list[CheckpointFile],
+        found: Mapping[str, tuple[GroupSpec, Source]],
+        *,
+        single: bool,
+    ) -> None:
+        core = self.core
+        core.check_open()
+        for key in found:
+            core.refuse_duplicate(key)
+        for file in files:
+            core.tiers.disk.files.expect(file.path, file.header_digest)
+        stamps = {file.path: file.stamp for file in files}
+        for key, (spec, source) in found.items():
+            self._know(key, spec, source, stamps, single=single)
+
+    def register(
+        self, key: str, tensors: Mapping[str, torch.Tensor], space: AddressSpace | None = None
+    ) -> dict[str, torch.Tensor]:
+        """See `TierStore.register`.
+
+        `space` saves time where many groups are registered in a row: what is mapped where, looked
+        up once.
+        """
+        core = self.core
+        check_callers_key(key)
+        core.check_open()
+        core.refuse_duplicate(key)
+        adoption = adopt(tensors, space or AddressSpace(), self._write_once)
+        self._know_adopted(key, adoption)
+        return adoption.homes
+
+    @transaction
+    def _know_adopted(self, key: str, adoption: Adoption) -> None:
+        core = self.core
+        core.check_open()
+        core.refuse_duplicate(key)
+        for path in adoption.stamps:
+            core.tiers.disk.files.expect(path)
+        self._know(key, adoption.spec, adoption.source, adoption.stamps, single=False)
+
+    def _know(
+        self,
+        key: str,
+        spec: GroupSpec,
+        source: Source,
+        stamps: Mapping[str, FileStamp],
+        *,
+        single: bool,
+    ) -> None:
+        core = self.core
+        group = core.new_group(key)
+        order = core.newest()
+        core.mover.add(
+            GroupEntry(group, spec, source, single=single, stamps=stamps, order=order, backed=True)
+        )
+        core.tell(events.Registered(group, spec.nbytes, backing=True))
+        core.current[key] = group
+
+    def _write_once(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, StoredObject]:
+        """The object file with exactly these tensors: found by their content, or written."""
+        core = self.core
+        key = WEIGHTS + content_hash(tensors)
+        if key not in core.current:
+            self._puts.put(key, tensors, durable=True)
+        self._saves.flush_key(key)  # another thread may have put it, or a write may have failed
+        self.offload(key)
+        path = core.directory.path_of(key)
+        return path, intact_object(path)
+
+    # Hints -------------------------------------------------------------------------------------
+
+    @transaction
+    def expect(self, keys: Iterable[str]) -> None:
+        """These are acquired next, in order. Raises UnknownKeyError."""
+        core = self.core
+        core.check_open()
+        core.tell(events.Expected(tuple(core.lookup(key) for key in keys)))
+
+    @transaction
+    def expect_known(self, keys: Iterable[str], top: Tier) -> None:
+        """These come next, on a tier up to `top`. What is not there any more does not."""
+        core = self.core
+        core.check_open()
+        core.collect_garbage()
+        found = [core.current.get(key) for key in keys]
+        core.tell(events.Expected(tuple(group for group in found if group is not None), top))
+
+    @transaction
+    def offload(self, key: str) -> None:
+        """A group is not needed on the device for now."""
+        core = self.core
+        core.check_open()
+        core.tell(events.Offloaded(core.lookup(key)))
+
+    @transaction
+    def make_sticky(self, key: str) -> None:
+        """A group should stay in memory once it was used."""
+        core = self.core
+        core.check_open()
+        group = core.lookup(key)
+        core.mover.entry(group).kept = True
+        core.tell(events.MadeSticky(group))
+
+    # The end of groups -------------------------------------------------------------------------
+
+    def discard(self, key: str) -> None:
+        """See `TierStore.discard`."""
+        removal = self._forget(key)
+        if removal is not None:
+            self.core.wait_for_removal(removal)
+
+    @transaction
+    def _forget(self, key: str) -> Answer[None] | None:
+        """Returns the removal of the group's file."""
+        core = self.core
+        core.check_open()
+        disk = core.tiers.disk
+        if key not in core.current and disk.is_left(key):
+            return disk.remove(key, core.newest(), True)
+        group = core.lookup(key)
+        durable = core.mover.entry(group).durable and not core.planner.backed(group)
+        del core.current[key]
+        core.tell(events.Discarded(group))
+        return disk.remove(key, core.newest(), durable)
+
+    def discard_soon(self, keys: Iterable[str]) -> None:
+        """Forget groups taken by `register` at the next transaction. For finalizers, which may run
+        anywhere, so that nothing can be done at once."""
+        self.core.deferred.extend(partial(self.forget_generation, key) for key in keys)
+
+    def forget_generation(self, key: str) -> None:
+        """Forget a group that has no file of its own, if it is there; as part of a transaction."""
+        core = self.core
+        group = core.current.pop(key, None)
+        if group is not None:
+            core.tell(events.Discarded(group))

@@ -1,0 +1,116 @@
+"""How a group is leased on the fastest tier."""
+
+from __future__ import annotations
+
+from tierstore.engine.core import Core
+from tierstore.engine.lease_table import LeaseTable
+from tierstore.engine.requests import Requests
+from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
+from tierstore.lease import Lease, OpenLease
+from tierstore.model import events
+from tierstore.model.errors import LeaseError
+from tierstore.model.groups import NO_GROUP, GroupId
+from tierstore.model.tiers import Access
+from tierstore.plan.records import State
+
+
+class Leases:
+    """Leases of groups on the fastest tier. `acquire` and its twins may wait."""
+
+    def __init__(self, core: Core, lease_table: LeaseTable, requests: Requests) -> None:
+        self.core = core
+        self._lease_table = lease_table
+        self._requests = requests
+
+    def acquire(self, key: str, access: Access, timeout: float | None = None) -> Lease:
+        """See `TierStore.acquire`."""
+        return self._requests.wait(self._request(key, access), self._attempt, timeout)
+
+    async def acquire_async(self, key: str, access: Access) -> Lease:
+        """See `TierStore.aacquire`."""
+        return await self._requests.wait_async(self._request(key, access), self._attempt)
+
+    async def acquire_for_another_thread(self, key: str) -> Lease:
+        """A lease to read that another thread releases, whether or not anybody still waits."""
+        request = self._request(key, Access.READ)
+        lease = await self._requests.wait_async(request, self._attempt)
+        assert request.record is not None, "it was granted"
+        self._lease_table.hand_over(request.record)
+        return lease
+
+    def acquire_permanently(self, key: str, access: Access) -> Lease:
+        """`acquire`, for who never gives it back as long as others may wait for its room."""
+        request = self._request(key, access)
+        request.owner = None  # nobody waits for it
+        return self._requests.wait(request, self._attempt)
+
+    def _request(self, key: str, access: Access) -> Request:
+        self.core.refuse_capture()
+        return Request(key, RequestKind.LEASE, Access(access))
+
+    def _attempt(self, request: Request) -> Lease | None:
+        """Lease the group if it is there."""
+        core = self.core
+        core.check_open()
+        core.collect_garbage()
+        planner, group = core.planner, request.group
+        demanded = core.current.get(request.key) == group
+        if not demanded:  # the first time, and if it was replaced meanwhile
+            group = core.lookup(request.key)
+            demanded = not planner.lendable(group, request.access)
+            if demanded:
+                self._demand(request, group)
+            elif not request.met:
+                core.observer.asked(request, "hit")
+        error = planner.error_of(group)
+        if error is not None:
+            raise error
+        if not demanded or planner.lendable(group, request.access):
+            return self._grant(request, group, demanded)
+        if request.access is not Access.READ:
+            refuse_what_is_kept(core, request)
+        core.observer.waits(request)
+        return None
+
+    def _demand(self, request: Request, group: GroupId) -> None:
+        """Insist on a group that cannot be leased at once."""
+        core = self.core
+        state = core.planner.state_of(group)
+        instructions = core.handled(events.Demanded(group))
+        request.group = group
+        if not request.met:
+            met = "hit" if state is State.PRESENT else "late" if state else "miss"
+            core.observer.asked(request, met)
+        if state is not State.PRESENT:  # otherwise nothing has to move
+            core.deliver(instructions)
+
+    def _grant(self, request: Request, group: GroupId, demanded: bool) -> Lease:
+        core = self.core
+        permanent = request.owner is None
+        instructions = core.handled(events.Leased(group, request.access, permanent, demanded))
+        record = LeaseRecord(
+            group, request.owner, request.met, request.since, access=request.access
+        )
+        core.deliver(instructions)  # first: what is leased to be changed has no other copy
+        request.record = record
+        self._lease_table.add(record)
+        request.group = NO_GROUP
+        entry = core.mover.entry(group)
+        nbytes = entry.spec.nbytes
+        if nbytes > core.largest:
+            core.largest = nbytes
+        tensors = core.tiers.top.view(entry)
+        record.stream = stream = core.current_stream()
+        core.observer.arrives(request, entry.arrival, stream)
+        core.order_after_arrival(entry, stream)
+        core.observer.granted(request, record, nbytes, stream, learned=not entry.guided)
+        return OpenLease(request.key, group, dict(tensors), self._lease_table, record)
+
+
+def refuse_what_is_kept(core: Core, request: Request) -> None:
+    """Raise LeaseError if the group is leased in host memory by who never gives it back."""
+    if core.planner.kept(request.group):
+        raise LeaseError(
+            f"group {request.key!r} is held for good, by who trains with it: read it, or wait "
+            "until that is over"
+        )

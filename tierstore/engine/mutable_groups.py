@@ -1,0 +1,242 @@
+"""Groups that change all the time: parameters in training, their gradients, an optimizer's state.
+
+Such a group is changed in host memory, by whoever has a lease of it there. While nobody has, its
+copy on disk lies in an extent of its own, and can be viewed: as CPU tensors that cost no memory
+until they are read, and that are the group as far as anybody can tell. They read as the file does,
+and what is written to them is in the file, so that nothing needs to notice it.
+
+For that to be true, nobody may have a copy in memory that the file does not know of. So whoever
+views such a group moves it to disk first, and again after each pass in which it was used.
+
+The store learns nothing from the uses of these groups. In training, who uses them knows the order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from tierstore.engine.core import Core
+from tierstore.engine.groups import Groups
+from tierstore.engine.lease_table import LeaseTable
+from tierstore.engine.leases import refuse_what_is_kept
+from tierstore.engine.puts import Puts
+from tierstore.engine.requests import Requests
+from tierstore.engine.saves import Saves
+from tierstore.engine.transaction import transaction
+from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
+from tierstore.lease import Lease, OpenLease
+from tierstore.model import events
+from tierstore.model.errors import BudgetError
+from tierstore.model.groups import NO_GROUP, GroupId
+from tierstore.model.moves import Instruction
+from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.plan.records import State
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.views import laid_out, packed
+
+
+class MutableGroups:
+    """Groups that change. `create`, `lease_in_host`, `move_to_disk` and `wait_for_arrivals` may
+    wait."""
+
+    def __init__(
+        self,
+        core: Core,
+        lease_table: LeaseTable,
+        requests: Requests,
+        puts: Puts,
+        saves: Saves,
+        groups: Groups,
+    ) -> None:
+        self.core = core
+        self._lease_table = lease_table
+        self._requests = requests
+        self._puts = puts
+        self._saves = saves
+        self._groups = groups
+
+    # Creation ----------------------------------------------------------------------------------
+
+    def create(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Store copies of tensors as a group that is going to be changed, and never outlives us.
+
+        Raises what `put` raises, and DuplicateKeyError.
+        """
+        self.core.check_open()
+        self.core.refuse_duplicate(key)
+        self._puts.put_with(key, tensors, self.core.tiers.host.fill, settled=True, guided=True)
+
+    def create_on_disk(self, key: str, like: Mapping[str, torch.Tensor]) -> None:
+        """The same, of tensors like these, on disk only: with whatever values.
+
+        Raises DuplicateKeyError, TypeError, BudgetError, DiskFullError or TransferError.
+        """
+        core = self.core
+        core.check_open()
+        core.refuse_duplicate(key)
+        packing, _ = packed(key, like)
+        spec = laid_out(key, packing, like)
+        group = core.new_group(key)
+        entry = GroupEntry(group, spec, None, packing, False, settled=True, guided=True)
+        self._refuse_beyond_the_disk(key, spec.nbytes)
+        core.tiers.disk.place(entry)
+        self._know(key, entry)
+
+    def _refuse_beyond_the_disk(self, key: str, nbytes: int) -> None:
+        planner = self.core.planner
+        budget = planner.budgets[Tier.DISK]
+        if budget is not None and planner.used[Tier.DISK] + nbytes > budget:
+            advice = "raise disk_budget, or discard groups that are not needed"
+            raise BudgetError(key, Tier.DISK.name, nbytes, budget, advice)
+
+    @transaction
+    def _know(self, key: str, entry: GroupEntry) -> None:
+        core = self.core
+        core.check_open()
+        core.refuse_duplicate(key)
+        self._refuse_beyond_the_disk(key, entry.spec.nbytes)
+        core.mover.add(entry)
+        core.tell(events.Registered(entry.key, entry.spec.nbytes, caller_scheduled=True))
+        core.current[key] = entry.key
+
+    # Leases in host memory -----------------------------------------------------------------------
+
+    def lease_in_host(self, key: str, purpose: Hold) -> Lease:
+        """The group in host memory, until the lease is released.
+
+        It may be acquired (to be read on the device) meanwhile: by who knows that it does not
+        change then. Of what is leased to KEEP it, those who wait for its room are told at once that
+        they wait in vain. Raises what `acquire` raises.
+        """
+        core = self.core
+        core.check_open()
+        access = Access.READ if purpose is Hold.READ else Access.UPDATE
+        request = Request(key, RequestKind.HOST_LEASE, access, purpose)
+        try:
+            record = self._requests.wait(
+                request, functools.partial(self._try_to_lease, purpose=purpose)
+            )
+            tensors = core.tiers.host.view_for_caller(core.mover.entry(record.version))
+            return OpenLease(key, record.version, tensors, self._lease_table, record)
+        except BaseException:
+            self._requests.give_up(request)
+            raise
+
+    def _try_to_lease(self, request: Request, *, purpose: Hold) -> LeaseRecord | None:
+        core = self.core
+        core.check_open()
+        core.collect_garbage()
+        if core.current.get(request.key) != request.group:
+            group = core.lookup(request.key)
+            instructions = core.handled(events.HostDemanded(group, purpose))
+            request.group = group
+            core.deliver(instructions)
+        group = request.group
+        error = core.planner.error_of(group)
+        if error is not None:
+            raise error
+        refuse_what_is_kept(core, request)
+        if not core.planner.host_lendable(group, purpose):
+            return None
+        instructions = core.handled(events.HostLeased(group, purpose))
+        owner = None if purpose is Hold.KEEP else request.owner
+        record = LeaseRecord(
+            group, owner, "held", request.since, access=request.access, held=purpose
+        )
+        core.deliver(instructions)  # first: what is leased to be changed has no other copy
+        request.record = record
+        if owner is None:
+            core.permanent_host_bytes += core.mover.entry(group).spec.nbytes
+        self._lease_table.add(record)
+        request.group = NO_GROUP
+        return record
+
+    # On disk -------------------------------------------------------------------------------------
+
+    @transaction
+    def write_back(self, key: str) -> None:
+        """Begin to save a group that was changed. Never waits; `move_to_disk` tells of failures."""
+        core = self.core
+        core.check_open()
+        core.tell(events.SpillAdvised(core.lookup(key)))
+
+    def move_to_disk(self, keys: Iterable[str]) -> None:
+        """See that groups are on disk, and not in memory, as soon as nobody uses them there.
+
+        Waits until they are on disk. Raises what a save raises: then the group is where it was.
+        """
+        groups = self._save_all(list(keys))
+        for key, group in groups:
+            self._saves.wait_until_saved(key, group)
+            self._release_memory(group)
+        # What was on its way has the old bytes, and may not be looked at once others are written.
+        for key, group in groups:
+            self._wait_while(key, group, self._is_arriving_anywhere)
+
+    @transaction
+    def _save_all(self, keys: list[str]) -> list[tuple[str, GroupId]]:
+        core = self.core
+        core.check_open()
+        groups = [(key, core.lookup(key)) for key in keys]
+        instructions: list[Instruction] = []
+        for _, group in groups:
+            if not core.planner.saved(group):
+                instructions += core.handled(events.SaveRequested(group))
+        core.deliver(instructions)
+        return groups
+
+    @transaction
+    def _release_memory(self, group: GroupId) -> None:
+        if group in self.core.planner:
+            self.core.tell(events.MemoryReleased(group))
+
+    @transaction
+    def view_on_disk(self, key: str) -> dict[str, torch.Tensor]:
+        """The copy on disk of a group that was moved there: CPU tensors, shared maps of the file.
+
+        Each has memory of its own kind, and is true for as long as the group is moved to disk
+        whenever it was changed. Raises TransferError where the file system knows no such maps.
+        """
+        core = self.core
+        core.check_open()
+        return core.tiers.disk.view(core.mover.entry(core.lookup(key)))
+
+    # What comes next -----------------------------------------------------------------------------
+
+    def wait_for_arrivals(self, keys: Iterable[str]) -> None:
+        """Wait for those of the groups that are on their way to the fastest tier, or are gone."""
+        for key, group in self._arriving(list(keys)):
+            self._wait_while(key, group, self._is_arriving)
+
+    @transaction
+    def _arriving(self, keys: list[str]) -> list[tuple[str, GroupId]]:
+        core = self.core
+        core.check_open()
+        found = [(key, core.current.get(key)) for key in keys]
+        return [(k, group) for k, group in found if group is not None and self._is_arriving(group)]
+
+    def _is_arriving(self, group: GroupId) -> bool:
+        return self.core.planner.state_of(group) is State.ARRIVING
+
+    def _is_arriving_anywhere(self, group: GroupId) -> bool:
+        return self.core.planner.arriving(group)
+
+    def _wait_while(self, key: str, group: GroupId, goes_on: Callable[[GroupId], bool]) -> None:
+        def is_over(request: Request) -> bool | None:
+            core = self.core
+            core.check_open(saving=True)
+            return group not in core.planner or not goes_on(group) or None
+
+        self._requests.wait(Request(key, RequestKind.SAVE, group=group), is_over)
+
+    def expect_in_host(self, keys: Iterable[str]) -> None:
+        """Say what is leased in host memory next, in order. A hint, like `TierStore.prefetch`, that
+        asks for no room above."""
+        self._groups.expect_known(keys, Tier.HOST)
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """Say what is acquired next, in order. A hint."""
+        self._groups.expect_known(keys, self.core.planner.top)

@@ -1,0 +1,163 @@
+"""How groups are put: room is claimed, filled by the caller's thread, and then shown to readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+from tierstore.engine.core import Core
+from tierstore.engine.requests import Requests
+from tierstore.engine.transaction import transaction
+from tierstore.engine.wait_queue import Request, RequestKind
+from tierstore.model import events
+from tierstore.model.errors import TransferError
+from tierstore.model.groups import NO_GROUP
+from tierstore.model.objects import refuse_unreadable
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.views import laid_out, packed
+from tierstore.tiers.workers import Answer
+
+T = TypeVar("T")
+
+Tensors = torch.Tensor | Mapping[str, torch.Tensor]
+
+
+class Puts:
+    """Puts of copies of tensors. `put`, `put_async` and `put_with` may wait for room."""
+
+    def __init__(self, core: Core, requests: Requests) -> None:
+        self.core = core
+        self._requests = requests
+
+    def put(
+        self, key: str, tensors: Tensors, *, durable: bool, timeout: float | None = None
+    ) -> None:
+        """See `TierStore.put`."""
+        self.put_with(key, tensors, self._fill, durable=durable, timeout=timeout)
+
+    def put_with(
+        self,
+        key: str,
+        tensors: Tensors,
+        fill: Callable[[GroupEntry, Mapping[str, torch.Tensor]], T],
+        *,
+        durable: bool = False,
+        timeout: float | None = None,
+        **settings: Any,
+    ) -> T:
+        """Put what `fill` copies into the room that is claimed. Returns what that returns.
+
+        `settings` are fields of the group's entry.
+        """
+        request = Request(key, RequestKind.ROOM)
+        try:
+            data = self._claim(request, tensors, durable, settings)
+            self._requests.wait(request, self._granted, timeout)
+            filled = fill(self.core.mover.entry(request.group), data)
+            self.publish(request, durable)
+            return filled
+        except BaseException:
+            self._requests.give_up(request)
+            raise
+
+    async def put_async(
+        self,
+        key: str,
+        tensors: Tensors,
+        *,
+        durable: bool,
+        off_the_loop: Callable[[Callable[[], None]], Any],
+    ) -> None:
+        """See `TierStore.aput`. `off_the_loop` runs the copy on another thread."""
+        request = Request(key, RequestKind.ROOM)
+        try:
+            data = self._claim(request, tensors, durable, {})
+            await self._requests.wait_async(request, self._granted)
+        except BaseException:
+            self._requests.give_up(request)
+            raise
+        await off_the_loop(lambda: self._fill_whole(request, data, durable))
+
+    def _fill_whole(
+        self, request: Request, data: Mapping[str, torch.Tensor], durable: bool
+    ) -> None:
+        """Fill the room and publish it, or nothing at all."""
+        try:
+            self._fill(self.core.mover.entry(request.group), data)
+            self.publish(request, durable)
+        except BaseException:
+            self._requests.give_up(request)
+            raise
+
+    def _fill(self, entry: GroupEntry, data: Mapping[str, torch.Tensor]) -> None:
+        """Copies; waits for nobody."""
+        self.core.tiers.host.fill(entry, data)
+
+    def _claim(
+        self, request: Request, tensors: Tensors, durable: bool, settings: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Ask for room for what is put. Returns the bytes to fill it with."""
+        core = self.core
+        core.check_open()
+        core.refuse_capture()
+        key, single = request.key, isinstance(tensors, torch.Tensor)
+        named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
+        packing, sources = packed(key, named)
+        if durable:
+            refuse_unreadable(key, packing, single=single)
+        spec = laid_out(key, packing, named)
+        group = core.new_group(key)
+        self._enter(request, GroupEntry(group, spec, None, packing, durable, single, **settings))
+        return sources
+
+    @transaction
+    def _enter(self, request: Request, entry: GroupEntry) -> None:
+        core = self.core
+        core.check_open()
+        instructions = core.handled(
+            events.Claimed(entry.key, entry.spec.nbytes, caller_scheduled=entry.guided)
+        )
+        core.mover.add(entry)
+        request.group = entry.key  # first: who gives it up looks for this
+        core.unseen[entry.key] = None
+        core.deliver(instructions)
+
+    def _granted(self, request: Request) -> bool | None:
+        """Whether the room for a put is there."""
+        core = self.core
+        core.check_open()
+        core.collect_garbage()
+        error = core.planner.error_of(request.group)
+        if error is not None:
+            raise error
+        return core.planner.granted(request.group) or None
+
+    def publish(self, request: Request, durable: bool) -> None:
+        """Let readers see what was put into the room that was granted."""
+        removal = self._show(request, durable)
+        if removal is not None:
+            # If it fails, this is put all the same, and who flushes is told.
+            with suppress(TransferError):
+                self.core.wait_for_removal(removal)
+
+    @transaction
+    def _show(self, request: Request, durable: bool) -> Answer[None] | None:
+        """Readers see the new group from now on. Returns the removal of the old one's file."""
+        core = self.core
+        core.check_open()  # what is not seen now is not written by who closes the store
+        group, key = request.group, request.key
+        replaced = core.current.get(key)
+        was_durable = replaced is not None and core.mover.entry(replaced).durable
+        entry = core.mover.entry(group)
+        entry.order = newest = core.newest()
+        core.current[key] = group
+        core.unseen.pop(group, None)
+        request.group = NO_GROUP
+        instructions = core.handled(events.Filled(group))
+        if replaced is not None:
+            instructions += core.handled(events.Discarded(replaced))
+        core.deliver(instructions)
+        return None if durable else core.tiers.disk.remove(key, newest, was_durable)

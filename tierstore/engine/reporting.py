@@ -1,0 +1,80 @@
+"""What a store says of itself: numbers, what is where, and notes for a trace."""
+
+from __future__ import annotations
+
+import time
+
+from tierstore.engine.core import Core
+from tierstore.engine.transaction import transaction
+from tierstore.model.groups import GroupId
+from tierstore.observe.journal import Summary
+from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
+from tierstore.observe.trace_writer import Notes
+
+
+class Reporting:
+    """Each method is one look, after what finalizers have left was done. None waits."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def _catch_up(self) -> None:
+        """Take back what finalizers have left, so that one sees what really is there."""
+        self.core.mover.look()
+        if not self.core.closed:
+            self.core.collect_garbage()
+
+    @transaction
+    def keys(self, prefix: str) -> list[str]:
+        """See `TierStore.keys`."""
+        self._catch_up()
+        return sorted(key for key in self.core.current if key.startswith(prefix))
+
+    @transaction
+    def stats(self) -> Stats:
+        """See `TierStore.stats`."""
+        self._catch_up()
+        return self._stats(self.core.mover.journal.summary())
+
+    def _stats(self, summary: Summary) -> Stats:
+        core = self.core
+        drivers = core.mover.drivers.items()
+        peak = {tier: d.peak_bytes for tier, d in drivers if d.peak_bytes is not None}
+        return core.observer.stats(summary, core.planner, peak)
+
+    @transaction
+    def notes(self) -> Notes:
+        """What a trace is made of."""
+        self._catch_up()
+        core = self.core
+        journal, groups = core.mover.journal, core.current.items()
+        summary, spans = journal.read()
+        return Notes(
+            self._stats(summary),
+            summary,
+            spans,
+            journal.uses.events(),
+            journal.levels.events(),
+            {key: core.mover.entry(group).spec.nbytes for key, group in groups},
+            str(core.device),
+            journal.dropped,
+            journal.number,
+            time.monotonic(),
+        )
+
+    @transaction
+    def snapshot(self) -> Snapshot:
+        """See `TierStore.snapshot`."""
+        self._catch_up()
+        planner = self.core.planner
+        groups = [self._group(key, group) for key, group in sorted(self.core.current.items())]
+        return Snapshot(
+            tuple(groups),
+            {t.name: planner.used[t] for t in planner.tiers},
+            {t.name: planner.budgets[t] for t in planner.tiers},
+        )
+
+    def _group(self, key: str, group: GroupId) -> GroupSnapshot:
+        spec = self.core.mover.entry(group).spec
+        tiers = tuple(tier.name for tier in self.core.planner.residence(group))
+        return GroupSnapshot(key, spec.nbytes, tiers, len(spec.tensors))

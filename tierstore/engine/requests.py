@@ -1,0 +1,100 @@
+"""How callers wait: the only place of the engine that sleeps, between transactions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tierstore.engine.core import Core
+from tierstore.engine.lease_table import LeaseTable
+from tierstore.engine.transaction import transaction
+from tierstore.engine.wait_queue import LOOK_AGAIN, Request, RequestKind
+from tierstore.model.errors import StoreTimeoutError
+from tierstore.model.groups import NO_GROUP
+from tierstore.plan.records import State
+
+T = TypeVar("T")
+
+
+class Requests:
+    """Tries what callers ask for until it can be done, or leaves nothing of it behind."""
+
+    def __init__(self, core: Core, lease_table: LeaseTable) -> None:
+        self.core = core
+        self._lease_table = lease_table
+
+    def wait(
+        self,
+        request: Request,
+        attempt: Callable[[Request], T | None],
+        timeout: float | None = None,
+    ) -> T:
+        """Try until `attempt`, as a transaction, gives something; sleep until something changed.
+
+        Raises StoreTimeoutError after `timeout` seconds (None: never).
+        """
+        try:
+            ends = None if timeout is None else time.monotonic() + timeout
+            while (result := self._try(request, attempt)) is None:
+                left = LOOK_AGAIN if ends is None else ends - time.monotonic()
+                if left <= 0:
+                    raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
+                request.bell.wait(min(left, LOOK_AGAIN))
+            return result
+        except BaseException:
+            self.give_up(request)
+            raise
+
+    async def wait_async(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
+        """`wait` for coroutines: never blocks the event loop."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        request.listener = loop, woken
+        try:
+            while True:
+                woken.clear()
+                if (result := self._try(request, attempt)) is not None:
+                    return result
+                # Not asyncio.wait_for: in Python 3.11 it may lose a cancellation.
+                alarm = loop.call_later(LOOK_AGAIN, woken.set)
+                try:
+                    await woken.wait()
+                finally:
+                    alarm.cancel()
+        except BaseException:
+            self.give_up(request)
+            raise
+
+    @transaction
+    def _try(self, request: Request, attempt: Callable[[Request], T | None]) -> T | None:
+        core = self.core
+        result = attempt(request)
+        if result is None and core.revocable and not self._is_coming(request):
+            self._lease_table.revoke_all()
+            result = attempt(request)
+        if result is None:
+            core.queue.tried_in_vain(request)
+        else:
+            core.queue.leave(request)
+        return result
+
+    def _is_coming(self, request: Request) -> bool:
+        """Whether what a request waits for is on its way: then it lacks no room."""
+        if request.kind is RequestKind.LEASE:
+            return self.core.planner.state_of(request.group) in (State.RESERVED, State.ARRIVING)
+        return request.kind is RequestKind.SAVE
+
+    @transaction
+    def give_up(self, request: Request) -> None:
+        """Leave nothing of a request behind."""
+        core = self.core
+        if core.ended():
+            request.group = NO_GROUP
+            return
+        core.queue.leave(request)
+        core.observer.gave_up(request)
+        if request.record is not None:
+            self._lease_table.take_back(request.record)
+        demand, request.group = request.demand, NO_GROUP
+        core.withdraw(demand)

@@ -1,0 +1,73 @@
+"""One transaction at a time, each whole or followed by a rebuild.
+
+What a store believes is changed in *transactions*, under one lock. Any of them may be cut short:
+Ctrl-C raises KeyboardInterrupt between two instructions of the interpreter, and so may others. A
+core whose transaction was cut short is *dirty*: half of a change is in it. The next transaction
+then begins with `Core.rebuild`, which derives everything anew from what there is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from tierstore.model.errors import TierStoreError
+from tierstore.model.locks import under
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Transactional(Protocol):
+    """What transactions change."""
+
+    lock: Any  # an RLock
+    dirty: bool
+
+    def rebuild(self) -> None:
+        """Derive everything anew."""
+
+    def check_process(self) -> None:
+        """Raise ClosedError in a forked process: its copy of the lock may never be given back."""
+
+
+class Part(Protocol):
+    """A part of the engine, whose methods are transactions of its core."""
+
+    @property
+    def core(self) -> Transactional: ...
+
+
+S = TypeVar("S", bound=Part)
+
+
+def transaction(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Make a method a transaction, or part of the transaction from which it is called.
+
+    An error of this library is raised where nothing is half-done yet. Any other exception may have
+    come from anywhere.
+    """
+
+    @functools.wraps(method)
+    def whole(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        core = self.core
+
+        def locked() -> T:
+            if core.dirty:
+                core.rebuild()
+            core.dirty = True
+            try:
+                result = method(self, *args, **kwargs)
+            except TierStoreError:
+                core.dirty = False
+                raise
+            core.dirty = False
+            return result
+
+        if core.lock._is_owned():
+            return method(self, *args, **kwargs)
+        core.check_process()
+        return under(core.lock, locked)
+
+    return whole
