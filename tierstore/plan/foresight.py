@@ -413,7 +413,7 @@ class Foresight:
         budget = self._budgets[dst]
         if budget is None or len(numbers) < 2:
             return True
-        return self._bytes_of(numbers, set(numbers.tolist())) <= budget // 2
+        return _sum(self._nbytes, numbers, set(numbers.tolist())) <= budget // 2
 
     def _is_near(self, dst: Tier, numbers: Numbers) -> bool:
         """Whether the groups are few, and take at most a quarter of the tier, or are only one.
@@ -423,14 +423,16 @@ class Foresight:
         if len(numbers) < 2:
             return True
         different, budget = set(numbers.tolist()), self._budgets[dst]
-        nbytes = self._bytes_of(numbers, different)
+        nbytes = _sum(self._nbytes, numbers, different)
         few = len(different) <= 2 or nbytes * self._known <= 2 * self._known_bytes
         return few and (budget is None or nbytes <= budget // 4)
 
-    def _bytes_of(self, numbers: Numbers, different: set[int]) -> int:
-        if len(different) < len(numbers):
-            numbers = np.array(list(different))
-        return sum(_of(self._nbytes, numbers).tolist())
+
+def _sum(nbytes: Numbers, numbers: Numbers, different: set[int]) -> int:
+    """The bytes of different groups."""
+    if len(different) < len(numbers):
+        numbers = np.array(list(different))
+    return sum(_of(nbytes, numbers).tolist())
 
 
 def _of(array: npt.NDArray[Any], numbers: Numbers) -> npt.NDArray[Any]:

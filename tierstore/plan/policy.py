@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import TIERS, Tier, in_memory
-from tierstore.plan.schedule import Ranks, Schedule
+from tierstore.plan.schedule import Schedule
+from tierstore.plan.use_history import Ranks
 
 _UNEXPECTED = 1e12
 """Above the rank of everything that is expected, below infinity."""

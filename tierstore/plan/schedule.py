@@ -21,9 +21,10 @@ from itertools import islice
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from tierstore.plan.matching import NOWHERE, Numbers, best_matches
+from tierstore.plan.fallback_orders import RegistrationOrder, UseRates
+from tierstore.plan.matching import Numbers
+from tierstore.plan.use_history import Ranks, UseHistory
 
 MEMORY = 8192
 LEARNING_RATE = 0.1
@@ -40,7 +41,6 @@ SOON = -1e15
 _ROOM = 16
 
 _NOBODY: Numbers = np.zeros(0, dtype=np.int64)
-Ranks = npt.NDArray[np.float64]
 
 
 class Schedule(Protocol):
@@ -116,34 +116,23 @@ class LearnedOrder:
         self._keys: list[str] = []  # by number
         self._spare: list[int] = []  # numbers that are nobody's
         self._kept: set[str] = set()  # keys whose number somebody was told
-        self._history: Numbers = np.zeros(0, dtype=np.int64)
-        self._following = self._history  # place -> where its key comes next
-        self._length = 0
+        self._history = UseHistory(_ROOM)
+        self._rates = UseRates(_ROOM)
+        self._registered = RegistrationOrder()
         self._latest: str | None = None  # the key used last
-        self._place = NOWHERE  # where in the history we believe to be; negative: nowhere
-        self._rival = NOWHERE  # an older place that fits as well
-        self._tested = False  # whether a prediction came true since we believe that
+        self._tested = False  # whether a prediction came true since the history matches
         self._confidence = 1.0
-        self._clock = 0
-        # By number: the last place in the history, the next place ahead, the rate of use.
-        self._last = np.full(_ROOM, NOWHERE)
-        self._next: Ranks | None = None  # made when somebody asks
-        self._log_rate, self._counted_at = np.zeros((2, _ROOM))
-        self._span = 1.0  # uses in which a rate decays to 1 / e
-        self._registered: dict[str, str | None] = {}  # key -> the one registered after it
-        self._before: dict[str, str | None] = {}  # key -> the one registered before it
-        self._newest: str | None = None
         self._hints: Numbers | None = None  # made when somebody asks
         self._expected: dict[str, int] = {}  # key -> the use by which it must have come
 
     @property
     def trusted(self) -> bool:
         """Whether the learned order is worth ranking by."""
-        return self._place >= 0 and self._confidence >= TRUSTED
+        return self._history.place >= 0 and self._confidence >= TRUSTED
 
     @property
     def learning(self) -> bool:
-        return self._place < 0 and self._confidence >= TRUSTED
+        return self._history.place < 0 and self._confidence >= TRUSTED
 
     # Keys and their numbers --------------------------------------------------------------------
 
@@ -161,163 +150,96 @@ class LearnedOrder:
         else:
             number = len(self._keys)
             self._keys.append(key)
-            if number == len(self._last):
-                self._make_room()
+            if number == len(self._history.last):
+                self._history.make_room()
+                self._rates.make_room()
         self._numbers[key] = number
-        self._log_rate[number] = -np.inf
+        self._rates.clear(number)
         span = 2.0 ** math.ceil(math.log2(len(self._numbers)))
-        if span != self._span:
-            self._span = span
-            self._rank_anew()
+        if span != self._rates.span:
+            self._rates.span = span
+            self.epoch += 1
         return number
-
-    def _make_room(self) -> None:
-        """For twice as many numbers."""
-        more = len(self._last)
-        self._last = np.append(self._last, np.full(more, NOWHERE))
-        self._next = None
-        self._log_rate = np.append(self._log_rate, np.zeros(more))
-        self._counted_at = np.append(self._counted_at, np.zeros(more))
-
-    def _rank_anew(self) -> None:
-        self.epoch += 1
 
     def introduce(self, key: str) -> None:
         self._hints = None
         self.number(key)
-        if key in self._registered:
-            self._unlink(key)
-        if self._newest is not None:
-            self._registered[self._newest] = key
-        self._before[key] = self._newest
-        self._registered[key] = None
-        self._newest = key
+        self._registered.add(key)
 
     def forget(self, key: str) -> None:
-        if key in self._registered:
-            self._unlink(key)
+        if self._registered.remove(key):
+            self._hints = None
         self._kept.discard(key)
         self._wait_no_more(key)
         number = self._numbers.get(key)
         if number is None:
             return
-        self._log_rate[number] = -np.inf
-        if self._last[number] < 0:
-            self._release(key)  # else it has a place in the history, for now
-
-    def _release(self, key: str) -> None:
-        self._spare.append(self._numbers.pop(key))
-
-    def _unlink(self, key: str) -> None:
-        self._hints = None
-        before, after = self._before.pop(key), self._registered.pop(key)
-        if before is not None:
-            self._registered[before] = after
-        if after is None:
-            self._newest = before
-        else:
-            self._before[after] = before
+        self._rates.clear(number)
+        if self._history.last[number] < 0:
+            self._spare.append(
+                self._numbers.pop(key)
+            )  # else it has a place in the history, for now
 
     def expect(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._number(key)
             self._expected.pop(key, None)
             # A caller who changes their mind must not keep the room taken for ever.
-            self._expected[key] = self._clock + PATIENCE + 2 * len(self._expected)
-        self._rank_anew()
+            self._expected[key] = self._rates.clock + PATIENCE + 2 * len(self._expected)
+        self.epoch += 1
 
     def expect_not(self, key: str) -> None:
         self._wait_no_more(key)
 
     def _wait_no_more(self, key: str) -> None:
         if self._expected.pop(key, None) is not None:
-            self._rank_anew()
+            self.epoch += 1
 
     # Learning ----------------------------------------------------------------------------------
 
     def advance_past(self, key: str) -> None:
         again, self._latest, self._hints = key == self._latest, key, None
-        # First of all, as it may take away this key's number, and the place we believe to be at.
-        if self._length == len(self._history) and not again:
+        # First of all, as it may take away this key's number, and the place that matches.
+        if self._history.full and not again:
             self._forget_the_oldest()
         number = self._number(key)
-        self._count(number)
+        self._rates.count(number)
         self._come(key)
         if not again:
             self._learn(number)
 
     def _learn(self, number: int) -> None:
-        foreseen = self._foretells(self._place, number)
-        both = self._foretells(self._rival, number)
-        changed = not foreseen or (self._rival >= 0 and not both)
+        history = self._history
         before = (self.trusted, self.learning)
-        if self._place >= 0:
+        foreseen = history.foretells(history.place, number)
+        if history.place >= 0:
             weight = LEARNING_RATE if foreseen or self._tested else GUESSED * LEARNING_RATE
             self._confidence += weight * (foreseen - self._confidence)
         self._tested = foreseen
-        seen = self._last.item(number) >= 0
-        self._append(number)
-        if not foreseen:
-            newest = self._history[: self._length]
-            self._place, self._rival = best_matches(newest) if seen else (NOWHERE, NOWHERE)
-        else:
-            self._place += 1
-            self._rival = self._rival + 1 if both else NOWHERE
-        if changed:
-            self._next = None
-        elif self._next is not None:
-            self._next[number] = self._place_again()
+        changed = history.add(number)
         # Where nothing is ranked by places, only the key just used has another rank than before.
         if (self.trusted, self.learning) != before or (self.trusted and changed):
-            self._rank_anew()
+            self.epoch += 1
 
     def come(self, key: str) -> None:
-        self._clock += 1
+        self._rates.clock += 1
         self._come(key)
 
     def _come(self, key: str) -> None:
         """What was expected has come, or has not come for too long."""
-        over = [k for k, limit in self._expected.items() if k == key or limit < self._clock]
+        now = self._rates.clock
+        over = [k for k, limit in self._expected.items() if k == key or limit < now]
         for gone in over:
             self._wait_no_more(gone)
 
-    def _count(self, number: int) -> None:
-        self._clock += 1
-        rate = math.exp(self._decayed(number))
-        self._log_rate[number] = math.log1p(rate)
-        self._counted_at[number] = self._clock
-
-    def _decayed(self, number: int) -> float:
-        """The logarithm of a key's rate of use now."""
-        passed = self._clock - self._counted_at.item(number)
-        return self._log_rate.item(number) - passed / self._span
-
-    def _append(self, number: int) -> None:
-        here = self._length
-        last = self._last.item(number)
-        if last >= 0:
-            self._following[last] = here
-        self._history[here] = number
-        self._last[number] = here
-        self._length += 1
-
     def _forget_the_oldest(self) -> None:
         """Make room, and keep the newest half, or enough for twice the registered keys."""
-        kept = max(self._memory, 2 * len(self._registered))
-        gone = max(self._length - kept, 0)
-        history, following = np.zeros((2, 2 * kept), dtype=np.int64)
-        self._length -= gone
-        history[: self._length] = self._history[gone:]
-        following[: self._length] = self._following[gone:] - gone
-        self._history, self._following = history, following
-        self._last -= gone
-        self._place -= gone
-        self._rival -= gone
-        self._next = None
-        self._rank_anew()
+        self._history.forget_the_oldest(max(self._memory, 2 * len(self._registered)))
+        self.epoch += 1
         for key, number in list(self._numbers.items()):
-            if self._last[number] < 0 and key not in self._kept and key not in self._expected:
-                self._release(key)
+            unused = self._history.last[number] < 0
+            if unused and key not in self._kept and key not in self._expected:
+                self._spare.append(self._numbers.pop(key))
 
     # Predicting --------------------------------------------------------------------------------
 
@@ -328,70 +250,40 @@ class LearnedOrder:
         if number is None or self.learning:
             return math.inf
         if self.trusted:
-            return float(self._places()[number]) - self._place
-        rate = math.exp(self._decayed(number))
-        return self._span / rate if rate > 0 else math.inf
+            return float(self._history.next_places()[number]) - self._history.place
+        rate = self._rates.rate(number)
+        return self._rates.span / rate if rate > 0 else math.inf
 
     def round(self, number: int) -> int:
         if not self.trusted or self._expected:
             return 0
-        away = float(self._places()[number]) - self._place
+        away = float(self._history.next_places()[number]) - self._history.place
         return int(away) if math.isfinite(away) else 0
 
     def repeats(self, length: int) -> bool:
-        now, place = self._length, self._place + 1
-        if not self.trusted or place + length > now:
-            return False
-        latest = self._history[now - length : now]
-        return bool(np.array_equal(latest, self._history[place : place + length]))
+        return self.trusted and self._history.repeats(length)
 
     def ranks(self, numbers: Numbers) -> Ranks:
         if self.trusted:
-            ranks = self._places()[numbers]
+            ranks = self._history.next_places()[numbers]
         elif self.learning:
             ranks = np.full(len(numbers), np.inf)
         else:
-            # All rates decay alike, so this order holds until a key is used.
-            ranks = -(self._log_rate[numbers] + self._counted_at[numbers] / self._span)
+            ranks = self._rates.ranks(numbers)
         if not self._expected:
             return ranks
-        soon = np.full(len(self._last), np.inf)
+        soon = np.full(len(self._history.last), np.inf)
         soon[self._named()] = SOON + np.arange(1, len(self._expected) + 1)
         sooner: Ranks = np.minimum(soon[numbers], ranks)  # than anything that was learned
         return sooner
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         if self.trusted:
-            farther = self._place + times * (ranks - self._place)
+            place = self._history.place
+            farther = place + times * (ranks - place)
         else:
             farther = ranks + math.log(times)  # ranks are logarithms of rates, or infinite
         return np.where(ranks < SOON / 2, SOON + times * (ranks - SOON), farther)
-
-    def _places(self) -> Ranks:
-        """For every number, the place of its next use in the history that repeats itself: seen from
-        where we believe to be, or from the rival, whichever is sooner."""
-        if self._next is None:
-            self._next = self._places_after(self._place)
-            if self._rival >= 0:
-                nearer = self._places_after(self._rival) + (self._place - self._rival)
-                np.minimum(self._next, nearer, out=self._next)
-        return self._next
-
-    def _places_after(self, place: int) -> Ranks:
-        found = np.full(len(self._last), np.inf)
-        future = self._history[place + 1 : self._length]
-        # Assigned backwards, so that the first occurrence is what remains.
-        found[future[::-1]] = np.arange(self._length - 1, place, -1)
-        return found
-
-    def _place_again(self) -> int:
-        """The place of the next use of the key in use."""
-        place, rival = self._place, self._rival
-        again = self._following.item(place)
-        return again if rival < 0 else min(again, self._following.item(rival) + place - rival)
-
-    def _foretells(self, place: int, number: int) -> bool:
-        return place >= 0 and self._history.item(place + 1) == number
 
     def upcoming(self, count: int) -> Iterator[str]:
         for number in self.ahead(count).tolist():
@@ -408,17 +300,13 @@ class LearnedOrder:
 
     def _learned(self, count: int) -> Numbers:
         if self.trusted:
-            return self._history[self._place + 1 : min(self._place + 1 + count, self._length)]
+            return self._history.following(count)
         if not self.learning:
             return _NOBODY
         if self._hints is None:
-            following = islice(self._registered_after(self._latest), HINTS)
+            following = islice(self._registered.after(self._latest), HINTS)
             self._hints = np.array([self._numbers[key] for key in following], dtype=np.int64)
         return self._hints[:count]
-
-    def _registered_after(self, key: str | None) -> Iterator[str]:
-        while key in self._registered and (key := self._registered[key]) is not None:
-            yield key
 
     def foretold(self) -> int:
         return len(self._expected)

@@ -1,0 +1,88 @@
+"""What ranks keys, or foretells them, where no learned order does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.plan.matching import Numbers
+
+Ranks = npt.NDArray[np.float64]
+
+
+class UseRates:
+    """How often keys are used, by number: rates that decay to 1 / e within `span` uses."""
+
+    def __init__(self, room: int) -> None:
+        self.clock = 0
+        self.span = 1.0
+        self._log_rate, self._counted_at = np.zeros((2, room))
+
+    def make_room(self) -> None:
+        """For twice as many numbers."""
+        more = len(self._log_rate)
+        self._log_rate = np.append(self._log_rate, np.zeros(more))
+        self._counted_at = np.append(self._counted_at, np.zeros(more))
+
+    def clear(self, number: int) -> None:
+        """The number is of a key that was never used, or of none."""
+        self._log_rate[number] = -np.inf
+
+    def count(self, number: int) -> None:
+        """A use."""
+        self.clock += 1
+        self._log_rate[number] = math.log1p(self.rate(number))
+        self._counted_at[number] = self.clock
+
+    def rate(self, number: int) -> float:
+        """A key's rate of use now."""
+        passed = self.clock - self._counted_at.item(number)
+        return math.exp(self._log_rate.item(number) - passed / self.span)
+
+    def ranks(self, numbers: Numbers) -> Ranks:
+        """The logarithms of rates, negated, and all less by what has decayed since the beginning:
+        as all decay alike, the order holds until a key is used."""
+        ranks: Ranks = -(self._log_rate[numbers] + self._counted_at[numbers] / self.span)
+        return ranks
+
+
+class RegistrationOrder:
+    """The keys in the order in which they were registered."""
+
+    def __init__(self) -> None:
+        self._after: dict[str, str | None] = {}
+        self._before: dict[str, str | None] = {}
+        self._newest: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._after)
+
+    def add(self, key: str) -> None:
+        """The key was registered, maybe once more."""
+        self.remove(key)
+        if self._newest is not None:
+            self._after[self._newest] = key
+        self._before[key] = self._newest
+        self._after[key] = None
+        self._newest = key
+
+    def remove(self, key: str) -> bool:
+        """Returns whether it was there."""
+        if key not in self._after:
+            return False
+        before, after = self._before.pop(key), self._after.pop(key)
+        if before is not None:
+            self._after[before] = after
+        if after is None:
+            self._newest = before
+        else:
+            self._before[after] = before
+        return True
+
+    def after(self, key: str | None) -> Iterator[str]:
+        """The keys that were registered after this one; none if it is not there."""
+        while key in self._after and (key := self._after[key]) is not None:
+            yield key
