@@ -99,7 +99,7 @@ def planner_of(
     prefetch: bool = True,
 ) -> Planner:
     """The planner that `simulate` plays with: it knows the groups, and looks at this clock."""
-    schedule = LearnedOrder() if prefetch else _NoForesight()
+    schedule = LearnedOrder() if prefetch else _NoPrefetcher()
     planner = Planner(budgets, policy_named(policy, schedule, budgets), schedule)
     for key, nbytes in groups.items():
         planner.handle(Registered(GroupId(key, 0), nbytes, backing=True), clock.now)
@@ -119,7 +119,7 @@ def play(
     return run.outcome()
 
 
-class _NoForesight(LearnedOrder):
+class _NoPrefetcher(LearnedOrder):
     """A schedule that learns, so that a policy may rank by it, and foretells nothing."""
 
     def ahead(self, count: int) -> Numbers:

@@ -76,7 +76,7 @@ FILE_MODULES = (
     "tiers/directory tiers/disk tiers/locking tiers/objects"
 )
 PLAN_MODULES = (
-    "copies eviction fixpoint foresight hint_events host_lease_events known_events lease_events "
+    "copies eviction fixpoint prefetcher hint_events host_lease_events known_events lease_events "
     "movement planner policy records requests residents schedule transfer_events uses"
 )
 TARGETS: dict[str, list[str]] = {

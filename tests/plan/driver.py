@@ -15,9 +15,9 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.copies import CopyTable
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord
 from tierstore.plan.requests import Requests
 from tierstore.plan.schedule import Schedule
@@ -51,9 +51,9 @@ class Driver:
         return self.planner._requests
 
     @property
-    def foresight(self) -> Foresight:
+    def prefetcher(self) -> Prefetcher:
         """What is foreseen, for the same tests."""
-        return self.planner._foresight
+        return self.planner._prefetcher
 
     def record(self, name: Name) -> GroupRecord:
         """What the planner believes of a group."""
@@ -61,15 +61,15 @@ class Driver:
 
     def foreseen(self) -> tuple[int, int]:
         """How many groups are known by numbers, and how many bytes they have."""
-        return self.foresight._known, self.foresight._known_bytes
+        return self.prefetcher._known, self.prefetcher._known_bytes
 
     def foreseen_bytes(self, number: int) -> int:
         """How many bytes the group of a number has."""
-        return int(self.foresight._nbytes[number])
+        return int(self.prefetcher._nbytes[number])
 
     def foreseen_on(self, tier: Tier) -> set[int]:
         """The numbers of the groups that have room on a tier in memory, as is foreseen."""
-        return set(self.foresight._held[tier].nonzero()[0].tolist())
+        return set(self.prefetcher._held[tier].nonzero()[0].tolist())
 
     def handle(self, event: events.Event) -> None:
         self._instructions += self.planner.handle(event, self.clock())

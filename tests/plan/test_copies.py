@@ -55,7 +55,7 @@ def test_a_hop_is_as_fast_as_what_came_over_it() -> None:
 def test_a_hop_whose_copies_are_only_queued_is_as_fast_as_it_is_said_to_be() -> None:
     now = 10.0
     planner = driver_of({DEVICE: 100, HOST: 100, DISK: None}, ByName(), LearnedOrder(), lambda: now)
-    hop = planner.foresight.hops[HOST, DEVICE]
+    hop = planner.prefetcher.hops[HOST, DEVICE]
     for key in "ab":
         put(planner, key, 8)
         planner.demand(key)
@@ -84,7 +84,7 @@ def test_a_copy_that_is_over_is_not_ending_any_more(fails: bool) -> None:
     register(planner, "a", 5)
     planner.demand("a")
     planner.ending("a", DISK, HOST)
-    hop = planner.foresight.hops[DISK, HOST]
+    hop = planner.prefetcher.hops[DISK, HOST]
     assert (hop.copies, hop.nbytes, hop.ending) == (1, 5, 1)
     if fails:
         planner.fail("a", DISK, HOST, OSError())

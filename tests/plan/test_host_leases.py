@@ -14,7 +14,7 @@ from tierstore.model.moves import Copy, Drop, Reserve
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.matching import Numbers
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy, policy_named
-from tierstore.plan.residents import Residents, Seconds
+from tierstore.plan.retention import RetentionSet, Seconds
 from tierstore.plan.schedule import LearnedOrder
 
 TWO = {Tier.HOST: 20, Tier.DISK: None}
@@ -309,7 +309,7 @@ def test_the_computing_after_a_hold_is_measured() -> None:
     assert planner.computing_seconds("a") == 4.0
 
 
-class Chooses(Residents):
+class Chooses(RetentionSet):
     """With each use a round begins, for which these should stay."""
 
     chosen: Sequence[int] = ()
@@ -331,7 +331,7 @@ def test_the_policy_is_told_who_should_stay_once_it_is_news() -> None:
 
     schedule = LearnedOrder()
     planner = driver_of(TWO, Listens(FarthestNextUse(schedule)), schedule)
-    chooses = planner.foresight.residents = Chooses(schedule, 20)
+    chooses = planner.prefetcher.retention = Chooses(schedule, 20)
     planner.register("a", 5)
     planner.register("never there", 21)
     planner.measure_transfer(Tier.DISK, Tier.HOST, 5, 0.0, 1.0)

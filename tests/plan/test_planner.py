@@ -120,13 +120,13 @@ def test_a_prefetch_never_evicts_what_is_needed_sooner(policy: type[RankingPolic
 
 def test_without_the_protection_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget_what_is_ahead(planner: Driver) -> None:
-        next_missing = planner.foresight.next_missing
+        next_missing = planner.prefetcher.next_missing
 
         def forgetful(dst: Tier) -> tuple[int, Numbers] | None:
             found = next_missing(dst)
             return None if found is None else (found[0], found[1][:0])
 
-        monkeypatch.setattr(planner.foresight, "next_missing", forgetful)
+        monkeypatch.setattr(planner.prefetcher, "next_missing", forgetful)
 
     pairs = hopes_and_victims(EvictsTheSoonest, forget_what_is_ahead)
     assert any(victim <= hope for hope, victim in pairs)

@@ -234,7 +234,7 @@ def test_a_copy_that_is_said_to_be_ending_twice_ends_once() -> None:
     world = World(TWO)
     key = world.register(5)
     world.demand(key)
-    hop = Driver(world.planner).foresight.hops[Tier.DISK, Tier.HOST]
+    hop = Driver(world.planner).prefetcher.hops[Tier.DISK, Tier.HOST]
     for _ in range(2):
         world._step(Ending(key, Tier.DISK, Tier.HOST))
         assert (hop.copies, hop.ending) == (1, 1)

@@ -45,10 +45,10 @@ def recovered(world: World, policy: str) -> tuple[Driver, Policy]:
     schedule = LearnedOrder(MEMORY)
     ranking = policy_named(policy, schedule, FOUR)
     fresh = driver_of(world.books.budgets, ranking, schedule)
-    table, requests, foresight = fresh.table, fresh.requests, fresh.foresight
-    eviction = Eviction(table, requests, ranking, foresight)
-    movement = Movement(table, requests, eviction, foresight)
-    known = KnownEvents(table, requests, movement, schedule, foresight)
+    table, requests, prefetcher = fresh.table, fresh.requests, fresh.prefetcher
+    eviction = Eviction(table, requests, ranking, prefetcher)
+    movement = Movement(table, requests, eviction, prefetcher)
+    known = KnownEvents(table, requests, movement, schedule, prefetcher)
     found = tuple(world._found(key) for key in world.books.entries)
     assert known.handlers()[Recovered](Recovered(found)), "there may be something to pursue"
     return fresh, ranking
@@ -80,7 +80,7 @@ def beliefs(planner: Driver, policy: Policy) -> dict[str, Any]:
         "numbers": {key for number, key in numbered.items() if groups[key].number == number},
         "moving": table.in_flight,
         "to come back": table.lent,
-        "hops": {way: (hop.copies, hop.nbytes) for way, hop in planner.foresight.hops.items()},
+        "hops": {way: (hop.copies, hop.nbytes) for way, hop in planner.prefetcher.hops.items()},
         "foreseen": {
             tier: {numbered[n] for n in planner.foreseen_on(tier) if tier in there[numbered[n]]}
             for tier in planner.tiers[:-1]

@@ -83,7 +83,7 @@ class Watched(World):
         return any(copy is other for other in self.ending)
 
     def _look_at_the_hops(self) -> None:
-        for way, hop in self.inside.foresight.hops.items():
+        for way, hop in self.inside.prefetcher.hops.items():
             on_it = [copy for copy in self.books.moving if (copy.src, copy.dst) == way]
             ends = [copy for copy in on_it if self._ends(copy)]
             assert (hop.copies, hop.ending) == (len(on_it), len(ends)), way

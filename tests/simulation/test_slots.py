@@ -20,8 +20,8 @@ from tierstore.model.moves import Copy, Drop, Instruction
 from tierstore.model.outline import target_bytes
 from tierstore.model.tiers import Tier
 from tierstore.plan import eviction
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.planner import Planner
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.simulation import Clock, Run, Use, planner_of
 from tierstore.tiers.arena import Arena, Slot
@@ -157,5 +157,5 @@ def test_of_what_is_not_expected_nobody_knows_how_far_it_is(number: int, farthes
     schedule = LearnedOrder()
     for key in "ab":
         schedule.number(key)
-    foresight = Foresight(schedule, {Tier.HOST: 10, Tier.DISK: None})
-    assert not foresight.about_as_far(number, farthest)
+    prefetcher = Prefetcher(schedule, {Tier.HOST: 10, Tier.DISK: None})
+    assert not prefetcher.about_as_far(number, farthest)

@@ -11,8 +11,8 @@ from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, in_memory
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.policy import Policy
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import Schedule
 
@@ -31,7 +31,7 @@ class CopyTable:
         budgets: dict[Tier, int | None],
         policy: Policy,
         schedule: Schedule,
-        foresight: Foresight,
+        prefetcher: Prefetcher,
     ) -> None:
         self.tiers = tuple(sorted(budgets))
         self.top = self.tiers[0]
@@ -53,7 +53,7 @@ class CopyTable:
         self.in_vain: dict[Tier, tuple[float, float]] = {}
         self._policy = policy
         self._schedule = schedule
-        self._foresight = foresight
+        self._prefetcher = prefetcher
 
     # Groups ------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class CopyTable:
             self._unnumber(self.numbered[number])
         group.number = number
         self.numbered[number] = group
-        self._foresight.know(number, group.nbytes)
+        self._prefetcher.know(number, group.nbytes)
 
     def forget(self, group: GroupRecord) -> None:
         """Nobody can ask for a group any more; see `remove` for when its last copy is gone."""
@@ -80,7 +80,7 @@ class CopyTable:
 
     def _unnumber(self, group: GroupRecord) -> None:
         """The number is another's, or nobody's, from now on."""
-        self._foresight.forget(group.number)
+        self._prefetcher.forget(group.number)
         del self.numbered[group.number]
         group.number = -1
 
@@ -120,7 +120,7 @@ class CopyTable:
         """Take room for a copy that is there, or for one to come."""
         group.copies[tier] = CopyRecord(state)
         if group.number >= 0:
-            self._foresight.took(group.number, tier)
+            self._prefetcher.took(group.number, tier)
         self.used[tier] += group.cost(tier)
         self.peak[tier] = max(self.peak[tier], self.used[tier])
 
@@ -130,7 +130,7 @@ class CopyTable:
         self.in_vain.clear()
         copy = group.copies.pop(tier)
         if group.number >= 0:
-            self._foresight.gave_up(group.number, tier)
+            self._prefetcher.gave_up(group.number, tier)
         if copy.state is not State.RESERVED:
             self.instructions.append(Drop(group.id, group.nbytes, tier))
 
@@ -157,8 +157,8 @@ class CopyTable:
         """Have a copy made where room was set aside."""
         copy = group.copies[dst]
         copy.state = State.ARRIVING
-        copy.began = self._foresight.now
-        self._foresight.hops[src, dst].begin(group.nbytes)
+        copy.began = self._prefetcher.now
+        self._prefetcher.hops[src, dst].begin(group.nbytes)
         if dst is self.top:
             self.promised.pop(group, None)
         group.copies[src].readers += 1
@@ -167,9 +167,9 @@ class CopyTable:
 
     def end(self, group: GroupRecord, src: Tier, dst: Tier, *, timed: bool, counts: bool) -> None:
         """A move is over. If it is `timed`, it tells how fast its hop is, if it `counts`."""
-        copy, hop = group.copies[dst], self._foresight.hops[src, dst]
+        copy, hop = group.copies[dst], self._prefetcher.hops[src, dst]
         if timed:
-            hop.end(group.nbytes, copy.began, self._foresight.now, counts=counts)
+            hop.end(group.nbytes, copy.began, self._prefetcher.now, counts=counts)
         else:
             hop.leave(group.nbytes)
         hop.ending -= copy.ending

@@ -12,8 +12,8 @@ from itertools import islice
 
 from tierstore.model.tiers import Tier
 from tierstore.plan.copies import CopyTable
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.policy import Policy
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
 
@@ -31,12 +31,12 @@ class Eviction:
     """
 
     def __init__(
-        self, copies: CopyTable, requests: Requests, policy: Policy, foresight: Foresight
+        self, copies: CopyTable, requests: Requests, policy: Policy, prefetcher: Prefetcher
     ) -> None:
         self._copies = copies
         self._requests = requests
         self._policy = policy
-        self._foresight = foresight
+        self._prefetcher = prefetcher
         self._leaving: set[tuple[GroupRecord, Tier]] = set()  # they go when their save is done
         self.needed_sooner: set[int] = set()  # numbers of groups needed sooner than the rival
 
@@ -164,7 +164,7 @@ class Eviction:
             first = first or group
             if group.nbytes == nbytes and group.valid_elsewhere(tier):
                 staying = group.sticky or group in self._requests.demands
-                about = self._foresight.about_as_far(group.number, first.number)
+                about = self._prefetcher.about_as_far(group.number, first.number)
                 return group if about and not staying else None
         return None
 

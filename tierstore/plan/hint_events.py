@@ -16,8 +16,8 @@ from tierstore.model.events import (
 )
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.eviction import Eviction
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.movement import Movement
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.requests import Requests
 from tierstore.plan.schedule import Schedule
 from tierstore.plan.uses import Handlers
@@ -33,14 +33,14 @@ class HintEvents:
         eviction: Eviction,
         movement: Movement,
         schedule: Schedule,
-        foresight: Foresight,
+        prefetcher: Prefetcher,
     ) -> None:
         self._copies = copies
         self._requests = requests
         self._eviction = eviction
         self._movement = movement
         self._schedule = schedule
-        self._foresight = foresight
+        self._prefetcher = prefetcher
 
     def handlers(self) -> Handlers:
         return {
@@ -62,7 +62,7 @@ class HintEvents:
         groups = [group for group in found if not group.forgotten]
         for group in groups:
             self._movement.want_again(group)
-            self._foresight.aim(group.number, highest)
+            self._prefetcher.aim(group.number, highest)
         self._schedule.expect(group.id.key for group in groups)
         self._movement.look_ahead = True
         return True

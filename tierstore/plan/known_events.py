@@ -11,8 +11,8 @@ from __future__ import annotations
 from tierstore.model.events import Recovered, RecoveredGroup, Registered
 from tierstore.model.tiers import Access, Hold, Tier
 from tierstore.plan.copies import CopyTable
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.movement import Movement
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
 from tierstore.plan.schedule import Schedule
@@ -28,13 +28,13 @@ class KnownEvents:
         requests: Requests,
         movement: Movement,
         schedule: Schedule,
-        foresight: Foresight,
+        prefetcher: Prefetcher,
     ) -> None:
         self._copies = copies
         self._requests = requests
         self._movement = movement
         self._schedule = schedule
-        self._foresight = foresight
+        self._prefetcher = prefetcher
 
     def handlers(self) -> Handlers:
         return {Registered: self._registered, Recovered: self._recovered}
@@ -78,8 +78,8 @@ class KnownEvents:
             self._add_copy(group, tier, found)
         for src, dst in found.moves:
             group.copies[src].readers += 1
-            group.copies[dst].began = self._foresight.now
-            self._foresight.hops[src, dst].begin(group.nbytes)
+            group.copies[dst].began = self._prefetcher.now
+            self._prefetcher.hops[src, dst].begin(group.nbytes)
             copies.in_flight += 1
         for access, permanent in found.leases:
             group.leases += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tierstore.model.events import Claimed, Demanded, Filled, Leased, Released, Withdrawn
 from tierstore.model.tiers import Access
 from tierstore.plan.copies import CopyTable
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.movement import Movement
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord
 from tierstore.plan.requests import Requests
 from tierstore.plan.uses import Handlers, Uses
@@ -21,13 +21,13 @@ class LeaseEvents:
         requests: Requests,
         movement: Movement,
         uses: Uses,
-        foresight: Foresight,
+        prefetcher: Prefetcher,
     ) -> None:
         self._copies = copies
         self._requests = requests
         self._movement = movement
         self._uses = uses
-        self._foresight = foresight
+        self._prefetcher = prefetcher
 
     def handlers(self) -> Handlers:
         return {
@@ -67,7 +67,7 @@ class LeaseEvents:
 
     def _asked(self, group: GroupRecord) -> None:
         if not group.caller_scheduled:
-            self._foresight.asked(group.number)
+            self._prefetcher.asked(group.number)
         self._movement.want_again(group)
 
     def _withdrawn(self, event: Withdrawn) -> bool:

@@ -1,7 +1,7 @@
 """How groups get nearer to the fastest tier, and away from it: one move at a time.
 
 Needs are pursued until they are met: a demand to the fastest tier, a claim to its room, an offload
-and a save downwards. What is fetched early is pursued as far as the foresight finds it time, and
+and a save downwards. What is fetched early is pursued as far as the prefetcher finds it time, and
 room that nobody needs sooner.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from tierstore.model.tiers import Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.eviction import Eviction
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.matching import Numbers
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
 
@@ -26,13 +26,13 @@ class Movement:
     """
 
     def __init__(
-        self, copies: CopyTable, requests: Requests, eviction: Eviction, foresight: Foresight
+        self, copies: CopyTable, requests: Requests, eviction: Eviction, prefetcher: Prefetcher
     ) -> None:
         self.look_ahead = self.short_of_room = False
         self._copies = copies
         self._requests = requests
         self._eviction = eviction
-        self._foresight = foresight
+        self._prefetcher = prefetcher
 
     # Towards who needs it ----------------------------------------------------------------------
 
@@ -95,10 +95,10 @@ class Movement:
 
     def fetch_early(self, tiers: Iterable[Tier]) -> None:
         """Fetch to `tiers` what would be late otherwise."""
-        if self._foresight.all_there():
+        if self._prefetcher.all_there():
             return
         for dst in tiers:
-            while (found := self._foresight.next_missing(dst)) is not None:
+            while (found := self._prefetcher.next_missing(dst)) is not None:
                 number, sooner = found
                 group = self._copies.numbered[number]
                 if (
@@ -106,7 +106,7 @@ class Movement:
                     or not group.copies
                     or not self._copies.can_ever_hold(group)
                 ):
-                    self._foresight.pass_over(number)
+                    self._prefetcher.pass_over(number)
                 elif not self._fetch_one_early(group, dst, sooner):
                     break
 
@@ -120,7 +120,7 @@ class Movement:
             self.short_of_room = True
             return False
         self._copies.start(group, src, dst, urgent=False)
-        self._foresight.took_early(group.number, dst)
+        self._prefetcher.took_early(group.number, dst)
         return True
 
     # Away --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ The parts, none of which knows the planner:
     Fixpoint    everything that is wanted, the most pressing first
     KnownEvents, LeaseEvents, HostLeaseEvents, HintEvents, TransferEvents
                 what each event changes
-    Schedule, Policy, Foresight
+    Schedule, Policy, Prefetcher
                 what comes next, what is missed least, what to fetch early
 """
 
@@ -38,13 +38,13 @@ from tierstore.plan import invariants
 from tierstore.plan.copies import CopyTable, budgets_of
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.fixpoint import Fixpoint
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.hint_events import HintEvents
 from tierstore.plan.host_lease_events import HostLeaseEvents
 from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.lease_events import LeaseEvents
 from tierstore.plan.movement import Movement
 from tierstore.plan.policy import Policy
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import State
 from tierstore.plan.requests import Requests
 from tierstore.plan.schedule import Schedule
@@ -74,27 +74,27 @@ class Planner:
         told: bool = False,
     ) -> None:
         own = budgets_of(budgets)  # one for all: see `BudgetChanged`
-        foresight = Foresight(schedule, own, told=told)
-        copies = CopyTable(own, policy, schedule, foresight)
+        prefetcher = Prefetcher(schedule, own, told=told)
+        copies = CopyTable(own, policy, schedule, prefetcher)
         requests = Requests(copies.top, copies.host)
-        eviction = Eviction(copies, requests, policy, foresight)
-        movement = Movement(copies, requests, eviction, foresight)
-        uses = Uses(policy, schedule, foresight, movement)
+        eviction = Eviction(copies, requests, policy, prefetcher)
+        movement = Movement(copies, requests, eviction, prefetcher)
+        uses = Uses(policy, schedule, prefetcher, movement)
         self.tiers, self.top, self.host = copies.tiers, copies.top, copies.host
         self.budgets: Mapping[Tier, int | None] = own
         self.used: Mapping[Tier, int] = copies.used
         self.peak = copies.peak
-        self._foresight, self._copies, self._requests = foresight, copies, requests
+        self._prefetcher, self._copies, self._requests = prefetcher, copies, requests
         self._movement = movement
         self._fixpoint = Fixpoint(copies, requests, movement)
-        self._leases = LeaseEvents(copies, requests, movement, uses, foresight)
+        self._leases = LeaseEvents(copies, requests, movement, uses, prefetcher)
         self._host_leases = HostLeaseEvents(copies, requests, movement, uses)
         self._handlers = {
-            **KnownEvents(copies, requests, movement, schedule, foresight).handlers(),
+            **KnownEvents(copies, requests, movement, schedule, prefetcher).handlers(),
             **self._leases.handlers(),
             **self._host_leases.handlers(),
-            **HintEvents(copies, requests, eviction, movement, schedule, foresight).handlers(),
-            **TransferEvents(copies, requests, movement, foresight).handlers(),
+            **HintEvents(copies, requests, eviction, movement, schedule, prefetcher).handlers(),
+            **TransferEvents(copies, requests, movement, prefetcher).handlers(),
         }
 
     def handle(self, event: Event, now: float = 0.0) -> list[Instruction]:
@@ -102,7 +102,7 @@ class Planner:
 
         Raises BudgetError for a claim or a demand that can never be met; then nothing has changed.
         """
-        self._foresight.now = now
+        self._prefetcher.now = now
         if self._handlers[type(event)](event):
             self._fixpoint.run()
         copies = self._copies
@@ -113,11 +113,11 @@ class Planner:
 
     def bandwidth(self, src: Tier, dst: Tier) -> float | None:
         """Bytes per second from one tier to the next; None before the first measurement."""
-        return self._foresight.hops[src, dst].bandwidth
+        return self._prefetcher.hops[src, dst].bandwidth
 
     def computing_seconds(self, group: GroupId) -> float:
         """The seconds of computing that follow a use of the group, as far as was learned."""
-        return self._foresight.computing_seconds(self._copies.groups[group].number)
+        return self._prefetcher.computing_seconds(self._copies.groups[group].number)
 
     def spare_bytes(self) -> int:
         """Bytes on the fastest tier that `DeviceVacated` would free."""
@@ -129,7 +129,7 @@ class Planner:
 
     def all_there(self) -> bool:
         """Whether every group has its place on the fastest tier."""
-        return self._foresight.all_there()
+        return self._prefetcher.all_there()
 
     def groups(self) -> set[GroupId]:
         """All groups, and those that are forgotten and still have a copy."""

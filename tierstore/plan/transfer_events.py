@@ -5,8 +5,8 @@ from __future__ import annotations
 from tierstore.model.events import Arrived, Ending, Failed, TransferMeasured, UseMeasured
 from tierstore.model.tiers import Tier
 from tierstore.plan.copies import CopyTable
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.movement import Movement
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord
 from tierstore.plan.requests import Requests
 from tierstore.plan.uses import Handlers
@@ -16,12 +16,12 @@ class TransferEvents:
     """Handles the ends of copies, and measurements."""
 
     def __init__(
-        self, copies: CopyTable, requests: Requests, movement: Movement, foresight: Foresight
+        self, copies: CopyTable, requests: Requests, movement: Movement, prefetcher: Prefetcher
     ) -> None:
         self._copies = copies
         self._requests = requests
         self._movement = movement
-        self._foresight = foresight
+        self._prefetcher = prefetcher
 
     def handlers(self) -> Handlers:
         return {
@@ -37,7 +37,7 @@ class TransferEvents:
         if copy.ending:
             return False
         copy.ending = True
-        self._foresight.hops[event.src, event.dst].ending += 1
+        self._prefetcher.hops[event.src, event.dst].ending += 1
         self._movement.look_ahead = True
         return True
 
@@ -74,12 +74,12 @@ class TransferEvents:
             self._copies.abandon(other)
 
     def _transfer_measured(self, event: TransferMeasured) -> bool:
-        hop = self._foresight.hops[event.src, event.dst]
+        hop = self._prefetcher.hops[event.src, event.dst]
         hop.measure(event.nbytes, event.began, event.ended)
         return False
 
     def _use_measured(self, event: UseMeasured) -> bool:
         group = self._copies.groups.get(event.group)
         number = -1 if group is None else group.number
-        self._foresight.ran(number, event.asked, event.began)
+        self._prefetcher.ran(number, event.asked, event.began)
         return False

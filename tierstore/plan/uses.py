@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.movement import Movement
 from tierstore.plan.policy import Policy
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord
 from tierstore.plan.schedule import Schedule
 
@@ -19,24 +19,24 @@ class Uses:
     """Tells of each use to who learns from it."""
 
     def __init__(
-        self, policy: Policy, schedule: Schedule, foresight: Foresight, movement: Movement
+        self, policy: Policy, schedule: Schedule, prefetcher: Prefetcher, movement: Movement
     ) -> None:
         self._policy = policy
         self._schedule = schedule
-        self._foresight = foresight
+        self._prefetcher = prefetcher
         self._movement = movement
 
     def note(self, group: GroupRecord) -> None:
         """A group was lent."""
-        foresight = self._foresight
+        prefetcher = self._prefetcher
         self._policy.used(group.id)
         self._movement.look_ahead = True
         if group.caller_scheduled:
             self._schedule.come(group.id.key)
-            foresight.came(group.number)
+            prefetcher.came(group.number)
             return
         self._schedule.advance_past(group.id.key)
-        foresight.used(group.number)
-        if foresight.choose_residents(group.number):
-            residents = foresight.residents
-            self._policy.keep(residents.staying, residents.nearer)
+        prefetcher.used(group.number)
+        if prefetcher.choose_retained(group.number):
+            retention = prefetcher.retention
+            self._policy.keep(retention.staying, retention.nearer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from tierstore.plan.residents import Residents, even_load, visits
+from tierstore.plan.retention import RetentionSet, even_load, visits
 from tierstore.plan.schedule import LearnedOrder
 
 
@@ -40,14 +40,14 @@ class Loop:
     schedule: Told = field(default_factory=Told)
 
     def __post_init__(self) -> None:
-        self.residents = Residents(self.schedule, self.budget)
+        self.retention = RetentionSet(self.schedule, self.budget)
         self.uses = 0
         self.latest = 0  # the length of the latest round
 
     def use(self, count: int = 1) -> list[int]:
         """The next uses, no group twice in a row: what is said of each."""
         self.uses += count
-        return [self.residents.round_of(use % 7) for use in range(self.uses - count, self.uses)]
+        return [self.retention.round_of(use % 7) for use in range(self.uses - count, self.uses)]
 
     def round(
         self,
@@ -62,21 +62,21 @@ class Loop:
     ) -> bool:
         """A round passes and another begins. Whether there is another choice."""
         order = order or range(self.groups)
-        before = self.residents.staying
+        before = self.retention.staying
         self.schedule.length = 0
         self.use(max(uses, len(order), self.latest) - 1)
         self.latest = len(order)
-        self.residents.passed(computed=computed)
-        self.residents.passed(waited=waited)
+        self.retention.passed(computed=computed)
+        self.retention.passed(waited=waited)
         self.schedule.length = len(order)
         assert self.use() == [len(order)]
-        self.residents.begin_round(
+        self.retention.begin_round(
             np.array(order, dtype=np.int64),
             np.full(len(order), size),
             np.array(seconds or [1.0] * len(order)),
             speed,
         )
-        return self.residents.staying is not before
+        return self.retention.staying is not before
 
 
 def test_a_round_begins_once_as_many_uses_passed_as_it_has() -> None:
@@ -104,7 +104,7 @@ def test_without_a_budget_no_round_is_looked_at() -> None:
 def test_one_group_many_times_in_a_row_is_one_use() -> None:
     loop = Loop()
     loop.schedule.length = 3
-    assert [loop.residents.round_of(n) for n in (0, 0, 1, 1, 1, 0, 0)] == [0, 0, 0, 0, 0, 3, 0]
+    assert [loop.retention.round_of(n) for n in (0, 0, 1, 1, 1, 0, 0)] == [0, 0, 0, 0, 0, 3, 0]
 
 
 def test_a_round_that_does_not_count_is_looked_at_once_per_round() -> None:
@@ -126,11 +126,11 @@ def test_a_round_counts_from_where_the_one_before_it_began() -> None:
 def settled_loop() -> Loop:
     """A loop with somebody who stays."""
     loop = Loop()
-    assert loop.residents.nearer == 1.0, "as far as ever"
+    assert loop.retention.nearer == 1.0, "as far as ever"
     assert not loop.round(), "there is nothing to compare it with"
-    assert loop.residents.staying == []
+    assert loop.retention.staying == []
     assert loop.round()
-    assert loop.residents.staying
+    assert loop.retention.staying
     return loop
 
 
@@ -150,12 +150,12 @@ def test_the_choice_is_that_of_an_even_load() -> None:
     loop = Loop()
     loop.round(order=order, seconds=seconds)
     assert loop.round(order=order, seconds=seconds)
-    assert set(loop.residents.staying) == choice(90, room=150, ahead=30)
-    assert 61 in loop.residents.staying
-    assert 60 not in loop.residents.staying
+    assert set(loop.retention.staying) == choice(90, room=150, ahead=30)
+    assert 61 in loop.retention.staying
+    assert 60 not in loop.retention.staying
     for near, room, ahead in ((100, 150, 30), (80, 150, 30), (90, 160, 30), (90, 150, 40)):
         other = choice(near, room, ahead)
-        assert other != set(loop.residents.staying), "it would not be noticed"
+        assert other != set(loop.retention.staying), "it would not be noticed"
 
 
 @pytest.mark.parametrize(("waited", "chosen"), [(560.0, True), (559.9, False), (700.0, True)])
@@ -212,7 +212,7 @@ def test_what_passed_in_earlier_rounds_does_not_count() -> None:
 def test_seconds_add_up() -> None:
     loop = Loop()
     for chosen in (False, True):
-        loop.residents.passed(computed=300.0, waited=30.0)
+        loop.retention.passed(computed=300.0, waited=30.0)
         assert loop.round(420.0, 50.0) == chosen
 
 
@@ -227,8 +227,8 @@ def test_a_loop_that_fits_needs_no_choice() -> None:
     for groups, chosen in ((18, False), (19, True)):
         loop = Loop(groups=groups)
         loop.round()
-        assert loop.round() == chosen or not loop.residents.staying
-        assert bool(loop.residents.staying) == chosen
+        assert loop.round() == chosen or not loop.retention.staying
+        assert bool(loop.retention.staying) == chosen
 
 
 def test_a_loop_in_half_of_the_room_is_within_a_larger_one() -> None:
@@ -236,22 +236,22 @@ def test_a_loop_in_half_of_the_room_is_within_a_larger_one() -> None:
     for order in (range(9), [*range(9), *range(9)]):
         loop = settled_loop()
         assert not loop.round(order=order)
-        assert loop.residents.staying
-        assert loop.residents.nearer == pytest.approx(0.7)
+        assert loop.retention.staying
+        assert loop.retention.nearer == pytest.approx(0.7)
     loop = settled_loop()
     assert loop.round(order=range(10)), (
         "it takes more than half of the room: who stays is not in it"
     )
-    assert loop.residents.staying == []
+    assert loop.retention.staying == []
 
 
 @pytest.mark.parametrize(("groups", "goes"), [(18, True), (19, False)])
 def test_who_stayed_goes_once_all_fit(groups: int, goes: bool) -> None:
     loop = settled_loop()
-    staying = loop.residents.staying
+    staying = loop.retention.staying
     others = [number for number in range(GROUPS) if number not in staying]
     assert loop.round(order=[*staying, *others[: groups - len(staying)]]) == goes
-    assert bool(loop.residents.staying) != goes
+    assert bool(loop.retention.staying) != goes
 
 
 def test_who_stayed_goes_if_the_loop_is_another() -> None:
@@ -259,7 +259,7 @@ def test_who_stayed_goes_if_the_loop_is_another() -> None:
     assert not loop.round(order=range(GROUPS))
     loop = settled_loop()
     assert loop.round(order=range(40, 40 + GROUPS))
-    assert loop.residents.staying == [], "and nothing else is chosen so soon"
+    assert loop.retention.staying == [], "and nothing else is chosen so soon"
 
 
 def test_the_choice_changes_after_two_rounds_then_four_then_eight() -> None:
@@ -277,10 +277,10 @@ def test_a_loop_of_another_length_is_not_waited_for() -> None:
 
 def test_round_by_round_who_stays_counts_as_needed_sooner() -> None:
     loop = settled_loop()
-    nearer = [loop.residents.nearer]
+    nearer = [loop.retention.nearer]
     for _ in range(6):
         loop.round()
-        nearer.append(loop.residents.nearer)
+        nearer.append(loop.retention.nearer)
     once, twice, thrice, four = 0.7, 0.49, 0.343, 0.2401
     assert nearer == pytest.approx([once, twice, once, twice, thrice, four, once])
 
@@ -289,10 +289,10 @@ def test_who_stays_may_go_when_two_rounds_passed_and_none_began() -> None:
     loop = settled_loop()
     loop.schedule.length = 0
     loop.use(2 * GROUPS)
-    assert loop.residents.staying
+    assert loop.retention.staying
     loop.use()
-    assert loop.residents.staying == []
-    assert loop.residents.nearer == pytest.approx(0.7), "whoever is chosen next begins like this"
+    assert loop.retention.staying == []
+    assert loop.retention.nearer == pytest.approx(0.7), "whoever is chosen next begins like this"
 
 
 def test_a_round_that_begins_late_is_no_end_of_the_loop() -> None:
@@ -301,12 +301,12 @@ def test_a_round_that_begins_late_is_no_end_of_the_loop() -> None:
     loop.use(2 * GROUPS)
     loop.schedule.length, loop.schedule.repeating = GROUPS, True
     assert loop.use() == [GROUPS]
-    assert loop.residents.staying
+    assert loop.retention.staying
 
 
 def test_bytes_and_seconds_are_told_of_every_use() -> None:
     three, two = np.arange(3), np.ones(2)
     with pytest.raises(ValueError, match="shorter"):
-        Residents(Told(), BUDGET).begin_round(three, two.astype(np.int64), np.ones(3), 1.0)
+        RetentionSet(Told(), BUDGET).begin_round(three, two.astype(np.int64), np.ones(3), 1.0)
     with pytest.raises(ValueError, match="shorter"):
         visits(three, np.full(3, SIZE), two, 0)

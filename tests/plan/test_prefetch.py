@@ -9,9 +9,9 @@ import pytest
 
 from tests.plan.scans import cycle, forward_backward, two_experts
 from tierstore.model.tiers import Tier
-from tierstore.plan import foresight, policy
-from tierstore.plan.foresight import Foresight, Hop
-from tierstore.plan.residents import Residents
+from tierstore.plan import policy, prefetch
+from tierstore.plan.prefetch import Hop, Prefetcher
+from tierstore.plan.retention import RetentionSet
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.simulation import Outcome, Use, simulate
 
@@ -116,7 +116,7 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
 def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
     for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
-        monkeypatch.setattr(foresight, other, 1)
+        monkeypatch.setattr(prefetcher, other, 1)
     careful = read_by(keys, 0.8, seconds)
     monkeypatch.setattr(policy, "HARMLESS", 1.0)
     assert careful < 0.9 * read_by(keys, 0.8, seconds)
@@ -126,7 +126,7 @@ def test_what_is_not_needed_yet_is_left_on_disk(monkeypatch: pytest.MonkeyPatch)
     """Bound by computing, a loop that fetches as early as it can reads more."""
     keys, seconds = cycle(40, PASSES), 4 * READ
     patient = read_by(keys, 0.8, seconds)
-    monkeypatch.setattr(foresight, "CAUTION", 1e9)
+    monkeypatch.setattr(prefetch, "CAUTION", 1e9)
     assert patient < 0.85 * read_by(keys, 0.8, seconds)
 
 
@@ -143,7 +143,7 @@ def test_what_was_fetched_early_takes_a_sixth_at_most(monkeypatch: pytest.Monkey
         return outcome.bytes_moved[Tier.DISK, Tier.HOST]
 
     bounded = read()
-    monkeypatch.setattr(foresight, "EARLY", 1)
+    monkeypatch.setattr(prefetch, "EARLY", 1)
     assert bounded < 0.9 * read()
 
 
@@ -158,7 +158,7 @@ def test_a_quarter_while_times_are_steady(monkeypatch: pytest.MonkeyPatch) -> No
         return simulate(sizes, uses, budgets, bandwidth=WAYS).seconds
 
     reserve = taken()
-    monkeypatch.setattr(foresight, "STEADY", -1.0)
+    monkeypatch.setattr(prefetch, "STEADY", -1.0)
     assert reserve < 0.97 * taken()
 
 
@@ -186,8 +186,8 @@ def test_missing_groups_that_lie_close_together_are_fetched_in_time(
 
 
 def watch(pauses: Sequence[float]) -> float:
-    """The computing that a foresight believes to follow a use, after these."""
-    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
+    """The computing that a prefetcher believes to follow a use, after these."""
+    seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
     seen.know(0, 1)
     seen.know(1, 1)
     for pause in pauses:
@@ -209,7 +209,7 @@ def test_a_pause_counts_for_little() -> None:
 
 
 def test_uses_of_one_group_in_a_row_add_up() -> None:
-    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
+    seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
     seen.know(0, 1)
     for _ in range(3):
         seen.asked(0)
@@ -219,7 +219,7 @@ def test_uses_of_one_group_in_a_row_add_up() -> None:
     assert seen.computing_seconds(0) == pytest.approx(3.0)
 
 
-class Heard(Residents):
+class Heard(RetentionSet):
     """Adds up the times that it is told of."""
 
     computed = waited = 0.0
@@ -230,12 +230,12 @@ class Heard(Residents):
 
 
 def on_a_device(
-    runs: Sequence[tuple[int, float, float]], residents: Residents | None = None
-) -> Foresight:
+    runs: Sequence[tuple[int, float, float]], retention: RetentionSet | None = None
+) -> Prefetcher:
     """After uses on a device that was told of all of them at once: of which group, from when on the
     device waited for it, and when it began."""
-    seen = Foresight(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, told=True)
-    seen.residents = residents or seen.residents
+    seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, told=True)
+    seen.retention = retention or seen.retention
     for number in range(3):
         seen.know(number, 1)
     for number, _, _ in runs:
@@ -326,13 +326,13 @@ def looking_at(
     there: Iterable[int],
     budget: int | None = None,
     schedule: LearnedOrder | None = None,
-) -> Foresight:
+) -> Prefetcher:
     """After two passes over a loop of groups of these `sizes`; those `there` are on the host.
 
     The disk reads 100 bytes per second.
     """
     schedule = LearnedOrder() if schedule is None else schedule
-    seen = Foresight(schedule, {Tier.HOST: budget, Tier.DISK: None})
+    seen = Prefetcher(schedule, {Tier.HOST: budget, Tier.DISK: None})
     for number, nbytes in enumerate(sizes):
         assert schedule.number(f"g{number}") == number
         seen.know(number, nbytes)
@@ -346,7 +346,7 @@ def looking_at(
     return seen
 
 
-def compute(seen: Foresight, number: int, seconds: float) -> None:
+def compute(seen: Prefetcher, number: int, seconds: float) -> None:
     """The group is used, and computing goes on for so long until another is asked for."""
     seen.asked(number)
     seen.used(number)
@@ -354,7 +354,7 @@ def compute(seen: Foresight, number: int, seconds: float) -> None:
     seen.asked(number + 1)
 
 
-def fetched(seen: Foresight) -> int | None:
+def fetched(seen: Prefetcher) -> int | None:
     """The number of what should be fetched to the host now."""
     found = seen.next_missing(Tier.HOST)
     return None if found is None else found[0]
@@ -423,7 +423,7 @@ def test_a_use_that_takes_twice_as_long_surprises_by_half(regular: int, found: i
         assert fetched(seen) == found
 
 
-def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Foresight:
+def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Prefetcher:
     """`looking_at` a tier of 100 bytes; the caller says that the first groups come next."""
     schedule = LearnedOrder()
     seen = looking_at(sizes, there, 100, schedule)
@@ -466,7 +466,7 @@ def test_about_two_groups_are_fetched_ahead_of_all_measuring(
 def test_what_is_hoped_for_in_host_memory_only_goes_no_nearer() -> None:
     schedule = LearnedOrder()
     budgets = {Tier.DEVICE: 10, Tier.HOST: 10, Tier.DISK: None}
-    seen = Foresight(schedule, budgets)
+    seen = Prefetcher(schedule, budgets)
     seen.know(schedule.number("g0"), 1)
     schedule.expect(["g0"])
     for highest, hoped in ((Tier.HOST, False), (Tier.DEVICE, True)):
@@ -478,7 +478,7 @@ def test_what_is_hoped_for_in_host_memory_only_goes_no_nearer() -> None:
 def test_who_is_not_known_is_never_missing() -> None:
     """Some of what the schedule expects was never known here, or is gone."""
     schedule = LearnedOrder()
-    seen = Foresight(schedule, {Tier.HOST: 10, Tier.DISK: None})
+    seen = Prefetcher(schedule, {Tier.HOST: 10, Tier.DISK: None})
     numbers = [schedule.number(f"g{number}") for number in range(40)]
     for number in (2, 3):
         seen.know(numbers[number], 8)
@@ -487,7 +487,7 @@ def test_who_is_not_known_is_never_missing() -> None:
     seen.hops[HOP].end(1, 0.0, 1.0, counts=True)
     for number in [*numbers, *numbers, *numbers]:
         schedule.advance_past(f"g{number}")
-        seen.choose_residents(number)
+        seen.choose_retained(number)
     assert fetched(seen) == 3
     seen.pass_over(3)
     assert fetched(seen) is None

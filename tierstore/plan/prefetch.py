@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.matching import Numbers
-from tierstore.plan.residents import Residents
+from tierstore.plan.retention import RetentionSet
 from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
@@ -116,7 +116,7 @@ class _Use:
     spent: float = 0.0
 
 
-class Foresight:
+class Prefetcher:
     """What will be missing, and whether it should be fetched now.
 
     Groups go by the numbers of the schedule. `budgets` are the planner's; `now` is the time of the
@@ -142,7 +142,7 @@ class Foresight:
         self._tiers = tuple(tiers[:-1])
         self._way_to = {dst: (src, dst) for dst, src in pairwise(tiers)}
         self._host = in_memory(tiers)[-1]
-        self.residents = Residents(schedule, budgets[self._host])
+        self.retention = RetentionSet(schedule, budgets[self._host])
         # By number: bytes, seconds of computing after a use, on which tiers it has room, and for
         # how many bytes it should have some, had it time.
         self._nbytes = np.zeros(_ROOM, dtype=np.int64)
@@ -252,7 +252,7 @@ class Foresight:
 
     def _learn(self, number: int, spent: float) -> None:
         """A use is over: so many seconds of computing followed it."""
-        self.residents.passed(computed=spent)
+        self.retention.passed(computed=spent)
         old = self._seconds.item(number)
         if not old:
             self._seconds[number] = spent
@@ -272,7 +272,7 @@ class Foresight:
         now = self.now
         if self._asked_since is not None:
             if not self._told:
-                self.residents.passed(waited=now - self._asked_since)
+                self.retention.passed(waited=now - self._asked_since)
             self._asked_since = None
         if number < 0:
             self._use = None  # nothing is foreseen of an older version
@@ -283,7 +283,7 @@ class Foresight:
 
     def ran(self, number: int, asked: float, began: float) -> None:
         """On the device a use began, for which it had waited since it was `asked` for."""
-        self.residents.passed(waited=began - asked)
+        self.retention.passed(waited=began - asked)
         last = self._running
         if last is not None:
             last.spent += max(asked - last.resumed, 0.0)  # streams are told of in any order
@@ -306,12 +306,12 @@ class Foresight:
         spent = use.spent + self.now - use.resumed
         return max(self._seconds.item(use.number) - spent, 0.0)
 
-    def choose_residents(self, number: int) -> bool:
+    def choose_retained(self, number: int) -> bool:
         """After a use: see who should stay in host memory. True if it is news."""
         if self.all_there():
             return False
-        before = (self.residents.staying, self.residents.nearer)
-        if length := self.residents.round_of(number):
+        before = (self.retention.staying, self.retention.nearer)
+        if length := self.retention.round_of(number):
             order = self._schedule.ahead(length)
             order = order[order < len(self._nbytes)]
             for nearer in self._tiers:
@@ -319,8 +319,8 @@ class Foresight:
                     order = order[~self._held[nearer][order]]
             speed = self.hops[self._way_to[self._host]].bandwidth
             if speed is not None and len(order):
-                self.residents.begin_round(order, self._nbytes[order], self._seconds[order], speed)
-        return (self.residents.staying, self.residents.nearer) != before
+                self.retention.begin_round(order, self._nbytes[order], self._seconds[order], speed)
+        return (self.retention.staying, self.retention.nearer) != before
 
     # The question ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tierstore.model.tiers import Tier
-from tierstore.plan.residents import EvenLoad, Residents, Visits, even_load, visits
+from tierstore.plan.retention import EvenLoad, RetentionSet, Visits, even_load, visits
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.simulation import Outcome, Use, simulate
 
@@ -145,15 +145,15 @@ def test_an_uneven_loop_soon_waits_for_little() -> None:
 
 
 def test_by_farthest_next_use_alone_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the residents make the difference."""
-    monkeypatch.setattr(Residents, "begin_round", lambda *_: None)
+    """The control: the retention set makes the difference."""
+    monkeypatch.setattr(RetentionSet, "begin_round", lambda *_: None)
     assert settled(played(rounds(16))) >= 0.12
 
 
 def test_an_even_loop_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     uses = [Use(f"g{i}", 1.1 * SIZE / DISK) for i in range(40)] * 10
     before = played(uses, 20 * SIZE)
-    monkeypatch.setattr(Residents, "begin_round", lambda *_: None)
+    monkeypatch.setattr(RetentionSet, "begin_round", lambda *_: None)
     assert played(uses, 20 * SIZE).reads == before.reads
 
 
@@ -166,10 +166,10 @@ def test_who_stayed_goes_when_the_loop_is_over() -> None:
     assert sum(reads_of_others) <= 3 * 26, "they fit, and are read about once"
 
 
-def residents_after(uses: Sequence[str], budget: int) -> Residents:
-    """Residents of a schedule that saw `uses`, in which every round computes and waits alike."""
+def residents_after(uses: Sequence[str], budget: int) -> RetentionSet:
+    """RetentionSet of a schedule that saw `uses`, in which every round computes and waits alike."""
     schedule = LearnedOrder()
-    residents = Residents(schedule, budget)
+    residents = RetentionSet(schedule, budget)
     for key in uses:
         schedule.advance_past(key)
         residents.passed(computed=1.0, waited=1.0)
@@ -193,7 +193,7 @@ def test_before_an_order_is_learned_nobody_has_to_stay() -> None:
 
 def test_who_stays_may_go_once_the_loop_is_over() -> None:
     order = LearnedOrder()
-    residents = Residents(order, 190)
+    residents = RetentionSet(order, 190)
 
     def use_all(keys: Sequence[str]) -> None:
         for key in keys:

@@ -58,7 +58,7 @@ class EvenLoad:
     missed: int
 
 
-class Residents:
+class RetentionSet:
     """Says once per round of a loop which groups should stay in a tier of `budget` bytes.
 
     Groups go by the numbers of the schedule. Tell it of every use, and of the seconds that pass.

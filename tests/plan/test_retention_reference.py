@@ -14,7 +14,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from tierstore.plan.residents import Visits, _Walk, even_load, visits
+from tierstore.plan.retention import Visits, _Walk, even_load, visits
 
 # --- what one visit is ----------------------------------------------------------------------------
 

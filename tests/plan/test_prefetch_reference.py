@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from tierstore.model.tiers import TIERS, Tier
-from tierstore.plan.foresight import Foresight
 from tierstore.plan.matching import Numbers
-from tierstore.plan.residents import Residents, Seconds
+from tierstore.plan.prefetch import Prefetcher
+from tierstore.plan.retention import RetentionSet, Seconds
 from tierstore.plan.schedule import LearnedOrder
 
 MIB = 1 << 20
@@ -45,7 +45,7 @@ class Scripted(LearnedOrder):
         return len(self.named)
 
 
-class Rounds(Residents):
+class Rounds(RetentionSet):
     """Says that a round begins when it is told to, and keeps what it is told."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Way:
 
 
 class Reference:
-    """What the descriptions in `foresight` say. Asked for what is missing, it also tells why."""
+    """What the descriptions in `prefetcher` say. Asked for what is missing, it also tells why."""
 
     def __init__(
         self,
@@ -296,8 +296,8 @@ class History:
         self.tiers = sorted(self.budgets)[:-1]
         self.below = dict(pairwise(sorted(self.budgets)))
         self.schedule, self.rounds = Scripted(), Rounds()
-        self.ours = Foresight(self.schedule, self.budgets)
-        self.ours.residents = self.rounds
+        self.ours = Prefetcher(self.schedule, self.budgets)
+        self.ours.retention = self.rounds
         self.reference = Reference(self.schedule, self.budgets)
         self.flights: list[Flight] = []
         for _ in range(rng.randint(1, 20)):
@@ -358,7 +358,7 @@ class History:
         self.rounds.chosen = self.rng.choice([self.rounds.staying, [number]])
         told, staying = len(self.rounds.begun), self.rounds.staying
         expected = self.reference.round(self.rounds.length)
-        news = self.ours.choose_residents(number)
+        news = self.ours.choose_retained(number)
         assert news == (self.rounds.staying != staying)
         assert len(self.rounds.begun) - told == (expected is not None)
         if expected is not None:
