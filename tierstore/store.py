@@ -6,10 +6,9 @@ Only `put`, `acquire`, `get`, `flush`, `close` and their async twins may wait.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NoReturn, TypeVar
 
 import torch
 
@@ -28,14 +27,11 @@ from tierstore.model.tiers import Access
 from tierstore.observe.stats import Snapshot, Stats
 from tierstore.observe.trace import load
 from tierstore.observe.trace_writer import document, merged, save
-from tierstore.tiers.views import clone_all
-
-T = TypeVar("T")
 
 VERIFY = ("first", "always", "never")
 
 
-class TierStore:
+class TierStore(AbstractContextManager["TierStore"]):
     """Serves groups of tensors by key, within hard budgets.
 
     Args:
@@ -73,6 +69,7 @@ class TierStore:
         device = resolve_device(device)
         budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(disk_dir))
         grows = device.type != "cpu" and not is_chosen(device_budget)
+        self.device = device
         self._engine = Engine(Settings(device, budgets, os.fspath(disk_dir), policy, verify, grows))
 
     # Putting -----------------------------------------------------------------------------------
@@ -110,9 +107,7 @@ class TierStore:
     ) -> None:
         """`put` for coroutines. Cancelled, it is whole or not there, and over when told."""
         check_callers_key(key)
-        await self._engine.puts.put_async(
-            key, tensors, durable=durable, off_the_loop=self._off_the_loop
-        )
+        await self._engine.puts.put_async(key, tensors, durable=durable)
 
     # Taking by reference -----------------------------------------------------------------------
 
@@ -183,36 +178,11 @@ class TierStore:
 
         Raises what `acquire` raises.
         """
-        with self.acquire(key, timeout=timeout) as lease:
-            return self._owned(lease)
+        return self._engine.leases.get(key, timeout)
 
     async def aget(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
         """`get` for coroutines."""
-        lease = await self._engine.leases.acquire_for_another_thread(key)
-
-        def copy() -> torch.Tensor | dict[str, torch.Tensor]:
-            # Released by who reads the leased memory, whether or not anybody still waits for it.
-            with lease:
-                return self._owned(lease)
-
-        return await self._off_the_loop(copy)
-
-    def _owned(self, lease: Lease) -> torch.Tensor | dict[str, torch.Tensor]:
-        entry = self._engine.core.mover.entry(lease.version)
-        copies = clone_all(entry.spec, lease.tensors)
-        return next(iter(copies.values())) if entry.single else copies
-
-    async def _off_the_loop(self, job: Callable[[], T]) -> T:
-        """Run `job` on a thread of the store's, in order with the device work of this one."""
-        # The stream of the caller's device work; entered on another thread, it is used there.
-        stream = self._engine.core.current_stream()
-        here: AbstractContextManager[object] = nullcontext() if stream is None else stream
-
-        def in_order() -> T:
-            with here:
-                return job()
-
-        return await self._engine.copy_threads.run(in_order)
+        return await self._engine.leases.get_async(key)
 
     # Hints and housekeeping --------------------------------------------------------------------
 
@@ -295,22 +265,8 @@ class TierStore:
         """Whether `close` was called."""
         return self._engine.core.closed
 
-    @property
-    def device(self) -> torch.device:
-        """Where leases are."""
-        return self._engine.core.device
-
-    def __enter__(self) -> TierStore:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a TierStore belongs to its process: open another one, with a disk_dir of its own, in "
-            "the process that is to have it"
-        )
 
 
 def engine_of(store: TierStore) -> Engine:

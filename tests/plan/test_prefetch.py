@@ -116,7 +116,7 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
 def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
     for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
-        monkeypatch.setattr(prefetcher, other, 1)
+        monkeypatch.setattr(prefetch, other, 1)
     careful = read_by(keys, 0.8, seconds)
     monkeypatch.setattr(policy, "HARMLESS", 1.0)
     assert careful < 0.9 * read_by(keys, 0.8, seconds)

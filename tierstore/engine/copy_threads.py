@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -16,18 +19,30 @@ COUNT = 4
 class CopyThreads:
     """They are not those of the loop: all of these may wait for a lease that is released next."""
 
-    def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Each thread calls `begin` first; it must not raise."""
+    def __init__(
+        self,
+        begin: Callable[[], None] = lambda: None,
+        current_stream: Callable[[], torch.Stream | None] = lambda: None,
+    ) -> None:
+        """Each thread calls `begin` first; it must not raise. `current_stream` is of the caller."""
+        self._current_stream = current_stream
         self._threads = ThreadPoolExecutor(COUNT, "tierstore-copy", begin)
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` on one of the threads.
+        """Run `job` on one of the threads, in order with the device work of this one.
 
         Whoever awaits it may be cancelled: that shows once the job is at its end, so that it reads
         nothing any more that was lent to it.
         """
+        stream = self._current_stream()
+        here: AbstractContextManager[object] = nullcontext() if stream is None else stream
+
+        def in_order() -> T:
+            with here:
+                return job()
+
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, job)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, in_order)
         except RuntimeError:  # the interpreter is ending, and there are no new threads any more
             return job()
         cancelled = None

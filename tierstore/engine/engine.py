@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from tierstore.engine.copy_threads import CopyThreads
 from tierstore.engine.core import Core
 from tierstore.engine.device_memory import DeviceMemory
@@ -26,12 +28,12 @@ class Engine:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.copy_threads = CopyThreads(selecting(settings.device))
         self.core = core = Core(settings)
+        self.copy_threads = CopyThreads(selecting(settings.device), core.current_stream)
         self.lease_table = LeaseTable(core)
         self.requests = Requests(core, self.lease_table)
-        self.leases = Leases(core, self.lease_table, self.requests)
-        self.puts = Puts(core, self.requests)
+        self.leases = Leases(core, self.lease_table, self.requests, self.copy_threads)
+        self.puts = Puts(core, self.requests, self.copy_threads)
         self.saves = Saves(core, self.requests)
         self.groups = Groups(core, self.puts, self.saves)
         self.mutable_groups = MutableGroups(
@@ -40,6 +42,12 @@ class Engine:
         self.saved_tensors = SavedTensors(core, self.puts, self.groups)
         self.device_memory = DeviceMemory(core, self.lease_table)
         self.reporting = Reporting(core)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a TierStore belongs to its process: open another one, with a disk_dir of its own, in "
+            "the process that is to have it"
+        )
 
     def close(self) -> None:
         """See `TierStore.close`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from tierstore.engine.copy_threads import CopyThreads
 from tierstore.engine.core import Core
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.requests import Requests
@@ -12,13 +15,23 @@ from tierstore.model.errors import LeaseError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.tiers import Access
 from tierstore.plan.records import State
+from tierstore.tiers.views import clone_all
+
+Value = torch.Tensor | dict[str, torch.Tensor]
 
 
 class Leases:
     """Leases of groups on the fastest tier. `acquire` and its twins may wait."""
 
-    def __init__(self, core: Core, lease_table: LeaseTable, requests: Requests) -> None:
+    def __init__(
+        self,
+        core: Core,
+        lease_table: LeaseTable,
+        requests: Requests,
+        copy_threads: CopyThreads,
+    ) -> None:
         self.core = core
+        self._copy_threads = copy_threads
         self._lease_table = lease_table
         self._requests = requests
 
@@ -30,13 +43,29 @@ class Leases:
         """See `TierStore.aacquire`."""
         return await self._requests.wait_async(self._request(key, access), self._attempt)
 
-    async def acquire_for_another_thread(self, key: str) -> Lease:
-        """A lease to read that another thread releases, whether or not anybody still waits."""
+    def get(self, key: str, timeout: float | None = None) -> Value:
+        """See `TierStore.get`."""
+        with self.acquire(key, Access.READ, timeout) as lease:
+            return self._copied(lease)
+
+    async def get_async(self, key: str) -> Value:
+        """See `TierStore.aget`."""
         request = self._request(key, Access.READ)
         lease = await self._requests.wait_async(request, self._attempt)
         assert request.record is not None, "it was granted"
         self._lease_table.hand_over(request.record)
-        return lease
+
+        def copy() -> Value:
+            # Released by who reads the leased memory, whether or not anybody still waits for it.
+            with lease:
+                return self._copied(lease)
+
+        return await self._copy_threads.run(copy)
+
+    def _copied(self, lease: Lease) -> Value:
+        entry = self.core.mover.entry(lease.version)
+        copies = clone_all(entry.spec, lease.tensors)
+        return next(iter(copies.values())) if entry.single else copies
 
     def acquire_permanently(self, key: str, access: Access) -> Lease:
         """`acquire`, for who never gives it back as long as others may wait for its room."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tierstore.engine.copy_threads import CopyThreads
 from tierstore.engine.core import Core
 from tierstore.engine.requests import Requests
 from tierstore.engine.transaction import transaction
@@ -28,9 +29,10 @@ Tensors = torch.Tensor | Mapping[str, torch.Tensor]
 class Puts:
     """Puts of copies of tensors. `put`, `put_async` and `put_with` may wait for room."""
 
-    def __init__(self, core: Core, requests: Requests) -> None:
+    def __init__(self, core: Core, requests: Requests, copy_threads: CopyThreads) -> None:
         self.core = core
         self._requests = requests
+        self._copy_threads = copy_threads
 
     def put(
         self, key: str, tensors: Tensors, *, durable: bool, timeout: float | None = None
@@ -69,9 +71,8 @@ class Puts:
         tensors: Tensors,
         *,
         durable: bool,
-        off_the_loop: Callable[[Callable[[], None]], Any],
     ) -> None:
-        """See `TierStore.aput`. `off_the_loop` runs the copy on another thread."""
+        """See `TierStore.aput`."""
         request = Request(key, RequestKind.ROOM)
         try:
             data = self._claim(request, tensors, durable, {})
@@ -79,7 +80,7 @@ class Puts:
         except BaseException:
             self._requests.give_up(request)
             raise
-        await off_the_loop(lambda: self._fill_whole(request, data, durable))
+        await self._copy_threads.run(lambda: self._fill_whole(request, data, durable))
 
     def _fill_whole(
         self, request: Request, data: Mapping[str, torch.Tensor], durable: bool
