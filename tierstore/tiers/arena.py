@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from tierstore.model.locks import RLock, under
-from tierstore.tiers.device_memory import empty_cache
 from tierstore.tiers.pages import RecycledPages
 from tierstore.tiers.pinned import RegisteredMemory, pinned_memory
-from tierstore.tiers.streams import on
+from tierstore.tiers.streams import empty_cache, on
 
 
 @dataclass(eq=False)
