@@ -35,7 +35,6 @@ from tierstore.progress import bar
 from tierstore.tiers.disk import (
     WRITE_BLOCK,
     OpenForWriting,
-    close_quietly,
     parts,
     transfer_error,
     write_all,
@@ -107,8 +106,10 @@ class ObjectDirectory:
         for name in (OBJECTS, TEMPORARY):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(self.path, name), mode=0o700)
-        self._objects = self._open_directory(OBJECTS, undo)
-        self._temporary = self._open_directory(TEMPORARY, undo)
+        self._objects, self._temporary = (
+            undo.enter_context(_open_directory(os.path.join(self.path, name)))
+            for name in (OBJECTS, TEMPORARY)
+        )
         self._clean_up()
         if read_marker(self.path) is None:
             self._write_marker()
@@ -129,11 +130,6 @@ class ObjectDirectory:
         for name in filter(SPILL_NAME.fullmatch, os.listdir(self.path)):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.path, name))
-
-    def _open_directory(self, name: str, undo: contextlib.ExitStack) -> int:
-        descriptor = os.open(os.path.join(self.path, name), READ | os.O_DIRECTORY)
-        undo.callback(close_quietly, descriptor)
-        return descriptor
 
     def _write_marker(self) -> None:
         marker = {"format": STORE_FORMAT, "uuid": str(uuid.uuid4()), "created_by": "tierstore"}
@@ -250,11 +246,8 @@ class ObjectDirectory:
                 os.mkdir(shard, mode=0o700, dir_fd=self._objects)
             self._sync(self._objects)  # who made it may have died before this
             self._shards.add(shard)
-        descriptor = os.open(shard, READ | os.O_DIRECTORY, dir_fd=self._objects)
-        try:
+        with _open_directory(shard, self._objects) as descriptor:
             yield descriptor
-        finally:
-            os.close(descriptor)
 
     def remove(self, key: str) -> None:
         """Remove the object of `key` for good."""
@@ -341,12 +334,18 @@ class _Writing:
         return StoredObject(self._key, self._packing, self._digests, self._start, self._single)
 
 
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, READ | os.O_DIRECTORY)
+@contextmanager
+def _open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, READ | os.O_DIRECTORY, dir_fd=dir_fd)
     try:
-        sync_names(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _sync_directory(path: str) -> None:
+    with _open_directory(path) as descriptor:
+        sync_names(descriptor)
 
 
 def sync_names(descriptor: int) -> None:

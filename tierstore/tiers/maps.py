@@ -39,23 +39,11 @@ _SWAPPED = np.uint64(1 << 62)
 class _ScanRequest(ctypes.Structure):
     """`struct pm_scan_arg` of Linux: which pages to look for, and room for the first ones."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "size",
-            "flags",
-            "start",
-            "end",
-            "walk_end",
-            "vec",
-            "vec_len",
-            "max_pages",
-            "category_inverted",
-            "category_mask",
-            "category_anyof_mask",
-            "return_mask",
-        )
+    _names = (
+        "size flags start end walk_end vec vec_len max_pages "
+        "category_inverted category_mask category_anyof_mask return_mask"
     )
+    _fields_ = [(name, ctypes.c_uint64) for name in _names.split()]
 
 
 _REGION_WORDS = 3
@@ -103,7 +91,8 @@ class AddressSpace:
             return None
         if (status.st_dev, status.st_ino) != (mapping.device, mapping.inode):
             return None
-        if _written_to(address, nbytes):
+        pages = _written_pages(address, nbytes)
+        if pages is None or pages.any():  # who cannot tell must store it
             return None
         return Extent(mapping.path, mapping.offset + address - mapping.start, nbytes)
 
@@ -117,12 +106,6 @@ def _parse(line: str) -> Mapping | None:
     device = os.makedev(int(major, 16), int(minor, 16))
     path = fields[5].replace("\\012", "\n")
     return Mapping(int(start, 16), int(stop, 16), int(fields[2], 16), device, int(fields[4]), path)
-
-
-def _written_to(address: int, nbytes: int) -> bool:
-    """Whether any page of a private file mapping was written to (and so left the file)."""
-    pages = _written_pages(address, nbytes)
-    return True if pages is None else bool(pages.any())  # cannot tell: then it is stored
 
 
 def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
