@@ -1,15 +1,8 @@
 """The directory of a store, and the object files that are its durable part.
 
-    disk_dir/            only for its owner (0700)
-      STORE.json         what format this is; written once
-      LOCK               held with flock by the one live store; never removed
-      objects/ab/<32 hex digits>.safetensors
-                         one group each, named by the sha256 of its key
-      tmp/               files being written; emptied when the directory is opened
-
-One rename is one commit: a file is written under a temporary name, synced, renamed, and the
-directory is synced. Whatever dies in between, a reader finds the old group or the new one. Nothing
-else needs to agree with anything, so there is no manifest. Keys are data; names come from hashes.
+`docs/how-it-works.md` shows what lies in it. One rename is one commit: a file is written under a
+temporary name, synced, renamed, and the directory is synced. Whatever dies in between, a reader
+finds the old group or the new one. Keys are data; names come from hashes.
 """
 
 from __future__ import annotations

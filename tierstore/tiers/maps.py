@@ -12,10 +12,9 @@ import bisect
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,7 @@ from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
 from tierstore.tiers.disk import close_quietly, read_fully, transfer_error
-from tierstore.tiers.mapping import map_open_file
+from tierstore.tiers.mapping import libc, map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
 
@@ -152,25 +151,26 @@ def _any_written(pagemap: int, start: int, stop: int) -> bool:
         return True
 
 
-@dataclass(frozen=True, slots=True)
 class _Span:
-    """Ranges that lie near each other, looked at together: their first and last pages in it."""
+    """Ranges that lie near each other, sorted and with their numbers, looked at together."""
 
-    start: int
-    stop: int
-    numbers: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
+    def __init__(self, ranges: list[tuple[int, int]], numbers: list[int]) -> None:
+        self._start = ranges[0][0]
+        self._stop = max(address + nbytes for address, nbytes in ranges)
+        self._numbers = np.array(numbers)
+        here = self._start // PAGE
+        self._first = np.array([address // PAGE - here for address, _ in ranges])
+        self._last = np.array([(start + nbytes - 1) // PAGE - here for start, nbytes in ranges])
 
     def written(self, pagemap: int) -> list[int]:
-        if not _any_written(pagemap, self.start, self.stop):
+        if not _any_written(pagemap, self._start, self._stop):
             return []
-        pages = _written_pages_in(pagemap, self.start, self.stop - self.start)
+        pages = _written_pages_in(pagemap, self._start, self._stop - self._start)
         if pages is None or not pages.any():
             return []
         before = np.concatenate(([0], np.cumsum(pages)))
         # What lies between the ranges is somebody else's, and may well be written to.
-        numbers: list[int] = self.numbers[before[self.last + 1] > before[self.first]].tolist()
+        numbers: list[int] = self._numbers[before[self._last + 1] > before[self._first]].tolist()
         return numbers
 
 
@@ -190,7 +190,7 @@ class WriteWatch:
             else:
                 near.append([i])
             end = max(end, start + nbytes)
-        self._spans = [_span([ranges[i] for i in numbers], numbers) for numbers in near]
+        self._spans = [_Span([ranges[i] for i in numbers], numbers) for numbers in near]
 
     def written(self) -> list[int]:
         """The ranges in which a page was written to since it was mapped, by their number.
@@ -205,14 +205,6 @@ class WriteWatch:
             if error.errno in (errno.ENOENT, errno.EACCES, errno.EPERM):
                 return []
             raise transfer_error(error, "reading", key=None, path=PAGEMAP) from error
-
-
-def _span(ranges: list[tuple[int, int]], numbers: list[int]) -> _Span:
-    start, stop = ranges[0][0], max(address + nbytes for address, nbytes in ranges)
-    first = np.array([address // PAGE for address, _ in ranges])
-    last = np.array([(address + nbytes - 1) // PAGE for address, nbytes in ranges])
-    here = start // PAGE
-    return _Span(start, stop, np.array(numbers), first - here, last - here)
 
 
 def map_file(path: str, offset: int, nbytes: int) -> memoryview:
@@ -239,10 +231,7 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
     return mapped[lead:]
 
 
-@functools.cache
-def _trim() -> Callable[[int], int]:
-    found: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
-    return found
+_malloc_trim = getattr(libc, "malloc_trim", lambda _: 0)
 
 
 def give_back_free_memory() -> None:
@@ -251,4 +240,4 @@ def give_back_free_memory() -> None:
     Blocks of tensors that come and go rarely fit where the last ones were: without this, who
     changes a model group by group ends with nearly all of it in memory that is free but taken.
     """
-    _trim()(0)
+    _malloc_trim(0)

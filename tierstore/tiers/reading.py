@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import Source
 from tierstore.model.header import digest
 from tierstore.tiers.disk import FileStamp, FileTable, ReadPiece, pieces, transfer_error
@@ -51,7 +51,7 @@ class DiskReader:
                 if entry.spilled_at is None and entry.place is None:
                     stamps[path] = file.stamp()  # what is spilled, nobody else can open
             except OSError as error:
-                raise _failed(error, entry, path) from error
+                raise transfer_error(error, "reading", key=entry.key.key, path=path) from error
         return stamps
 
     def _read(self, entry: GroupEntry, room: memoryview, piece: ReadPiece) -> None:
@@ -59,7 +59,8 @@ class DiskReader:
         try:
             self.files.get(piece.path).read_at_least(part, piece.offset, piece.needed)
         except OSError as error:
-            raise _failed(error, entry, piece.path) from error
+            key = entry.key.key
+            raise transfer_error(error, "reading", key=key, path=piece.path) from error
 
     def check(
         self, entry: GroupEntry, data: memoryview, source: Source, stamps: Mapping[str, FileStamp]
@@ -105,7 +106,3 @@ def _corrupt(
         expected=expected,
         found=found,
     )
-
-
-def _failed(error: OSError, entry: GroupEntry, path: str) -> TransferError:
-    return transfer_error(error, "reading", key=entry.key.key, path=path)
