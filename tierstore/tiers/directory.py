@@ -29,7 +29,7 @@ from tierstore.tiers.disk import (
     WRITE_BLOCK,
     OpenForWriting,
     parts,
-    transfer_error,
+    transfer_errors,
     write_all,
 )
 from tierstore.tiers.locking import give_back, take_lock
@@ -73,7 +73,8 @@ class ObjectDirectory:
         if not os.fspath(disk_dir):
             raise ValueError("disk_dir is empty: name a directory, '.' for the current one")
         self.path = os.path.abspath(disk_dir)
-        with self._explained("opening", None), contextlib.ExitStack() as undo:
+        self._explained = functools.partial(transfer_errors, path=self.path)
+        with self._explained("opening"), contextlib.ExitStack() as undo:
             _make_directory(self.path)
             _refuse_what_others_may_change(self.path)
             read_marker(self.path)
@@ -87,13 +88,6 @@ class ObjectDirectory:
         self.strays: set[str] = set()  # temporary files of no use
         self._shards: set[str] = set()  # those that would survive a power cut
         self._in_doubt = False  # whether there are names that might not survive one
-
-    @contextmanager
-    def _explained(self, doing: str, key: str | None) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise transfer_error(error, doing, key=key, path=self.path) from error
 
     def _prepare(self, undo: contextlib.ExitStack) -> None:
         for name in (OBJECTS, TEMPORARY):
@@ -176,7 +170,7 @@ class ObjectDirectory:
         writing = _Writing(key, packing, data, single)
         temporary = f"object-{os.urandom(8).hex()}"
         try:
-            with self._explained("writing to", key):
+            with self._explained("writing to", key=key):
                 self._write_file(temporary, writing, together)
         except BaseException:
             self._remove_temporary(temporary)
@@ -192,7 +186,7 @@ class ObjectDirectory:
         name = object_name(key)
         shard, _, leaf = name.partition("/")
         try:
-            with self._explained("writing to", key), self._shard(shard) as descriptor:
+            with self._explained("writing to", key=key), self._shard(shard) as descriptor:
                 os.rename(staged.temporary, leaf, src_dir_fd=self._temporary, dst_dir_fd=descriptor)
                 self._sync(descriptor)
         except BaseException:
@@ -245,7 +239,7 @@ class ObjectDirectory:
     def remove(self, key: str) -> None:
         """Remove the object of `key` for good."""
         shard, _, leaf = object_name(key).partition("/")
-        with self._explained("removing from", key), self._shard(shard) as descriptor:
+        with self._explained("removing from", key=key), self._shard(shard) as descriptor:
             with contextlib.suppress(FileNotFoundError):  # somebody else was faster
                 os.unlink(leaf, dir_fd=descriptor)
             self._sync(descriptor)

@@ -70,6 +70,15 @@ def transfer_error(error: OSError, doing: str, *, key: str | None, path: str) ->
     return failed
 
 
+@contextlib.contextmanager
+def transfer_errors(doing: str, *, key: str | None = None, path: str) -> Iterator[None]:
+    """Raise what is an error of the system inside as the library's, with that as the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise transfer_error(error, doing, key=key, path=path) from error
+
+
 @dataclass(frozen=True, slots=True)
 class FileStamp:
     """What tells a file from a changed one, without reading it."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tierstore.model.tiers import Tier
 from tierstore.tiers.device_tier import DeviceTier, copy_runs
-from tierstore.tiers.disk import transfer_error
+from tierstore.tiers.disk import transfer_errors
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied
@@ -29,12 +29,9 @@ class DiskToHost:
         self._host = host
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
-        slot = entry.slots[self.dst]
-        try:
+        slot, key = entry.slots[self.dst], entry.key.key
+        with transfer_errors("reading", key=key, path=f"group {key!r}"):
             self._host.arena.fill(slot)
-        except OSError as error:
-            key = entry.key.key
-            raise transfer_error(error, "reading", key=key, path=f"group {key!r}") from error
         slot.wait()
         return Copied(self._reader.read(entry, slot.bytes(), ending))
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
-from tierstore.tiers.disk import close_quietly, read_fully, transfer_error
+from tierstore.tiers.disk import close_quietly, read_fully, transfer_error, transfer_errors
 from tierstore.tiers.mapping import libc, map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
@@ -66,12 +66,11 @@ class AddressSpace:
     """The file mappings of this process at the moment of construction. Raises TransferError."""
 
     def __init__(self) -> None:
-        self._mappings: list[Mapping] = []
-        try:
-            with open(MAPS, encoding="utf-8", errors="surrogateescape") as lines:
-                self._mappings = [mapping for line in lines if (mapping := _parse(line))]
-        except OSError as error:
-            raise transfer_error(error, "reading", key=None, path=MAPS) from error
+        with (
+            transfer_errors("reading", path=MAPS),
+            open(MAPS, encoding="utf-8", errors="surrogateescape") as lines,
+        ):
+            self._mappings = [mapping for line in lines if (mapping := _parse(line))]
         self._starts = [mapping.start for mapping in self._mappings]
 
     def extent_at(self, address: int, nbytes: int) -> Extent | None:
@@ -214,7 +213,7 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
     this process sees. Raises TransferError.
     """
     lead = offset % mmap.ALLOCATIONGRANULARITY
-    try:
+    with transfer_errors("mapping", path=path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_size < offset + nbytes:
@@ -226,8 +225,6 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
             mapped = map_open_file(descriptor, offset - lead, nbytes + lead, mmap.MAP_PRIVATE)
         finally:
             close_quietly(descriptor)
-    except OSError as error:
-        raise transfer_error(error, "mapping", key=None, path=path) from error
     return mapped[lead:]
 
 

@@ -34,7 +34,7 @@ from tierstore.model.header import (
     parse_header,
 )
 from tierstore.model.objects import MAX_KEY_BYTES, StoredObject, decode_object
-from tierstore.tiers.disk import close_quietly, read_fully, transfer_error
+from tierstore.tiers.disk import close_quietly, read_fully, transfer_error, transfer_errors
 
 STORE_FORMAT = 1
 MARKER, LOCK, OBJECTS, TEMPORARY = "STORE.json", "LOCK", "objects", "tmp"
@@ -170,10 +170,10 @@ def _listed(path: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
             return
         raise transfer_error(error, "listing", key=None, path=path) from error
     try:
-        for name in sorted(filter(pattern.fullmatch, os.listdir(directory))):
+        with transfer_errors("listing", path=path):
+            names = sorted(filter(pattern.fullmatch, os.listdir(directory)))
+        for name in names:
             yield name, directory
-    except OSError as error:
-        raise transfer_error(error, "listing", key=None, path=path) from error
     finally:
         close_quietly(directory)
 
