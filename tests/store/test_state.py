@@ -45,7 +45,7 @@ from tierstore import (
     UnknownKeyError,
 )
 from tierstore.model.tiers import Hold
-from tierstore.tiers.hops import DiskToHost, HostToDevice
+from tierstore.tiers.hop import DiskToHost, HostToDevice
 
 ROUNDS = 20
 

@@ -15,8 +15,7 @@ from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.disk import DISK_THREADS, FileTable
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.driver import TierDriver
-from tierstore.tiers.hop import Hop
-from tierstore.tiers.hops import DeviceToHost, DiskToHost, HostToDevice, HostToDisk
+from tierstore.tiers.hop import DeviceToHost, DiskToHost, Hop, HostToDevice, HostToDisk
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.mover import Mover, Told
 from tierstore.tiers.reading import DiskReader
