@@ -132,7 +132,7 @@ CONTROLS: dict[str, tuple[str, str, bool, Callable[[pytest.MonkeyPatch], None]]]
         "EIO",
         True,
         lambda patch: patch.setattr(
-            "tierstore.tiers.reading.transfer_error", lambda *_, **__: TransferError("it failed")
+            "tierstore.tiers.disk.transfer_error", lambda *_, **__: TransferError("it failed")
         ),
     ),
 }

@@ -30,7 +30,7 @@ from tests.store.helpers import (
 from tierstore import TierStore, TransferError
 from tierstore.model.tiers import Tier
 from tierstore.tiers.device_tier import DeviceTier
-from tierstore.tiers.host_to_device import HostToDevice
+from tierstore.tiers.hop import HostToDevice
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 MIB = 1 << 20

@@ -46,8 +46,7 @@ from tierstore import (
     UnknownKeyError,
 )
 from tierstore.model.tiers import Hold
-from tierstore.tiers.disk_to_host import DiskToHost
-from tierstore.tiers.host_to_device import HostToDevice
+from tierstore.tiers.hop import DiskToHost, HostToDevice
 
 ROUNDS = 20
 

@@ -10,7 +10,6 @@ group is `[key, generation]`, a tier its name, a way of use its value; an error 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from enum import Enum
@@ -22,6 +21,7 @@ from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import TIERS, Access, Hold, Tier
+from tierstore.observe.journal import Ring
 
 KEPT = 1 << 16
 """Events that are kept; of more, the oldest are dropped."""
@@ -30,31 +30,24 @@ PLAIN = {"int": int, "bool": bool}
 TYPES = {kind.__name__: kind for kind in Event.__args__}
 
 
-class EventLog:
+class EventLog(Ring[tuple[float, Event]]):
     """The newest events of a planner, and when they happened, in seconds."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[float, Event]] = deque(maxlen=KEPT)
-        self._added = 0
+        super().__init__(KEPT)
 
     def add(self, handled: tuple[float, Event]) -> None:
         """Note an event that was handled, and when. Of an error, the text is kept."""
-        self._added += 1
         now, event = handled
         if isinstance(event, events.Failed):
             # The error itself would keep the frames alive that it came through, and their tensors.
             handled = now, replace(event, error=TransferError(str(event.error)))
+        self._added += 1
         self._events.append(handled)
 
     def clear(self) -> None:
         """A new planner begins."""
-        self._added = 0
-        self._events.clear()
-
-    @property
-    def dropped(self) -> int:
-        """How many events are not there any more: the oldest."""
-        return self._added - len(self._events)
+        super().__init__(KEPT)
 
     def __iter__(self) -> Iterator[tuple[float, Event]]:
         return iter(self._events)

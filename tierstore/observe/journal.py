@@ -10,6 +10,7 @@ transfers at once move for as long as the longer one, and two who wait do not wa
 
 from __future__ import annotations
 
+import copy
 import heapq
 import itertools
 import time
@@ -146,11 +147,9 @@ class Stretches:
 
     def copy(self) -> Stretches:
         """A copy that can be settled without harm to this one."""
-        other = Stretches()
+        other = copy.copy(self)
         other.seconds = dict(self.seconds)
-        other.moving, other.hidden = self.moving, self.hidden
         other._edges, other._going = list(self._edges), Counter(self._going)
-        other._settled = self._settled
         return other
 
 

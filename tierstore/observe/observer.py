@@ -155,12 +155,10 @@ class Observer:
         if self._times is None:
             if stall is not None:
                 self.journal.end(stall)
-        elif stall is not None:
+        elif stall is not None or learned:
+            waited = () if stall is None else (request.mark,)
             began = functools.partial(self._began, use, stall, learned)
-            self._times.tell(began, request.mark, self._times.mark(stream))
-        elif learned:
-            began = functools.partial(self._began, use, None, True)
-            self._times.tell(began, self._times.mark(stream))
+            self._times.tell(began, *waited, self._times.mark(stream))
 
     def _began(self, use: Use, stall: Span | None, learned: bool, times: list[float]) -> None:
         """The device has begun with a use, maybe after a stall."""

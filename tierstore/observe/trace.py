@@ -174,7 +174,9 @@ def _recorded(document: Document) -> Recorded:
     dropped, device = ours.get("dropped"), ours.get("device")
     _expect(_is_bytes(dropped), "'dropped' is no count")
     _expect(isinstance(device, str), "'device' is no text")
-    budgets = _mapping(ours, "budgets", TIERS.__contains__, _is_budget)
+    budgets = _mapping(
+        ours, "budgets", TIERS.__contains__, lambda size: size is None or _is_bytes(size)
+    )
     stats = _stats(ours)
     for name in ("peak_bytes", "busy_seconds"):
         _expect(all(map(_is_amount, stats[name].values())), f"{name!r} holds what is no number")
@@ -184,7 +186,7 @@ def _recorded(document: Document) -> Recorded:
         groups,
         uses,
         budgets,
-        _mapping(ours, "bandwidth", _is_hop, _is_amount),
+        _mapping(ours, "bandwidth", lambda name: _HOP.fullmatch(name) is not None, _is_amount),
         int(dropped or 0),
         str(device),
         stats,
@@ -234,26 +236,16 @@ def _is_figure(value: object) -> bool:
     return _is_amount(value)
 
 
-def _is_bytes(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def _is_bytes(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
-def _is_budget(value: object) -> bool:
-    return value is None or _is_bytes(value)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return -_FARTHEST < value < _FARTHEST
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -_FARTHEST < value < _FARTHEST
 
 
 def _is_amount(value: Any) -> bool:
     return _is_number(value) and value >= 0
-
-
-def _is_hop(name: str) -> bool:
-    return _HOP.fullmatch(name) is not None
 
 
 def _events(

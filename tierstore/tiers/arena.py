@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from tierstore.model.locks import RLock, under
-from tierstore.tiers.device_memory import empty_cache
 from tierstore.tiers.pages import RecycledPages
 from tierstore.tiers.pinned import RegisteredMemory, pinned_memory
-from tierstore.tiers.streams import on
+from tierstore.tiers.streams import empty_cache, on
 
 
 @dataclass(eq=False)
@@ -111,11 +110,8 @@ class Arena:
 
     def resize(self, budget: int) -> None:
         """Hold no more than so many bytes from now on, but for what is in use."""
-        under(self._lock, lambda: self._resize(budget))
-
-    def _resize(self, budget: int) -> None:
         self.budget = budget
-        self._condemn_until_it_fits()
+        under(self._lock, self._condemn_until_it_fits)
 
     def _condemn_until_it_fits(self) -> None:
         if self.budget is None:
@@ -215,10 +211,7 @@ class Arena:
     def close(self) -> None:
         """Unmake every idle slot. What is still in use goes with its last view."""
         under(self._lock, self._condemn_idle)
-        under(self._making, self._unmake_all)
-
-    def _unmake_all(self) -> None:
-        self._unmake_condemned()
+        under(self._making, self._unmake_condemned)
         self._close()
 
 

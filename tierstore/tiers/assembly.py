@@ -11,16 +11,12 @@ import torch
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal
 from tierstore.tiers.device_tier import DeviceTier
-from tierstore.tiers.device_to_host import DeviceToHost
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.disk import DISK_THREADS, FileTable
 from tierstore.tiers.disk_tier import DiskTier
-from tierstore.tiers.disk_to_host import DiskToHost
 from tierstore.tiers.driver import TierDriver
-from tierstore.tiers.hop import Hop
+from tierstore.tiers.hop import DeviceToHost, DiskToHost, Hop, HostToDevice, HostToDisk
 from tierstore.tiers.host_tier import HostTier
-from tierstore.tiers.host_to_device import HostToDevice
-from tierstore.tiers.host_to_disk import HostToDisk
 from tierstore.tiers.mover import Mover, Told
 from tierstore.tiers.reading import DiskReader
 from tierstore.tiers.streams import selecting

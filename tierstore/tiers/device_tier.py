@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Set
 from contextlib import suppress
 from typing import Any
 
@@ -12,12 +12,12 @@ from tierstore.model.groups import ALIGNMENT, GroupSpec
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import DeviceTimes, Mark
 from tierstore.tiers.arena import Slot, device_arena
+from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.streams import on
-from tierstore.tiers.views import lasting_views
 
 
-class DeviceTier:
+class DeviceTier(MemoryTier):
     """Slots in the memory of `device`, never more than `budget` bytes (None: no limit).
 
     Its books are kept by callers, as part of a step of the store. `up` and `down` are the streams
@@ -31,29 +31,8 @@ class DeviceTier:
     def __init__(self, device: torch.device, budget: int | None) -> None:
         self.device = device
         self.up, self.down = torch.Stream(device), torch.Stream(device)
-        self.arena = device_arena(budget, device, self.up)
+        super().__init__(device_arena(budget, device, self.up), lambda spec: spec.device_offsets)
         self.times = DeviceTimes(device, self.up)
-
-    @property
-    def capacity(self) -> int | None:
-        return self.arena.budget
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.arena.peak_held
-
-    def holds(self, entry: GroupEntry) -> bool:
-        return self.tier in entry.slots
-
-    def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        entry.slots[self.tier] = self.arena.take(entry.spec.nbytes)
-
-    def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
-        slot = entry.slots[self.tier]
-        if slot.views is None:
-            assert slot.memory is not None
-            slot.views = lasting_views(entry.spec, slot.memory, entry.spec.device_offsets)
-        return slot.views
 
     def used_on(self, entry: GroupEntry, event: torch.Event) -> None:
         """Device work up to `event` uses the group's copy: its memory is not reused before."""
@@ -111,12 +90,6 @@ class DeviceTier:
             else:
                 in_use.append(slot)
         self.arena.recount(in_use)
-
-    def close(self, entries: Iterable[GroupEntry]) -> None:
-        for entry in entries:
-            if self.holds(entry):
-                self.drop(entry)  # leases that are still out keep what they look at
-        self.arena.close()
 
 
 def copy_runs(

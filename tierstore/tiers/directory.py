@@ -1,15 +1,8 @@
 """The directory of a store, and the object files that are its durable part.
 
-    disk_dir/            only for its owner (0700)
-      STORE.json         what format this is; written once
-      LOCK               held with flock by the one live store; never removed
-      objects/ab/<32 hex digits>.safetensors
-                         one group each, named by the sha256 of its key
-      tmp/               files being written; emptied when the directory is opened
-
-One rename is one commit: a file is written under a temporary name, synced, renamed, and the
-directory is synced. Whatever dies in between, a reader finds the old group or the new one. Nothing
-else needs to agree with anything, so there is no manifest. Keys are data; names come from hashes.
+`docs/how-it-works.md` shows what lies in it. One rename is one commit: a file is written under a
+temporary name, synced, renamed, and the directory is synced. Whatever dies in between, a reader
+finds the old group or the new one. Keys are data; names come from hashes.
 """
 
 from __future__ import annotations
@@ -35,9 +28,8 @@ from tierstore.progress import bar
 from tierstore.tiers.disk import (
     WRITE_BLOCK,
     OpenForWriting,
-    close_quietly,
     parts,
-    transfer_error,
+    transfer_errors,
     write_all,
 )
 from tierstore.tiers.locking import give_back, take_lock
@@ -81,7 +73,8 @@ class ObjectDirectory:
         if not os.fspath(disk_dir):
             raise ValueError("disk_dir is empty: name a directory, '.' for the current one")
         self.path = os.path.abspath(disk_dir)
-        with self._explained("opening", None), contextlib.ExitStack() as undo:
+        self._explained = functools.partial(transfer_errors, path=self.path)
+        with self._explained("opening"), contextlib.ExitStack() as undo:
             _make_directory(self.path)
             _refuse_what_others_may_change(self.path)
             read_marker(self.path)
@@ -96,19 +89,14 @@ class ObjectDirectory:
         self._shards: set[str] = set()  # those that would survive a power cut
         self._in_doubt = False  # whether there are names that might not survive one
 
-    @contextmanager
-    def _explained(self, doing: str, key: str | None) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise transfer_error(error, doing, key=key, path=self.path) from error
-
     def _prepare(self, undo: contextlib.ExitStack) -> None:
         for name in (OBJECTS, TEMPORARY):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(self.path, name), mode=0o700)
-        self._objects = self._open_directory(OBJECTS, undo)
-        self._temporary = self._open_directory(TEMPORARY, undo)
+        self._objects, self._temporary = (
+            undo.enter_context(_open_directory(os.path.join(self.path, name)))
+            for name in (OBJECTS, TEMPORARY)
+        )
         self._clean_up()
         if read_marker(self.path) is None:
             self._write_marker()
@@ -129,11 +117,6 @@ class ObjectDirectory:
         for name in filter(SPILL_NAME.fullmatch, os.listdir(self.path)):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.path, name))
-
-    def _open_directory(self, name: str, undo: contextlib.ExitStack) -> int:
-        descriptor = os.open(os.path.join(self.path, name), READ | os.O_DIRECTORY)
-        undo.callback(close_quietly, descriptor)
-        return descriptor
 
     def _write_marker(self) -> None:
         marker = {"format": STORE_FORMAT, "uuid": str(uuid.uuid4()), "created_by": "tierstore"}
@@ -187,7 +170,7 @@ class ObjectDirectory:
         writing = _Writing(key, packing, data, single)
         temporary = f"object-{os.urandom(8).hex()}"
         try:
-            with self._explained("writing to", key):
+            with self._explained("writing to", key=key):
                 self._write_file(temporary, writing, together)
         except BaseException:
             self._remove_temporary(temporary)
@@ -203,7 +186,7 @@ class ObjectDirectory:
         name = object_name(key)
         shard, _, leaf = name.partition("/")
         try:
-            with self._explained("writing to", key), self._shard(shard) as descriptor:
+            with self._explained("writing to", key=key), self._shard(shard) as descriptor:
                 os.rename(staged.temporary, leaf, src_dir_fd=self._temporary, dst_dir_fd=descriptor)
                 self._sync(descriptor)
         except BaseException:
@@ -250,16 +233,13 @@ class ObjectDirectory:
                 os.mkdir(shard, mode=0o700, dir_fd=self._objects)
             self._sync(self._objects)  # who made it may have died before this
             self._shards.add(shard)
-        descriptor = os.open(shard, READ | os.O_DIRECTORY, dir_fd=self._objects)
-        try:
+        with _open_directory(shard, self._objects) as descriptor:
             yield descriptor
-        finally:
-            os.close(descriptor)
 
     def remove(self, key: str) -> None:
         """Remove the object of `key` for good."""
         shard, _, leaf = object_name(key).partition("/")
-        with self._explained("removing from", key), self._shard(shard) as descriptor:
+        with self._explained("removing from", key=key), self._shard(shard) as descriptor:
             with contextlib.suppress(FileNotFoundError):  # somebody else was faster
                 os.unlink(leaf, dir_fd=descriptor)
             self._sync(descriptor)
@@ -341,12 +321,18 @@ class _Writing:
         return StoredObject(self._key, self._packing, self._digests, self._start, self._single)
 
 
-def _sync_directory(path: str) -> None:
-    descriptor = os.open(path, READ | os.O_DIRECTORY)
+@contextmanager
+def _open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
+    descriptor = os.open(path, READ | os.O_DIRECTORY, dir_fd=dir_fd)
     try:
-        sync_names(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _sync_directory(path: str) -> None:
+    with _open_directory(path) as descriptor:
+        sync_names(descriptor)
 
 
 def sync_names(descriptor: int) -> None:

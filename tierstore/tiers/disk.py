@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import errno
 import os
-import sys
+import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ from tierstore.model.errors import (
     TransferError,
     TruncatedFileError,
 )
-from tierstore.model.groups import Segment, Source
+from tierstore.model.groups import Source
 from tierstore.model.header import LENGTH_BYTES, MAX_HEADER_BYTES, digest
 from tierstore.model.sizes import PAGE, round_up
 
@@ -53,23 +53,30 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 def transfer_error(error: OSError, doing: str, *, key: str | None, path: str) -> TransferError:
     """The library's error for an error of the system, naming the file and what to do."""
     if error.errno in _FULL:
-        full = DiskFullError(
+        kind: type[TransferError] = DiskFullError
+        text = (
             f"no room left on disk while {doing} {path} ({error.strerror}): free some space, "
-            "lower disk_budget, or move disk_dir to a larger disk",
-            key=key,
-            path=path,
+            "lower disk_budget, or move disk_dir to a larger disk"
         )
-        full.__cause__ = error
-        return full
-    whose = f" for group {key!r}" if key is not None else ""
-    failed = TransferError(
-        f"{doing} {path}{whose} failed ({error.strerror or error}): check the disk and its "
-        "permissions, then try again",
-        key=key,
-        path=path,
-    )
+    else:
+        whose = f" for group {key!r}" if key is not None else ""
+        kind = TransferError
+        text = (
+            f"{doing} {path}{whose} failed ({error.strerror or error}): check the disk and its "
+            "permissions, then try again"
+        )
+    failed = kind(text, key=key, path=path)
     failed.__cause__ = error
     return failed
+
+
+@contextlib.contextmanager
+def transfer_errors(doing: str, *, key: str | None = None, path: str) -> Iterator[None]:
+    """Raise what is an error of the system inside as the library's, with that as the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise transfer_error(error, doing, key=key, path=path) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +106,10 @@ class DataFile:
         self._cached = os.open(path, flags)
         self._direct: int | None = None
         self._refused = False
-        self._alignment = PAGE
         alignment = direct_alignment(self._cached)
+        self._alignment = max(PAGE, alignment or PAGE)
         if alignment == 0:
             return
-        self._alignment = max(PAGE, alignment or PAGE)
         with contextlib.suppress(OSError):  # the file system may know no direct reads
             self._direct = os.open(path, flags | os.O_DIRECT)
             if not os.path.sameopenfile(self._cached, self._direct):
@@ -272,21 +278,12 @@ def pieces(source: Source, block: int = READ_BLOCK) -> Iterator[ReadPiece]:
     lengths, so that several threads end together.
     """
     for segment in source.segments:
-        yield from _segment_pieces(segment, block)
-
-
-def _segment_pieces(segment: Segment, block: int) -> Iterator[ReadPiece]:
-    extent = segment.extent
-    lead = extent.offset % PAGE
-    start, stop = extent.offset - lead, extent.offset + extent.nbytes
-    for offset, length in parts(stop - start, block):
-        yield ReadPiece(
-            extent.path,
-            start + offset,
-            segment.at - lead + offset,
-            round_up(length, PAGE),
-            length,
-        )
+        extent = segment.extent
+        lead = extent.offset % PAGE
+        start, at = extent.offset - lead, segment.at - lead
+        for offset, length in parts(lead + extent.nbytes, block):
+            whole = round_up(length, PAGE)
+            yield ReadPiece(extent.path, start + offset, at + offset, whole, length)
 
 
 def parts(nbytes: int, block: int) -> Iterator[tuple[int, int]]:
@@ -364,18 +361,15 @@ class OpenForWriting:
     def write(self, data: memoryview, offset: int) -> None:
         """Write page-aligned memory at a page multiple. Any number of threads may do so at once."""
         with self.in_use():
-            self._write(data, offset)
-
-    def _write(self, data: memoryview, offset: int) -> None:
-        if self._direct is not None and not self._refused:
-            try:
-                write_all(self._direct, data, offset)
-                return
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._refused = True  # it wants another alignment: never ask again
-        write_all(self.cached, data, offset)
+            if self._direct is not None and not self._refused:
+                try:
+                    write_all(self._direct, data, offset)
+                    return
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self._refused = True  # it wants another alignment: never ask again
+            write_all(self.cached, data, offset)
 
     def close(self) -> None:
         """Close both descriptors, or let the last who uses them do so.
@@ -413,7 +407,7 @@ class OpenForWriting:
 
 # The part of struct statx, and of the request for it, that Python does not offer yet.
 _STATX_NBYTES = 256
-_STATX_MEMORY, _STATX_OFFSET = 152, 156
+_STATX_MEMORY = 152  # and what offsets want follows it
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _statx = getattr(ctypes.CDLL(None), "statx", None)
@@ -429,10 +423,7 @@ def direct_alignment(descriptor: int) -> int | None:
     answer = ctypes.create_string_buffer(_STATX_NBYTES)
     if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
         return None
-    if not int.from_bytes(answer.raw[:4], sys.byteorder) & _STATX_DIOALIGN:
+    if not struct.unpack_from("I", answer)[0] & _STATX_DIOALIGN:
         return None
-    memory, offset = (
-        int.from_bytes(answer.raw[at : at + 4], sys.byteorder)
-        for at in (_STATX_MEMORY, _STATX_OFFSET)
-    )
+    memory, offset = struct.unpack_from("II", answer, _STATX_MEMORY)
     return max(memory, offset) if offset else 0

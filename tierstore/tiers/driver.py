@@ -1,14 +1,17 @@
-"""What a tier has to be able to do."""
+"""What a tier has to be able to do, and what those whose copies are in memory have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from tierstore.model.groups import GroupSpec
 from tierstore.model.tiers import Tier
+from tierstore.tiers.arena import Arena
 from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.views import lasting_views
 
 
 class TierDriver(Protocol):
@@ -77,3 +80,45 @@ class CallersDriver(TierDriver, Protocol):
         `coming` are the keys of groups that a hop is copying here. Of others, a copy that was not
         queued to the end is none.
         """
+
+
+class MemoryTier:
+    """A tier whose copies are slots of `arena`, with the tensors of a group at `offsets`."""
+
+    tier: Tier
+
+    def __init__(self, arena: Arena, offsets: Callable[[GroupSpec], Mapping[str, int]]) -> None:
+        self.arena = arena
+        self._offsets = offsets
+
+    @property
+    def capacity(self) -> int | None:
+        return self.arena.budget
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.arena.peak_held
+
+    def holds(self, entry: GroupEntry) -> bool:
+        return self.tier in entry.slots
+
+    def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
+        entry.slots[self.tier] = self.arena.take(entry.spec.nbytes)
+
+    def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
+        slot = entry.slots[self.tier]
+        if slot.views is None:
+            assert slot.memory is not None
+            slot.views = lasting_views(entry.spec, slot.memory, self._offsets(entry.spec))
+        return slot.views
+
+    def drop(self, entry: GroupEntry) -> None:
+        slot = entry.slots.pop(self.tier)
+        slot.views = None
+        self.arena.give(slot)
+
+    def close(self, entries: Iterable[GroupEntry]) -> None:
+        for entry in entries:
+            if self.holds(entry):
+                self.drop(entry)  # leases that are still out keep what they look at
+        self.arena.close()

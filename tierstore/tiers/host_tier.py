@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 import torch
 
+from tierstore.model.groups import GroupSpec
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal, Span, hop
 from tierstore.tiers.arena import Slot, host_arena
 from tierstore.tiers.device_tier import DeviceTier
+from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.views import lasting_views, view_all
+from tierstore.tiers.views import view_all
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 
-class HostTier:
+class HostTier(MemoryTier):
     """Slots in host memory, page-locked for `device` if there is one, at most `budget` bytes.
 
     This is where callers put groups and hold them to change them. Its books are kept by `serial`;
@@ -36,48 +38,25 @@ class HostTier:
         serial: SerialExecutor,
         makers: Workers,
     ) -> None:
-        self.arena = host_arena(budget, torch.device("cpu") if device is None else device.device)
+        target = torch.device("cpu") if device is None else device.device
+        super().__init__(host_arena(budget, target), _offsets)
         self._device = device
         self._journal = journal
         self._serial = serial
         self._makers = makers
 
-    @property
-    def capacity(self) -> int | None:
-        return self.arena.budget
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.arena.peak_held
-
-    def holds(self, entry: GroupEntry) -> bool:
-        return self.tier in entry.slots
-
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        slot = self.arena.take(entry.spec.nbytes)
+        super().reserve(entry)
         if for_caller and self._device is None:  # page-locking takes too long for `serial`
             with suppress(MemoryError, OSError):  # who fills it tries again, and is told
-                self.arena.fill(slot)
-        entry.slots[self.tier] = slot
-
-    def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
-        slot = entry.slots[self.tier]
-        if slot.views is None:
-            assert slot.memory is not None
-            slot.views = lasting_views(entry.spec, slot.memory, _offsets(entry))
-        return slot.views
+                self.arena.fill(entry.slots[self.tier])
 
     def view_for_caller(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         """The tensors of a group's copy, or of the room for one, for somebody who may write to
         them: nobody else is given the same tensors. Waits for the device to be done with it."""
         slot, memory = self._room(entry)
         slot.wait()
-        return view_all(entry.spec, memory, _offsets(entry))
-
-    def drop(self, entry: GroupEntry) -> None:
-        slot = entry.slots.pop(self.tier)
-        slot.views = None
-        self.arena.give(slot)
+        return view_all(entry.spec, memory, _offsets(entry.spec))
 
     def fill(
         self, entry: GroupEntry, blocks: Mapping[str, torch.Tensor], *, behind: bool = False
@@ -117,12 +96,6 @@ class HostTier:
         make = functools.partial(self.arena.fill, slot)
         return slot, self._serial.ask_on(self._makers, make).wait()
 
-    def close(self, entries: Iterable[GroupEntry]) -> None:
-        for entry in entries:
-            if self.holds(entry):
-                self.drop(entry)  # leases that are still out keep what they look at
-        self.arena.close()
 
-
-def _offsets(entry: GroupEntry) -> dict[str, int]:
-    return {tensor.name: tensor.offset for tensor in entry.spec.tensors}
+def _offsets(spec: GroupSpec) -> dict[str, int]:
+    return {tensor.name: tensor.offset for tensor in spec.tensors}

@@ -7,20 +7,14 @@ import errno
 import mmap
 import os
 import weakref
+from ctypes import c_int, c_long, c_size_t, c_void_p
 
-FAILED = ctypes.c_void_p(-1).value
+FAILED = c_void_p(-1).value
 libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = libc.mmap, libc.munmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_mmap.restype = c_void_p
+_mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+_munmap.argtypes = [c_void_p, c_size_t]
 
 
 def map_open_file(

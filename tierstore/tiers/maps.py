@@ -12,10 +12,9 @@ import bisect
 import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +23,8 @@ import numpy.typing as npt
 from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
-from tierstore.tiers.disk import close_quietly, read_fully, transfer_error
-from tierstore.tiers.mapping import map_open_file
+from tierstore.tiers.disk import close_quietly, read_fully, transfer_error, transfer_errors
+from tierstore.tiers.mapping import libc, map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
 
@@ -39,23 +38,11 @@ _SWAPPED = np.uint64(1 << 62)
 class _ScanRequest(ctypes.Structure):
     """`struct pm_scan_arg` of Linux: which pages to look for, and room for the first ones."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "size",
-            "flags",
-            "start",
-            "end",
-            "walk_end",
-            "vec",
-            "vec_len",
-            "max_pages",
-            "category_inverted",
-            "category_mask",
-            "category_anyof_mask",
-            "return_mask",
-        )
+    _names = (
+        "size flags start end walk_end vec vec_len max_pages "
+        "category_inverted category_mask category_anyof_mask return_mask"
     )
+    _fields_ = [(name, ctypes.c_uint64) for name in _names.split()]
 
 
 _REGION_WORDS = 3
@@ -79,12 +66,11 @@ class AddressSpace:
     """The file mappings of this process at the moment of construction. Raises TransferError."""
 
     def __init__(self) -> None:
-        self._mappings: list[Mapping] = []
-        try:
-            with open(MAPS, encoding="utf-8", errors="surrogateescape") as lines:
-                self._mappings = [mapping for line in lines if (mapping := _parse(line))]
-        except OSError as error:
-            raise transfer_error(error, "reading", key=None, path=MAPS) from error
+        with (
+            transfer_errors("reading", path=MAPS),
+            open(MAPS, encoding="utf-8", errors="surrogateescape") as lines,
+        ):
+            self._mappings = [mapping for line in lines if (mapping := _parse(line))]
         self._starts = [mapping.start for mapping in self._mappings]
 
     def extent_at(self, address: int, nbytes: int) -> Extent | None:
@@ -103,7 +89,8 @@ class AddressSpace:
             return None
         if (status.st_dev, status.st_ino) != (mapping.device, mapping.inode):
             return None
-        if _written_to(address, nbytes):
+        pages = _written_pages(address, nbytes)
+        if pages is None or pages.any():  # who cannot tell must store it
             return None
         return Extent(mapping.path, mapping.offset + address - mapping.start, nbytes)
 
@@ -117,12 +104,6 @@ def _parse(line: str) -> Mapping | None:
     device = os.makedev(int(major, 16), int(minor, 16))
     path = fields[5].replace("\\012", "\n")
     return Mapping(int(start, 16), int(stop, 16), int(fields[2], 16), device, int(fields[4]), path)
-
-
-def _written_to(address: int, nbytes: int) -> bool:
-    """Whether any page of a private file mapping was written to (and so left the file)."""
-    pages = _written_pages(address, nbytes)
-    return True if pages is None else bool(pages.any())  # cannot tell: then it is stored
 
 
 def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
@@ -169,25 +150,26 @@ def _any_written(pagemap: int, start: int, stop: int) -> bool:
         return True
 
 
-@dataclass(frozen=True, slots=True)
 class _Span:
-    """Ranges that lie near each other, looked at together: their first and last pages in it."""
+    """Ranges that lie near each other, sorted and with their numbers, looked at together."""
 
-    start: int
-    stop: int
-    numbers: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
+    def __init__(self, ranges: list[tuple[int, int]], numbers: list[int]) -> None:
+        self._start = ranges[0][0]
+        self._stop = max(address + nbytes for address, nbytes in ranges)
+        self._numbers = np.array(numbers)
+        here = self._start // PAGE
+        self._first = np.array([address // PAGE - here for address, _ in ranges])
+        self._last = np.array([(start + nbytes - 1) // PAGE - here for start, nbytes in ranges])
 
     def written(self, pagemap: int) -> list[int]:
-        if not _any_written(pagemap, self.start, self.stop):
+        if not _any_written(pagemap, self._start, self._stop):
             return []
-        pages = _written_pages_in(pagemap, self.start, self.stop - self.start)
+        pages = _written_pages_in(pagemap, self._start, self._stop - self._start)
         if pages is None or not pages.any():
             return []
         before = np.concatenate(([0], np.cumsum(pages)))
         # What lies between the ranges is somebody else's, and may well be written to.
-        numbers: list[int] = self.numbers[before[self.last + 1] > before[self.first]].tolist()
+        numbers: list[int] = self._numbers[before[self._last + 1] > before[self._first]].tolist()
         return numbers
 
 
@@ -207,7 +189,7 @@ class WriteWatch:
             else:
                 near.append([i])
             end = max(end, start + nbytes)
-        self._spans = [_span([ranges[i] for i in numbers], numbers) for numbers in near]
+        self._spans = [_Span([ranges[i] for i in numbers], numbers) for numbers in near]
 
     def written(self) -> list[int]:
         """The ranges in which a page was written to since it was mapped, by their number.
@@ -224,14 +206,6 @@ class WriteWatch:
             raise transfer_error(error, "reading", key=None, path=PAGEMAP) from error
 
 
-def _span(ranges: list[tuple[int, int]], numbers: list[int]) -> _Span:
-    start, stop = ranges[0][0], max(address + nbytes for address, nbytes in ranges)
-    first = np.array([address // PAGE for address, _ in ranges])
-    last = np.array([(address + nbytes - 1) // PAGE for address, nbytes in ranges])
-    here = start // PAGE
-    return _Span(start, stop, np.array(numbers), first - here, last - here)
-
-
 def map_file(path: str, offset: int, nbytes: int) -> memoryview:
     """A private, writable map of `nbytes` bytes of a file from byte `offset` on.
 
@@ -239,7 +213,7 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
     this process sees. Raises TransferError.
     """
     lead = offset % mmap.ALLOCATIONGRANULARITY
-    try:
+    with transfer_errors("mapping", path=path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_size < offset + nbytes:
@@ -251,15 +225,10 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
             mapped = map_open_file(descriptor, offset - lead, nbytes + lead, mmap.MAP_PRIVATE)
         finally:
             close_quietly(descriptor)
-    except OSError as error:
-        raise transfer_error(error, "mapping", key=None, path=path) from error
     return mapped[lead:]
 
 
-@functools.cache
-def _trim() -> Callable[[int], int]:
-    found: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
-    return found
+_malloc_trim = getattr(libc, "malloc_trim", lambda _: 0)
 
 
 def give_back_free_memory() -> None:
@@ -268,4 +237,4 @@ def give_back_free_memory() -> None:
     Blocks of tensors that come and go rarely fit where the last ones were: without this, who
     changes a model group by group ends with nearly all of it in memory that is free but taken.
     """
-    _trim()(0)
+    _malloc_trim(0)

@@ -33,7 +33,7 @@ from tierstore.observe.journal import Journal, Span, hop
 from tierstore.tiers.disk import transfer_error
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.hop import Copied, Hop, QueuedHop
+from tierstore.tiers.hop import Hop, QueuedHop
 from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor
 
 Ended = tuple[Copy, BaseException | None]
@@ -137,15 +137,8 @@ class Mover:
         queue = self._queued.get((copy.src, copy.dst))
         if queue is None or not queue.only_queues(entry):
             return []
-        error: BaseException | None = None
-        copied: Copied | None = None
-        span = Span(hop(copy.src, copy.dst), copy.key.key, start=time.monotonic())
-        try:
-            copied = queue.copy(entry, _nothing)
-        except Exception as failure:  # an interrupt is none of the copy
-            error = explained(failure, copy)
-        self._note(span, copy, copied, error)
-        return [(copy, error)]
+        # An interrupt is no failure of the copy. And nobody is to be told of its end.
+        return [(copy, self._copied(copy, entry, lambda: None, Exception))]
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -174,36 +167,41 @@ class Mover:
         workers.submit(URGENT if copy.urgent else EARLY, functools.partial(self._copy, copy, entry))
 
     def _copy(self, copy: Copy, entry: GroupEntry) -> None:
-        used = self.hops[copy.src, copy.dst]
-        error: BaseException | None = None
-        copied: Copied | None = None
-        span = Span(hop(copy.src, copy.dst), copy.key.key, start=time.monotonic())
-        if used.times is None:  # else it is told later when it began
-            self.journal.begin(span)
-        try:
-            copied = used.copy(entry, functools.partial(self._told.ending, copy))
-        except BaseException as failure:  # every failure must reach whoever waits
-            error = explained(failure, copy)
-        self._note(span, copy, copied, error)
+        ending = functools.partial(self._told.ending, copy)
+        # Every failure must reach whoever waits.
+        error = self._copied(copy, entry, ending, BaseException)
         if error is None and copy.dst is self._top.tier:
             with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
                 self._top.view(entry)  # here, as every torch call may cost who computes the GIL
         self.look()
         self._told.over(copy, error)
 
-    def _note(
-        self, span: Span, copy: Copy, copied: Copied | None, error: BaseException | None
-    ) -> None:
-        if copied is None:
+    def _copied(
+        self,
+        copy: Copy,
+        entry: GroupEntry,
+        ending: Callable[[], None],
+        failures: type[BaseException],
+    ) -> BaseException | None:
+        """Make a copy, and note when it was made. Returns the failure, if it is one of these."""
+        used = self.hops[copy.src, copy.dst]
+        span = Span(hop(copy.src, copy.dst), copy.key.key, start=time.monotonic())
+        if used.times is None:  # else it is told later when it began
+            self.journal.begin(span)
+        try:
+            copied = used.copy(entry, ending)
+        except failures as failure:
             span.note = "failed"
-        else:
-            span.nbytes = copied.nbytes
-            self.journal.count(span.kind, span.nbytes)
-        times = self.hops[copy.src, copy.dst].times
-        if times is None or copied is None or copied.marks is None:
+            self.journal.end(span)
+            return explained(failure, copy)
+        span.nbytes = copied.nbytes
+        self.journal.count(span.kind, span.nbytes)
+        if used.times is None or copied.marks is None:
             self.journal.end(span)
         else:
-            times.tell(functools.partial(self._note_times, span, copy), *copied.marks)
+            noted = functools.partial(self._note_times, span, copy)
+            used.times.tell(noted, *copied.marks)
+        return None
 
     def _note_times(self, span: Span, copy: Copy, times: list[float]) -> None:
         self.journal.end_between(span, times)
@@ -244,10 +242,6 @@ class Mover:
         for driver in self.drivers.values():
             driver.close(self._entries.values())
         return True
-
-
-def _nothing() -> None:
-    """Nobody is to be told when a copy that is only queued ends."""
 
 
 def explained(error: BaseException, copy: Copy) -> BaseException:

@@ -6,6 +6,7 @@ is told from its status before it is opened.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -33,7 +34,7 @@ from tierstore.model.header import (
     parse_header,
 )
 from tierstore.model.objects import MAX_KEY_BYTES, StoredObject, decode_object
-from tierstore.tiers.disk import close_quietly, read_fully, transfer_error
+from tierstore.tiers.disk import close_quietly, read_fully, transfer_error, transfer_errors
 
 STORE_FORMAT = 1
 MARKER, LOCK, OBJECTS, TEMPORARY = "STORE.json", "LOCK", "objects", "tmp"
@@ -151,41 +152,30 @@ def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
     Raises TransferError if a part of it cannot be listed: what is there must not seem to be gone.
     """
     root = os.path.join(disk_dir, OBJECTS)
-    for shard in _names(root, None, SHARD_NAME):
-        directory = _open_directory(os.path.join(root, shard))
-        if directory is None:
-            continue
-        try:
-            for name in _names(os.path.join(root, shard), directory, OBJECT_NAME):
-                try:
-                    yield read_object(os.path.join(root, shard, name), directory, name)
-                except FileNotFoundError:
-                    continue  # replaced or removed while we looked
-        finally:
-            close_quietly(directory)
+    for shard, _ in _listed(root, SHARD_NAME):
+        for name, directory in _listed(os.path.join(root, shard), OBJECT_NAME):
+            with contextlib.suppress(FileNotFoundError):  # replaced or removed while we looked
+                yield read_object(os.path.join(root, shard, name), directory, name)
 
 
-def _names(path: str, directory: int | None, pattern: re.Pattern[str]) -> list[str]:
-    opened = _open_directory(path) if directory is None else directory
-    if opened is None:
-        return []
+def _listed(path: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
+    """The names in a directory, each with the directory, which is open until the last.
+
+    Nothing if it is none, or a link to one. Raises TransferError.
+    """
     try:
-        return sorted(found for found in os.listdir(opened) if pattern.fullmatch(found))
-    except OSError as error:
-        raise transfer_error(error, "listing", key=None, path=path) from error
-    finally:
-        if directory is None:
-            close_quietly(opened)
-
-
-def _open_directory(path: str) -> int | None:
-    """A directory, not followed through a link; None if it is none. Raises TransferError."""
-    try:
-        return os.open(path, READ | os.O_DIRECTORY)
+        directory = os.open(path, READ | os.O_DIRECTORY)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return None
+            return
         raise transfer_error(error, "listing", key=None, path=path) from error
+    try:
+        with transfer_errors("listing", path=path):
+            names = sorted(filter(pattern.fullmatch, os.listdir(directory)))
+        for name in names:
+            yield name, directory
+    finally:
+        close_quietly(directory)
 
 
 def read_marker(disk_dir: str | Path) -> dict[str, object] | None:

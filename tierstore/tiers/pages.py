@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from ctypes import c_int, c_size_t, c_void_p
 
 import torch
 
@@ -44,15 +45,9 @@ _MAP_FIXED = 0x10
 _MADV_POPULATE_WRITE = 23  # of Linux 5.14 and later
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 
-libc.mremap.restype = ctypes.c_void_p
-libc.mremap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-]
-libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mremap.restype = c_void_p
+libc.mremap.argtypes = [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
+libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 
 
 class _Room:
@@ -307,7 +302,8 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int) -> int:
     flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     found = libc.mmap(address, nbytes, protection, flags, -1, 0)
     if found == FAILED:
-        raise _no_memory(nbytes)
+        number = ctypes.get_errno() or errno.ENOMEM
+        raise OSError(number, f"{os.strerror(number)}: could not map {nbytes} bytes of memory")
     return int(found)
 
 
@@ -318,8 +314,3 @@ def _move_huge_page(start: int, address: int) -> bool:
 
 def _unmap(address: int, nbytes: int) -> None:
     libc.munmap(address, nbytes)
-
-
-def _no_memory(nbytes: int) -> OSError:
-    number = ctypes.get_errno() or errno.ENOMEM
-    return OSError(number, f"{os.strerror(number)}: could not map {nbytes} bytes of memory")

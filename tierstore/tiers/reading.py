@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import Source
 from tierstore.model.header import digest
-from tierstore.tiers.disk import FileStamp, FileTable, ReadPiece, pieces, transfer_error
+from tierstore.tiers.disk import FileStamp, FileTable, ReadPiece, pieces, transfer_errors
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.workers import Workers
 
@@ -46,20 +46,16 @@ class DiskReader:
         change."""
         stamps = {}
         for path in {segment.extent.path for segment in source.segments}:
-            try:
+            with transfer_errors("reading", key=entry.key.key, path=path):
                 file = self.files.check(path, entry.stamps.get(path))
                 if entry.spilled_at is None and entry.place is None:
                     stamps[path] = file.stamp()  # what is spilled, nobody else can open
-            except OSError as error:
-                raise _failed(error, entry, path) from error
         return stamps
 
     def _read(self, entry: GroupEntry, room: memoryview, piece: ReadPiece) -> None:
         part = room[piece.at : piece.at + piece.nbytes]
-        try:
+        with transfer_errors("reading", key=entry.key.key, path=piece.path):
             self.files.get(piece.path).read_at_least(part, piece.offset, piece.needed)
-        except OSError as error:
-            raise _failed(error, entry, piece.path) from error
 
     def check(
         self, entry: GroupEntry, data: memoryview, source: Source, stamps: Mapping[str, FileStamp]
@@ -105,7 +101,3 @@ def _corrupt(
         expected=expected,
         found=found,
     )
-
-
-def _failed(error: OSError, entry: GroupEntry, path: str) -> TransferError:
-    return transfer_error(error, "reading", key=entry.key.key, path=path)

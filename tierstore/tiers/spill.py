@@ -19,12 +19,12 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.tiers.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_error
+from tierstore.tiers.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
 from tierstore.tiers.mapping import map_open_file
 from tierstore.tiers.workers import Together, one_by_one
 
@@ -49,6 +49,7 @@ class Spill:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self._explained = functools.partial(transfer_errors, "spilling to", path=directory)
         with self._explained():
             descriptor = anonymous_file(directory)
         self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset, never neighbours
@@ -107,13 +108,6 @@ class Spill:
                 os.ftruncate(self._file.cached, self._size)
             raise
         self._size += more
-
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise transfer_error(error, "spilling to", key=None, path=self._directory) from error
 
     def _spare(self) -> int:
         """Bytes that the file system has free, as far as it tells."""
@@ -187,13 +181,10 @@ class Spill:
         system knows no such maps.
         """
         file, stop = self._file.cached, place.offset + place.nbytes
-        try:
-            with self._file.in_use():
-                if os.fstat(file).st_size < stop:  # nothing was written there, no room reserved
-                    os.pwrite(file, b"\0", stop - 1)
-                return map_open_file(file, place.offset, place.nbytes, mmap.MAP_SHARED, place)
-        except OSError as error:
-            raise transfer_error(error, "mapping", key=None, path=self._directory) from error
+        with transfer_errors("mapping", path=self._directory), self._file.in_use():
+            if os.fstat(file).st_size < stop:  # nothing was written there, no room reserved
+                os.pwrite(file, b"\0", stop - 1)
+            return map_open_file(file, place.offset, place.nbytes, mmap.MAP_SHARED, place)
 
     def save(self, data: memoryview, together: Together = one_by_one) -> tuple[int, Source]:
         """Write a group's packed bytes. Returns their offset, and how to read them again.

@@ -138,7 +138,9 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
             start -= start % max(member.element_size() for member in members.values())
             # Storages of one address may end at different places, as those of two numpy arrays.
             whole = max(members.values(), key=lambda t: t.untyped_storage().nbytes())
-            blocks.append((_block(members, start, stop), byte_view(whole, start, stop - start)))
+            specs = [_spec(name, tensor, start) for name, tensor in members.items()]
+            block = block_of(specs, stop - start)
+            blocks.append((block, byte_view(whole, start, stop - start)))
     return blocks
 
 
@@ -176,10 +178,6 @@ def _merge(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]
         else:
             merged.append((start, stop, [name]))
     return merged
-
-
-def _block(members: Mapping[str, torch.Tensor], start: int, stop: int) -> Block:
-    return block_of([_spec(name, tensor, start) for name, tensor in members.items()], stop - start)
 
 
 def packed(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
