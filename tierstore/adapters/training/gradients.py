@@ -173,7 +173,7 @@ class Gradients:
             else torch.empty_strided(p.size(), p.stride(), dtype=_dtype_of_gradient(p))
             for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
         }
-        key = f"{self._weights.key}/gradient.{next(_numbers)}"
+        key = f"{self._weights.buffer.key}/gradient.{next(_numbers)}"
         made = StateBuffer(self._weights.buffer.store, key, values, with_values=bool(stored))
         if before is not None:
             made.ready()

@@ -184,7 +184,7 @@ class OffloadModel(nn.Module):
         for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
             buffer = StateBuffer(self.store, f"{self._key}/{number}", plan.tensors)
             names: dict[str, Any] = dict(plan.tensors)
-            weights = Weights(buffer, names, number, slice_.number)
+            weights = Weights(buffer, names, slice_.number)
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
