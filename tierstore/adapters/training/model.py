@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +19,14 @@ from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
-from tierstore.adapters.training.forwards import Pass, chain, recomputed, regions_in
 from tierstore.adapters.training.gradients import Shipping
+from tierstore.adapters.training.microbatches import Microbatches
 from tierstore.adapters.training.parallel import ADVICE, spread_by
-from tierstore.adapters.training.regions import Microbatches
+from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
-from tierstore.adapters.unit_use import UnitForward, same
+from tierstore.adapters.unit_use import Arguments, UnitForward, same
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
@@ -98,7 +99,7 @@ class OffloadModel(nn.Module):
             self._recompute()
         run: Callable[..., Any] = module
         if num_microbatches > 1:
-            run = Microbatches(module, num_microbatches, self._shipping)
+            run = Microbatches(module, num_microbatches, self._shipping.begin)
         self.__dict__["_run"] = run
         claim(module.modules(), self)
         store.givers.add(self)
@@ -284,6 +285,32 @@ class OffloadModel(nn.Module):
         self._groups.clear()
         self.__dict__["_run"] = self.module
         return self.module
+
+
+@dataclass(eq=False)
+class Pass:
+    """One call of the whole module, which `enter` and `leave` are told of: a `UnitUse`."""
+
+    enter: Callable[[], None]
+    leave: Callable[[], None]
+    inside: bool = False
+
+    def begin(self) -> bool:
+        """It begins."""
+        self.inside = True
+        self.enter()
+        return True
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """It ends. What it returns is as it was."""
+        self.end()
+        return result
+
+    def end(self) -> None:
+        """It ends. To be called again if it was interrupted."""
+        if self.inside:
+            self.inside = False
+            self.leave()
 
 
 def _move_in(weights: Weights) -> None:
