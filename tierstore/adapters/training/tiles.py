@@ -198,7 +198,10 @@ class Tile:
     def norms(self, norm_type: float) -> dict[int, torch.Tensor]:
         """The norm of each gradient, by the id of its parameter."""
         with ExitStack() as stack:
-            return _norms(self._gradients(stack, Hold.READ), norm_type)
+            return {
+                number: torch.linalg.vector_norm(gradient, norm_type).cpu()
+                for number, gradient in self._gradients(stack, Hold.READ).items()
+            }
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient."""
@@ -408,10 +411,6 @@ def _give_gradient(shadow: torch.Tensor, gradient: torch.Tensor, of_value: torch
 
 def _is_like(target: torch.Tensor, value: Any) -> bool:
     return _is_large(value) and value.shape == target.shape and value.dtype is target.dtype
-
-
-def _norms(gradients: dict[int, torch.Tensor], norm_type: float) -> dict[int, torch.Tensor]:
-    return {n: torch.linalg.vector_norm(g, norm_type).cpu() for n, g in gradients.items()}
 
 
 def _scale(gradients: dict[int, torch.Tensor], factor: torch.Tensor) -> None:

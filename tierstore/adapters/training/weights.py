@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tierstore.adapters.activations import InPlace
+from tierstore.adapters.activations import Unpack, packed_in_place
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
 from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, storage_id_of
@@ -39,9 +39,6 @@ _CAST = "ToCopyBackward0"
 
 BORROWED = 2
 """Groups that the backward pass keeps, where there are no slices on a device."""
-
-Unpack = Callable[[], torch.Tensor]
-"""What the graph holds instead of a tensor: it gives the tensor, as it was."""
 
 
 class Weights:
@@ -303,7 +300,7 @@ class Watching:
         if self._outer is not None:
             pack, unpack = self._outer
             return functools.partial(unpack, pack(tensor))
-        return InPlace(tensor, None).unpack
+        return packed_in_place(tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, unpack: Unpack) -> torch.Tensor:
