@@ -38,7 +38,10 @@ class Microbatches:
                 f"a batch of {batch} cannot be cut into {self.count} microbatches: give a tensor "
                 "whose first dimension is the batch, or lower num_microbatches"
             )
-        cut = [_is_batched(leaf, batch) for leaf in leaves]
+        cut = [
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch
+            for leaf in leaves
+        ]
         parts = [
             leaf.tensor_split(self.count) if whole else [leaf] * self.count
             for leaf, whole in zip(leaves, cut, strict=True)
@@ -50,10 +53,6 @@ class Microbatches:
         way_back = torch.empty(0, requires_grad=True)
         outputs = _InParts.apply(way_back, self, calls, leaves, cut, *tensors)
         return tree_unflatten(list(outputs), calls[0].shape)
-
-
-def _is_batched(leaf: Any, batch: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch
 
 
 @dataclass(eq=False)
@@ -176,9 +175,4 @@ def _input_gradient(parts: list[torch.Tensor | None], cut: bool) -> torch.Tensor
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         return None
-    if cut:
-        return torch.cat(found)
-    total = found[0]
-    for part in found[1:]:
-        total = total + part
-    return total
+    return torch.cat(found) if cut else sum(found[1:], found[0])

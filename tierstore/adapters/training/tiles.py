@@ -59,10 +59,6 @@ def fits_a_fused_step(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
     )
 
 
-def _has_tensors(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in state.values())
-
-
 class Groups:
     """The groups of an optimizer during one step.
 
@@ -89,7 +85,8 @@ class Groups:
             number, stand_in = self._order[parameter][0], stand_ins[parameter]
             state = inner.state.get(stand_in, {})
             fused = bool(self._before[number].get("fused")) and fits_a_fused_step(stand_in, state)
-            alike = Alike(number, fused, fused and _has_tensors(state))
+            begun = fused and any(isinstance(value, torch.Tensor) for value in state.values())
+            alike = Alike(number, fused, begun)
             members.setdefault(alike, []).append(stand_in)
         self._run(inner, members)
 
