@@ -49,7 +49,16 @@ _caches: weakref.WeakKeyDictionary[TierStore, weakref.ref[SavedTensorCache]] = (
     weakref.WeakKeyDictionary()
 )
 _caches_lock = threading.Lock()
-_active = threading.local()
+
+
+class _Active(threading.local):
+    """What the running thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[ActivationOffload, Any]] = []
+
+
+_active = _Active()
 
 
 def _cache_of(store: TierStore) -> SavedTensorCache:
@@ -110,11 +119,11 @@ class ActivationOffload:
             self._know(tensor)
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
-        _entered().append((self, hooks))
+        _active.entered.append((self, hooks))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        _, hooks = _entered().pop()
+        _, hooks = _active.entered.pop()
         hooks.__exit__(kind, *error)
         self._cache.let_go(but=None if kind else 0)
 
@@ -139,7 +148,7 @@ class ActivationOffload:
 
     def _who_serves(self, device: torch.device) -> ActivationOffload | None:
         """The innermost of those around this one whose store is on `device`."""
-        around = [offload for offload, _ in _entered() if offload.store.device == device]
+        around = [offload for offload, _ in _active.entered if offload.store.device == device]
         return around[-1] if around else None
 
     def _kept(self, tensor: torch.Tensor, reason: str) -> Unpack:
@@ -215,14 +224,6 @@ def _bytes_of(min_size: int | str) -> int:
 @torch.no_grad()
 def _unpack(unpack: Unpack) -> torch.Tensor:
     return unpack()
-
-
-def _entered() -> list[tuple[ActivationOffload, Any]]:
-    """What the running thread has entered, the innermost last."""
-    found: list[tuple[ActivationOffload, Any]] | None = getattr(_active, "entered", None)
-    if found is None:
-        found = _active.entered = []
-    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

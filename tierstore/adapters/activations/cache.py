@@ -178,6 +178,13 @@ class Trail:
         return [piece for piece in reversed(found) if piece is not None]
 
 
+class _Local(threading.local):
+    """What each thread has of its own."""
+
+    def __init__(self) -> None:
+        self.trail = Trail()
+
+
 @dataclass(frozen=True, slots=True)
 class Leaving:
     """A piece that is being copied from the device, and its memory, as somebody may look at it.
@@ -201,7 +208,7 @@ class SavedTensorCache:
         self.counts = store.activation_counts
         self._lock = threading.Lock()  # never held while the store is asked for anything
         self._pieces: weakref.WeakValueDictionary[Place, Piece] = weakref.WeakValueDictionary()
-        self._local = threading.local()
+        self._local = _Local()
         self.reads = ReadLeases(store)
         self._leaving: deque[Leaving] = deque()
         self._leaving_bytes = 0
@@ -282,7 +289,7 @@ class SavedTensorCache:
             self.keep(piece, "no_room")  # leases hold it
             return
         piece.sent(self, number)
-        self._trail().add(piece)
+        self._local.trail.add(piece)
         with self._lock:
             self.counts.shipped(piece.nbytes, instead_of=piece.reason)
             piece.reason = ""
@@ -295,12 +302,6 @@ class SavedTensorCache:
                 )
                 self._leaving_bytes += piece.nbytes
         self.let_go(but=1)
-
-    def _trail(self) -> Trail:
-        trail: Trail | None = getattr(self._local, "trail", None)
-        if trail is None:
-            trail = self._local.trail = Trail()
-        return trail
 
     def let_go(self, *, but: int | None = None) -> None:
         """Let go of the memory of what has been copied.
