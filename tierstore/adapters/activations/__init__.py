@@ -116,7 +116,7 @@ class ActivationOffload:
         for cdata in [cdata for cdata, ref in self._parameters.items() if ref.expired()]:
             self._parameters.pop(cdata, None)
         for tensor in _tensors_of(self._modules):
-            self._know(tensor)
+            self._remember(tensor)
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         _active.entered.append((self, hooks))
@@ -125,7 +125,7 @@ class ActivationOffload:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         _, hooks = _active.entered.pop()
         hooks.__exit__(kind, *error)
-        self._cache.let_go(but=None if kind else 0)
+        self._cache.release_copied(but=None if kind else 0)
 
     # Packing -----------------------------------------------------------------------------------
 
@@ -134,27 +134,27 @@ class ActivationOffload:
             if not _is_plain(tensor):
                 self._cache.counts.kept("unsupported", _nbytes(tensor))
                 return packed_in_place(tensor)
-            reason = self._why_kept(tensor)
-            if reason == "other_device" and (other := self._who_serves(tensor.device)):
+            reason = self._why_skipped(tensor)
+            if reason == "other_device" and (other := self._offload_for(tensor.device)):
                 return other._pack(tensor)
-            return self._kept(tensor, reason) if reason else self._saved(tensor)
+            return self._skipped(tensor, reason) if reason else self._saved(tensor)
 
-    def _why_kept(self, tensor: torch.Tensor) -> str:
+    def _why_skipped(self, tensor: torch.Tensor) -> str:
         if in_backward():
             return "recomputed"  # by a checkpoint, or to be differentiated again: used at once
         if self._is_parameter(tensor):
             return "parameter"
         return "" if tensor.device == self.store.device else "other_device"
 
-    def _who_serves(self, device: torch.device) -> ActivationOffload | None:
+    def _offload_for(self, device: torch.device) -> ActivationOffload | None:
         """The innermost of those around this one whose store is on `device`."""
         around = [offload for offload, _ in _active.entered if offload.store.device == device]
         return around[-1] if around else None
 
-    def _kept(self, tensor: torch.Tensor, reason: str) -> Unpack:
+    def _skipped(self, tensor: torch.Tensor, reason: str) -> Unpack:
         storage = tensor.untyped_storage()
         piece = self._cache.piece(tensor, (0, storage.nbytes()))
-        self._cache.keep(piece, reason)
+        self._cache.skip(piece, reason)
         return packed_in_place(tensor, piece)
 
     def _saved(self, tensor: torch.Tensor) -> Unpack:
@@ -174,14 +174,14 @@ class ActivationOffload:
             return True
         for held in (tensor, base_of(tensor)):
             if isinstance(held, HELD):
-                self._know(held)
+                self._remember(held)
                 return True
             # The graph's node for the gradient of a leaf holds the leaf.
             if held is not None and held.is_leaf and held.requires_grad:
                 return True
         return False
 
-    def _know(self, tensor: torch.Tensor) -> None:
+    def _remember(self, tensor: torch.Tensor) -> None:
         if _is_plain(tensor):
             storage = tensor.untyped_storage()
             self._parameters.setdefault(storage_id(storage), StorageWeakRef(storage))
