@@ -225,3 +225,44 @@ def test_no_gradient_wanted(device: str, disk_dir: Path) -> None:
         found = loss_of(by_keyword, tierstore.checkpoint, leaves)
         assert_equal([found], [wanted.detach()])
         assert store.stats().activations.shipped_bytes == 0
+
+
+# What a block is given and writes to --------------------------------------------------------------
+
+
+def routed(x: torch.Tensor, weight: torch.Tensor, *, logits: list[Any], seen: Any) -> torch.Tensor:
+    """A block that leaves something of its own in a list and in a dict, and reads them as well."""
+    logits.append(x @ weight[:, :2])
+    earlier = sum(each.sum() for each in logits)
+    seen["last"]["mean"] = x.detach().mean()
+    seen["count"] = seen.get("count", 0) + 1
+    return block(x, weight) * torch.sigmoid(earlier)
+
+
+def routed_loss(run: Run, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, list[Any], Any]:
+    x, *weights = leaves
+    logits: list[torch.Tensor] = []
+    seen: dict[str, Any] = {"last": {}}
+    for weight in weights:
+        x = run(routed, x, weight, logits=logits, seen=seen)
+    return x.square().mean() + sum(each.square().sum() for each in logits), logits, seen
+
+
+@on_both
+@pytest.mark.parametrize("aside", [True, False], ids=["in a store", "alone"])
+def test_what_a_block_writes_to_its_arguments_stays(
+    aside: bool, device: str, disk_dir: Path
+) -> None:
+    leaves = random_matrices(BLOCKS + 1, device)
+    wanted = plain_gradients(lambda: routed_loss(directly, leaves)[0], leaves)
+    _, plain_logits, plain_seen = routed_loss(directly, leaves)
+    with open_store(disk_dir, RAM, device) as store:
+        with offloading(store) if aside else nullcontext():
+            loss, logits, seen = routed_loss(tierstore.checkpoint, leaves)
+        assert_equal(logits, plain_logits)
+        assert seen == plain_seen
+        assert_equal(torch.autograd.grad(loss, leaves, retain_graph=True), wanted)
+        assert_equal(torch.autograd.grad(loss, leaves), wanted)
+        assert len(logits) == seen["count"] == BLOCKS, "the second pass wrote to them as well"
+        del loss, logits, seen
+        assert_nothing_left(store)

@@ -63,7 +63,7 @@ def test_passes_that_overlap_leave_no_traces(device: str, disk_dir: Path) -> Non
             now = forward()
             before.backward()
             before = now
-        assert len(context._cache._local.trail._pieces) < TRAIL // 4
+        assert len(context._cache._local.order._pieces) < TRAIL // 4
         first.backward()
         del first, before, now
         assert_nothing_left(store)

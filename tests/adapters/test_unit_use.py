@@ -13,7 +13,7 @@ from torch import nn
 from tests.adapters.models import BLOCK_BYTES, Tower
 from tests.conformance.unit_use import Subject, UnitUseConformance
 from tierstore import OffloadModel, TierStore, dispatch_model, undispatch
-from tierstore.adapters.training.forwards import Pass
+from tierstore.adapters.training.model import Pass
 from tierstore.adapters.training.weights import TrainingUse
 from tierstore.adapters.unit_use import StandIn, UnitForward, UnitUse
 from tierstore.adapters.weight_use import ModelRun, WeightUse

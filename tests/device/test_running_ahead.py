@@ -26,7 +26,7 @@ from tierstore import (
     offload_activations,
 )
 from tierstore.adapters.activations import cache
-from tierstore.adapters.activations.cache import Leaving, ReadLeases
+from tierstore.adapters.activations.cache import PendingCopy, ReadLeases
 from tierstore.tiers.device_tier import DeviceTier
 
 REASON = pretend.ready()
@@ -192,7 +192,7 @@ def test_more_would_be_noticed(
 ) -> None:
     """The control: what is handed over is in no budget."""
     net, wanted, activations = step
-    monkeypatch.setattr(ReadLeases, "lend", left_to_the_allocator)
+    monkeypatch.setattr(ReadLeases, "view", left_to_the_allocator)
     with store_in(disk_dir) as store:
         peak = Peak()
         pretend.set_slowness(slowness)
@@ -209,7 +209,9 @@ def nobody_is_waited_for(patch: pytest.MonkeyPatch) -> None:
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
     """What was saved is let go of before it is copied, and nothing waits for that."""
     patch.setattr(
-        cache, "Leaving", lambda copied, stream, *rest: Leaving(copied, torch.Stream(DEVICE), *rest)
+        cache,
+        "PendingCopy",
+        lambda copied, stream, *rest: PendingCopy(copied, torch.Stream(DEVICE), *rest),
     )
 
 

@@ -159,6 +159,82 @@ def test_passes_that_overlap_each_find_their_own_buffers(disk_dir: Path) -> None
         assert_same_gradients(model, plain)
 
 
+# Arguments ----------------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """A block that leaves its router's logits in a list that it is given, as mixtures do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor, logits: list[torch.Tensor]) -> torch.Tensor:
+        logits.append(self.router(x))
+        experts = self.experts(x).view(-1, 2, WIDTH)
+        return torch.tanh((logits[-1].softmax(-1).unsqueeze(-1) * experts).sum(1))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        logits: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, logits)
+        return x, logits
+
+
+@ON_BOTH
+def test_a_list_that_blocks_write_to_is_the_callers(device: str, disk_dir: Path) -> None:
+    torch.manual_seed(0)
+    plain = Mixture()
+    model = copy.deepcopy(plain)
+    x = torch.randn(ROWS, WIDTH)
+
+    def loss_of(run: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        result, logits = run(x)
+        assert len(logits) == BLOCKS
+        loss: torch.Tensor = result.square().sum() + sum(each.square().sum() for each in logits)
+        return loss
+
+    loss_of(plain, x).backward()
+    with store_on(device, disk_dir) as store:
+        offloaded = OffloadModel(model, store, checkpoint_activation=True)
+        loss_of(offloaded, x.to(device)).backward()
+        assert_same_gradients(model, plain)
+
+
+class ChangesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.relu(x))
+
+
+@ON_BOTH
+def test_blocks_that_change_their_input_in_place(device: str, disk_dir: Path) -> None:
+    torch.manual_seed(0)
+    plain = Stack(ChangesItsInput, 1)
+    model = copy.deepcopy(plain)
+    x = torch.randn(ROWS, WIDTH)
+    plain(x.clone()).square().sum().backward()
+    with store_on(device, disk_dir) as store:
+        offloaded = OffloadModel(model, store, checkpoint_activation=True)
+        loss = offloaded(x.to(device)).square().sum()
+        loss.backward(retain_graph=True)
+        assert_same_gradients(model, plain)
+        model.zero_grad()
+        loss.backward()
+        assert_same_gradients(model, plain)
+
+
 # Caches -------------------------------------------------------------------------------------------
 
 SHAPE: dict[str, Any] = {"vocab_size": 100, "pad_token_id": 0}

@@ -5,10 +5,14 @@ pass. The inputs are what is left to keep; but the hooks of `offload_activations
 positional tensors. Here all tensors that a call brings along are made positional: those in
 keywords, in lists, tuples and dicts, in the arguments of `functools.partial`, and in the variables
 that a function takes from around it.
+
+The first run is given what the caller gave, and may write to it. Later runs are given containers of
+their own, and caches of keys and values as they were before the first.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable
@@ -18,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from tierstore.adapters.unit_use import Arguments
 from tierstore.torch_private import tree_flatten, tree_unflatten
 
 P = ParamSpec("P")
@@ -31,15 +36,24 @@ def checkpoint(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     the random generators restored. Inside of `offload_activations`, what is kept goes to the store:
     tensors among the arguments, in containers, and in the closure of `fn` (or of what
     `functools.partial` wraps). A tensor that `fn` finds in an object of its own, such as an
-    attribute, stays where it is. What `fn` assigns to a tensor of its closure is kept for the
-    forward pass, and is gone after the second one.
+    attribute, stays where it is. What `fn` writes into lists and dicts that it is given, or assigns
+    to a tensor of its closure, it writes once: what the second pass writes is gone after it.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    tensors = _Tensors()
-    call = _Call(fn, tensors, tensors.taken_from((args, kwargs)))
-    result: T = torch_checkpoint.checkpoint(call, *tensors.found, use_reentrant=False)
+    result: T = checkpointed(fn, (args, kwargs), (args, kwargs))
     return result
+
+
+def checkpointed(fn: Callable[..., Any], given: Arguments, kept: Arguments) -> Any:
+    """`checkpoint` of `fn`, called with what is `given` first, and later with what is `kept`."""
+    tensors = _Tensors()
+    call = _Call(fn, given, tensors, tensors.taken_from(kept))
+    return torch_checkpoint.checkpoint(call, *tensors.found, use_reentrant=False)
+
+
+class _Index(int):
+    """Where in a list a tensor is."""
 
 
 class _Tensors:
@@ -47,7 +61,7 @@ class _Tensors:
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, _Index] = {}
 
     def taken_from(self, value: Any) -> _Filled:
         """What builds `value` anew from its tensors."""
@@ -56,51 +70,73 @@ class _Tensors:
 
     def _left(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in self._places:
-            self._places[id(leaf)] = len(self.found)
+            return _cache_copied(leaf)
+        if id(leaf) not in self._indices:
+            self._indices[id(leaf)] = _Index(len(self.found))
             self.found.append(leaf)
-        return _Place(self._places[id(leaf)])
-
-
-class _Place(int):
-    """Where in a list a tensor is."""
+        return self._indices[id(leaf)]
 
 
 @dataclass(eq=False)
 class _Filled:
-    """A value with places instead of tensors."""
+    """A value with indices instead of tensors."""
 
     leaves: list[Any]
     structure: Any
 
     @property
     def holds_tensors(self) -> bool:
-        """Whether there is any place."""
-        return any(isinstance(leaf, _Place) for leaf in self.leaves)
+        return any(isinstance(leaf, _Index) for leaf in self.leaves)
 
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """The value with these tensors."""
-        leaves = [tensors[leaf] if isinstance(leaf, _Place) else leaf for leaf in self.leaves]
+        leaves = [
+            tensors[leaf] if isinstance(leaf, _Index) else _cache_copied(leaf)
+            for leaf in self.leaves
+        ]
         return tree_unflatten(leaves, self.structure)
 
 
-class _Call:
-    """A call that holds none of its tensors, but is given them each time.
+def _is_cache(value: Any) -> bool:
+    """Whether it is a cache as transformers has them, or one layer of it."""
+    return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")
 
-    The first time, in the forward pass, it calls the function itself.
+
+def _cache_copied(value: Any) -> Any:
+    """A cache with layers, lists and dicts of its own, and the same tensors: new keys and values
+    are joined to the old ones in new memory. Anything else itself.
+
+    Arguments are held as long as the graph. A cache must not be: it gets tensors from the first
+    run, which hold the graph, and neither would ever go.
     """
+    if not _is_cache(value):
+        return value
+    made = copy.copy(value)
+    made.__dict__.update(_cached_copied(vars(value)))
+    return made
 
-    def __init__(self, fn: Callable[..., Any], tensors: _Tensors, arguments: _Filled) -> None:
-        self._first: Callable[..., Any] | None = fn
-        self._arguments = arguments
+
+def _cached_copied(value: Any) -> Any:
+    if type(value) is list:
+        return [_cached_copied(each) for each in value]
+    if type(value) is dict:
+        return {name: _cached_copied(each) for name, each in value.items()}
+    return _cache_copied(value)
+
+
+class _Call:
+    """A call that holds nothing of what it is given first, but is given its tensors each time."""
+
+    def __init__(
+        self, fn: Callable[..., Any], given: Arguments, tensors: _Tensors, kept: _Filled
+    ) -> None:
+        self._first: tuple[Callable[..., Any], Arguments] | None = (fn, given)
+        self._arguments = kept
         self._again = _rebuilt(fn, tensors)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        fn, self._first = self._first, None
-        if fn is None:
-            fn = self._again(tensors)
-        args, kwargs = self._arguments(tensors)
+        first, self._first = self._first, None
+        fn, (args, kwargs) = first or (self._again(tensors), self._arguments(tensors))
         return fn(*args, **kwargs)
 
 

@@ -35,40 +35,30 @@ def with_tensors(
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, MutableMapping):
-        return _mapping_with(value, change, skip)
-    return _record_with(value, change, skip) if is_record(value) else value
-
-
-def is_record(value: object) -> bool:
-    """Whether a value is an object of a dataclass."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _record_with(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], skip: frozenset[str]
-) -> Any:
-    before = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-    after = {n: v if n in skip else with_tensors(v, change, skip) for n, v in before.items()}
-    changed = {name: item for name, item in after.items() if item is not before[name]}
-    if changed:
-        value = copy.copy(value)
+        changed = _changed(dict(value.items()), change, skip)
+        value = copy.copy(value) if changed else value  # there may be more to it than its items
+        for key, item in changed.items():
+            value[key] = item
+    elif is_record(value):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        changed = _changed(fields, change, skip)
+        value = copy.copy(value) if changed else value
         for name, item in changed.items():
             object.__setattr__(value, name, item)  # it may be frozen
     return value
 
 
-def _mapping_with(
-    value: MutableMapping[Any, Any],
-    change: Callable[[torch.Tensor], torch.Tensor],
-    skip: frozenset[str],
-) -> MutableMapping[Any, Any]:
-    items = {k: item if k in skip else with_tensors(item, change) for k, item in value.items()}
-    changed = {key: item for key, item in items.items() if item is not value[key]}
-    if changed:
-        value = copy.copy(value)  # of its own kind, which may have more to it than its items
-        for key, item in changed.items():
-            value[key] = item
-    return value
+def _changed(
+    items: dict[Any, Any], change: Callable[[torch.Tensor], torch.Tensor], skip: frozenset[str]
+) -> dict[Any, Any]:
+    """Those of the items that are others with their tensors as `change` returns them."""
+    after = {k: with_tensors(v, change, skip) for k, v in items.items() if k not in skip}
+    return {key: item for key, item in after.items() if item is not items[key]}
+
+
+def is_record(value: object) -> bool:
+    """Whether a value is an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -18,10 +18,10 @@ What stays where it is, and why, is counted in `store.stats().activations.skippe
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,16 @@ _caches: weakref.WeakKeyDictionary[TierStore, weakref.ref[SavedTensorCache]] = (
     weakref.WeakKeyDictionary()
 )
 _caches_lock = threading.Lock()
-_active = threading.local()
+
+
+class _Active(threading.local):
+    """What the running thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[ActivationOffload, Any]] = []
+
+
+_active = _Active()
 
 
 def _cache_of(store: TierStore) -> SavedTensorCache:
@@ -62,38 +71,30 @@ def _cache_of(store: TierStore) -> SavedTensorCache:
         return cache
 
 
-@dataclass(slots=True, eq=False)
-class Shipped:
-    """What the graph holds instead of a tensor that was put aside. It dies with the graph."""
-
-    piece: Piece
-    geometry: Geometry
-    name: str
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, as it was."""
-        self.piece.watch.check(self.name)
-        return self.piece.build(self.geometry)
+Unpack = Callable[[], torch.Tensor]
+"""What the graph holds instead of a tensor, and what goes with the graph: it gives the tensor."""
 
 
-class InPlace:
-    """What the graph holds instead of a tensor that stays where it is.
+def packed_in_place(tensor: torch.Tensor, piece: Piece | None = None) -> Unpack:
+    """Pack a tensor that stays where it is. `piece` is counted once, as long as there is one.
 
-    Never the tensor itself: an output that its own graph holds would be held for ever.
+    Not the tensor itself: an output that its own graph holds would be held for ever.
     """
+    what = tensor.detach(), version_of(tensor), described(tensor)
+    return functools.partial(_unpacked_in_place, *what, piece)
 
-    __slots__ = ("_name", "_piece", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, piece: Piece | None) -> None:
-        self._tensor = tensor.detach()
-        self._version = version_of(tensor)
-        self._name = described(tensor)
-        self._piece = piece  # so that it is counted once
+def _unpacked_in_place(
+    tensor: torch.Tensor, version: int, description: str, piece: Piece | None
+) -> torch.Tensor:
+    refuse_changed(description, version_of(tensor), version)
+    return tensor
 
-    def unpack(self) -> torch.Tensor:
-        """The tensor, if it is what it was."""
-        refuse_changed(self._name, version_of(self._tensor), self._version)
-        return self._tensor
+
+def _unpacked(piece: Piece, geometry: Geometry, description: str) -> torch.Tensor:
+    """The tensor that was put aside, as it was."""
+    piece.watch.check(description)
+    return piece.build(geometry)
 
 
 class ActivationOffload:
@@ -115,52 +116,52 @@ class ActivationOffload:
         for cdata in [cdata for cdata, ref in self._parameters.items() if ref.expired()]:
             self._parameters.pop(cdata, None)
         for tensor in _tensors_of(self._modules):
-            self._know(tensor)
+            self._remember(tensor)
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
-        _entered().append((self, hooks))
+        _active.entered.append((self, hooks))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        _, hooks = _entered().pop()
+        _, hooks = _active.entered.pop()
         hooks.__exit__(kind, *error)
-        self._cache.let_go(but=None if kind else 0)
+        self._cache.release_copied(but=None if kind else 0)
 
     # Packing -----------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> Shipped | InPlace:
+    def _pack(self, tensor: torch.Tensor) -> Unpack:
         with torch.no_grad():
             if not _is_plain(tensor):
                 self._cache.counts.kept("unsupported", _nbytes(tensor))
-                return InPlace(tensor, None)
-            reason = self._why_kept(tensor)
-            if reason == "other_device" and (other := self._who_serves(tensor.device)):
+                return packed_in_place(tensor)
+            reason = self._why_skipped(tensor)
+            if reason == "other_device" and (other := self._offload_for(tensor.device)):
                 return other._pack(tensor)
-            return self._kept(tensor, reason) if reason else self._saved(tensor)
+            return self._skipped(tensor, reason) if reason else self._saved(tensor)
 
-    def _why_kept(self, tensor: torch.Tensor) -> str:
+    def _why_skipped(self, tensor: torch.Tensor) -> str:
         if in_backward():
             return "recomputed"  # by a checkpoint, or to be differentiated again: used at once
         if self._is_parameter(tensor):
             return "parameter"
         return "" if tensor.device == self.store.device else "other_device"
 
-    def _who_serves(self, device: torch.device) -> ActivationOffload | None:
+    def _offload_for(self, device: torch.device) -> ActivationOffload | None:
         """The innermost of those around this one whose store is on `device`."""
-        around = [offload for offload, _ in _entered() if offload.store.device == device]
+        around = [offload for offload, _ in _active.entered if offload.store.device == device]
         return around[-1] if around else None
 
-    def _kept(self, tensor: torch.Tensor, reason: str) -> InPlace:
+    def _skipped(self, tensor: torch.Tensor, reason: str) -> Unpack:
         storage = tensor.untyped_storage()
         piece = self._cache.piece(tensor, (0, storage.nbytes()))
-        self._cache.keep(piece, reason)
-        return InPlace(tensor, piece)
+        self._cache.skip(piece, reason)
+        return packed_in_place(tensor, piece)
 
-    def _saved(self, tensor: torch.Tensor) -> Shipped:
+    def _saved(self, tensor: torch.Tensor) -> Unpack:
         storage, geometry = tensor.untyped_storage(), geometry_of(tensor)
         piece = self._cache.piece(tensor, geometry.span(storage.nbytes()))
         self._cache.save(piece, geometry, self.min_size)
-        return Shipped(piece, geometry, described(tensor))
+        return functools.partial(_unpacked, piece, geometry, described(tensor))
 
     # Parameters --------------------------------------------------------------------------------
 
@@ -173,14 +174,14 @@ class ActivationOffload:
             return True
         for held in (tensor, base_of(tensor)):
             if isinstance(held, HELD):
-                self._know(held)
+                self._remember(held)
                 return True
             # The graph's node for the gradient of a leaf holds the leaf.
             if held is not None and held.is_leaf and held.requires_grad:
                 return True
         return False
 
-    def _know(self, tensor: torch.Tensor) -> None:
+    def _remember(self, tensor: torch.Tensor) -> None:
         if _is_plain(tensor):
             storage = tensor.untyped_storage()
             self._parameters.setdefault(storage_id(storage), StorageWeakRef(storage))
@@ -220,17 +221,9 @@ def _bytes_of(min_size: int | str) -> int:
     return parse_size(min_size) if min_size else 0
 
 
-def _unpack(saved: Shipped | InPlace) -> torch.Tensor:
-    with torch.no_grad():
-        return saved.unpack()
-
-
-def _entered() -> list[tuple[ActivationOffload, Any]]:
-    """What the running thread has entered, the innermost last."""
-    found: list[tuple[ActivationOffload, Any]] | None = getattr(_active, "entered", None)
-    if found is None:
-        found = _active.entered = []
-    return found
+@torch.no_grad()
+def _unpack(unpack: Unpack) -> torch.Tensor:
+    return unpack()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tierstore.adapters.activations.in_place import Watch
+from tierstore.adapters.activations.in_place import VersionWatch
 from tierstore.adapters.codecs.memory import COVERAGE, Geometry, over
 from tierstore.adapters.view_lifetime import Allowance, Holder
 from tierstore.engine.keys import saved_key
@@ -36,18 +36,18 @@ from tierstore.torch_private import storage_id, storage_of, version_of
 AHEAD = 8
 """Pieces that the store is told are wanted next."""
 
-TRAIL = 256
-"""Pieces, gone or not, that a trail may have in any case."""
+ORDER_LENGTH = 256
+"""Pieces, gone or not, that the order of a thread may have in any case."""
 
-WAITING = 64 << 20
+PENDING = 64 << 20
 """Bytes, at most, that stay on the device while its work goes on beside their copies, ..."""
-WAITING_SHARE = 32
+PENDING_SHARE = 32
 """... and at most one in so many bytes of what is away."""
 
-LENT_SHARE = 2
-"""One in so many bytes that are left beside the largest piece may be lent out."""
+READ_SHARE = 2
+"""One in so many bytes that are left beside the largest piece may be leased at once."""
 
-Place = tuple[int, int, int, int, int]
+PieceKey = tuple[int, int, int, int, int]
 """A storage, its version, the first and last byte of it, and a number for each of the counters that
 say that this is the version."""
 
@@ -59,14 +59,14 @@ class Piece:
         storage = tensor.untyped_storage()
         self.start = start
         self.nbytes = stop - start
-        self.watch = Watch(tensor)
+        self.watch = VersionWatch(tensor)
         self.original: torch.UntypedStorage | None = storage
         self.reason = ""  # why it is kept; "" if it is not, or if nobody has looked yet
-        self.looked_at = 0  # bytes
-        self.leaving = False  # somebody ships it, or has
+        self.viewed_bytes = 0
+        self.shipped = False  # somebody ships it, or has
         self.hinted = False
-        self.trail: Trail | None = None
-        self.place = 0
+        self.order: PackOrder | None = None
+        self.index = 0
         self._weak = StorageWeakRef(storage)
         self._copy: torch.UntypedStorage | None = None
         self._geometries: set[Geometry] = set()
@@ -97,13 +97,13 @@ class Piece:
         self._away = cache, number
         self._geometries.clear()
 
-    def seen(self, geometry: Geometry) -> None:
+    def add_view(self, geometry: Geometry) -> None:
         """A saved tensor looks at it."""
         if geometry not in self._geometries:
             self._geometries.add(geometry)
-            self.looked_at += geometry.distinct_bytes
+            self.viewed_bytes += geometry.distinct_bytes
 
-    def cut_out(self) -> None:
+    def copy_out(self) -> None:
         """Keep a copy of these few bytes, so that they do not keep the whole storage."""
         storage = self.original
         assert storage is not None
@@ -139,8 +139,8 @@ class Piece:
     def _hint(self, cache: SavedTensorCache) -> None:
         """What was packed just before is wanted next."""
         self.hinted = False
-        assert self.trail is not None
-        before = [piece for piece in self.trail.before(self.place) if not piece.hinted]
+        assert self.order is not None
+        before = [piece for piece in self.order.before(self.index) if not piece.hinted]
         numbers = [piece.number for piece in before if piece.number is not None]
         for piece in before:
             piece.hinted = True
@@ -148,38 +148,45 @@ class Piece:
             engine_of(cache.store).saved_tensors.expect(numbers)
 
 
-class Trail:
+class PackOrder:
     """The order in which one thread put pieces aside."""
 
     def __init__(self) -> None:
         self._pieces: list[weakref.ref[Piece]] = []
-        self._most = TRAIL
+        self._limit = ORDER_LENGTH
 
     def add(self, piece: Piece) -> None:
         """The newest one."""
         while self._pieces and self._pieces[-1]() is None:
             self._pieces.pop()
-        if len(self._pieces) >= self._most:
-            self._close_up()
-        piece.trail, piece.place = self, len(self._pieces)
+        if len(self._pieces) >= self._limit:
+            self._compact()
+        piece.order, piece.index = self, len(self._pieces)
         self._pieces.append(weakref.ref(piece))
 
-    def _close_up(self) -> None:
+    def _compact(self) -> None:
         """Forget those that are gone. Where forward passes overlap, they are not at the end."""
         found = [piece for ref in self._pieces if (piece := ref()) is not None]
-        for place, piece in enumerate(found):
-            piece.place = place
+        for i, piece in enumerate(found):
+            piece.index = i
         self._pieces = [weakref.ref(piece) for piece in found]
-        self._most = max(2 * len(found), TRAIL)  # so that it is not done for each
+        self._limit = max(2 * len(found), ORDER_LENGTH)  # so that it is not done for each
 
-    def before(self, place: int) -> list[Piece]:
+    def before(self, index: int) -> list[Piece]:
         """Those that came just before it, the newest first."""
-        found = [piece() for piece in self._pieces[max(place - AHEAD, 0) : place]]
+        found = [piece() for piece in self._pieces[max(index - AHEAD, 0) : index]]
         return [piece for piece in reversed(found) if piece is not None]
 
 
+class _Local(threading.local):
+    """What each thread has of its own."""
+
+    def __init__(self) -> None:
+        self.order = PackOrder()
+
+
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class PendingCopy:
     """A piece that is being copied from the device, and its memory, as somebody may look at it.
 
     The allocator may give the memory away when `stream`, on which it was saved, has waited for
@@ -200,11 +207,11 @@ class SavedTensorCache:
         self.store = store
         self.counts = engine_of(store).saved_tensors.counts
         self._lock = threading.Lock()  # never held while the store is asked for anything
-        self._pieces: weakref.WeakValueDictionary[Place, Piece] = weakref.WeakValueDictionary()
-        self._local = threading.local()
+        self._pieces: weakref.WeakValueDictionary[PieceKey, Piece] = weakref.WeakValueDictionary()
+        self._local = _Local()
         self.reads = ReadLeases(store)
-        self._leaving: deque[Leaving] = deque()
-        self._leaving_bytes = 0
+        self._pending: deque[PendingCopy] = deque()
+        self._pending_bytes = 0
         self._away_bytes = 0
         self._gone: deque[int] = deque()
         self._latest: weakref.ref[Piece] | None = None  # the piece that was read last
@@ -215,30 +222,30 @@ class SavedTensorCache:
         """The piece of a tensor's storage with these bytes, the same one for all who ask."""
         storage = tensor.untyped_storage()
         # Nobody gets the address of a storage as long as there is a weak reference to it.
-        key = storage_id(storage), version_of(tensor)
+        version = storage_id(storage), version_of(tensor)
         whole = (0, storage.nbytes())
         with self._lock:
-            piece = self._find(tensor, (*key, *whole))[0]
+            piece = self._find(tensor, (*version, *whole))[0]
             if piece is None:
-                piece, place = self._find(tensor, (*key, *span))
+                piece, key = self._find(tensor, (*version, *span))
             if piece is None:
-                piece = self._pieces[place] = Piece(tensor, *span)
+                piece = self._pieces[key] = Piece(tensor, *span)
             return piece
 
     def _find(
-        self, tensor: torch.Tensor, place: tuple[int, int, int, int]
-    ) -> tuple[Piece | None, Place]:
-        """The piece there, and else the place where it would be."""
+        self, tensor: torch.Tensor, key: tuple[int, int, int, int]
+    ) -> tuple[Piece | None, PieceKey]:
+        """The piece there, and else the key that it would have."""
         for number in itertools.count():
-            piece = self._pieces.get((*place, number))
+            piece = self._pieces.get((*key, number))
             if piece is None or piece.watch.covers(tensor):
-                return piece, (*place, number)
+                return piece, (*key, number)
         raise AssertionError  # numbers do not end
 
-    def keep(self, piece: Piece, reason: str) -> None:
+    def skip(self, piece: Piece, reason: str) -> None:
         """A saved tensor looks at a piece that stays where it is."""
         with self._lock:
-            if not piece.reason and not piece.leaving:
+            if not piece.reason and not piece.shipped:
                 piece.reason = reason
                 self.counts.kept(reason, piece.nbytes)
 
@@ -248,27 +255,27 @@ class SavedTensorCache:
         Raises what `put` raises, but for a lack of room in memory: then it stays where it is.
         """
         with self._lock:
-            if piece.leaving:
+            if piece.shipped:
                 self.counts.deduplicated(geometry.distinct_bytes)
                 return
-            piece.seen(geometry)
-            reason = self._why_kept(piece, min_size)
-            piece.leaving = not reason
+            piece.add_view(geometry)
+            reason = self._why_skipped(piece, min_size)
+            piece.shipped = not reason
             storage = piece.original
             if reason == "small" and storage is not None and storage.nbytes() >= max(min_size, 1):
-                piece.cut_out()
+                piece.copy_out()
         if reason:
-            self.keep(piece, reason)
+            self.skip(piece, reason)
         else:
             self._ship(piece)
 
-    def _why_kept(self, piece: Piece, min_size: int) -> str:
+    def _why_skipped(self, piece: Piece, min_size: int) -> str:
         # What was cut out is copied already, even if it is large enough for this `min_size`.
         if piece.nbytes < max(min_size, 1) or piece.original is None:
             return "small"
         if round_up(piece.nbytes, PAGE) > engine_of(self.store).saved_tensors.largest_possible():
             return "no_room"
-        return "sparse_slice" if piece.looked_at * COVERAGE < piece.nbytes else ""
+        return "sparse_slice" if piece.viewed_bytes * COVERAGE < piece.nbytes else ""
 
     def _ship(self, piece: Piece) -> None:
         storage, stream = piece.original, engine_of(self.store).core.current_stream()
@@ -276,13 +283,13 @@ class SavedTensorCache:
         try:
             number, event = engine_of(self.store).saved_tensors.save(piece.part_of(storage))
         except BaseException as error:
-            piece.leaving = False
+            piece.shipped = False
             if not isinstance(error, BudgetError) or error.tier == Tier.DISK.name:
                 raise
-            self.keep(piece, "no_room")  # leases hold it
+            self.skip(piece, "no_room")  # leases hold it
             return
         piece.sent(self, number)
-        self._trail().add(piece)
+        self._local.order.add(piece)
         with self._lock:
             self.counts.shipped(piece.nbytes, instead_of=piece.reason)
             piece.reason = ""
@@ -290,38 +297,32 @@ class SavedTensorCache:
             if event is None or stream is None:
                 piece.original = None
             else:
-                self._leaving.append(
-                    Leaving(event, stream, storage, weakref.ref(piece), piece.nbytes)
+                self._pending.append(
+                    PendingCopy(event, stream, storage, weakref.ref(piece), piece.nbytes)
                 )
-                self._leaving_bytes += piece.nbytes
-        self.let_go(but=1)
+                self._pending_bytes += piece.nbytes
+        self.release_copied(but=1)
 
-    def _trail(self) -> Trail:
-        trail: Trail | None = getattr(self._local, "trail", None)
-        if trail is None:
-            trail = self._local.trail = Trail()
-        return trail
+    def release_copied(self, *, but: int | None = None) -> None:
+        """Let the allocator have the memory of what has been copied.
 
-    def let_go(self, *, but: int | None = None) -> None:
-        """Let go of the memory of what has been copied.
-
-        `but` the newest few: let go of others too, the oldest first, until little is left. The
+        `but` the newest few: that of others too, the oldest first, until little is left. The
         stream on which they were saved goes on once they are copied: it may get the memory next.
         The caller does not wait, however far the device is behind.
         """
         with self._lock:
             while self._gone:
                 self._away_bytes -= self._gone.popleft()
-            most = min(WAITING, self._away_bytes // WAITING_SHARE)
-            while self._leaving:
-                oldest = self._leaving[0]
+            most = min(PENDING, self._away_bytes // PENDING_SHARE)
+            while self._pending:
+                oldest = self._pending[0]
                 if not oldest.copied.query():
-                    may_wait = but is not None and len(self._leaving) > but
-                    if not may_wait or self._leaving_bytes <= most:
+                    may_wait = but is not None and len(self._pending) > but
+                    if not may_wait or self._pending_bytes <= most:
                         return
                     oldest.stream.wait_event(oldest.copied)
-                self._leaving.popleft()
-                self._leaving_bytes -= oldest.nbytes
+                self._pending.popleft()
+                self._pending_bytes -= oldest.nbytes
                 if (piece := oldest.piece()) is not None:
                     piece.original = None
 
@@ -341,13 +342,13 @@ class SavedTensorCache:
 
     def fetch(self, number: int) -> torch.UntypedStorage:
         """Memory on the store's device with the bytes of a piece. Raises what `acquire` raises."""
-        self.let_go()
+        self.release_copied()
         try:
             lease = self.store.acquire(saved_key(number))
         except BudgetError:
             engine_of(self.store).saved_tensors.make_room()
             lease = self.store.acquire(saved_key(number))
-        return self.reads.lend(lease)
+        return self.reads.view(lease)
 
 
 class ReadLeases:
@@ -363,14 +364,14 @@ class ReadLeases:
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
-        self._lent = Allowance()
+        self._leased = Allowance()
 
-    def lend(self, lease: Lease) -> torch.UntypedStorage:
+    def view(self, lease: Lease) -> torch.UntypedStorage:
         """Memory with the bytes of a piece; the lease is over when it is gone, or now."""
         memory = lease.tensor
         taken = round_up(memory.nbytes, PAGE)
-        if not self._lent.take(
-            taken, engine_of(self._store).saved_tensors.room_for_leases() // LENT_SHARE
+        if not self._leased.take(
+            taken, engine_of(self._store).saved_tensors.room_for_leases() // READ_SHARE
         ):
             with lease:
                 return memory.clone().untyped_storage()
@@ -380,4 +381,4 @@ class ReadLeases:
 
     def _take_back(self, lease: Lease, nbytes: int) -> None:
         lease.abandon()  # possibly in the middle of anything
-        self._lent.give_back(nbytes)
+        self._leased.give_back(nbytes)

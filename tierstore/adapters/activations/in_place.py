@@ -13,7 +13,7 @@ import torch
 from tierstore.torch_private import base_of, uncounted, version_of
 
 
-class Watch:
+class VersionWatch:
     """Notices whether a tensor is changed in place, without holding its memory."""
 
     __slots__ = ("_counter", "_root", "version")

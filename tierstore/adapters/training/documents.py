@@ -41,11 +41,11 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         blocks_of({name: value})  # raises TypeError for what is no plain tensor
         tensors[name] = value
         return {"tensor": name}
+    if isinstance(value, (list, tuple)):
+        found = [encoded(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        return found if isinstance(value, list) else {"tuple": found}
     if isinstance(value, Mapping):
         return _encoded_mapping(value, name, tensors)
-    if isinstance(value, (list, tuple)):
-        found = [encoded(each, f"{name}.{place}", tensors) for place, each in enumerate(value)]
-        return found if isinstance(value, list) else {"tuple": found}
     if _is_plain(value):
         return value
     raise TypeError(
@@ -62,46 +62,47 @@ def _encoded_mapping(
     for key in value:
         if not _is_plain(key):
             raise TypeError(f"{name!r} is a dict with the key {key!r:.80}: it cannot be saved")
-    found = [
-        [key, encoded(each, f"{name}.{place}", tensors)]
-        for place, (key, each) in enumerate(value.items())
-    ]
-    return {"counter" if isinstance(value, Counter) else "items": found}
+    items = [[k, encoded(v, f"{name}.{i}", tensors)] for i, (k, v) in enumerate(value.items())]
+    return {"counter" if isinstance(value, Counter) else "items": items}
+
+
+def decoded(value: Any, name: str, tensor_of: Callable[[str], Any]) -> Any:
+    """What was encoded under `name`; `tensor_of` gives the tensors.
+
+    Raises ValueError for what `encoded` does not give: tensors have names that tell their place.
+    """
+    if isinstance(value, list):
+        return [decoded(each, f"{name}.{i}", tensor_of) for i, each in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    _expect(len(value) == 1, f"{name!r:.80} has {len(value)} kinds")
+    [(kind, inner)] = value.items()
+    _expect(type(inner) is KINDS.get(kind), f"{name!r:.80} is no {kind!r:.80}")
+    if kind == "tensor":
+        _expect(inner == name, f"{name!r:.80} has the tensor of another place")
+        return tensor_of(inner)
+    if kind == "tuple":
+        return tuple(decoded(inner, name, tensor_of))
+    if kind == "dict":
+        return {key: decoded(each, f"{name}.{key}", tensor_of) for key, each in inner.items()}
+    for item in inner:
+        pair = isinstance(item, list) and len(item) == 2 and _is_plain(item[0])
+        _expect(pair, f"{name!r:.80} has what is no item")
+    items = {k: decoded(each, f"{name}.{i}", tensor_of) for i, (k, each) in enumerate(inner)}
+    return Counter(items) if kind == "counter" else items
+
+
+def tensors_in(values: Mapping[str, Any]) -> set[str]:
+    """The names of the tensors in values that were encoded under these names."""
+    found: set[str] = set()
+    for name, value in values.items():
+        decoded(value, name, found.add)
+    return found
 
 
 def _is_plain(value: Any) -> bool:
     """Whether JSON has it as it is."""
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def decoded(value: Any, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """What was encoded; `tensor_of` gives the tensors."""
-    if isinstance(value, list):
-        return [decoded(each, tensor_of) for each in value]
-    if not isinstance(value, dict):
-        return value
-    [(kind, inner)] = value.items()
-    if kind == "tensor":
-        return tensor_of(inner)
-    if kind == "tuple":
-        return tuple(decoded(each, tensor_of) for each in inner)
-    if kind in ("items", "counter"):
-        items = {key: decoded(each, tensor_of) for key, each in inner}
-        return Counter(items) if kind == "counter" else items
-    return {key: decoded(each, tensor_of) for key, each in inner.items()}
-
-
-def tensors_in(others: Mapping[str, Any]) -> set[str]:
-    """The names of the tensors in encoded values."""
-    found = set()
-
-    def note(name: str) -> torch.Tensor:
-        found.add(name)
-        return torch.empty(0)
-
-    for value in others.values():
-        decoded(value, note)
-    return found
 
 
 # The file -----------------------------------------------------------------------------------------
@@ -165,10 +166,9 @@ def read_document(descriptor: int, path: str) -> Any:
 def _check(document: dict[str, Any]) -> None:
     """Raise ValueError for what is not built like what is saved."""
     files = _dict("files", document.get("files"), {MODEL, OPTIMIZER})
-    for name, value in _dict("model", document.get("model")).items():
-        _check_encoded(name, value)
+    tensors_in(_dict("model", document.get("model")))
     _expect("extra" in document, "extra is missing")
-    _check_encoded("extra", document["extra"])
+    _expect(not tensors_in({"extra": document["extra"]}), "extra has a tensor")
     optimizer = document.get("optimizer")
     expected = {MODEL} if optimizer is None else {MODEL, OPTIMIZER}
     _expect(files.keys() == expected, f"its files are not {sorted(expected)}")
@@ -182,53 +182,32 @@ def _check(document: dict[str, Any]) -> None:
 
 def _check_optimizer(saved: dict[str, Any]) -> None:
     _expect({"class", "master_dtype"} <= saved.keys(), "the optimizer's class is missing")
-    groups = saved.get("param_groups")
-    _expect(isinstance(groups, list), "param_groups are no list")
+    _expect(isinstance(saved.get("param_groups"), list), "param_groups are no list")
     members: set[str] = set()
-    for place, group in enumerate(groups or ()):
+    for group in saved["param_groups"]:
         names = _dict("param_groups", group, {"params", "options"}).get("params")
         _expect(
             isinstance(names, list) and all(isinstance(name, str) for name in names),
             "the parameters of a group are no list of names",
         )
         members.update(names or ())
-        _check_dict(f"param_groups.{place}", group.get("options"))
     state = _dict("state", saved.get("state"))
     _expect(state.keys() <= members, "there is state of what is in no group")
-    for name, kept in state.items():
-        _check_dict(name, kept)
+    for name, value in (*options_of(saved).items(), *state.items()):
+        _expect(isinstance(value, dict) and "dict" in value, f"{name!r:.80} is no dict")
+    tensors_of_optimizer(saved)
 
 
-def _check_dict(name: str, value: Any) -> None:
-    _expect(isinstance(value, dict) and "dict" in value, f"{name!r:.80} is no dict")
-    _check_encoded(name, value)
+def options_of(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What each group of a saved optimizer says besides its parameters, by the name that it was
+    encoded under."""
+    groups = optimizer["param_groups"]
+    return {f"param_groups.{i}": group.get("options") for i, group in enumerate(groups)}
 
 
-def _check_encoded(name: str, value: Any) -> None:
-    """It is encoded as `encoded` does it, tensors under names that tell their place."""
-    if isinstance(value, list):
-        for place, each in enumerate(value):
-            _check_encoded(f"{name}.{place}", each)
-    elif isinstance(value, dict):
-        _expect(len(value) == 1, f"{name!r:.80} has {len(value)} kinds")
-        [(kind, inner)] = value.items()
-        _expect(type(inner) is KINDS.get(kind), f"{name!r:.80} is no {kind!r:.80}")
-        if kind == "tensor":
-            _expect(inner == name, f"{name!r:.80} has the tensor of another place")
-        elif kind == "tuple":
-            _check_encoded(name, inner)
-        elif kind in ("items", "counter"):
-            _check_items(name, inner)
-        else:
-            for key, each in inner.items():
-                _check_encoded(f"{name}.{key}", each)
-
-
-def _check_items(name: str, items: list[Any]) -> None:
-    for place, item in enumerate(items):
-        pair = isinstance(item, list) and len(item) == 2 and _is_plain(item[0])
-        _expect(pair, f"{name!r:.80} has what is no item")
-        _check_encoded(f"{name}.{place}", item[1])
+def tensors_of_optimizer(optimizer: Mapping[str, Any]) -> set[str]:
+    """The names of the tensors of a saved optimizer."""
+    return tensors_in(options_of(optimizer)) | tensors_in(optimizer["state"])
 
 
 def _dict(what: str, found: Any, keys: set[str] | None = None) -> dict[str, Any]:

@@ -63,23 +63,14 @@ class Gradients:
 
     def take_back(self, name: str, parameter: nn.Parameter) -> None:
         """Before autograd leaves a gradient: see what became of the last one, and hide it."""
-        shown = self._shows(name)
-        self._learn()
-        self._shown.discard(name)
+        shown = None if self.buffer is None else self.buffer.tensors.get(name)
+        gone = {n for n in self._shown if self._weights.parameters[n].grad is None}
+        self._stored -= gone  # somebody set these to None
+        self._shown -= gone | {name}
         if parameter.grad is not None:
             if parameter.grad is not shown:
                 self._keep(name, parameter.grad, add=False)
             parameter.grad = None
-
-    def _learn(self) -> None:
-        """Those that somebody set to None are gone."""
-        for name in list(self._shown):
-            if self._weights.parameters[name].grad is None:
-                self._shown.discard(name)
-                self._stored.discard(name)
-
-    def _shows(self, name: str) -> torch.Tensor | None:
-        return None if self.buffer is None else self.buffer.tensors.get(name)
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         """Autograd has left a gradient: store it."""
@@ -114,7 +105,9 @@ class Gradients:
         To add, the device fetches what is stored: so nobody here waits, and the processor is left
         to the optimizer. For that moment, it takes as much memory there as the gradient itself.
         """
-        beside = _streams.beside(gradient.device)
+        made_on = torch.accelerator.current_stream(gradient.device)
+        beside = _stream_beside(gradient.device, threading.get_ident())
+        beside.wait_stream(made_on)
         for copy in self._copies:
             if copy.target is target:  # a weight that is used twice gets its second gradient soon
                 beside.wait_event(copy.copied)
@@ -124,7 +117,6 @@ class Gradients:
                 total = target.to(gradient.device, non_blocking=True).add_(total)
             target.copy_(total, non_blocking=True)
         self.let_go(wait=False)
-        made_on = torch.accelerator.current_stream(gradient.device)
         self._copies.append(_Copy(target, beside.record_event(), made_on, gradient))
 
     def let_go(self, *, wait: bool = True) -> None:
@@ -173,7 +165,7 @@ class Gradients:
             else torch.empty_strided(p.size(), p.stride(), dtype=_dtype_of_gradient(p))
             for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
         }
-        key = f"{self._weights.key}/gradient.{next(_numbers)}"
+        key = f"{self._weights.buffer.key}/gradient.{next(_numbers)}"
         made = StateBuffer(self._weights.buffer.store, key, values, with_values=bool(stored))
         if before is not None:
             made.ready()
@@ -233,22 +225,10 @@ def _afterwards(shipping: Shipping, weights: Weights, name: str) -> Callable[[An
     return add
 
 
-class _Streams(threading.local):
-    """The streams on which this thread has devices copy beside their work."""
-
-    def __init__(self) -> None:
-        self._beside: dict[torch.device, Any] = {}
-
-    def beside(self, device: torch.device) -> Any:
-        """The stream, in order behind what the current one has been told."""
-        stream = self._beside.get(device)
-        if stream is None:
-            stream = self._beside[device] = torch.Stream(device)
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        return stream
-
-
-_streams = _Streams()
+@functools.cache
+def _stream_beside(device: torch.device, thread: int) -> torch.Stream:
+    """The stream on which a thread has a device copy beside its work."""
+    return torch.Stream(device)
 
 
 class Shipping:

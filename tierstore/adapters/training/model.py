@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +19,13 @@ from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
-from tierstore.adapters.training.forwards import Pass, chain, recomputed, regions_in
 from tierstore.adapters.training.gradients import Shipping
-from tierstore.adapters.training.parallel import ADVICE, spread_by
-from tierstore.adapters.training.regions import Microbatches
+from tierstore.adapters.training.microbatches import Microbatches
+from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
-from tierstore.adapters.unit_use import UnitForward, same
+from tierstore.adapters.unit_use import Arguments, UnitForward, same
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
@@ -35,6 +35,15 @@ from tierstore.torch_private import in_backward
 
 SLICE_SHARE = 8
 """One in so many bytes of the fastest tier is a slice, if nobody says how many there are."""
+
+# Models that torch spreads over processes cannot be trained on a store as well.
+# DistributedDataParallel and FSDP own the parameters and gradients of a model, and so does an
+# OffloadModel. Whoever comes second would find tensors that the other one moves, without any error.
+_ADVICE = (
+    "which keeps parameters and gradients of its own: train on a store in one process, or without "
+    "a store in several"
+)
+_SPREADING = ("torch.nn.parallel.", "torch.distributed.fsdp.")
 
 _numbers = itertools.count()
 _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
@@ -98,7 +107,7 @@ class OffloadModel(nn.Module):
             self._recompute()
         run: Callable[..., Any] = module
         if num_microbatches > 1:
-            run = Microbatches(module, num_microbatches, self._shipping)
+            run = Microbatches(module, num_microbatches, self._shipping.begin)
         self.__dict__["_run"] = run
         claim(module.modules(), self)
         engine_of(store).saved_tensors.lease_holders.add(self)
@@ -123,7 +132,7 @@ class OffloadModel(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """What DistributedDataParallel asks a module for, before it does anything to it."""
         raise RuntimeError(
-            f"a model in training on a store cannot be in DistributedDataParallel, {ADVICE}"
+            f"a model in training on a store cannot be in DistributedDataParallel, {_ADVICE}"
         )
 
     def train(self, mode: bool = True) -> OffloadModel:
@@ -184,7 +193,7 @@ class OffloadModel(nn.Module):
         for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
             buffer = StateBuffer(self.store, f"{self._key}/{number}", plan.tensors)
             names: dict[str, Any] = dict(plan.tensors)
-            weights = Weights(buffer, names, number, slice_.number)
+            weights = Weights(buffer, names, slice_.number)
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
@@ -229,9 +238,9 @@ class OffloadModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, on the device, for inputs from anywhere."""
-        if (library := spread_by(self)) is not None:
+        if (library := _spread_by(self)) is not None:
             raise RuntimeError(
-                f"a model in training on a store was given to {library} later, {ADVICE}"
+                f"a model in training on a store was given to {library} later, {_ADVICE}"
             )
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
@@ -286,6 +295,32 @@ class OffloadModel(nn.Module):
         return self.module
 
 
+@dataclass(eq=False)
+class Pass:
+    """One call of the whole module, which `enter` and `leave` are told of: a `UnitUse`."""
+
+    enter: Callable[[], None]
+    leave: Callable[[], None]
+    inside: bool = False
+
+    def begin(self) -> bool:
+        """It begins."""
+        self.inside = True
+        self.enter()
+        return True
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """It ends. What it returns is as it was."""
+        self.end()
+        return result
+
+    def end(self) -> None:
+        """It ends. To be called again if it was interrupted."""
+        if self.inside:
+            self.inside = False
+            self.leave()
+
+
 def _move_in(weights: Weights) -> None:
     weights.buffer.ready()
     for name, parameter in weights.parameters.items():
@@ -316,14 +351,24 @@ def _refuse_arguments(
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} is no positive whole number")
     refuse_other_offloading(type(module).__name__, module)
-    if (library := spread_by(module)) is not None:
-        raise ValueError(f"{type(module).__name__} is in {library}, {ADVICE}")
+    if (library := _spread_by(module)) is not None:
+        raise ValueError(f"{type(module).__name__} is in {library}, {_ADVICE}")
     for name, parameter in module.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(
                 f"{name} is on meta and has no values: load them first, or build the module on "
                 "the CPU"
             )
+
+
+def _spread_by(module: nn.Module) -> str | None:
+    """What a part of a model is wrapped in that spreads it over devices or processes: a class.
+
+    It is known by where it is defined, so that nothing is imported for that.
+    """
+    kinds = dict.fromkeys(type(part) for part in module.modules())
+    bases = (base for kind in kinds for base in kind.__mro__)
+    return next((base.__name__ for base in bases if base.__module__.startswith(_SPREADING)), None)
 
 
 def _with_index(device: torch.device) -> torch.device:

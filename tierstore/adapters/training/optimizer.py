@@ -103,19 +103,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _cut(self, parameters: list[nn.Parameter]) -> None:
         """Put parameters into tiles: those of an offloaded model as they are grouped there."""
-        offloaded: dict[int, list[nn.Parameter]] = {}
-        weights_of: dict[int, Weights] = {}
-        rest: list[nn.Parameter] = []
+        members_of: dict[Weights | None, list[nn.Parameter]] = {}
         for parameter in parameters:
             model = model_of(parameter)
             weights = None if model is None else model.weights_of(parameter)
-            if weights is None:
-                rest.append(parameter)
-            else:
-                weights_of[id(weights)] = weights
-                offloaded.setdefault(id(weights), []).append(parameter)
-        for number, members in offloaded.items():
-            self._add(members, weights_of[number])
+            members_of.setdefault(weights, []).append(parameter)
+        rest = members_of.pop(None, [])
+        for weights, members in members_of.items():
+            self._add(members, weights)
         budget = state_budget_of(self.store)
         for members in in_portions(rest, lambda p: packed_bytes({"": p.detach()}), budget.target):
             budget.expect(packed_bytes({str(i): p.detach() for i, p in enumerate(members)}))
@@ -138,8 +133,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         groups = Groups(self.param_groups)
         try:
-            for place, tile in enumerate(busy):
-                self._expect(busy[place : place + 1 + AHEAD])
+            for i, tile in enumerate(busy):
+                self._expect(busy[i : i + 1 + AHEAD])
                 tile.step(self._inner, groups)
             groups.finish(self._inner)
         finally:

@@ -1,75 +1,77 @@
-"""Parts of a model that are computed again in the backward pass, and batches cut into small ones.
+"""Parts of a model that are computed again in the backward pass.
 
 Of a *region* only what it was given is kept, in the store: see `tierstore.checkpoint`, which is
 `torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so the
 order in which gradients are added up; what is computed again goes as soon as the graph has used it.
-The second time, a region works on copies of its buffers as they were before the first: what it
-computes is the same, and statistics are updated once.
+The first run is an ordinary call. Later runs work on copies of the buffers as they were before it,
+and of what the region changes in place: what they compute is the same, and they change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from tierstore.adapters.activations import ActivationOffload
-from tierstore.adapters.checkpointing import checkpoint
-from tierstore.adapters.training.gradients import Shipping
-from tierstore.adapters.training.region_state import Buffers, Caches
+from tierstore.adapters.checkpointing import checkpointed
+from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.training.slices import Slice
 from tierstore.adapters.training.weights import others_are_around
-from tierstore.torch_private import (
-    fills_all_gradients,
-    keeps_graph,
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-)
+from tierstore.adapters.unit_use import StandIn
+from tierstore.torch_private import tree_map
 
-Call = Callable[..., Any]
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+SMALL = 64 << 10
+"""Bytes of a buffer whose copy is kept without asking whether the buffer has changed: on an
+accelerator, the answer has to be waited for."""
+
+Run = Callable[[StandIn, Any, Any], Any]
+"""What a `StandIn` runs."""
 
 
 class Region:
-    """Modules that are computed again together. `aside` keeps what they were given."""
+    """Modules that are computed again together. `offload` keeps what they were given."""
 
-    def __init__(self, modules: list[nn.Module], aside: ActivationOffload) -> None:
+    def __init__(self, modules: list[nn.Module], offload: ActivationOffload) -> None:
         self._modules = modules
-        self._aside = aside
+        self._offload = offload
         self._inplace = any(
             getattr(part, "inplace", False) for m in modules for part in m.modules()
         )
 
-    def __call__(self, run: Call, args: Any, kwargs: Any) -> Any:
+    def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `run`, which computes the modules, returns."""
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        if self._inplace:  # what was given is wanted again, as it was
-            args, kwargs = tree_map(_apart, (args, kwargs))
-        caches = Caches()
-        args, kwargs = caches.taken_out_of((args, kwargs))
-        twice = _Twice(self._modules, run, caches)
-        if others_are_around():  # they see to what is given
-            return checkpoint(twice, *args, **kwargs)
-        with self._aside:
-            return checkpoint(twice, *args, **kwargs)
+        given = args, kwargs
+        kept = tree_map(_copied, given) if self._inplace else given
+        again = _Runs(self._modules, run, self._inplace)
+        # If somebody else's hooks are on, they see to what is given.
+        with contextlib.nullcontext() if others_are_around() else self._offload:
+            return checkpointed(again, given, kept)
 
 
 @dataclass(eq=False)
-class _Twice:
+class _Runs:
     """One call of a region: computed once, and later again."""
 
     modules: list[nn.Module]
-    run: Call
-    caches: Caches
+    run: Callable[..., Any]
+    inplace: bool
     buffers: Buffers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        again = self.buffers is not None
-        args, kwargs = self.caches.put_into((args, kwargs), again=again)
         if self.buffers is not None:
+            if self.inplace:  # what is kept may be wanted once more
+                args, kwargs = tree_map(_copied, (args, kwargs))
             with self.buffers.put_back():
                 return self.run(*args, **kwargs)
         self.buffers = Buffers(self.modules)
@@ -78,170 +80,98 @@ class _Twice:
         return result
 
 
-def _apart(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-@dataclass(eq=False)
-class Microbatches:
-    """Calls a model on parts of a batch, one after the other, and goes back in the same order.
+class Buffers:
+    """The buffers of modules (statistics, the vectors of a spectral norm), as they are now."""
 
-    So gradients are added up as a loop over the parts would: forward and backward for each.
-    """
-
-    run: Call
-    count: int
-    shipping: Shipping
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        batch = next((x.size(0) for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
-        if batch < self.count:
-            raise ValueError(
-                f"a batch of {batch} cannot be cut into {self.count} microbatches: give a tensor "
-                "whose first dimension is the batch, or lower num_microbatches"
-            )
-        cut = [_is_batched(leaf, batch) for leaf in leaves]
-        parts = [
-            leaf.tensor_split(self.count) if whole else [leaf] * self.count
-            for leaf, whole in zip(leaves, cut, strict=True)
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._before = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.clone())
+            for part in modules
+            for module in part.modules()
+            for name, buffer in module._buffers.items()
         ]
-        calls = [_Part(self.run, [part[i] for part in parts], structure) for i in range(self.count)]
-        if not torch.is_grad_enabled():
-            return joined([call.run(call.leaves) for call in calls])
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        way_back = torch.empty(0, requires_grad=True)
-        outputs = _InParts.apply(way_back, self, calls, leaves, cut, *tensors)
-        return tree_unflatten(list(outputs), calls[0].shape)
 
-
-def _is_batched(leaf: Any, batch: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch
-
-
-@dataclass(eq=False)
-class _Part:
-    """The call for one part of the batch."""
-
-    model: Call
-    leaves: list[Any]
-    structure: Any
-    shape: Any = None
-    found: list[Any] = field(default_factory=list)
-
-    def run(self, leaves: list[Any]) -> Any:
-        """Call the model."""
-        args, kwargs = tree_unflatten(leaves, self.structure)
-        return self.model(*args, **kwargs)
-
-    def go_back(self, gradients: Sequence[Any], before: list[int], *, again: bool) -> None:
-        """Go back through this part; `again` if there may be another time.
-
-        `before` tells how many rows of each gradient are those of earlier parts, and is counted on.
-        """
-        for leaf in self.leaves:
-            if isinstance(leaf, torch.Tensor):
-                leaf.grad = None  # what an earlier time left
-        pairs = []
-        for i, (tensor, gradient) in enumerate(zip(self.found, gradients, strict=True)):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            start, before[i] = before[i], before[i] + tensor.size(0)
-            if gradient is not None and tensor.requires_grad:
-                pairs.append((tensor, gradient[start : before[i]]))
-        if not again:
-            self.found = []
-        if pairs:
-            torch.autograd.backward(
-                [t for t, _ in pairs], [g for _, g in pairs], retain_graph=again
-            )
-
-
-def joined(results: list[Any]) -> Any:
-    """The results of parts of a batch as that of the whole batch."""
-    flat = [tree_flatten(result) for result in results]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_joined(column) for column in columns], flat[0][1])
-
-
-def _joined(column: tuple[Any, ...]) -> Any:
-    first = column[0]
-    if not isinstance(first, torch.Tensor):
-        return first
-    if not first.dim():
-        raise TypeError(
-            "with num_microbatches, every tensor that a model returns must have the batch as its "
-            "first dimension; this one returns a single number: compute the loss outside of it"
-        )
-    return torch.cat(column)
-
-
-class _InParts(torch.autograd.Function):
-    """Runs the parts, each with a graph of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        way_back: torch.Tensor,
-        whole: Microbatches,
-        calls: list[_Part],
-        leaves: list[Any],
-        cut: list[bool],
-        *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.whole, ctx.calls = whole, calls
-        ctx.cut = [c for c, leaf in zip(cut, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-        wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-        ctx.set_materialize_grads(False)
-        for call in calls:
-            call.leaves = [
-                leaf.detach().requires_grad_(wants) if isinstance(leaf, torch.Tensor) else leaf
-                for leaf, wants in zip(call.leaves, wanted, strict=True)
-            ]
-            with torch.enable_grad():
-                call.found, call.shape = tree_flatten(call.run(call.leaves))
-        columns = list(zip(*(call.found for call in calls), strict=True))
-        results = tuple(_joined(column) for column in columns)
-        plain = [
-            t
-            for t, column in zip(results, columns, strict=True)
-            if isinstance(t, torch.Tensor) and not column[0].requires_grad
+    def keep_changed(self) -> None:
+        """The first run is over: large buffers that it did not change need no copy."""
+        self._before = [
+            (buffers, name, buffer, buffer if _same(buffer, before) else before)
+            for buffers, name, buffer, before in self._before
         ]
-        ctx.mark_non_differentiable(*plain)
-        return results
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if not fills_all_gradients():
-            raise RuntimeError(
-                "microbatches cannot be differentiated by torch.autograd.grad() or with inputs=: "
-                "use loss.backward(), or num_microbatches=1"
-            )
-        if not all(call.found for call in ctx.calls):
-            raise RuntimeError(
-                "this backward goes through the graph of microbatches a second time: give "
-                "retain_graph=True to the backward before it"
-            )
-        ctx.whole.shipping.begin()
-        again = keeps_graph()
-        before = [0] * len(gradients)
-        for call in ctx.calls:
-            call.go_back(gradients, before, again=again)
-        rows = [[x.grad for x in c.leaves if isinstance(x, torch.Tensor)] for c in ctx.calls]
-        found = [
-            _input_gradient(list(column), cut)
-            for column, cut in zip(zip(*rows, strict=True), ctx.cut, strict=True)
-        ]
-        return (None, None, None, None, None, *found)
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """The modules have copies of what they had then, for as long as this lasts."""
+        now = [(buffers, name, buffers.get(name)) for buffers, name, _, _ in self._before]
+        for buffers, name, _, before in self._before:
+            buffers[name] = None if before is None else before.clone()
+        try:
+            yield
+        finally:
+            for buffers, name, buffer in now:
+                buffers[name] = buffer
 
 
-def _input_gradient(parts: list[torch.Tensor | None], cut: bool) -> torch.Tensor | None:
-    found = [part for part in parts if part is not None]
-    if len(found) < len(parts):
-        return None
-    if cut:
-        return torch.cat(found)
-    total = found[0]
-    for part in found[1:]:
-        total = total + part
-    return total
+def _same(buffer: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    # Values are compared: what is written through `.data` has no version.
+    if buffer is None or before is None or not is_movable(before) or before.nbytes < SMALL:
+        return False
+    return torch.equal(buffer, before)
+
+
+# What is computed again ---------------------------------------------------------------------------
+
+
+def recomputed(module: nn.Module, offload: ActivationOffload) -> Run:
+    """The forward of a module that is computed again in the backward pass."""
+    region = Region([module], offload)
+    return lambda forward, args, kwargs: region(forward.original, args, kwargs)
+
+
+def chain(module: nn.Module, slices: list[Slice], offload: ActivationOffload) -> Run:
+    """The forward of an `nn.Sequential` whose slices are computed again, each by itself."""
+    children = list(module.children())
+    ends = _ends(children, slices)
+    parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
+    regions = [(Region(part, offload), functools.partial(_through, part)) for part in parts]
+
+    def forward(given: Any) -> Any:
+        for region, run in regions:
+            given = region(run, (given,), {})
+        return given
+
+    return lambda _, args, kwargs: forward(*args, **kwargs)
+
+
+def _through(modules: list[nn.Module], given: Any) -> Any:
+    for module in modules:
+        given = module(given)
+    return given
+
+
+def _ends(children: list[nn.Module], slices: list[Slice]) -> list[int]:
+    """Behind which children of an `nn.Sequential` its slices end."""
+    index = {id(part): i for i, child in enumerate(children) for part in child.modules()}
+    last = [max((index.get(id(u.module), 0) for u in s.units), default=0) + 1 for s in slices]
+    return sorted({*last[:-1], len(children)})
+
+
+def regions_in(module: nn.Module) -> list[nn.Module]:
+    """What is computed again, each by itself: the blocks of a model, which are in lists; of a model
+    without any, its children, or else all of it."""
+    found = list(_blocks(module))
+    if not found:
+        found = [child for child in module.children() if any(True for _ in child.children())]
+    return found or [module]
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _LISTS) and not isinstance(child, _LISTS):
+            if any(True for _ in child.parameters()):
+                yield child
+        else:
+            yield from _blocks(child)

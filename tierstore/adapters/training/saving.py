@@ -29,8 +29,10 @@ from tierstore.adapters.training.documents import (
     as_json,
     decoded,
     encoded,
+    options_of,
     read_document,
     tensors_in,
+    tensors_of_optimizer,
     write_document,
 )
 from tierstore.adapters.training.optimizer import OffloadOptimizer
@@ -113,7 +115,7 @@ def load_training(
         model.load_state_dict(saved.model_state())
         if optimizer is not None:
             optimizer.load_state_dict(saved.optimizer_state(model, optimizer))
-        return decoded(saved.document["extra"], lambda name: torch.empty(0))
+        return decoded(saved.document["extra"], "extra", str)  # there are no tensors in it
 
 
 # What is saved ------------------------------------------------------------------------------------
@@ -198,9 +200,7 @@ class _Saved:
             self.files[name] = TensorFile(found[name], path, expected)
         self._refuse_other_tensors(MODEL, tensors_in(self.document["model"]), {})
         if OPTIMIZER in self.files:
-            saved = self.document["optimizer"]
-            options = {str(place): g["options"] for place, g in enumerate(saved["param_groups"])}
-            named = tensors_in(options) | tensors_in(saved["state"])
+            named = tensors_of_optimizer(self.document["optimizer"])
             self._refuse_other_tensors(OPTIMIZER, named, self.files[OPTIMIZER].specs())
 
     def _refuse_other_tensors(self, name: str, named: set[str], wanted: Iterable[str]) -> None:
@@ -266,11 +266,10 @@ class _Saved:
 
     def model_state(self) -> dict[str, Any]:
         """What the model's `load_state_dict` takes."""
-        file = self.files[MODEL]
-        others = self.document["model"]
+        file, others = self.files[MODEL], self.document["model"]
         inner = tensors_in(others)
         state = {name: file.tensor(name) for name in file.specs() if name not in inner}
-        return state | {name: decoded(value, file.tensor) for name, value in others.items()}
+        return state | {name: decoded(value, name, file.tensor) for name, value in others.items()}
 
     def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What the optimizer's `load_state_dict` takes: with the order of its own parameters."""
@@ -288,15 +287,15 @@ class _Saved:
         numbers = {name: i for i, name in enumerate(name for group in members for name in group)}
         return {
             "state": {
-                numbers[name]: decoded(kept, functools.partial(tensor_for, parameters[name]))
+                numbers[name]: decoded(kept, name, functools.partial(tensor_for, parameters[name]))
                 for name, kept in saved["state"].items()
             },
             "param_groups": [
                 {
-                    **decoded(group["options"], functools.partial(tensor_for, None)),
+                    **decoded(options, place, functools.partial(tensor_for, None)),
                     "params": [numbers[name] for name in names],
                 }
-                for group, names in zip(saved["param_groups"], members, strict=True)
+                for (place, options), names in zip(options_of(saved).items(), members, strict=True)
             ],
         }
 

@@ -59,10 +59,6 @@ def fits_a_fused_step(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
     )
 
 
-def _has_tensors(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in state.values())
-
-
 class Groups:
     """The groups of an optimizer during one step.
 
@@ -89,7 +85,8 @@ class Groups:
             number, stand_in = self._order[parameter][0], stand_ins[parameter]
             state = inner.state.get(stand_in, {})
             fused = bool(self._before[number].get("fused")) and fits_a_fused_step(stand_in, state)
-            alike = Alike(number, fused, fused and _has_tensors(state))
+            begun = fused and any(isinstance(value, torch.Tensor) for value in state.values())
+            alike = Alike(number, fused, begun)
             members.setdefault(alike, []).append(stand_in)
         self._run(inner, members)
 
@@ -198,7 +195,10 @@ class Tile:
     def norms(self, norm_type: float) -> dict[int, torch.Tensor]:
         """The norm of each gradient, by the id of its parameter."""
         with ExitStack() as stack:
-            return _norms(self._gradients(stack, Hold.READ), norm_type)
+            return {
+                number: torch.linalg.vector_norm(gradient, norm_type).cpu()
+                for number, gradient in self._gradients(stack, Hold.READ).items()
+            }
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient."""
@@ -408,10 +408,6 @@ def _give_gradient(shadow: torch.Tensor, gradient: torch.Tensor, of_value: torch
 
 def _is_like(target: torch.Tensor, value: Any) -> bool:
     return _is_large(value) and value.shape == target.shape and value.dtype is target.dtype
-
-
-def _norms(gradients: dict[int, torch.Tensor], norm_type: float) -> dict[int, torch.Tensor]:
-    return {n: torch.linalg.vector_norm(g, norm_type).cpu() for n, g in gradients.items()}
 
 
 def _scale(gradients: dict[int, torch.Tensor], factor: torch.Tensor) -> None:

@@ -11,17 +11,17 @@ exact, but wants memory that can be resized, which neither a pool of pinned memo
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tierstore.adapters.activations import InPlace
+from tierstore.adapters.activations import Unpack, packed_in_place
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
 from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, storage_id_of
@@ -45,11 +45,10 @@ class Weights:
     """One group of parameters, by name, and where it is."""
 
     def __init__(
-        self, buffer: StateBuffer, parameters: dict[str, nn.Parameter], number: int, slice_: int
+        self, buffer: StateBuffer, parameters: dict[str, nn.Parameter], slice_: int
     ) -> None:
         self.buffer = buffer
         self.parameters = parameters
-        self.number = number
         self.slice = slice_
         self.gradients = Gradients(self)
         self.lock = threading.RLock()
@@ -57,11 +56,6 @@ class Weights:
         self.gone = False  # the model is an ordinary one again
         self.loan: ViewLease | None = None
         self._versions: dict[str, int] = {}
-
-    @property
-    def key(self) -> str:
-        """The group's key."""
-        return self.buffer.key
 
     @property
     def shown(self) -> dict[str, torch.Tensor]:
@@ -98,49 +92,6 @@ class Weights:
                 assign(parameter, home)
 
 
-class Noted:
-    """What the graph holds instead of a view of a weight."""
-
-    __slots__ = ("_geometry", "_name", "_parameter", "_said", "_streamer", "_version", "_weights")
-
-    def __init__(
-        self, streamer: WeightStreamer, weights: Weights, name: str, tensor: torch.Tensor
-    ) -> None:
-        self._streamer = streamer
-        self._weights = weights
-        self._name = name
-        self._parameter = weights.parameters[name]
-        self._version = version_of(self._parameter)
-        self._geometry: Geometry = geometry_of(tensor)
-        self._said = described(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        """The view, as it was."""
-        refuse_changed(self._said, version_of(self._parameter), self._version)
-        with torch.no_grad():
-            return self._streamer.borrow(self._weights, self._name, self._geometry)
-
-
-class Recast:
-    """What the graph holds instead of a view of a weight's cast, as autocast makes them.
-
-    It is cast again when it is wanted: to the same bytes, laid out in the same way.
-    """
-
-    __slots__ = ("_geometry", "_layout", "_weight")
-
-    def __init__(self, weight: Noted, cast: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._weight = weight
-        self._layout = geometry_of(cast)
-        self._geometry = geometry_of(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        """The view, as it was."""
-        with torch.no_grad():
-            cast = self._layout.empty().copy_(self._weight.unpack())
-            return self._geometry.within(cast)
-
-
 def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The leaf that a saved tensor is a cast of, or a view of one, and the cast."""
     base = base_of(tensor)
@@ -152,6 +103,12 @@ def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     if leaf is None or leaf.device != cast.device:
         return None
     return leaf, cast
+
+
+@torch.no_grad()
+def _cast_again(weight: Unpack, cast: Geometry, geometry: Geometry) -> torch.Tensor:
+    """A view of a weight's cast: the same bytes, laid out in the same way."""
+    return geometry.within(cast.empty().copy_(weight()))
 
 
 class WeightStreamer:
@@ -170,7 +127,7 @@ class WeightStreamer:
         for weights in groups:
             self._by_slice[weights.slice].append(weights)
         self._shown: dict[int, tuple[Weights, str]] = {}  # storage -> what it shows
-        self._borrowed: OrderedDict[int, tuple[Weights, ViewLease]] = OrderedDict()
+        self._borrowed: OrderedDict[Weights, ViewLease] = OrderedDict()
         self._lock = threading.RLock()
         self._slice = -1
         self._near: set[int] = set()  # slices that are on the device, or on their way
@@ -214,7 +171,7 @@ class WeightStreamer:
         """End what is borrowed; what somebody looks at stays."""
         with self._lock:
             while self._borrowed:
-                self._borrowed.popitem()[1][1].end()
+                self._borrowed.popitem()[1].end()
 
     def leave(self, weights: Weights) -> None:
         """The module is done."""
@@ -234,56 +191,57 @@ class WeightStreamer:
                 return
             step = -1 if number < self._slice or in_backward() else 1
             self._slice = number
-            following = number + step
-            near = {number}
-            if 0 <= following < len(self._by_slice):
-                near.add(following)
+            near = [n for n in (number, number + step) if 0 <= n < len(self._by_slice)]
             if self._sliced:
-                for far in self._near - near:
+                for far in self._near.difference(near):
                     self._let_go_of(far)
-            self._near = near
-            wanted = [w for n in (number, following) if n in near for w in self._in_order(n, step)]
-            wanted = [weights for weights in wanted if self.needs_visits(weights)]
+            self._near = set(near)
+            wanted = [w for n in near for w in self._by_slice[n][::step] if self.needs_visits(w)]
             self._touched.update(wanted)
         for weights in wanted:
             weights.buffer.expected()
-        engine_of(self.store).mutable_groups.expect(weights.key for weights in wanted)
-
-    def _in_order(self, number: int, step: int) -> list[Weights]:
-        return self._by_slice[number][::step]
+        engine_of(self.store).mutable_groups.expect(weights.buffer.key for weights in wanted)
 
     def _let_go_of(self, number: int) -> None:
         for weights in self._by_slice[number]:
-            borrowed = self._borrowed.pop(weights.number, None)
-            if borrowed is not None:
-                borrowed[1].end()
-        for weights in self._by_slice[number]:
-            self.store.offload(weights.key)
+            if (borrowed := self._borrowed.pop(weights, None)) is not None:
+                borrowed.end()
+        keys = [weights.buffer.key for weights in self._by_slice[number]]
+        for key in keys:
+            self.store.offload(key)
         # What was on its way takes room until it is there, and others are brought next.
-        engine_of(self.store).mutable_groups.wait_for_arrivals(
-            weights.key for weights in self._by_slice[number]
-        )
+        engine_of(self.store).mutable_groups.wait_for_arrivals(keys)
 
     # Backward ----------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Noted | Recast | None:
-        """A note of what a saved tensor looks at, if that is a weight's memory that is on loan, or
-        a cast of such a weight."""
+    def pack(self, tensor: torch.Tensor) -> Unpack | None:
+        """What brings a saved tensor back, if it is a view of a weight that is in use, or of such
+        a weight's cast, as autocast makes them: that is cast again when it is wanted."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        noted = self._noted(tensor)
-        if noted is None and (found := _cast_in(tensor)) is not None:
-            leaf, cast = found
-            weight = self._noted(leaf)
-            return None if weight is None else Recast(weight, cast, tensor)
-        return noted
+        found = self._pack_view(tensor)
+        if found is not None or (made := _cast_in(tensor)) is None:
+            return found
+        leaf, cast = made
+        weight = self._pack_view(leaf)
+        if weight is None:
+            return None
+        return functools.partial(_cast_again, weight, geometry_of(cast), geometry_of(tensor))
 
-    def _noted(self, tensor: torch.Tensor) -> Noted | None:
+    def _pack_view(self, tensor: torch.Tensor) -> Unpack | None:
         found = self._shown.get(storage_id_of(tensor))
-        return None if found is None else Noted(self, *found, tensor)
+        if found is None:
+            return None
+        version = version_of(found[0].parameters[found[1]])
+        how = geometry_of(tensor), described(tensor)
+        return functools.partial(self._unpack_view, *found, version, *how)
 
-    def borrow(self, weights: Weights, name: str, geometry: Geometry) -> torch.Tensor:
+    @torch.no_grad()
+    def _unpack_view(
+        self, weights: Weights, name: str, version: int, geometry: Geometry, description: str
+    ) -> torch.Tensor:
         """A view of a weight, as it was saved."""
+        refuse_changed(description, version_of(weights.parameters[name]), version)
         with weights.lock:
             loan = weights.loan or self._borrow(weights)
             return geometry.within((weights.buffer if loan is None else loan).tensors[name])
@@ -291,16 +249,15 @@ class WeightStreamer:
     def _borrow(self, weights: Weights) -> ViewLease | None:
         with self._lock:
             self.turn_to(weights.slice)
-            found = self._borrowed.get(weights.number)
-            if found is not None:
-                self._borrowed.move_to_end(weights.number)
-                return found[1]
+            if (found := self._borrowed.get(weights)) is not None:
+                self._borrowed.move_to_end(weights)
+                return found
             if not self._sliced:
                 while len(self._borrowed) >= BORROWED:
-                    self._borrowed.popitem(last=False)[1][1].end()
+                    self._borrowed.popitem(last=False)[1].end()
             loan = self._read(weights)
             if loan is not None:
-                self._borrowed[weights.number] = weights, loan
+                self._borrowed[weights] = loan
             return loan
 
     # Between passes ----------------------------------------------------------------------------
@@ -314,13 +271,11 @@ class WeightStreamer:
         with self._lock:
             self.give_back()
             self._slice = -1
-            near, self._near = self._near, set()
+            self._near = set()
             touched, self._touched = self._touched, set()
-        if self._sliced:
-            touched |= {weights for number in near for weights in self._by_slice[number]}
         for weights in touched:
             if self._sliced:
-                self.store.offload(weights.key)
+                self.store.offload(weights.buffer.key)
             weights.buffer.put_away()
 
 
@@ -337,18 +292,19 @@ class Watching:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> Unpack:
         with torch.no_grad():
-            noted = self._streamer.pack(tensor)
-        if noted is not None:
-            return noted
+            found = self._streamer.pack(tensor)
+        if found is not None:
+            return found
         if self._outer is not None:
-            return _Handed(self._outer[1], self._outer[0](tensor))
-        return InPlace(tensor, None)
+            pack, unpack = self._outer
+            return functools.partial(unpack, pack(tensor))
+        return packed_in_place(tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _unpack(self, saved: _Saved) -> torch.Tensor:
-        return saved.unpack()
+    def _unpack(self, unpack: Unpack) -> torch.Tensor:
+        return unpack()
 
 
 def others_are_around() -> bool:
@@ -359,25 +315,6 @@ def others_are_around() -> bool:
         outer: Watching = top[0].__self__  # type: ignore[attr-defined]
         top = outer._outer
     return top is not None
-
-
-class _Saved(Protocol):
-    """What the graph holds instead of a tensor."""
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor again."""
-
-
-@dataclass(slots=True, eq=False)
-class _Handed:
-    """What the hooks around ours made of a tensor."""
-
-    unpack_with: Callable[[Any], torch.Tensor]
-    packed: Any
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor again."""
-        return self.unpack_with(self.packed)
 
 
 class TrainingUse:
