@@ -42,13 +42,13 @@ class Lease:
     def __init__(
         self,
         key: str,
-        version: GroupId,
+        group: GroupId,
         tensors: dict[str, torch.Tensor],
         lender: Lender,
         record: object,
     ) -> None:
         self.key = key
-        self.version = version
+        self.group = group
         self._tensors: dict[str, torch.Tensor] | None = tensors
         self._lender = lender
         self._record = record

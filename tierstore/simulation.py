@@ -155,7 +155,7 @@ class Run:
         self._planner = planner
         self._clock = clock
         self._bandwidth = bandwidth
-        self._told = told
+        self._timed_by_device = told
         self._served: list[Served] = []
         self._computed = 0.0
         self._channels: dict[Way, _Channel] = {}
@@ -187,7 +187,7 @@ class Run:
         state = planner.state_of(group)
         found = {State.PRESENT: "hit", None: "miss"}.get(state, "late")
         self._tell(Demanded(group))
-        while not planner.lendable(group, Access.READ):
+        while not planner.leasable(group, Access.READ):
             error = planner.error_of(group)
             if error is not None:
                 raise error
@@ -201,7 +201,7 @@ class Run:
 
     def _tell(self, event: Event) -> None:
         for copy in self._planner.handle(event, self._clock.now):
-            self._told(copy)
+            self._timed_by_device(copy)
             if isinstance(copy, Copy):
                 way = (copy.src, copy.dst)
                 channel = self._channels.setdefault(way, _Channel(self._bandwidth.get(way)))
@@ -234,8 +234,8 @@ class Run:
         self._moved[way] += copy.nbytes
         if copy.src is Tier.DISK:
             self._read += copy.nbytes
-            self._reads[copy.key.key] += 1
+            self._reads[copy.group.key] += 1
         channel = self._channels[way]
         channel.busy = False
-        self._tell(Arrived(copy.key, copy.src, copy.dst))
+        self._tell(Arrived(copy.group, copy.src, copy.dst))
         self._start(channel)

@@ -33,17 +33,17 @@ class Archive:
         self.copies: dict[Any, torch.Tensor] = {}
 
     def holds(self, entry: GroupEntry) -> bool:
-        return entry.key in self.copies
+        return entry.group in self.copies
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
         """A dict has room."""
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         offsets = {tensor.name: tensor.offset for tensor in entry.spec.tensors}
-        return view_all(entry.spec, self.copies[entry.key], offsets)
+        return view_all(entry.spec, self.copies[entry.group], offsets)
 
     def drop(self, entry: GroupEntry) -> None:
-        self.copies.pop(entry.key, None)
+        self.copies.pop(entry.group, None)
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
         self.copies.clear()
@@ -61,7 +61,7 @@ class ToArchive:
         memory = fresh_memory(entry.spec.nbytes)
         nbytes = self._tiers.reader.read(entry, memory.numpy().data, ending)
         time.sleep(DELAY)
-        self._archive.copies[entry.key] = memory
+        self._archive.copies[entry.group] = memory
         return Copied(nbytes)
 
 
@@ -75,7 +75,7 @@ class FromArchive:
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         time.sleep(DELAY)
-        self._tiers.disk.save(entry, self._archive.copies[entry.key].numpy().data)
+        self._tiers.disk.save(entry, self._archive.copies[entry.group].numpy().data)
         return Copied(entry.spec.nbytes)
 
 

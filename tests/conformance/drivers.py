@@ -6,7 +6,7 @@ class TestMyTier(DriverConformance):
         return MyTier()
 
     def bring(self, driver, entry, data):  # as a hop does it
-        driver.copies[entry.key] = data.clone()
+        driver.copies[entry.group] = data.clone()
 """
 
 from __future__ import annotations

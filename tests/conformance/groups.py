@@ -17,7 +17,7 @@ from tierstore.model.tiers import Tier
 from tierstore.tiers.assembly import ExtraTier, StoreTiers, build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.mover import Mover, Told
+from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.views import laid_out, packed, view_all
 
@@ -27,20 +27,20 @@ SIZES = (1, 2, 3, 5)
 """Pages that groups take: any three of them fit at once."""
 
 
-def entry_of(number: int, *, settled: bool = False, durable: bool = False) -> GroupEntry:
+def entry_of(number: int, *, mutable: bool = False, durable: bool = False) -> GroupEntry:
     """What is known of a group with two tensors, which takes one of `SIZES` in pages."""
     pages = SIZES[number % len(SIZES)]
     like = {"rows": torch.empty(pages * PAGE // 4 - 300), "odd": torch.empty(7, dtype=torch.uint8)}
     key = f"group {number}"
     packing, _ = packed(key, like)
     return GroupEntry(
-        GroupId(key, 0), laid_out(key, packing, like), None, packing, durable, settled=settled
+        GroupId(key, 0), laid_out(key, packing, like), None, packing, durable, mutable=mutable
     )
 
 
 def bytes_of(entry: GroupEntry, seed: int = 0) -> torch.Tensor:
     """Random packed bytes of the group (uint8, page-aligned)."""
-    generator = torch.Generator().manual_seed(crc32(entry.key.key.encode()) + seed)
+    generator = torch.Generator().manual_seed(crc32(entry.group.key.encode()) + seed)
     memory = fresh_memory(entry.spec.nbytes)
     return memory.copy_(torch.randint(0, 256, memory.shape, generator=generator).to(torch.uint8))
 
@@ -68,8 +68,8 @@ class Ends:
             self.errors[copy] = error
             self._changed.notify_all()
 
-    def told(self) -> Told:
-        return Told(self.over, lambda copy: None, lambda *times: self.timed.append(times))
+    def told(self) -> MoverCallbacks:
+        return MoverCallbacks(self.over, lambda copy: None, lambda *times: self.timed.append(times))
 
     def run(self, mover: Mover, *instructions: Instruction) -> None:
         """Have instructions run, one after the other. Raises what a copy has failed with."""

@@ -29,7 +29,7 @@ from tests.helpers.threads import PATIENCE
 from tierstore.tiers.driver import TierDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied, Hop
-from tierstore.tiers.workers import EARLY, URGENT, Answer
+from tierstore.tiers.workers import EARLY, URGENT, Future
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Way:
         self.dst.reserve(entry)
         copy = functools.partial(self.hop.copy, entry, ending)
         submit = functools.partial(self.hop.workers.submit, priority)
-        return Answer(copy, submit, self.hop.workers.alive)
+        return Future(copy, submit, self.hop.workers.alive)
 
     def copy(self, entry: GroupEntry) -> Copied:
         return self.begin(entry).wait()

@@ -79,7 +79,7 @@ class TestDevice(DriverConformance):
             driver.reserve(entry)
             self.bring(driver, entry, bytes_of(entry))
         there.arrival = torch.Event()
-        driver.mend([there, coming, torn], {coming.key})
+        driver.rebuild([there, coming, torn], {coming.group})
         assert [driver.holds(entry) for entry in (there, coming, torn)] == [True, True, False]
         assert_shows(driver.view(there), there, bytes_of(there))
 
@@ -97,7 +97,7 @@ class TestDisk(DriverConformance):
         return self._tiers.disk
 
     def entry(self, number: int) -> GroupEntry:
-        return entry_of(number, settled=self._kind == "settled", durable=self._kind == "durable")
+        return entry_of(number, mutable=self._kind == "settled", durable=self._kind == "durable")
 
     def bring(self, driver: TierDriver, entry: GroupEntry, data: torch.Tensor) -> None:
         self._tiers.disk.save(entry, data.numpy().data)
@@ -112,7 +112,7 @@ class TestArchive(DriverConformance):
         return Archive()
 
     def bring(self, driver: Any, entry: GroupEntry, data: torch.Tensor) -> None:
-        driver.copies[entry.key] = data.clone()
+        driver.copies[entry.group] = data.clone()
 
 
 # Hops --------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class OursConformance(HopConformance):
         elif self.src is Tier.DISK:
             self.tiers.disk.save(entry, data.numpy().data)
         else:
-            self.mover.drivers[self.src].copies[entry.key] = data.clone()
+            self.mover.drivers[self.src].copies[entry.group] = data.clone()
 
     def at(self, driver: TierDriver, entry: GroupEntry) -> dict[str, torch.Tensor]:
         if entry.arrival is not None:
@@ -199,7 +199,7 @@ def test_a_group_goes_down_to_a_tier_of_somebody_elses_and_up_again(
     device: str, tmp_path: Path
 ) -> None:
     entry = entry_of(2)
-    key, nbytes, data = entry.key, entry.spec.nbytes, bytes_of(entry_of(2))
+    key, nbytes, data = entry.group, entry.spec.nbytes, bytes_of(entry_of(2))
     with tiers_in(tmp_path, device, [archive]) as (tiers, mover, ends):
         run = functools.partial(ends.run, mover)
         move = functools.partial(Copy, key, nbytes)
@@ -228,8 +228,8 @@ def test_a_copy_that_fails_is_told_of_by_the_names_of_its_tiers(tmp_path: Path) 
     with tiers_in(tmp_path, extra=[archive]) as (_, mover, ends):
         mover.add(entry)
         with pytest.raises(TransferError, match="from ARCHIVE to DISK failed") as error:
-            ends.run(mover, Copy(entry.key, entry.spec.nbytes, ARCHIVE, Tier.DISK))
-        assert error.value.key == entry.key.key
+            ends.run(mover, Copy(entry.group, entry.spec.nbytes, ARCHIVE, Tier.DISK))
+        assert error.value.key == entry.group.key
         assert not mover.moving()
 
 
@@ -248,7 +248,7 @@ class NeverLetsGo(Archive):
 
 class MixesUp(Archive):
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
-        self.copies[entry.key] = (
+        self.copies[entry.group] = (
             torch.stack([copy[:4096] for copy in self.copies.values()])
             .sum(0, dtype=torch.uint8)
             .repeat(8)

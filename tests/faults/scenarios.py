@@ -28,7 +28,7 @@ from tests.helpers.files import damaged_objects, open_files
 from tests.store.helpers import assert_at_rest, assert_sound, files_below, wait_until_idle
 from tierstore import TierStore
 from tierstore.model.errors import TierStoreError, TransferError
-from tierstore.model.tiers import Access, Hold
+from tierstore.model.tiers import Access, HostAccess
 from tierstore.tiers.objects import object_name
 
 PAGE = 4096
@@ -449,7 +449,7 @@ def train(world: World) -> None:
 
 def change(world: World, key: str, value: int) -> None:
     store = world._store
-    done, held = world.attempt(mutable(store).lease_in_host, key, Hold.UPDATE)
+    done, held = world.attempt(mutable(store).lease_in_host, key, HostAccess.UPDATE)
     if not done:
         return
     fill(held.tensors, value)
@@ -479,7 +479,7 @@ def place_on_disk(world: World) -> None:
     assert done == (key in store)
     if not done:
         return
-    done, held = world.attempt(mutable(store).lease_in_host, key, Hold.RENEW)
+    done, held = world.attempt(mutable(store).lease_in_host, key, HostAccess.RENEW)
     if not done:
         store.discard(key)
         return

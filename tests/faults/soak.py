@@ -122,8 +122,8 @@ class Soak:
         drop = core_of(self.store).tiers.host.drop
 
         def counting(entry: GroupEntry) -> None:
-            newest = core_of(self.store).current.get(entry.key.key)
-            self.told.evicted += newest == entry.key
+            newest = core_of(self.store).current.get(entry.group.key)
+            self.told.evicted += newest == entry.group
             drop(entry)
 
         core_of(self.store).tiers.host.drop = counting  # type: ignore[method-assign]

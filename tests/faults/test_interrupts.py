@@ -23,7 +23,7 @@ from tierstore import Access, BudgetError, TierStore, UnknownKeyError
 from tierstore.engine.core import Core
 from tierstore.lease import make_revocable, resume
 from tierstore.model.locks import under
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 
 PAGE = 4096
 GROUPS = 12
@@ -97,7 +97,7 @@ class Scene:
         self.store.flush()
 
     def hold(self) -> None:
-        with mutable(self.store).lease_in_host("state", Hold.UPDATE) as lease:
+        with mutable(self.store).lease_in_host("state", HostAccess.UPDATE) as lease:
             lease.tensors["a"].fill_(self.turn)
         mutable(self.store).move_to_disk(["state"])
 

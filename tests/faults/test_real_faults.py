@@ -116,7 +116,7 @@ def test_files_that_may_not_grow_are_told(name: str, tmp_path: Path) -> None:
 FEW = """
 import resource, sys, torch
 from tierstore import TierStore
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 store = TierStore("64MB", sys.argv[1], device="cpu")
 kept = []
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Held:
 class Entry:
     """All that the books know of one group."""
 
-    key: GroupId
+    group: GroupId
     nbytes: int
     backing: Tier | None = None  # there a file of the user's holds its bytes
     version: int = 0
@@ -117,20 +117,20 @@ class Books:
             entry.backing = None
             entry.copies[self.top].version = entry.version
 
-    def may_hold(self, key: GroupId, purpose: Hold) -> bool | None:
+    def may_hold(self, key: GroupId, purpose: HostAccess) -> bool | None:
         """What the planner must answer to who wants to hold it. None: that depends on the room."""
         entry = self.entries[key]
         if entry.held or entry.leases or entry.moving():
             return False
-        if purpose is Hold.RENEW and self.host not in entry.copies:
+        if purpose is HostAccess.RENEW and self.host not in entry.copies:
             return None
         return entry.complete(self.host)
 
-    def took_hold(self, key: GroupId, purpose: Hold) -> None:
+    def took_hold(self, key: GroupId, purpose: HostAccess) -> None:
         """If it is changed: copies that are made later have what is new."""
         entry = self.entries[key]
         entry.held = True
-        if purpose is Hold.READ:
+        if purpose is HostAccess.READ:
             return
         entry.backing, entry.away = None, set()
         entry.version += 1
@@ -159,7 +159,7 @@ class Books:
 
     def _landed(self, move: Copy) -> Entry:
         self.moving.remove(move)
-        entry = self.entries[move.key]
+        entry = self.entries[move.group]
         entry.copies[move.src].readers -= 1
         return entry
 
@@ -168,13 +168,13 @@ class Books:
     def follow(self, instruction: Instruction) -> None:
         """Do what is instructed, and object to it if it breaks a promise."""
         self.followed.append(instruction)
-        assert instruction.key in self.entries, f"{instruction}: there is no such group"
-        entry = self.entries[instruction.key]
+        assert instruction.group in self.entries, f"{instruction}: there is no such group"
+        entry = self.entries[instruction.group]
         match instruction:
             case Forget():
                 assert entry.discarded, f"{instruction}: nobody discarded it"
                 assert not (entry.copies or entry.leases), f"{instruction}: it is still there"
-                del self.entries[entry.key]
+                del self.entries[entry.group]
             case Reserve(tier=tier):
                 assert entry.claimed or entry.renewed, f"{instruction}: nobody claimed that"
                 self._take(entry, tier)
@@ -201,7 +201,7 @@ class Books:
         self.moving.append(move)
 
     def _take(self, entry: Entry, tier: Tier) -> None:
-        assert tier not in entry.copies, f"{entry.key} is on {tier.name} already"
+        assert tier not in entry.copies, f"{entry.group} is on {tier.name} already"
         cost = 0 if tier is entry.backing else entry.nbytes
         entry.copies[tier] = Held(cost)
         self.used[tier] += cost
@@ -210,9 +210,9 @@ class Books:
         assert not over, f"{tier.name} holds {self.used[tier]} bytes of {budget}"
 
     def _drop(self, entry: Entry, tier: Tier) -> None:
-        assert tier in entry.copies, f"{entry.key} is not on {tier.name}: dropped twice"
+        assert tier in entry.copies, f"{entry.group} is not on {tier.name}: dropped twice"
         copy = entry.copies[tier]
-        assert not copy.readers, f"{entry.key} on {tier.name} is dropped while it is read"
+        assert not copy.readers, f"{entry.group} on {tier.name} is dropped while it is read"
         if not copy.lost:
             self._assert_may_go(entry, tier)
         self.used[tier] -= copy.cost
@@ -221,10 +221,10 @@ class Books:
         if tier is self.top:
             entry.offloaded = False
         others = any(entry.complete(other) for other in self.tiers)
-        assert others or entry.discarded, f"{entry.key} lost its last copy on {tier.name}"
+        assert others or entry.discarded, f"{entry.group} lost its last copy on {tier.name}"
 
     def _assert_may_go(self, entry: Entry, tier: Tier) -> None:
-        where = f"{entry.key} on {tier.name}"
+        where = f"{entry.group} on {tier.name}"
         users = tier is entry.backing and not entry.discarded
         assert not users, f"{where} is dropped, which takes no room there"
         assert entry.copies[tier].version is not None, f"{where} is dropped while it is written"
@@ -245,25 +245,25 @@ class Books:
         for entry in self.entries.values():
             self._inspect(entry)
             over = entry.discarded and not entry.copies
-            assert not over, f"{entry.key} should be forgotten"
+            assert not over, f"{entry.group} should be forgotten"
 
     def _inspect(self, entry: Entry) -> None:
         where = sorted(entry.copies)
         if entry.leases:
-            assert entry.complete(self.top), f"{entry.key} is lent, but not there"
+            assert entry.complete(self.top), f"{entry.group} is lent, but not there"
         if Access.UPDATE in entry.leases:
-            assert where == [self.top], f"{entry.key} is being changed and on {where}"
+            assert where == [self.top], f"{entry.group} is being changed and on {where}"
         if entry.held:
-            assert entry.complete(self.host), f"{entry.key} is held, but not there"
+            assert entry.complete(self.host), f"{entry.group} is held, but not there"
         unused = [tier for tier in where if not self._in_use(entry, tier)]
         if entry.saved() and not (entry.demands or entry.fetches):
             left = entry.away.intersection(unused)
-            assert not left, f"{entry.key} was put away, but is on {left}"
-        assert not (entry.discarded and unused), f"{entry.key} is discarded, but on {unused}"
+            assert not left, f"{entry.group} was put away, but is on {left}"
+        assert not (entry.discarded and unused), f"{entry.group} is discarded, but on {unused}"
         saved = any(entry.complete(tier) for tier in where if tier is not self.top)
         awaited = entry.demands or (entry.fetches and self.top is self.host)
         if entry.offloaded and saved and not awaited:
-            assert self.top not in unused, f"{entry.key} was to leave {self.top.name}"
+            assert self.top not in unused, f"{entry.group} was to leave {self.top.name}"
 
     def _in_use(self, entry: Entry, tier: Tier) -> bool:
         copy = entry.copies[tier]

@@ -18,7 +18,7 @@ from tierstore.model import events
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy, policy_named
 from tierstore.plan.schedule import LearnedOrder
@@ -46,7 +46,7 @@ class Holder:
     """Somebody who wants to hold `key` in host memory, or does."""
 
     key: GroupId
-    purpose: Hold
+    purpose: HostAccess
 
 
 @dataclass(eq=False)
@@ -157,7 +157,7 @@ class World:
 
     def fits_beside_what_is_held(self, key: GroupId) -> bool:
         entries = self.books.entries
-        held = sum(entries[h.key].nbytes for h in self.holders if h.purpose is Hold.KEEP)
+        held = sum(entries[h.key].nbytes for h in self.holders if h.purpose is HostAccess.PERMANENT)
         host = self.books.tiers.index(self.books.host)
         above, below = self.books.tiers[:host], self.books.tiers[host:]
         # What is only on the device makes room there by way of host memory.
@@ -265,7 +265,7 @@ class World:
         return self._lease(waiter)
 
     def _is_kept(self, key: GroupId) -> bool:
-        return any(h.key == key and h.purpose is Hold.KEEP for h in self.holders)
+        return any(h.key == key and h.purpose is HostAccess.PERMANENT for h in self.holders)
 
     def _answer(self, key: GroupId, error: BaseException) -> None:
         known = isinstance(error, KeyError) or any(error is e for e in self._injected)
@@ -275,7 +275,7 @@ class World:
     def _lease(self, waiter: Waiter) -> bool:
         expected = self.books.may_lease(waiter.key, waiter.access)
         self.sound = False
-        lent = self.planner.lendable(waiter.key, waiter.access)
+        lent = self.planner.leasable(waiter.key, waiter.access)
         assert lent == expected, f"{waiter}: the planner says {lent}"
         if lent:
             self.books.leased(waiter.key, waiter.access)
@@ -306,7 +306,7 @@ class World:
             self.books.discarded(lease.key)
         self._step(events.Released(lease.key, lease.access))
 
-    def fetch(self, key: GroupId, purpose: Hold = Hold.UPDATE) -> Holder | None:
+    def fetch(self, key: GroupId, purpose: HostAccess = HostAccess.UPDATE) -> Holder | None:
         """Somebody waits to hold `key`. None if it can never fit."""
         entry = self.books.entries[key]
         never = self.books.never_comes_up(key, self.books.host)
@@ -342,7 +342,7 @@ class World:
             return True
         expected = self.books.may_hold(key, fetcher.purpose)
         self.sound = False
-        held = self.planner.host_lendable(key, fetcher.purpose)
+        held = self.planner.host_leasable(key, fetcher.purpose)
         assert expected in (held, None), f"{fetcher}: the planner says {held}"
         if held:
             self._no_longer_fetched(fetcher)
@@ -408,19 +408,19 @@ class World:
 
     def deliver(self, move: Copy) -> None:
         self.books.delivered(move)
-        self._step(events.Arrived(move.key, move.src, move.dst))
+        self._step(events.Arrived(move.group, move.src, move.dst))
 
     def fail(self, move: Copy) -> None:
         error = InjectedError(f"{move}")
         self._injected.append(error)
         self.books.failed(move)
-        self._step(events.Failed(move.key, move.src, move.dst, error))
+        self._step(events.Failed(move.group, move.src, move.dst, error))
 
     # The end -----------------------------------------------------------------------------------
 
     def round(self) -> bool:
         """Everybody does what is left to do, once. False if nobody could do anything."""
-        lent = [holder for holder in self.holders if holder.purpose is not Hold.KEEP]
+        lent = [holder for holder in self.holders if holder.purpose is not HostAccess.PERMANENT]
         acted = bool(self.leases or lent or self.books.moving)
         for lease in list(self.leases):
             self.release(lease)
@@ -440,11 +440,11 @@ class World:
         self.log.clear()
         self.told.clear()
         entries = self.books.entries.values()
-        waits = {entry.key: (entry.demands, entry.fetches) for entry in entries}
+        waits = {entry.group: (entry.demands, entry.fetches) for entry in entries}
         for entry in entries:  # of all this the new planner knows nothing
             entry.demands = entry.fetches = 0
             entry.offloaded, entry.away = False, set()
-        self._step(events.Recovered(tuple(self._found(entry.key) for entry in entries)))
+        self._step(events.Recovered(tuple(self._found(entry.group) for entry in entries)))
         self._ask_again(waits)
 
     def _ask_again(self, waits: dict[GroupId, tuple[int, int]]) -> None:
@@ -458,7 +458,7 @@ class World:
         for saver in [s for s in self.savers if s.answer is None and s.key in planner]:
             self._step(events.SaveRequested(saver.key))
         for entry in entries.values():
-            entry.demands, entry.fetches = waits[entry.key]
+            entry.demands, entry.fetches = waits[entry.group]
 
     def _found(self, key: GroupId) -> events.RecoveredGroup:
         entry = self.books.entries[key]
@@ -467,7 +467,7 @@ class World:
             key,
             entry.nbytes,
             tuple(entry.copies),
-            tuple((copy.src, copy.dst) for copy in self.books.moving if copy.key == key),
+            tuple((copy.src, copy.dst) for copy in self.books.moving if copy.group == key),
             tuple((access, False) for access in entry.leases),
             held,
             backing=entry.backing,
@@ -627,7 +627,13 @@ class History:
 
     def fetch(self) -> None:
         if key := self._any_key():
-            purposes = [Hold.READ, Hold.UPDATE, Hold.UPDATE, Hold.RENEW, Hold.KEEP]
+            purposes = [
+                HostAccess.READ,
+                HostAccess.UPDATE,
+                HostAccess.UPDATE,
+                HostAccess.RENEW,
+                HostAccess.PERMANENT,
+            ]
             self.world.fetch(key, self.random.choice(purposes))
 
     def withdraw_fetch(self) -> None:
@@ -637,7 +643,7 @@ class History:
     def let_go(self) -> None:
         if self.world.holders:
             holder = self.random.choice(self.world.holders)
-            if holder.purpose is not Hold.KEEP or self.random.random() < 0.3:
+            if holder.purpose is not HostAccess.PERMANENT or self.random.random() < 0.3:
                 self.world.let_go(holder)
 
     def put_away(self) -> None:

@@ -16,7 +16,7 @@ from tierstore.model.errors import BudgetError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy
 from tierstore.plan.schedule import Schedule
@@ -29,10 +29,10 @@ class Facts:
         self.sizes: dict[GroupId, int] = {}
         self.claims: set[GroupId] = set()
         self.demands: Counter[GroupId] = Counter()
-        self.host_demands: defaultdict[GroupId, list[Hold]] = defaultdict(list)
+        self.host_demands: defaultdict[GroupId, list[HostAccess]] = defaultdict(list)
         self.leases: defaultdict[GroupId, list[Access]] = defaultdict(list)
-        self.held: dict[GroupId, Hold] = {}
-        self.last_purpose: dict[GroupId, Hold] = {}  # of those that are held, or were
+        self.held: dict[GroupId, HostAccess] = {}
+        self.last_purpose: dict[GroupId, HostAccess] = {}  # of those that are held, or were
         self.offloaded: set[GroupId] = set()  # and not wanted since
         self.moving: list[tuple[GroupId, Tier, Tier]] = []
 
@@ -133,18 +133,18 @@ class FaultyPlanner:
             for heard in self.hears(event):
                 instructions = self.inner.handle(heard, now)
                 copies = [one for one in instructions if isinstance(one, Copy)]
-                self.facts.moving += [(copy.key, copy.src, copy.dst) for copy in copies]
+                self.facts.moving += [(copy.group, copy.src, copy.dst) for copy in copies]
                 told += instructions
         except BudgetError:
             self.facts.refused(event)
             raise
         return self.tells(event, told)
 
-    def lendable(self, group: GroupId, access: Access) -> bool:
-        return self.inner.lendable(group, access)
+    def leasable(self, group: GroupId, access: Access) -> bool:
+        return self.inner.leasable(group, access)
 
-    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
-        return self.inner.host_lendable(group, purpose)
+    def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
+        return self.inner.host_leasable(group, purpose)
 
     @property
     def used(self) -> Mapping[Tier, int]:
@@ -188,7 +188,9 @@ class FaultyPlanner:
     def makes_room(self, event: Event, copy: Copy) -> bool:
         """Whether a group is copied down because its place is wanted, not to be saved."""
         down = copy.dst > copy.src and copy.urgent
-        return down and not self.inner.saving(copy.key) and not isinstance(event, events.Offloaded)
+        return (
+            down and not self.inner.saving(copy.group) and not isinstance(event, events.Offloaded)
+        )
 
     def never_fits(self, group: GroupId) -> bool:
         budgets = [self.budgets[tier] for tier in self.tiers[:-1]]
@@ -203,7 +205,7 @@ class EvictsTheOnlyCopy(FaultyPlanner):
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         return [
-            Drop(one.key, one.nbytes, one.src)
+            Drop(one.group, one.nbytes, one.src)
             if isinstance(one, Copy) and self.makes_room(event, one)
             else one
             for one in instructions
@@ -215,10 +217,10 @@ class OffloadsTheOnlyCopy(FaultyPlanner):
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         return [
-            Drop(one.key, one.nbytes, one.src)
+            Drop(one.group, one.nbytes, one.src)
             if isinstance(event, events.Offloaded)
             and isinstance(one, Copy)
-            and (one.key, one.src) == (event.group, self.top)
+            and (one.group, one.src) == (event.group, self.top)
             else one
             for one in instructions
         ]
@@ -296,12 +298,12 @@ class EvictsTheLeased(FaultyPlanner):
             case _:
                 yield event
 
-    def lendable(self, group: GroupId, access: Access) -> bool:
+    def leasable(self, group: GroupId, access: Access) -> bool:
         alone = access is Access.READ or not self.facts.leases[group]
-        return alone and self.inner.lendable(group, access)
+        return alone and self.inner.leasable(group, access)
 
-    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
-        return not self.facts.leases[group] and self.inner.host_lendable(group, purpose)
+    def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
+        return not self.facts.leases[group] and self.inner.host_leasable(group, purpose)
 
 
 class EvictsTheHeld(FaultyPlanner):
@@ -311,21 +313,21 @@ class EvictsTheHeld(FaultyPlanner):
         match event:
             case events.HostLeased(group, purpose):
                 yield event
-                if purpose is not Hold.KEEP:
+                if purpose is not HostAccess.PERMANENT:
                     yield from self.one_lease_more(group)
                 yield events.HostReleased(group)
             case events.HostReleased(group):
-                if self.facts.last_purpose[group] is not Hold.KEEP:
+                if self.facts.last_purpose[group] is not HostAccess.PERMANENT:
                     yield from self.one_lease_less(group)
             case _:
                 yield event
 
-    def lendable(self, group: GroupId, access: Access) -> bool:
+    def leasable(self, group: GroupId, access: Access) -> bool:
         alone = access is Access.READ or group not in self.facts.held
-        return alone and self.inner.lendable(group, access)
+        return alone and self.inner.leasable(group, access)
 
-    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
-        return group not in self.facts.held and self.inner.host_lendable(group, purpose)
+    def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
+        return group not in self.facts.held and self.inner.host_leasable(group, purpose)
 
 
 class DropsWhatIsRead(FaultyPlanner):
@@ -336,7 +338,7 @@ class DropsWhatIsRead(FaultyPlanner):
         for one in instructions:
             told.append(one)
             if isinstance(one, Copy) and self.makes_room(event, one):
-                told.append(Drop(one.key, one.nbytes, one.src))
+                told.append(Drop(one.group, one.nbytes, one.src))
         return told
 
 
@@ -357,32 +359,32 @@ class KeepsStaleCopies(FaultyPlanner):
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         match event:
             case events.Leased(group, Access.UPDATE):
-                drops = [i for i in instructions if isinstance(i, Drop) and i.key == group]
+                drops = [i for i in instructions if isinstance(i, Drop) and i.group == group]
                 return [one for one in instructions if one not in drops]
         return instructions
 
 
 class LendsWhileItMoves(FaultyPlanner):
-    def lendable(self, group: GroupId, access: Access) -> bool:
-        alone = not self.facts.leases[group] and self.inner.lendable(group, Access.READ)
-        return self.inner.lendable(group, access) or (bool(self.facts.moves(group)) and alone)
+    def leasable(self, group: GroupId, access: Access) -> bool:
+        alone = not self.facts.leases[group] and self.inner.leasable(group, Access.READ)
+        return self.inner.leasable(group, access) or (bool(self.facts.moves(group)) and alone)
 
 
 class LendsToTwo(FaultyPlanner):
-    def lendable(self, group: GroupId, access: Access) -> bool:
+    def leasable(self, group: GroupId, access: Access) -> bool:
         beside_a_changer = self.facts.exclusive(group) and group in self.inner
-        return self.inner.lendable(group, access) or beside_a_changer
+        return self.inner.leasable(group, access) or beside_a_changer
 
 
 class LetsTwoHold(FaultyPlanner):
-    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
-        return self.inner.host_lendable(group, purpose) or group in self.facts.held
+    def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
+        return self.inner.host_leasable(group, purpose) or group in self.facts.held
 
 
 class LetsHoldWhatIsLent(FaultyPlanner):
-    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
+    def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
         there = self.host in self.inner.residence(group) and group not in self.facts.held
-        return self.inner.host_lendable(group, purpose) or (
+        return self.inner.host_leasable(group, purpose) or (
             there and bool(self.facts.leases[group]) and not self.facts.moves(group)
         )
 
@@ -392,20 +394,20 @@ class HoldsBesideStaleCopies(FaultyPlanner):
 
     def hears(self, event: Event) -> Iterable[Event]:
         match event:
-            case events.HostDemanded(group, Hold.UPDATE):
-                return [events.HostDemanded(group, Hold.READ)]
-            case events.HostWithdrawn(group, Hold.UPDATE):
-                return [events.HostWithdrawn(group, Hold.READ)]
-            case events.HostLeased(group, Hold.UPDATE):
-                return [events.HostLeased(group, Hold.READ)]
+            case events.HostDemanded(group, HostAccess.UPDATE):
+                return [events.HostDemanded(group, HostAccess.READ)]
+            case events.HostWithdrawn(group, HostAccess.UPDATE):
+                return [events.HostWithdrawn(group, HostAccess.READ)]
+            case events.HostLeased(group, HostAccess.UPDATE):
+                return [events.HostLeased(group, HostAccess.READ)]
         return [event]
 
 
 class LendsTheHeldToAChanger(FaultyPlanner):
-    def lendable(self, group: GroupId, access: Access) -> bool:
+    def leasable(self, group: GroupId, access: Access) -> bool:
         alone = not self.facts.leases[group] and not self.facts.moves(group)
-        beside = group in self.facts.held and alone and self.inner.lendable(group, Access.READ)
-        return self.inner.lendable(group, access) or beside
+        beside = group in self.facts.held and alone and self.inner.leasable(group, Access.READ)
+        return self.inner.leasable(group, access) or beside
 
 
 class SavesWhatIsBeingChanged(FaultyPlanner):
@@ -418,8 +420,8 @@ class SavesWhatIsBeingChanged(FaultyPlanner):
                 yield events.Leased(group, Access.READ, permanent=True, demanded=False)
                 yield events.Released(group, Access.READ, permanent=True)
 
-    def lendable(self, group: GroupId, access: Access) -> bool:
-        return not self.facts.exclusive(group) and self.inner.lendable(group, access)
+    def leasable(self, group: GroupId, access: Access) -> bool:
+        return not self.facts.exclusive(group) and self.inner.leasable(group, access)
 
 
 # Promise 5: what is unwanted and unused is gone --------------------------------------------------
@@ -440,7 +442,7 @@ class LeavesTheForgotten(FaultyPlanner):
         return [
             one
             for one in instructions
-            if not isinstance(one, Drop | Forget) or one.key in self.inner
+            if not isinstance(one, Drop | Forget) or one.group in self.inner
         ]
 
 
@@ -505,7 +507,7 @@ class DropsBeforeItIsHeld(FaultyPlanner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.known: defaultdict[GroupId, list[Hold]] = defaultdict(list)
+        self.known: defaultdict[GroupId, list[HostAccess]] = defaultdict(list)
 
     def hears(self, event: Event) -> Iterator[Event]:
         match event:
@@ -539,10 +541,10 @@ class CopiesTheCleanDown(FaultyPlanner):
             return instructions  # these drops are of what is going to change
         told: list[Instruction] = []
         for one in instructions:
-            if isinstance(one, Drop) and one.key in self.inner:
+            if isinstance(one, Drop) and one.group in self.inner:
                 below = [tier for tier in self.tiers if tier > one.tier]
-                if any(tier in self.residence(one.key) for tier in below):
-                    told.append(Copy(one.key, one.nbytes, one.tier, below[0], urgent=True))
+                if any(tier in self.residence(one.group) for tier in below):
+                    told.append(Copy(one.group, one.nbytes, one.tier, below[0], urgent=True))
             told.append(one)
         return told
 
@@ -620,18 +622,18 @@ class OrphansKeepTheirRoom(FaultyPlanner):
 
     def _comes(self, group: GroupId) -> Iterator[Event]:
         self.coming.add(group)
-        yield events.HostDemanded(group, Hold.READ)
+        yield events.HostDemanded(group, HostAccess.READ)
 
     def _sticks(self, group: GroupId) -> Iterator[Event]:
         self.coming.discard(group)
         self.stuck.add(group)
-        yield events.HostLeased(group, Hold.READ)
+        yield events.HostLeased(group, HostAccess.READ)
         yield from self.one_lease_less(group)
 
     def _let_loose(self, group: GroupId | None) -> Iterator[Event]:
         if group in self.coming:
             self.coming.discard(group)
-            yield events.HostWithdrawn(group, Hold.READ)
+            yield events.HostWithdrawn(group, HostAccess.READ)
         elif group in self.stuck:
             self.stuck.discard(group)
             yield from self.one_lease_more(group)
@@ -722,10 +724,12 @@ class WaitsForWhatIsHeldForGood(FaultyPlanner):
 
     def hears(self, event: Event) -> Iterator[Event]:
         match event:
-            case events.HostLeased(group, Hold.KEEP):
+            case events.HostLeased(group, HostAccess.PERMANENT):
                 yield event
                 yield from self.one_lease_more(group)
-            case events.HostReleased(group) if self.facts.last_purpose[group] is Hold.KEEP:
+            case events.HostReleased(group) if (
+                self.facts.last_purpose[group] is HostAccess.PERMANENT
+            ):
                 yield from self.one_lease_less(group)
                 yield event
             case _:

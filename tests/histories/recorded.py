@@ -29,7 +29,7 @@ STEPS = 60
 
 def words_of(instruction: Instruction) -> str:
     """An instruction in words: what is done, to which generation of which key, and where."""
-    group = f"{instruction.key.key} {instruction.key.generation}"
+    group = f"{instruction.group.key} {instruction.group.generation}"
     if isinstance(instruction, Forget):
         return f"forget {group}"
     if isinstance(instruction, Copy):

@@ -44,7 +44,7 @@ def a_full_put_keeps_the_spills_it_started(planner: Kind) -> None:
     a, b = put(world, 5), put(world, 5)
     third = world.claim(10)  # both would have to go; the disk takes one
     assert third is not None
-    assert [(m.key, m.dst) for m in world.books.moving] == [(a, Tier.DISK)]
+    assert [(m.group, m.dst) for m in world.books.moving] == [(a, Tier.DISK)]
     land_all(world)
     assert world.fill(third)
     assert isinstance(world.errors[-1][1], BudgetError)
@@ -75,9 +75,9 @@ def a_source_survives_making_room_for_its_copy(planner: Kind) -> None:
     waiter = world.demand(wanted)
     assert waiter is not None
     # Both have room set aside on the device; the host lets one through at a time.
-    assert [(m.key, m.dst) for m in world.books.moving] == [(hoped, Tier.HOST)]
+    assert [(m.group, m.dst) for m in world.books.moving] == [(hoped, Tier.HOST)]
     land_all(world)
-    hops = [i.key for i in world.books.followed if isinstance(i, Copy) and i.dst is Tier.HOST]
+    hops = [i.group for i in world.books.followed if isinstance(i, Copy) and i.dst is Tier.HOST]
     assert hops == [hoped, wanted], "what was on its way up was given up, and fetched again"
     assert world.wake(waiter)
     world.finish()
@@ -157,7 +157,7 @@ def a_claim_evicts_what_was_put_just_before(planner: Kind) -> None:
     first, second = world.claim(8), world.claim(7)
     assert first is not None and second is not None
     assert world.fill(first)
-    assert [(m.key, m.dst) for m in world.books.moving] == [(first, Tier.DISK)]
+    assert [(m.group, m.dst) for m in world.books.moving] == [(first, Tier.DISK)]
     land_all(world)
     assert world.fill(second)
     assert world.planner.residence(second) == (Tier.HOST,)

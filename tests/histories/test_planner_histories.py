@@ -19,7 +19,7 @@ from tests.histories.machine import World, play
 from tests.histories.mutants import DropsWhatIsRead
 from tests.lanes import by_lane
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.planner import Planner
 
 HISTORIES = 2000
@@ -77,8 +77,8 @@ class PlannerMachine(RuleBasedStateMachine):
         if key := self._known(index):
             self.world.demand(key, access)
 
-    @rule(index=index, purpose=st.sampled_from(Hold))
-    def fetch(self, index: int, purpose: Hold) -> None:
+    @rule(index=index, purpose=st.sampled_from(HostAccess))
+    def fetch(self, index: int, purpose: HostAccess) -> None:
         if key := self._known(index):
             self.world.fetch(key, purpose)
 

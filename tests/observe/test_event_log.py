@@ -17,7 +17,7 @@ from tierstore.model.errors import TransferError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import TIERS, Access, Hold, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
 from tierstore.observe.event_log import EventLog, from_row, replayed, to_row
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
@@ -33,7 +33,7 @@ WHOLE = events.RecoveredGroup(
     (HOST, DISK),
     moves=((HOST, DISK), (DISK, HOST)),
     leases=((Access.READ, True), (Access.TAKE, False)),
-    host_lease=Hold.KEEP,
+    host_lease=HostAccess.PERMANENT,
     backing=DISK,
     caller_scheduled=True,
     sticky=True,
@@ -51,9 +51,9 @@ ALL: list[Event] = [
     events.Withdrawn(A),
     *(events.Leased(A, access, True, False) for access in Access),
     *(events.Released(A, access, True) for access in Access),
-    *(events.HostDemanded(A, purpose) for purpose in Hold),
-    events.HostWithdrawn(A, Hold.RENEW),
-    events.HostLeased(A, Hold.UPDATE),
+    *(events.HostDemanded(A, purpose) for purpose in HostAccess),
+    events.HostWithdrawn(A, HostAccess.RENEW),
+    events.HostLeased(A, HostAccess.UPDATE),
     events.HostReleased(A),
     events.Expected(()),
     events.Expected((A, B), HOST),

@@ -13,7 +13,7 @@ from typing import Any
 from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy
@@ -80,10 +80,10 @@ class Driver:
         return [self._named(instruction) for instruction in found]
 
     def _named(self, instruction: Instruction) -> Instruction:
-        if instruction.key.generation:
+        if instruction.group.generation:
             return instruction
-        name: Any = instruction.key.key
-        return replace(instruction, key=name)
+        name: Any = instruction.group.key
+        return replace(instruction, group=name)
 
     # Events ------------------------------------------------------------------------------------
 
@@ -118,26 +118,26 @@ class Driver:
         self, name: Name, access: Access, *, permanent: bool = False, demanded: bool = True
     ) -> bool:
         """Lease the group, if that is possible."""
-        lendable = self.lendable(name, access)
-        if lendable:
+        leasable = self.leasable(name, access)
+        if leasable:
             self.handle(events.Leased(group_of(name), access, permanent, demanded))
-        return lendable
+        return leasable
 
     def release(self, name: Name, access: Access, *, permanent: bool = False) -> None:
         self.handle(events.Released(group_of(name), access, permanent))
 
-    def demand_on_host(self, name: Name, purpose: Hold) -> None:
+    def demand_on_host(self, name: Name, purpose: HostAccess) -> None:
         self.handle(events.HostDemanded(group_of(name), purpose))
 
-    def withdraw_on_host(self, name: Name, purpose: Hold) -> None:
+    def withdraw_on_host(self, name: Name, purpose: HostAccess) -> None:
         self.handle(events.HostWithdrawn(group_of(name), purpose))
 
-    def lease_on_host(self, name: Name, purpose: Hold) -> bool:
+    def lease_on_host(self, name: Name, purpose: HostAccess) -> bool:
         """Lease the group in host memory, if that is possible."""
-        lendable = self.host_lendable(name, purpose)
-        if lendable:
+        leasable = self.host_leasable(name, purpose)
+        if leasable:
             self.handle(events.HostLeased(group_of(name), purpose))
-        return lendable
+        return leasable
 
     def release_on_host(self, name: Name) -> None:
         self.handle(events.HostReleased(group_of(name)))
@@ -194,11 +194,11 @@ class Driver:
     def __contains__(self, name: Name) -> bool:
         return group_of(name) in self.planner
 
-    def lendable(self, name: Name, access: Access) -> bool:
-        return self.planner.lendable(group_of(name), access)
+    def leasable(self, name: Name, access: Access) -> bool:
+        return self.planner.leasable(group_of(name), access)
 
-    def host_lendable(self, name: Name, purpose: Hold) -> bool:
-        return self.planner.host_lendable(group_of(name), purpose)
+    def host_leasable(self, name: Name, purpose: HostAccess) -> bool:
+        return self.planner.host_leasable(group_of(name), purpose)
 
     def computing_seconds(self, name: Name) -> float:
         return self.planner.computing_seconds(group_of(name))
@@ -219,7 +219,7 @@ class Driver:
         return self.planner.granted(group_of(name))
 
     def kept(self, name: Name) -> bool:
-        return self.planner.kept(group_of(name))
+        return self.planner.leased_permanently(group_of(name))
 
     def saved(self, name: Name) -> bool:
         return self.planner.saved(group_of(name))
@@ -237,7 +237,7 @@ def driver_of(
     schedule: Schedule,
     clock: Callable[[], float] = lambda: 0.0,
     *,
-    told: bool = False,
+    timed_by_device: bool = False,
 ) -> Driver:
     """A driver of a new planner."""
-    return Driver(Planner(budgets, policy, schedule, told=told), clock)
+    return Driver(Planner(budgets, policy, schedule, timed_by_device=timed_by_device), clock)

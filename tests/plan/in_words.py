@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from tests.plan.driver import Driver, driver_of
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction
-from tierstore.model.tiers import TIERS, Access, Hold, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
 from tierstore.plan.schedule import LearnedOrder
 
 DEVICE, HOST, DISK = TIERS.values()
@@ -51,7 +51,7 @@ def in_words(instruction: Instruction) -> str:
             return f"{key} leaves {tier.name}"
         case Forget(key):
             return f"{key} is gone"
-    return f"{instruction.key} gets room on {instruction.tier.name}"
+    return f"{instruction.group} gets room on {instruction.tier.name}"
 
 
 def told(planner: Driver) -> list[str]:
@@ -73,10 +73,10 @@ def register(planner: Driver, key: str, nbytes: int, *, backing: bool = True) ->
 def bring(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:
     """It is on disk and in host memory, and nobody wants it."""
     register(planner, key, nbytes, backing=backing)
-    planner.demand_on_host(key, Hold.READ)
+    planner.demand_on_host(key, HostAccess.READ)
     assert told(planner)[-1] == f"{key}: DISK to HOST!"
     planner.arrive(key, DISK, HOST)
-    planner.withdraw_on_host(key, Hold.READ)
+    planner.withdraw_on_host(key, HostAccess.READ)
 
 
 def raise_up(planner: Driver, key: str, nbytes: int) -> None:
@@ -104,7 +104,7 @@ def lend(planner: Driver, key: str, nbytes: int) -> None:
     told(planner)
 
 
-def hold(planner: Driver, key: str, nbytes: int, purpose: Hold = Hold.READ) -> None:
+def hold(planner: Driver, key: str, nbytes: int, purpose: HostAccess = HostAccess.READ) -> None:
     """Somebody has it in host memory, and it is on disk."""
     bring(planner, key, nbytes)
     planner.demand_on_host(key, purpose)

@@ -63,7 +63,7 @@ class Scan:
             for copy in copies:
                 way = (copy.src, copy.dst)
                 self.moved[way] = self.moved.get(way, 0) + copy.nbytes
-                self.planner.arrive(copy.key, copy.src, copy.dst)
+                self.planner.arrive(copy.group, copy.src, copy.dst)
 
     def read_by(self, order: Iterable[str]) -> int:
         """The bytes read from disk while the groups of `order` are used."""

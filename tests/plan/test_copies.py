@@ -68,7 +68,7 @@ def test_a_hop_whose_copies_are_only_queued_is_as_fast_as_it_is_said_to_be() -> 
 
 
 def test_a_use_that_a_device_tells_of_is_one_of_a_group_that_is_known() -> None:
-    planner = driver_of({HOST: 100, DISK: None}, ByName(), LearnedOrder(), told=True)
+    planner = driver_of({HOST: 100, DISK: None}, ByName(), LearnedOrder(), timed_by_device=True)
     for key in "ab":
         put(planner, key, 8)
     planner.measure_use("a", 0.0, 0.0)

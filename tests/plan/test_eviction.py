@@ -22,7 +22,7 @@ from tests.plan.in_words import (
     register,
     told,
 )
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 
 MUCH = 1000
 SCENES = 100
@@ -56,8 +56,8 @@ def place(planner: Driver, thing: Thing) -> None:
             bring(planner, key, nbytes)
     match thing.kind:
         case "held" | "wanted":
-            planner.demand_on_host(key, Hold.READ)
-            assert thing.kind == "wanted" or planner.lease_on_host(key, Hold.READ)
+            planner.demand_on_host(key, HostAccess.READ)
+            assert thing.kind == "wanted" or planner.lease_on_host(key, HostAccess.READ)
         case "being saved":
             planner.save(key)
         case "leaving":
@@ -187,7 +187,7 @@ def test_nor_on_the_device_while_host_memory_is_held_for_good() -> None:
     planner.release("a", Access.UPDATE)
     raise_up(planner, "b", 4)
     planner.withdraw("b")
-    hold(planner, "held", 5, Hold.KEEP)
+    hold(planner, "held", 5, HostAccess.PERMANENT)
     bring(planner, "c", 1)
     told(planner)
     planner.demand("c")
@@ -199,7 +199,7 @@ def test_a_copy_may_take_room_that_was_already_set_aside_for_it(device: int | No
     """Who renews a group wants room only; who demands it wants the old bytes there."""
     planner = planner_of(5, device)
     register(planner, "a", 5)
-    planner.demand_on_host("a", Hold.RENEW)
+    planner.demand_on_host("a", HostAccess.RENEW)
     assert told(planner) == [] and planner.used[HOST] == 5
     planner.demand("a")
     assert told(planner) == ["a: DISK to HOST!"]
@@ -209,7 +209,7 @@ def test_a_copy_may_take_room_that_was_already_set_aside_for_it(device: int | No
 def test_what_is_put_away_takes_room_that_was_already_set_aside_for_it() -> None:
     planner = planner_of(5, 5)
     change(planner, "a", 5)
-    planner.demand_on_host("a", Hold.RENEW)
+    planner.demand_on_host("a", HostAccess.RENEW)
     assert planner.used[HOST] == 0, "it is being changed"
     planner.release("a", Access.UPDATE)
     assert told(planner) == [] and planner.used[HOST] == 5

@@ -8,7 +8,7 @@ import pytest
 from tests.plan.driver import Driver, driver_of
 from tests.plan.in_words import DEVICE, DISK, HOST, ByName, put, told
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.schedule import LearnedOrder
 
 REMOTE = Tier(3, "REMOTE", persistent=True)
@@ -44,7 +44,7 @@ def test_what_is_demanded_comes_up_hop_by_hop() -> None:
     for src, dst in ((REMOTE, DISK), (DISK, HOST), (HOST, DEVICE)):
         assert planner.used[DEVICE] == 5, "room is set aside before the first hop"
         assert told(planner) == [f"a: {src} to {dst}!"]
-        assert not planner.lendable("a", Access.READ)
+        assert not planner.leasable("a", Access.READ)
         planner.arrive("a", src, dst)
     assert told(planner) == []
     assert planner.lease("a", Access.READ)
@@ -55,11 +55,11 @@ def test_what_is_demanded_comes_up_hop_by_hop() -> None:
 def test_who_wants_it_in_host_memory_gets_it_over_the_disk() -> None:
     planner = four_tiers()
     register(planner, "a", 5)
-    planner.demand_on_host("a", Hold.UPDATE)
+    planner.demand_on_host("a", HostAccess.UPDATE)
     for src, dst in ((REMOTE, DISK), (DISK, HOST)):
         assert told(planner) == [f"a: {src} to {dst}!"]
         planner.arrive("a", src, dst)
-    assert planner.lease_on_host("a", Hold.UPDATE)
+    assert planner.lease_on_host("a", HostAccess.UPDATE)
     assert sorted(told(planner)) == ["a leaves DISK", "a leaves REMOTE"]
     assert planner.residence("a") == (HOST,)
     assert not planner.saved("a") and not planner.backed("a")
@@ -68,9 +68,9 @@ def test_who_wants_it_in_host_memory_gets_it_over_the_disk() -> None:
 def test_new_values_need_nothing_from_below() -> None:
     planner = four_tiers()
     register(planner, "a", 5)
-    planner.demand_on_host("a", Hold.RENEW)
+    planner.demand_on_host("a", HostAccess.RENEW)
     assert told(planner) == []
-    assert planner.lease_on_host("a", Hold.RENEW)
+    assert planner.lease_on_host("a", HostAccess.RENEW)
     assert told(planner) == ["a gets room on HOST", "a leaves REMOTE"]
 
 
@@ -116,7 +116,7 @@ def test_what_has_to_pass_through_the_disk_must_fit_there(want: str) -> None:
     planner = four_tiers(disk=5)
     register(planner, "a", 6)
     with pytest.raises(BudgetError, match="raise disk_budget to at least 6 bytes") as caught:
-        planner.demand("a") if want == "demand" else planner.demand_on_host("a", Hold.READ)
+        planner.demand("a") if want == "demand" else planner.demand_on_host("a", HostAccess.READ)
     assert (caught.value.tier, caught.value.budget) == ("DISK", 5)
     assert told(planner) == [] and planner.waited_for() == set()
     planner.expect(["a"])

@@ -11,7 +11,7 @@ from tests.plan.driver import Driver, driver_of
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Reserve
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.matching import Numbers
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy, policy_named
 from tierstore.plan.retention import RetentionSet, Seconds
@@ -24,13 +24,13 @@ BOTH = pytest.mark.parametrize("budgets", [TWO, THREE])
 Budgets = dict[Tier, int | None]
 
 
-def fetched(world: World, key: GroupId, purpose: Hold) -> Holder:
+def fetched(world: World, key: GroupId, purpose: HostAccess) -> Holder:
     fetcher = world.fetch(key, purpose)
     assert fetcher is not None
     return fetcher
 
 
-def held(world: World, key: GroupId, purpose: Hold) -> Holder:
+def held(world: World, key: GroupId, purpose: HostAccess) -> Holder:
     fetcher = fetched(world, key, purpose)
     land_all(world)
     assert world.hold(fetcher)
@@ -48,12 +48,12 @@ def with_planner(
     return planner, schedule
 
 
-def hold(planner: Driver, key: str, purpose: Hold = Hold.READ) -> None:
+def hold(planner: Driver, key: str, purpose: HostAccess = HostAccess.READ) -> None:
     """Holds what is there or comes at once."""
     planner.demand_on_host(key, purpose)
     for instruction in planner.instructions():
         if isinstance(instruction, Copy):
-            planner.arrive(instruction.key, instruction.src, instruction.dst)
+            planner.arrive(instruction.group, instruction.src, instruction.dst)
     assert planner.lease_on_host(key, purpose)
 
 
@@ -64,7 +64,7 @@ def hold(planner: Driver, key: str, purpose: Hold = Hold.READ) -> None:
 def test_what_never_fits_host_memory_is_refused_with_advice(budgets: Budgets) -> None:
     planner, _ = with_planner(budgets, a=21)
     with pytest.raises(BudgetError, match="raise ram_budget to at least 21 bytes") as caught:
-        planner.demand_on_host("a", Hold.READ)
+        planner.demand_on_host("a", HostAccess.READ)
     error = caught.value
     assert (error.key, error.tier, error.nbytes, error.budget) == ("a", "HOST", 21, 20)
     assert planner.instructions() == []
@@ -74,14 +74,14 @@ def test_of_the_device_the_advice_is_another() -> None:
     planner, _ = with_planner({Tier.DEVICE: 20, Tier.HOST: None, Tier.DISK: None}, a=21)
     with pytest.raises(BudgetError, match="raise device_budget to at least 21 bytes"):
         planner.demand("a")
-    planner.demand_on_host("a", Hold.READ)
+    planner.demand_on_host("a", HostAccess.READ)
     assert planner.instructions() == [Copy("a", 21, Tier.DISK, Tier.HOST, urgent=True)]
 
 
 @BOTH
 def test_what_just_fits_is_fetched(budgets: Budgets) -> None:
     planner, _ = with_planner(budgets, a=20)
-    planner.demand_on_host("a", Hold.READ)
+    planner.demand_on_host("a", HostAccess.READ)
     assert planner.instructions() == [Copy("a", 20, Tier.DISK, Tier.HOST, urgent=True)]
 
 
@@ -89,7 +89,7 @@ def test_what_just_fits_is_fetched(budgets: Budgets) -> None:
 def test_several_who_want_to_look_hold_one_after_the_other(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
-    first, second = (fetched(world, key, Hold.READ) for _ in range(2))
+    first, second = (fetched(world, key, HostAccess.READ) for _ in range(2))
     land_all(world)
     assert world.hold(first)
     assert not world.hold(second), "one at a time"
@@ -106,10 +106,10 @@ def test_several_who_want_to_look_hold_one_after_the_other(budgets: Budgets) -> 
 def test_who_wants_it_again_may_have_it_though_it_was_to_be_put_away(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
-    holder = held(world, key, Hold.READ)
+    holder = held(world, key, HostAccess.READ)
     world.put_away(key)
     assert world.planner.residence(key) == (Tier.HOST, Tier.DISK), "somebody holds it"
-    again = fetched(world, key, Hold.READ)
+    again = fetched(world, key, HostAccess.READ)
     world.let_go(holder)
     assert world.hold(again), "it would have to be read again"
     assert len([i for i in world.books.followed if isinstance(i, Copy)]) == 1
@@ -119,12 +119,12 @@ def test_who_wants_it_again_may_have_it_though_it_was_to_be_put_away(budgets: Bu
 def test_who_gives_up_takes_the_error_with_them() -> None:
     world = World(TWO)
     key = world.register(5)
-    fetcher = fetched(world, key, Hold.READ)
+    fetcher = fetched(world, key, HostAccess.READ)
     world.fail(world.books.moving[0])
     assert world.planner.error_of(key) is not None
     world.withdraw_fetch(fetcher)
     assert world.planner.error_of(key) is None
-    held(world, key, Hold.READ)
+    held(world, key, HostAccess.READ)
     world.finish()
 
 
@@ -132,7 +132,7 @@ def test_who_never_wanted_to_hold_it_has_nothing_to_withdraw() -> None:
     planner, _ = with_planner(TWO, a=5)
     planner.demand("a")
     planner.fail("a", Tier.DISK, Tier.HOST, OSError())
-    planner.withdraw_on_host("a", Hold.READ)
+    planner.withdraw_on_host("a", HostAccess.READ)
     assert planner.error_of("a") is not None, "who demands it was not told yet"
 
 
@@ -143,7 +143,7 @@ def test_who_never_wanted_to_hold_it_has_nothing_to_withdraw() -> None:
 def test_room_for_new_values_stays_while_anybody_wants_to_make_them(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
-    first, second = (fetched(world, key, Hold.RENEW) for _ in range(2))
+    first, second = (fetched(world, key, HostAccess.RENEW) for _ in range(2))
     world.withdraw_fetch(first)
     assert not world.books.moving
     assert world.planner.used[Tier.HOST] == 5
@@ -155,7 +155,7 @@ def test_room_for_new_values_stays_while_anybody_wants_to_make_them(budgets: Bud
 def test_once_only_others_want_it_the_old_values_come(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
-    renewing, looking = fetched(world, key, Hold.RENEW), fetched(world, key, Hold.READ)
+    renewing, looking = fetched(world, key, HostAccess.RENEW), fetched(world, key, HostAccess.READ)
     assert not world.books.moving, "the room is there for new values"
     world.withdraw_fetch(renewing)
     assert [(m.src, m.dst) for m in world.books.moving] == [(Tier.DISK, Tier.HOST)]
@@ -167,11 +167,11 @@ def test_once_only_others_want_it_the_old_values_come(budgets: Budgets) -> None:
 def test_who_leaves_gives_up_no_copy_that_is_there_or_coming() -> None:
     world = World(TWO)
     key = world.register(5)
-    looking = fetched(world, key, Hold.READ)
+    looking = fetched(world, key, HostAccess.READ)
     world.withdraw_fetch(looking)
     assert world.planner.arriving(key), "it may as well be kept"
     land_all(world)
-    world.withdraw_fetch(fetched(world, key, Hold.READ))
+    world.withdraw_fetch(fetched(world, key, HostAccess.READ))
     assert world.planner.residence(key) == (Tier.HOST, Tier.DISK)
     world.finish()
 
@@ -179,10 +179,10 @@ def test_who_leaves_gives_up_no_copy_that_is_there_or_coming() -> None:
 @BOTH
 def test_room_for_new_values_is_reserved_and_counts_as_a_copy(budgets: Budgets) -> None:
     planner, _ = with_planner(budgets, policy="lru", a=5)
-    planner.demand_on_host("a", Hold.RENEW)
+    planner.demand_on_host("a", HostAccess.RENEW)
     assert planner.instructions() == [], "they who make them may be waiting for somebody"
-    assert not planner.lease_on_host("a", Hold.KEEP), "there is nothing in it yet"
-    assert planner.lease_on_host("a", Hold.RENEW)
+    assert not planner.lease_on_host("a", HostAccess.PERMANENT), "there is nothing in it yet"
+    assert planner.lease_on_host("a", HostAccess.RENEW)
     assert planner.instructions() == [Reserve("a", 5, Tier.HOST), Drop("a", 5, Tier.DISK)]
     assert planner.residence("a") == (Tier.HOST,) and not planner.backed("a")
     planner.release_on_host("a")
@@ -196,25 +196,25 @@ def test_room_for_new_values_is_reserved_and_counts_as_a_copy(budgets: Budgets) 
 
 def test_what_is_lent_moves_or_is_not_there_is_not_held() -> None:
     planner, _ = with_planner(THREE, a=5)
-    assert not planner.lease_on_host("a", Hold.READ), "it is not there"
+    assert not planner.lease_on_host("a", HostAccess.READ), "it is not there"
     planner.demand("a")
-    planner.demand_on_host("a", Hold.READ)
-    assert not planner.lease_on_host("a", Hold.READ), "it is on its way"
+    planner.demand_on_host("a", HostAccess.READ)
+    assert not planner.lease_on_host("a", HostAccess.READ), "it is on its way"
     planner.arrive("a", Tier.DISK, Tier.HOST)
-    assert not planner.lease_on_host("a", Hold.READ), "it is on its way further up"
+    assert not planner.lease_on_host("a", HostAccess.READ), "it is on its way further up"
     planner.arrive("a", Tier.HOST, Tier.DEVICE)
     assert planner.lease("a", Access.READ)
-    assert not planner.lease_on_host("a", Hold.READ), "it is lent"
+    assert not planner.lease_on_host("a", HostAccess.READ), "it is lent"
     planner.release("a", Access.READ)
-    assert planner.lease_on_host("a", Hold.READ)
-    assert not planner.lease_on_host("a", Hold.READ), "it is held already"
+    assert planner.lease_on_host("a", HostAccess.READ)
+    assert not planner.lease_on_host("a", HostAccess.READ), "it is held already"
 
 
-@pytest.mark.parametrize("purpose", Hold)
-def test_only_who_looks_leaves_the_other_copies_valid(purpose: Hold) -> None:
+@pytest.mark.parametrize("purpose", HostAccess)
+def test_only_who_looks_leaves_the_other_copies_valid(purpose: HostAccess) -> None:
     planner, _ = with_planner(THREE, a=5)
     hold(planner, "a", purpose)
-    looks = purpose is Hold.READ
+    looks = purpose is HostAccess.READ
     assert planner.residence("a") == ((Tier.HOST, Tier.DISK) if looks else (Tier.HOST,))
     assert planner.backed("a") == looks
     planner.release_on_host("a")
@@ -222,8 +222,10 @@ def test_only_who_looks_leaves_the_other_copies_valid(purpose: Hold) -> None:
     planner.check()
 
 
-@pytest.mark.parametrize(("purpose", "waits"), [(Hold.UPDATE, True), (Hold.KEEP, False)])
-def test_nobody_waits_for_what_is_held_for_good(purpose: Hold, waits: bool) -> None:
+@pytest.mark.parametrize(
+    ("purpose", "waits"), [(HostAccess.UPDATE, True), (HostAccess.PERMANENT, False)]
+)
+def test_nobody_waits_for_what_is_held_for_good(purpose: HostAccess, waits: bool) -> None:
     planner, _ = with_planner({Tier.HOST: 20, Tier.DISK: 0}, a=18)
     hold(planner, "a", purpose)
     planner.register("b", 2)
@@ -240,15 +242,15 @@ def test_nobody_waits_for_what_is_held_for_good(purpose: Hold, waits: bool) -> N
 def test_who_wants_what_is_held_for_good_gives_nothing_back() -> None:
     """They will not wake up, so nobody should wait for them."""
     planner, _ = with_planner({Tier.HOST: 20, Tier.DISK: 0}, a=18)
-    hold(planner, "a", Hold.KEEP)
-    planner.demand_on_host("a", Hold.READ)
+    hold(planner, "a", HostAccess.PERMANENT)
+    planner.demand_on_host("a", HostAccess.READ)
     planner.claim("c", 5)
     assert planner.error_of("c") is not None
 
 
 def test_of_what_is_held_for_good_a_copy_on_the_device_is_lent_and_comes_back() -> None:
     planner, _ = with_planner({Tier.DEVICE: 20, Tier.HOST: 20, Tier.DISK: 0}, a=18)
-    hold(planner, "a", Hold.KEEP)
+    hold(planner, "a", HostAccess.PERMANENT)
     planner.demand("a")
     planner.arrive("a", Tier.HOST, Tier.DEVICE)
     planner.claim("c", 5)
@@ -292,7 +294,7 @@ def test_who_holds_uses() -> None:
         hold(planner, key)
         planner.release_on_host(key)
     planner.claim("d", 20)
-    assert [i.key for i in planner.instructions() if isinstance(i, Drop)] == ["b", "c", "a"]
+    assert [i.group for i in planner.instructions() if isinstance(i, Drop)] == ["b", "c", "a"]
     assert [schedule.steps_until(key) for key in "bca"] == [1, 2, 3], "an order like any other"
 
 
@@ -404,7 +406,7 @@ def test_what_is_put_away_leaves_every_tier_but_the_disk(budgets: Budgets) -> No
 def test_what_somebody_waits_for_is_not_put_away(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
-    fetcher, waiter = fetched(world, key, Hold.READ), world.demand(key)
+    fetcher, waiter = fetched(world, key, HostAccess.READ), world.demand(key)
     assert waiter is not None
     land_all(world)
     world.put_away(key)
@@ -452,12 +454,12 @@ def test_what_is_put_away_is_not_expected_any_more() -> None:
 
 def test_only_a_copy_above_the_disk_is_arriving() -> None:
     planner, _ = with_planner(THREE, a=5)
-    planner.demand_on_host("a", Hold.READ)
+    planner.demand_on_host("a", HostAccess.READ)
     assert planner.arriving("a"), "one of its copies is there, one is on its way"
     planner.arrive("a", Tier.DISK, Tier.HOST)
     assert not planner.arriving("a")
-    planner.demand_on_host("a", Hold.UPDATE)
-    assert planner.lease_on_host("a", Hold.UPDATE)
+    planner.demand_on_host("a", HostAccess.UPDATE)
+    assert planner.lease_on_host("a", HostAccess.UPDATE)
     planner.release_on_host("a")
     planner.save("a")
     assert not planner.arriving("a"), "it goes down"

@@ -22,7 +22,7 @@ from tests.plan.in_words import (
     told,
 )
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.matching import Numbers
 from tierstore.plan.planner import Planner
 from tierstore.plan.schedule import LearnedOrder
@@ -144,7 +144,7 @@ def test_hopes_leave_the_room_alone_that_somebody_waits_for_in_host_memory(want:
     if want == "demand":
         planner.demand("a")
     elif want == "fetch":
-        planner.demand_on_host("a", Hold.READ)
+        planner.demand_on_host("a", HostAccess.READ)
     else:
         planner.claim("put", 5, caller_scheduled=True)
     planner.expect(["hope"])
@@ -203,15 +203,15 @@ def test_hopes_that_nobody_has_used_yet_take_half_of_the_room_at_most() -> None:
     assert told(planner) == ["a: HOST to DEVICE!", "c: DISK to HOST"]
 
 
-@pytest.mark.parametrize("purpose", Hold)
-def test_hopes_go_on_while_something_is_fetched(purpose: Hold) -> None:
+@pytest.mark.parametrize("purpose", HostAccess)
+def test_hopes_go_on_while_something_is_fetched(purpose: HostAccess) -> None:
     planner = planner_of(80)
     for key in ("wanted", "hope", "next"):
         register(planner, key, 5)
     planner.expect(["hope"])
     told(planner)
     planner.demand_on_host("wanted", purpose)
-    assert told(planner) == ([] if purpose is Hold.RENEW else ["wanted: DISK to HOST!"])
+    assert told(planner) == ([] if purpose is HostAccess.RENEW else ["wanted: DISK to HOST!"])
     planner.expect(["next"])
     assert told(planner) == ["next: DISK to HOST"]
 
@@ -273,7 +273,7 @@ def wants_to_put(planner: Driver) -> None:
 
 def wants_to_hold(planner: Driver) -> None:
     register(planner, "large", 100)
-    planner.demand_on_host("large", Hold.READ)
+    planner.demand_on_host("large", HostAccess.READ)
 
 
 def wants_to_save(planner: Driver) -> None:
@@ -341,16 +341,16 @@ def test_room_to_renew_a_group_is_not_given_up_for_others() -> None:
     planner = planner_of(10)
     for key in "ab":
         register(planner, key, 6)
-    planner.demand_on_host("a", Hold.RENEW)
+    planner.demand_on_host("a", HostAccess.RENEW)
     planner.demand("b")
     assert told(planner) == []
-    assert planner.lease_on_host("a", Hold.RENEW)
+    assert planner.lease_on_host("a", HostAccess.RENEW)
     assert told(planner) == ["a gets room on HOST", "a leaves DISK"]
 
 
 def test_who_is_told_that_there_is_no_room_gets_none_later() -> None:
     planner = planner_of(10)
-    hold(planner, "held", 5, Hold.KEEP)
+    hold(planner, "held", 5, HostAccess.PERMANENT)
     planner.claim("a", 6, caller_scheduled=True)
     assert isinstance(planner.error_of("a"), BudgetError)
     planner.release_on_host("held")
@@ -415,7 +415,7 @@ def test_what_is_wanted_again_stays_in_host_memory(again: str) -> None:
     elif again == "prefetch":
         planner.expect(["a"])
     else:
-        planner.demand_on_host("a", Hold.READ)
+        planner.demand_on_host("a", HostAccess.READ)
     assert Tier.HOST in planner.residence("a")
     planner.arrive("a", HOST, DISK)
     assert planner.residence("a") == (HOST, DISK)

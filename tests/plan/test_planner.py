@@ -13,7 +13,7 @@ from tests.plan.scans import Scan
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.matching import Numbers
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy, policy_named
 from tierstore.plan.records import CopyRecord, State
@@ -93,13 +93,13 @@ def hopes_and_victims(
     def carry() -> None:
         for _ in range(20):  # without its protections, a planner may go on for ever
             batch = planner.instructions()
-            victims = [i.key for i in batch if isinstance(i, Drop)]
+            victims = [i.group for i in batch if isinstance(i, Drop)]
             hopes = [i for i in batch if isinstance(i, Copy)]
             if schedule.trusted and not any(copy.urgent for copy in hopes):
-                soonest = [schedule.steps_until(copy.key) for copy in hopes]
+                soonest = [schedule.steps_until(copy.group) for copy in hopes]
                 pairs.extend((h, schedule.steps_until(v)) for h in soonest for v in victims)
             for copy in hopes:
-                planner.arrive(copy.key, copy.src, copy.dst)
+                planner.arrive(copy.group, copy.src, copy.dst)
 
     for key in keys * PASSES:
         planner.demand(key)
@@ -233,9 +233,9 @@ def busy_planner() -> Driver:
         assert planner.lease(key, access)
     planner.release("idle", Access.READ)
     planner.register("held", 10)
-    planner.demand_on_host("held", Hold.KEEP)
+    planner.demand_on_host("held", HostAccess.PERMANENT)
     planner.arrive("held", Tier.DISK, Tier.HOST)
-    assert planner.lease_on_host("held", Hold.KEEP)
+    assert planner.lease_on_host("held", HostAccess.PERMANENT)
     planner.check()
     return planner
 

@@ -234,7 +234,7 @@ def on_a_device(
 ) -> Prefetcher:
     """After uses on a device that was told of all of them at once: of which group, from when on the
     device waited for it, and when it began."""
-    seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, told=True)
+    seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, timed_by_device=True)
     seen.retention = retention or seen.retention
     for number in range(3):
         seen.know(number, 1)

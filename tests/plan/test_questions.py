@@ -18,7 +18,7 @@ from tests.plan.in_words import (
     register,
     told,
 )
-from tierstore.model.tiers import Access, Hold
+from tierstore.model.tiers import Access, HostAccess
 from tierstore.plan.schedule import LearnedOrder
 
 
@@ -97,11 +97,11 @@ def test_all_of_whom_somebody_wants_anything_are_waited_for() -> None:
         register(planner, name, 5)
     assert planner.waited_for() == set()
     planner.demand("a")
-    planner.demand_on_host("b", Hold.READ)
+    planner.demand_on_host("b", HostAccess.READ)
     planner.claim("c", 5, caller_scheduled=True)
     planner.expect(["a"])  # a hope is nobody's who waits
     assert planner.waited_for() == ids("a", "b", "c")
-    planner.withdraw_on_host("b", Hold.READ)
+    planner.withdraw_on_host("b", HostAccess.READ)
     planner.withdraw("c")
     assert planner.waited_for() == ids("a")
     planner.withdraw("a")
@@ -145,7 +145,7 @@ def test_groups_are_there_until_their_last_copy_is_gone() -> None:
 
 def test_what_is_leased_in_host_memory_is_leased() -> None:
     planner = planner_of(10)
-    hold(planner, "a", 5, Hold.KEEP)
+    hold(planner, "a", 5, HostAccess.PERMANENT)
     assert planner.leased() == ids("a")
     planner.release_on_host("a")
     assert planner.leased() == set()

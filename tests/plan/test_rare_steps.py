@@ -13,7 +13,7 @@ from tierstore import BudgetError
 from tierstore.model.events import Ending, HostWithdrawn, MemoryReleased, SpillAdvised
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy
 from tierstore.plan.records import State
 from tierstore.plan.schedule import LearnedOrder
@@ -223,7 +223,7 @@ def test_a_hope_takes_the_room_of_what_is_kept_only_if_it_is_kept_itself() -> No
         if same:
             scan.planner.make_sticky("g3")
         scan.planner.expect(["g3"])
-        copies = [i.key for i in scan.planner.instructions() if isinstance(i, Copy)]
+        copies = [i.group for i in scan.planner.instructions() if isinstance(i, Copy)]
         assert copies == (["g3"] if same else [])
 
 
@@ -276,7 +276,7 @@ def test_two_demands_for_one_group_are_met_one_by_one() -> None:
 @pytest.mark.parametrize("leases", [0, 1])
 def test_who_is_stuck_is_told_only_once_nobody_can_give_anything_back(leases: int) -> None:
     world = World({Tier.HOST: 10, Tier.DISK: None})
-    kept = world.fetch(world.register(6), Hold.KEEP)
+    kept = world.fetch(world.register(6), HostAccess.PERMANENT)
     assert kept is not None
     land_all(world)
     assert world.hold(kept)
@@ -302,7 +302,7 @@ def test_who_waits_for_a_changed_group_to_leave_the_device_is_told_what_has_no_r
     land_all(world)
     land_all(world)
     assert lent is not None and world.wake(lent)
-    kept = world.fetch(small, Hold.KEEP)
+    kept = world.fetch(small, HostAccess.PERMANENT)
     land_all(world)
     assert kept is not None and world.hold(kept)
     waiter = world.demand(small)
@@ -347,11 +347,11 @@ def test_room_for_new_values_is_nothing_that_others_could_hold(
 ) -> None:
     world = World(budgets)
     key = world.register(5)
-    renewing = world.fetch(key, Hold.RENEW)
+    renewing = world.fetch(key, HostAccess.RENEW)
     assert renewing is not None
     assert not world.books.moving, "nobody wants the old values"
     assert world.planner.used[Tier.HOST] == 5
-    assert not world.planner.host_lendable(key, Hold.READ)
+    assert not world.planner.host_leasable(key, HostAccess.READ)
     world.withdraw_fetch(renewing)
     assert world.planner.used[Tier.HOST] == 0, "the room is nobody's any more"
     world.finish()
@@ -360,7 +360,7 @@ def test_room_for_new_values_is_nothing_that_others_could_hold(
 def test_new_values_are_held_where_the_old_ones_never_were() -> None:
     world = World(TWO)
     key = world.register(5)
-    renewing = world.fetch(key, Hold.RENEW)
+    renewing = world.fetch(key, HostAccess.RENEW)
     assert renewing is not None
     assert world.hold(renewing)
     assert world.planner.residence(key) == (Tier.HOST,), "the disk has the old ones"
@@ -374,15 +374,15 @@ def test_new_values_are_held_where_the_old_ones_never_were() -> None:
 def test_what_is_held_for_good_is_said_to_be() -> None:
     world = World(TWO)
     key = world.register(5)
-    for purpose in (Hold.READ, Hold.UPDATE, Hold.KEEP):
+    for purpose in (HostAccess.READ, HostAccess.UPDATE, HostAccess.PERMANENT):
         holder = world.fetch(key, purpose)
         assert holder is not None
         land_all(world)
-        assert not world.planner.kept(key)
+        assert not world.planner.leased_permanently(key)
         assert world.hold(holder)
-        assert world.planner.kept(key) == (purpose is Hold.KEEP)
+        assert world.planner.leased_permanently(key) == (purpose is HostAccess.PERMANENT)
         world.let_go(holder)
-    assert not world.planner.kept(key)
+    assert not world.planner.leased_permanently(key)
     world.finish()
 
 

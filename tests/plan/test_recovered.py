@@ -13,7 +13,7 @@ from tests.plan.driver import Driver, Name, driver_of, group_of
 from tierstore.model.events import Recovered, RecoveredGroup
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
-from tierstore.model.tiers import TIERS, Access, Hold, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.movement import Movement
@@ -79,7 +79,7 @@ def beliefs(planner: Driver, policy: Policy) -> dict[str, Any]:
         "numbered": set(numbered.values()),
         "numbers": {key for number, key in numbered.items() if groups[key].number == number},
         "moving": table.in_flight,
-        "to come back": table.lent,
+        "to come back": table.leased,
         "hops": {way: (hop.copies, hop.nbytes) for way, hop in planner.prefetcher.hops.items()},
         "foreseen": {
             tier: {numbered[n] for n in planner.foreseen_on(tier) if tier in there[numbered[n]]}
@@ -259,16 +259,16 @@ def test_what_is_lent_comes_back(access: Access) -> None:
     planner.release("a", access)
     planner.check()
     assert ("a" in planner) == (access is not Access.TAKE)
-    assert planner.table.lent == 0
+    assert planner.table.leased == 0
 
 
 LENT: dict[str, tuple[dict[str, Any], bool]] = {
     "a lease": ({"leases": ((Access.READ, False),)}, True),
     "a lease for good": ({"leases": ((Access.READ, True),)}, False),
     "one of each": ({"leases": ((Access.READ, True), (Access.READ, False))}, True),
-    "held": ({"host_lease": Hold.UPDATE}, True),
-    "held to be looked at": ({"host_lease": Hold.READ}, True),
-    "held for good": ({"host_lease": Hold.KEEP}, False),
+    "held": ({"host_lease": HostAccess.UPDATE}, True),
+    "held to be looked at": ({"host_lease": HostAccess.READ}, True),
+    "held for good": ({"host_lease": HostAccess.PERMANENT}, False),
     "nothing lent": ({}, False),
 }
 
@@ -283,13 +283,13 @@ def test_who_finds_no_room_waits_for_what_will_come_back_only(lent: str) -> None
 
 
 def test_what_is_held_stays_until_it_is_let_go() -> None:
-    planner = taken(found("a", Tier.HOST, nbytes=8, host_lease=Hold.UPDATE), host=10)
+    planner = taken(found("a", Tier.HOST, nbytes=8, host_lease=HostAccess.UPDATE), host=10)
     planner.claim("b", 5)
     assert planner.instructions() == []
-    assert not planner.lease_on_host("a", Hold.READ) and not planner.kept("a")
+    assert not planner.lease_on_host("a", HostAccess.READ) and not planner.kept("a")
     planner.release_on_host("a")
     assert planner.instructions() == [Copy("a", 8, Tier.HOST, Tier.DISK, urgent=True)]
-    assert taken(found("a", Tier.HOST, host_lease=Hold.KEEP)).kept("a")
+    assert taken(found("a", Tier.HOST, host_lease=HostAccess.PERMANENT)).kept("a")
 
 
 def test_what_should_be_kept_goes_last() -> None:
@@ -306,7 +306,7 @@ def test_the_oldest_goes_first_and_was_registered_first() -> None:
     both = Tier.HOST, Tier.DISK
     planner = taken(*(found(key, *both) for key in "bac"), host=15, policy="lru")
     planner.claim("d", 15)
-    assert [i.key for i in planner.instructions() if isinstance(i, Drop)] == ["b", "a", "c"]
+    assert [i.group for i in planner.instructions() if isinstance(i, Drop)] == ["b", "a", "c"]
     planner = taken(*(found(key, Tier.DISK) for key in "bac"), host=15)
     planner.demand("b")
     planner.arrive("b", Tier.DISK, Tier.HOST)
@@ -322,7 +322,7 @@ def test_of_a_group_that_its_caller_schedules_its_order_says_nothing() -> None:
     planner.arrive("b", Tier.DISK, Tier.HOST)
     planner.instructions()
     assert planner.lease("b", Access.READ)
-    hopes = [i.key for i in planner.instructions() if isinstance(i, Copy)]
+    hopes = [i.group for i in planner.instructions() if isinstance(i, Copy)]
     assert hopes == ["e"], "the others come when their caller says so"
 
 

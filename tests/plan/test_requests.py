@@ -19,7 +19,7 @@ from tests.plan.in_words import (
     told,
 )
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Access, Hold
+from tierstore.model.tiers import Access, HostAccess
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy
 from tierstore.plan.schedule import LearnedOrder
 
@@ -136,7 +136,7 @@ def test_a_hope_gets_the_room_that_a_put_was_withdrawn_from_at_the_next_change()
 
 def test_the_largest_of_those_who_are_stuck_is_told_first_so_that_others_get_on() -> None:
     planner = planner_of(10, 10)
-    hold(planner, "held", 5, Hold.KEEP)
+    hold(planner, "held", 5, HostAccess.PERMANENT)
     lend(planner, "lent", 1)
     for key, nbytes in (("large", 8), ("small", 4)):
         register(planner, key, nbytes)
@@ -157,15 +157,15 @@ def test_nobody_is_told_that_there_is_no_room_while_somebody_is_about_to_wake_up
 ) -> None:
     """One of them finds what they want, and may give its room back."""
     planner = planner_of(10)
-    hold(planner, "held", 4, Hold.KEEP)
+    hold(planner, "held", 4, HostAccess.PERMANENT)
     bring(planner, "awaited", 6)
     if want == "demand":
         planner.demand("awaited")
     else:
-        planner.demand_on_host("awaited", Hold.READ)
+        planner.demand_on_host("awaited", HostAccess.READ)
     for number in range(others):
         register(planner, f"other {number}", 6)
-        planner.demand_on_host(f"other {number}", Hold.READ)
+        planner.demand_on_host(f"other {number}", HostAccess.READ)
         assert planner.error_of(f"other {number}") is None
     planner.claim("a", 6, caller_scheduled=True)
     assert planner.error_of("a") is None
@@ -174,15 +174,15 @@ def test_nobody_is_told_that_there_is_no_room_while_somebody_is_about_to_wake_up
     if want == "demand":
         planner.withdraw("awaited")
     else:
-        planner.withdraw_on_host("awaited", Hold.READ)
+        planner.withdraw_on_host("awaited", HostAccess.READ)
     assert told(planner) == ["awaited leaves HOST", "a gets room on HOST"]
 
 
 @pytest.mark.parametrize("want", ["demand", "fetch", "claim"])
 def test_who_wants_what_is_held_for_good_keeps_nobody_from_being_told(want: str) -> None:
     planner = planner_of(10)
-    hold(planner, "held", 6, Hold.KEEP)
-    planner.demand_on_host("held", Hold.UPDATE)
+    hold(planner, "held", 6, HostAccess.PERMANENT)
+    planner.demand_on_host("held", HostAccess.UPDATE)
     if want == "claim":
         planner.claim("a", 5, caller_scheduled=True)
     else:
@@ -190,7 +190,7 @@ def test_who_wants_what_is_held_for_good_keeps_nobody_from_being_told(want: str)
         if want == "demand":
             planner.demand("a")
         else:
-            planner.demand_on_host("a", Hold.READ)
+            planner.demand_on_host("a", HostAccess.READ)
     assert isinstance(planner.error_of("a"), BudgetError)
 
 

@@ -16,7 +16,7 @@ from tests.plan.driver import Driver
 from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop
-from tierstore.model.tiers import Hold, Tier
+from tierstore.model.tiers import HostAccess, Tier
 from tierstore.plan.policy import LeastRecentlyUsed, RankingPolicy
 from tierstore.plan.records import GroupRecord, State
 
@@ -77,7 +77,7 @@ class Watched(World):
         if going and self.steps % 3 == 0:
             self.ending.append(going[self.steps % len(going)])
             copy = self.ending[-1]
-            self._step(events.Ending(copy.key, copy.src, copy.dst))
+            self._step(events.Ending(copy.group, copy.src, copy.dst))
 
     def _ends(self, copy: Copy) -> bool:
         return any(copy is other for other in self.ending)
@@ -106,7 +106,7 @@ class Watched(World):
         if copy.dst > copy.src:
             assert copy.urgent != ahead, copy
             return
-        group, requests = self.inside.record(copy.key), self.inside.requests
+        group, requests = self.inside.record(copy.group), self.inside.requests
         waits = group in requests.demands
         waits |= copy.dst >= self.books.host and group in requests.host_demands
         assert copy.urgent == waits, copy
@@ -139,7 +139,7 @@ class Watched(World):
         if not is_pulled and group.exclusive:
             return
         requests, top = self.inside.requests, self.books.top
-        renewed = set(requests.host_demands.get(group, [])) == {Hold.RENEW}
+        renewed = set(requests.host_demands.get(group, [])) == {HostAccess.RENEW}
         if goal not in group.copies and (is_pulled or renewed):
             assert not self._has_room(group, goal), f"{group.id} waits for room that is there"
             return

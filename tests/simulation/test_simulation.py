@@ -152,7 +152,7 @@ class Watched:
         self.planner.check()
         self.copies += [one for one in found if isinstance(one, Copy)]
         if isinstance(event, Arrived):
-            arrived = [copy.nbytes for copy in self.copies if copy.key == event.group]
+            arrived = [copy.nbytes for copy in self.copies if copy.group == event.group]
             self.arrivals[event.src, event.dst] += arrived[0]
         return found
 
@@ -234,7 +234,7 @@ def check_bytes(outcome: Outcome, planner: Watched, groups: Mapping[str, int]) -
     assert outcome.bytes_moved == dict(planner.arrivals)
     instructed: Counter[Way] = Counter()
     for copy in planner.copies:
-        assert copy.nbytes == groups[copy.key.key]
+        assert copy.nbytes == groups[copy.group.key]
         instructed[copy.src, copy.dst] += copy.nbytes
     assert all(planner.arrivals[way] <= nbytes for way, nbytes in instructed.items())
     read = [served.bytes_read for served in outcome.uses]

@@ -49,9 +49,9 @@ class Slots:
         if isinstance(one, Copy):
             slot = self.arenas[one.dst].take(one.nbytes)
             self.arenas[one.dst].fill(slot)
-            self._slots[one.key, one.dst] = slot
+            self._slots[one.group, one.dst] = slot
         elif isinstance(one, Drop):
-            self.arenas[one.tier].give(self._slots.pop((one.key, one.tier)))
+            self.arenas[one.tier].give(self._slots.pop((one.group, one.tier)))
 
     def made(self) -> int:
         return self.arenas[Tier.HOST].made

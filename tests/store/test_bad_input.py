@@ -57,7 +57,7 @@ from tierstore import (
     TruncatedFileError,
     UnknownKeyError,
 )
-from tierstore.model.locks import Bell
+from tierstore.model.locks import AutoResetEvent
 from tierstore.store import engine_of
 from tierstore.tiers.spill import Spill
 
@@ -1182,7 +1182,7 @@ def test_an_interrupt_while_waiting_leaves_nothing(
 
     with store.acquire("a"):
         thread_holds = store.acquire("b")
-        monkeypatch.setattr(Bell, "wait", lambda bell, seconds: interrupted(seconds))
+        monkeypatch.setattr(AutoResetEvent, "wait", lambda bell, seconds: interrupted(seconds))
         monkeypatch.setattr(core_of(store).queue, "tried_in_vain", lambda request: None)
         for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
             with pytest.raises(KeyboardInterrupt):

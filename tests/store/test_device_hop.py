@@ -229,7 +229,7 @@ def test_without_mending_an_interrupt_leaves_it_wrong(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: the books of the device's memory are not made anew."""
-    monkeypatch.setattr(DeviceTier, "mend", lambda *arguments: None)
+    monkeypatch.setattr(DeviceTier, "rebuild", lambda *arguments: None)
     store = two_of_four(disk_dir)
     found = []
     for interrupter in misses(store, 1.0):

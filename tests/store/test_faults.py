@@ -184,8 +184,8 @@ def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
 
 
 def quarrelling(room: WaitQueue) -> list[Request]:
-    room.lend("one", "a\0001")
-    room.lend("two", "b\0001")
+    room.add_lease("one", "a\0001")
+    room.add_lease("two", "b\0001")
     wanted = (("b", "one"), ("a", "two"), ("c", "three"))
     return [Request(key, RequestKind.LEASE, owner=owner) for key, owner in wanted]
 
@@ -213,10 +213,10 @@ def quarrel(kind: type[WaitQueue]) -> list[str]:
     assert refused == []  # something is still on its way
     idle.set()
     room.changed()
-    assert all(request.bell.wait(0) for request in requests)
+    assert all(request.wakeup.wait(0) for request in requests)
     all_look()
     if not refused:  # then somebody was woken to be refused
-        assert any(request.bell.wait(0) for request in requests)
+        assert any(request.wakeup.wait(0) for request in requests)
         all_look()
     return refused
 
@@ -238,7 +238,7 @@ def test_only_who_may_get_on_is_woken_and_holders_once_nobody_can() -> None:
         room.tried_in_vain(request)
 
     def woken() -> list[str]:
-        return [request.key for request in requests if request.bell.wait(0)]
+        return [request.key for request in requests if request.wakeup.wait(0)]
 
     room.changed()
     assert woken() == []

@@ -22,7 +22,7 @@ from tests.store.helpers import (
 )
 from tierstore import Access, BudgetError, Lease, LeaseError, TierStore
 from tierstore.lease import make_revocable, resume
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 
 HALF = 2  # pages of a group, of a budget of four: two have room
 
@@ -181,7 +181,7 @@ def test_only_what_is_read_rests(device: str, disk_dir: Path) -> None:
         with store.acquire("g0", Access.UPDATE) as lease:
             assert not make_revocable(lease)
         assert not make_revocable(lease), "it is released"
-        with mutable(store).lease_in_host("g0", Hold.READ) as held:
+        with mutable(store).lease_in_host("g0", HostAccess.READ) as held:
             assert not make_revocable(held)
         late = store.acquire("g1")
     assert not make_revocable(late)

@@ -42,7 +42,7 @@ from tierstore import (
     TierStore,
     TransferError,
 )
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 from tierstore.store import engine_of
 
 
@@ -86,7 +86,7 @@ def test_a_group_made_on_disk_is_saved_to_the_place_that_is_shown(
     with open_store(disk_dir, device=device) as store:
         mutable(store).create_on_disk("key", {"a": pages(0)})
         shown = mutable(store).view_on_disk("key")["a"]
-        with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
+        with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
             lease.tensors["a"].fill_(2)
         mutable(store).move_to_disk(["key"])
         assert_same(shown, pages(2))
@@ -175,8 +175,8 @@ def test_that_it_is_closed_is_what_a_store_says_first(disk_dir: Path) -> None:
 def test_who_would_change_what_is_held_for_good_is_told(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         mutable(store).create("key", {"a": pages(1)})
-        with mutable(store).lease_in_host("key", Hold.KEEP):
-            other = Caller(lambda: mutable(store).lease_in_host("key", Hold.UPDATE))
+        with mutable(store).lease_in_host("key", HostAccess.PERMANENT):
+            other = Caller(lambda: mutable(store).lease_in_host("key", HostAccess.UPDATE))
             error = other.ended()
         assert isinstance(error, LeaseError)
         assert "for good" in str(error)
@@ -196,7 +196,7 @@ def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
         with store.acquire("filler"):  # so that there is no room for it on the device
             waiting = Caller(lambda: store.acquire("key", Access.UPDATE))
             wait_for_a_request(store)
-            with mutable(store).lease_in_host("key", Hold.KEEP):
+            with mutable(store).lease_in_host("key", HostAccess.PERMANENT):
                 error = waiting.ended()
         assert isinstance(error, LeaseError)
         assert "for good" in str(error)
@@ -207,9 +207,9 @@ def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
 def test_what_was_held_can_be_given_back_twice(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         mutable(store).create("key", {"a": pages(1)})
-        lease = mutable(store).lease_in_host("key", Hold.UPDATE)
+        lease = mutable(store).lease_in_host("key", HostAccess.UPDATE)
         lease.release()
-        with mutable(store).lease_in_host("key", Hold.UPDATE):
+        with mutable(store).lease_in_host("key", HostAccess.UPDATE):
             lease.release()  # it is not this one's to give back
             assert len(core_of(store).leases) == 1
         assert_at_rest(store)
@@ -219,7 +219,7 @@ def test_who_gave_back_what_it_held_keeps_nobody_from_being_told(disk_dir: Path)
     """Nobody else holds anything: so who holds all the room itself waits in vain."""
     with open_store(disk_dir, ram=4 * PAGE) as store:
         mutable(store).create("held", {"a": pages(1)})
-        mutable(store).lease_in_host("held", Hold.UPDATE).release()  # this thread lives on
+        mutable(store).lease_in_host("held", HostAccess.UPDATE).release()  # this thread lives on
         store.discard("held")
         for name in "abc":
             store.put(name, pages(ord(name), 2))
@@ -238,9 +238,9 @@ def test_only_what_is_held_for_good_makes_the_largest_group_smaller(
     with open_store(disk_dir, 8 * PAGE, device) as store:
         assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE
         mutable(store).create("key", {"a": pages(1, 3)})
-        for purpose in Hold:
+        for purpose in HostAccess:
             with mutable(store).lease_in_host("key", purpose):
-                kept = 3 * PAGE if purpose is Hold.KEEP else 0
+                kept = 3 * PAGE if purpose is HostAccess.PERMANENT else 0
                 assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE - kept
             assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE
 
@@ -252,8 +252,8 @@ def test_after_an_interrupt_it_is_known_what_is_held_for_good(
         for key, count in (("kept", 3), ("held", 2), ("lent", 1)):
             mutable(store).create(key, {"a": pages(1, count)})
         with (
-            mutable(store).lease_in_host("kept", Hold.KEEP),
-            mutable(store).lease_in_host("held", Hold.READ),
+            mutable(store).lease_in_host("kept", HostAccess.PERMANENT),
+            mutable(store).lease_in_host("held", HostAccess.READ),
             store.acquire("lent"),
         ):
             with monkeypatch.context() as patch:
@@ -448,7 +448,7 @@ def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(core_of(store).tiers.host, "view_for_caller", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                mutable(store).lease_in_host("key", Hold.UPDATE)
+                mutable(store).lease_in_host("key", HostAccess.UPDATE)
         assert_at_rest(store)
         assert_group(store.get("key"), {"a": pages(1)})
 
@@ -463,14 +463,16 @@ def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(
 
         def interrupted_once(entry: Any) -> Any:
             if not others:
-                others.append(Caller(lambda: mutable(store).lease_in_host("key", Hold.UPDATE)))
+                others.append(
+                    Caller(lambda: mutable(store).lease_in_host("key", HostAccess.UPDATE))
+                )
                 wait_for_a_request(store)
                 raise KeyboardInterrupt
             return view(entry)
 
         monkeypatch.setattr(core_of(store).tiers.host, "view_for_caller", interrupted_once)
         with pytest.raises(KeyboardInterrupt):
-            mutable(store).lease_in_host("key", Hold.UPDATE)
+            mutable(store).lease_in_host("key", HostAccess.UPDATE)
         with others[0].ended() as lease:
             assert_same(lease.tensors["a"], pages(1))
         assert_at_rest(store)

@@ -45,7 +45,7 @@ from tierstore import (
     TransferError,
     UnknownKeyError,
 )
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 from tierstore.tiers.hop import DiskToHost, HostToDevice
 
 ROUNDS = 20
@@ -77,7 +77,9 @@ def copies(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def held_values(store: TierStore, key: str, purpose: Hold = Hold.READ) -> dict[str, torch.Tensor]:
+def held_values(
+    store: TierStore, key: str, purpose: HostAccess = HostAccess.READ
+) -> dict[str, torch.Tensor]:
     with mutable(store).lease_in_host(key, purpose) as lease:
         return copies(lease.tensors)
 
@@ -110,7 +112,7 @@ def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         mutable(store).create("key", expected)
         assert "DISK" not in tiers_of(store, "key")
-        assert_values(held_values(store, "key", Hold.UPDATE), expected)
+        assert_values(held_values(store, "key", HostAccess.UPDATE), expected)
         assert_values(store.get("key"), expected)
         mutable(store).move_to_disk(["key"])
         assert tiers_of(store, "key") == ("DISK",)
@@ -119,7 +121,7 @@ def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
             assert shown[name].device.type == "cpu"
             assert_same(shown[name], tensor)
         read = store.stats().bytes_read
-        assert_values(held_values(store, "key", Hold.READ), expected)
+        assert_values(held_values(store, "key", HostAccess.READ), expected)
         assert_values(store.get("key"), expected)
         assert_group(store.get("key"), expected)
         assert store.stats().bytes_read > read
@@ -130,7 +132,7 @@ def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
 def test_tied_tensors_are_one_while_held_and_shown(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", several())
-        with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
+        with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
             lease.tensors["tied"][7] = 99.0
             assert lease.tensors["tied too"][7] == 99.0
         mutable(store).move_to_disk(["key"])
@@ -146,7 +148,7 @@ def test_changes_go_both_ways_round_after_round(device: str, disk_dir: Path) -> 
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", tensors)
         for number in range(ROUNDS):
-            with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
+            with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
                 assert (lease.tensors["half"] == shown["half"]).all()
                 fill(lease.tensors, number)
             mutable(store).write_back("key")
@@ -168,12 +170,12 @@ def test_what_is_renewed_is_not_read(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1, 3)})
         read = store.stats().bytes_read
-        with mutable(store).lease_in_host("key", Hold.RENEW) as lease:
+        with mutable(store).lease_in_host("key", HostAccess.RENEW) as lease:
             lease.tensors["a"].fill_(2)
         mutable(store).move_to_disk(["key"])
         assert store.stats().bytes_read == read
         assert (shown["a"] == 2).all()
-        held_values(store, "key", Hold.UPDATE)  # the control
+        held_values(store, "key", HostAccess.UPDATE)  # the control
         assert store.stats().bytes_read == read + 3 * PAGE
 
 
@@ -182,7 +184,7 @@ def test_what_was_only_read_is_not_written(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         settled(store, "key", {"a": pages(1, 3)})
         written = store.stats().bytes_written
-        for purpose, more in ((Hold.READ, 0), (Hold.UPDATE, 3 * PAGE)):
+        for purpose, more in ((HostAccess.READ, 0), (HostAccess.UPDATE, 3 * PAGE)):
             held_values(store, "key", purpose)
             mutable(store).move_to_disk(["key"])
             assert store.stats().bytes_written == written + more
@@ -208,7 +210,7 @@ def test_a_group_of_nothing_works(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"nothing": torch.empty(0, 3)})
         assert shown["nothing"].shape == (0, 3)
-        assert held_values(store, "key", Hold.UPDATE)["nothing"].shape == (0, 3)
+        assert held_values(store, "key", HostAccess.UPDATE)["nothing"].shape == (0, 3)
         mutable(store).move_to_disk(["key"])
         assert_sound(store)
 
@@ -225,7 +227,7 @@ def test_a_group_keeps_its_place(device: str, disk_dir: Path) -> None:
         before, addresses = places(store), {key: t.data_ptr() for key, t in shown.items()}
         for number in range(1, ROUNDS):
             for key in keys:
-                with mutable(store).lease_in_host(key, Hold.UPDATE) as lease:
+                with mutable(store).lease_in_host(key, HostAccess.UPDATE) as lease:
                     lease.tensors["a"].fill_(number)
                 mutable(store).write_back(key)
             mutable(store).move_to_disk(keys)
@@ -279,9 +281,9 @@ def wait_for_a_request(store: TierStore) -> None:
 
 
 @on_both
-@pytest.mark.parametrize("purpose", [Hold.UPDATE, Hold.RENEW, Hold.KEEP])
+@pytest.mark.parametrize("purpose", [HostAccess.UPDATE, HostAccess.RENEW, HostAccess.PERMANENT])
 def test_who_wants_to_change_it_waits_for_readers(
-    purpose: Hold, device: str, disk_dir: Path
+    purpose: HostAccess, device: str, disk_dir: Path
 ) -> None:
     order: list[str] = []
     with open_store(disk_dir, device=device) as store:
@@ -311,7 +313,7 @@ def test_one_holds_it_after_the_other(device: str, disk_dir: Path) -> None:
 
         def change() -> None:
             for _ in range(ROUNDS):
-                with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
+                with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
                     lease.tensors["a"].add_(1)
 
         assert run_threads([change] * 3) == []
@@ -325,7 +327,7 @@ def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
     """By who knows that it does not change meanwhile. What comes after is what was changed."""
     with open_store(disk_dir, device="pretend") as store:
         shown = settled(store, "key", {"a": pages(1)})
-        kept = mutable(store).lease_in_host("key", Hold.KEEP)
+        kept = mutable(store).lease_in_host("key", HostAccess.PERMANENT)
         for number in (2, 3):
             kept.tensors["a"].fill_(number)
             with store.acquire("key") as lease:
@@ -348,7 +350,7 @@ def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
 def test_what_is_held_for_good_stays_where_it_is(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
         mutable(store).create("kept", {"a": pages(7, 4)})
-        kept = mutable(store).lease_in_host("kept", Hold.KEEP)
+        kept = mutable(store).lease_in_host("kept", HostAccess.PERMANENT)
         address = kept.tensors["a"].data_ptr()
         for number in range(ROUNDS):
             store.put(f"other {number}", pages(number, 3), durable=False)
@@ -368,7 +370,7 @@ def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
 ) -> None:
     def ask(store: TierStore) -> None:
         if how == "hold":
-            mutable(store).lease_in_host("large", Hold.UPDATE).release()
+            mutable(store).lease_in_host("large", HostAccess.UPDATE).release()
         elif how == "settle":
             mutable(store).create("new", {"a": pages(2, 6)})
         else:
@@ -377,7 +379,7 @@ def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
     with open_store(disk_dir, 8 * PAGE, device) as store:
         settled(store, "large", {"a": pages(2, 6)})
         mutable(store).create("kept", {"a": pages(1, 4)})
-        kept = mutable(store).lease_in_host("kept", Hold.KEEP)
+        kept = mutable(store).lease_in_host("kept", HostAccess.PERMANENT)
         with pytest.raises(BudgetError, match="for good") as error:
             ask(store)
         assert error.value.nbytes == 6 * PAGE
@@ -396,7 +398,7 @@ def test_a_group_larger_than_the_budget_is_refused(device: str, disk_dir: Path) 
         assert "key" not in store
         mutable(store).create_on_disk("key", {"a": pages(1, 5)})
         with pytest.raises(BudgetError, match="ram_budget"):
-            mutable(store).lease_in_host("key", Hold.UPDATE)
+            mutable(store).lease_in_host("key", HostAccess.UPDATE)
         mutable(store).view_on_disk("key")["a"].fill_(4)
         assert (mutable(store).view_on_disk("key")["a"] == 4).all()
         assert_sound(store)
@@ -434,7 +436,7 @@ def test_a_key_is_settled_once(device: str, disk_dir: Path) -> None:
                 settle("key", {"a": pages(2)})
         assert (shown["a"] == 1).all()
         with pytest.raises(UnknownKeyError):
-            mutable(store).lease_in_host("another", Hold.UPDATE)
+            mutable(store).lease_in_host("another", HostAccess.UPDATE)
         with pytest.raises(UnknownKeyError):
             mutable(store).move_to_disk(["another"])
         assert_sound(store)
@@ -444,13 +446,13 @@ def test_a_key_is_settled_once(device: str, disk_dir: Path) -> None:
 def test_a_closed_store_says_so(device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, device=device)
     mutable(store).create("key", {"a": pages(1)})
-    lease = mutable(store).lease_in_host("key", Hold.UPDATE)
+    lease = mutable(store).lease_in_host("key", HostAccess.UPDATE)
     store.close()
     lease.release()
     for act in (
         lambda: mutable(store).create("b", {"a": pages(1)}),
         lambda: mutable(store).create_on_disk("b", {"a": pages(1)}),
-        lambda: mutable(store).lease_in_host("key", Hold.UPDATE),
+        lambda: mutable(store).lease_in_host("key", HostAccess.UPDATE),
         lambda: mutable(store).write_back("key"),
         lambda: mutable(store).move_to_disk(["key"]),
         lambda: mutable(store).view_on_disk("key"),
@@ -476,7 +478,7 @@ def test_a_save_that_fails_leaves_the_group_where_it_was(
 ) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1, 2)})
-        with mutable(store).lease_in_host("key", Hold.UPDATE) as lease:
+        with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
             lease.tensors["a"].fill_(2)
         disk = Failing(monkeypatch, "pwrite", number)
         mutable(store).write_back("key")
@@ -517,12 +519,12 @@ def test_a_disk_without_room_for_a_place_is_told(
 def test_a_lost_lease_is_taken_back(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
         mutable(store).create("key", {"a": pages(1, 6)})
-        for purpose in Hold:
+        for purpose in HostAccess:
             lease = mutable(store).lease_in_host(key="key", purpose=purpose)
             lease.tensors["a"].fill_(5)
             del lease
             gc.collect()
-            assert (held_values(store, "key", Hold.UPDATE)["a"] == 5).all()
+            assert (held_values(store, "key", HostAccess.UPDATE)["a"] == 5).all()
         mutable(store).create("other", {"a": pages(2, 6)})  # nor is its room held
         assert_sound(store)
 
@@ -627,7 +629,7 @@ def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_
                     act = chosen.choice(["hold", "show", "read", "expect"])
                     if act == "hold":
                         with mutable(store).lease_in_host(
-                            key, chosen.choice([Hold.UPDATE, Hold.RENEW])
+                            key, chosen.choice([HostAccess.UPDATE, HostAccess.RENEW])
                         ) as lease:
                             values[key] = number
                             lease.tensors["a"].fill_(number)

@@ -49,9 +49,9 @@ class Disk:
         removal.wait()
 
     def forget(self, entry: GroupEntry) -> None:
-        self.names[entry.key.key] -= 1
-        if not self.names[entry.key.key]:
-            del self.names[entry.key.key]
+        self.names[entry.group.key] -= 1
+        if not self.names[entry.group.key]:
+            del self.names[entry.group.key]
 
     def held(self, key: str) -> int | None:
         """The first byte of the file of a key."""
@@ -94,7 +94,7 @@ def test_nothing_is_remembered_of_keys_that_are_gone(disk: Disk) -> None:
     for number in range(3, 203):
         entry = disk.version(f"{number}", number)
         disk.save(entry)
-        disk.remove(entry.key.key, number)
+        disk.remove(entry.group.key, number)
         disk.forget(entry)
     assert len(disk.tier._committed) < 80
     disk.save(late)

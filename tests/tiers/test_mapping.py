@@ -42,7 +42,7 @@ def test_a_hundred_maps_take_no_descriptor(path: Path, tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     before = open_descriptors()
     shown = [map_file(str(path), 10, 2 * PAGE) for _ in range(50)]
-    shown += [spill.show(spill.take_place(PAGE)) for _ in range(50)]
+    shown += [spill.show(spill.take_extent(PAGE)) for _ in range(50)]
     assert open_descriptors() == before
     assert all(len(view) in (PAGE, 2 * PAGE) for view in shown)
     spill.close()
@@ -83,7 +83,7 @@ def test_a_place_that_nobody_wrote_to_can_be_shown_where_no_room_is_reserved(
 
     monkeypatch.setattr(os, "posix_fallocate", cannot)
     spill = Spill(str(tmp_path))
-    first, second = spill.take_place(2 * PAGE), spill.take_place(PAGE)
+    first, second = spill.take_extent(2 * PAGE), spill.take_extent(PAGE)
     spill.show(second)[:2] = b"ab"
     shown = spill.show(first)
     assert bytes(shown) == bytes(2 * PAGE)

@@ -29,7 +29,7 @@ from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import explained
 from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.reading import DiskReader
-from tierstore.tiers.workers import URGENT, Answer, Workers
+from tierstore.tiers.workers import URGENT, Future, Workers
 
 SIZE = 50 * PAGE + 777
 
@@ -49,12 +49,12 @@ class Desk:
         def read() -> int:
             return self.reader.read(entry, memory.numpy().data)
 
-        asked = Answer(read, functools.partial(workers.submit, URGENT), workers.alive)
+        asked = Future(read, functools.partial(workers.submit, URGENT), workers.alive)
         try:
             assert entry.source is not None
             assert asked.wait() == entry.source.nbytes
         except Exception as error:
-            copy = Copy(entry.key, entry.spec.nbytes, Tier.DISK, Tier.HOST)
+            copy = Copy(entry.group, entry.spec.nbytes, Tier.DISK, Tier.HOST)
             raise explained(error, copy) from None
         finally:
             assert workers.stop(), "some thread is still at it"

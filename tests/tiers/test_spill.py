@@ -294,7 +294,7 @@ def test_parts_are_written_by_several_threads_and_each_is_summed(
         write(part, offset)
 
     monkeypatch.setattr(spill, "write", met)
-    start, source = spill.save(data, workers.together)
+    start, source = spill.save(data, workers.run_parallel)
     assert len(threads) == 3
     assert [(check.offset, check.nbytes) for check in source.checks] == list(
         parts(len(data), 3 * PAGE)

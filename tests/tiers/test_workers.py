@@ -58,7 +58,7 @@ def test_parts_of_an_older_job_go_before_newer_jobs(workers: Callable[[int], Wor
         return run
 
     done, over = threading.Event(), threading.Event()
-    two.submit(EARLY, lambda: (two.together([part("older") for _ in range(4)]), over.set()))
+    two.submit(EARLY, lambda: (two.run_parallel([part("older") for _ in range(4)]), over.set()))
     two.submit(EARLY, lambda: order.append("newer"))
     two.submit(EARLY, done.set)
     gates[0].open()
@@ -79,7 +79,7 @@ def test_parts_are_done_by_as_many_threads_as_are_free(workers: Callable[[int], 
         threads.add(threading.current_thread().name)
 
     done = threading.Event()
-    three.submit(URGENT, lambda: (three.together([part] * 6), done.set()))
+    three.submit(URGENT, lambda: (three.run_parallel([part] * 6), done.set()))
     assert done.wait(30)
     assert threads == {f"tierstore-test-{i}" for i in range(3)}
 
@@ -91,7 +91,9 @@ def test_it_comes_to_its_end_though_every_other_thread_is_busy(
     gate, done, over = Gate(), [], threading.Event()
     two.submit(URGENT, gate.hold)
     assert gate.reached.wait(30)
-    two.submit(URGENT, lambda: (two.together(lambda: done.append(1) for _ in range(5)), over.set()))
+    two.submit(
+        URGENT, lambda: (two.run_parallel(lambda: done.append(1) for _ in range(5)), over.set())
+    )
     assert over.wait(30)
     assert len(done) == 5
     gate.open()
@@ -101,14 +103,14 @@ def test_it_comes_to_its_end_though_every_other_thread_is_busy(
 def test_the_first_error_is_raised_and_what_has_not_begun_is_left_out(
     helped: bool, workers: Callable[[int], Workers]
 ) -> None:
-    together = workers(1).together if helped else one_by_one
+    run_parallel = workers(1).run_parallel if helped else one_by_one
     done: list[int] = []
 
     def failing() -> None:
         raise ValueError("the first")
 
     with pytest.raises(ValueError, match="the first"):
-        together([lambda: done.append(1), failing, lambda: done.append(2), failing])
+        run_parallel([lambda: done.append(1), failing, lambda: done.append(2), failing])
     assert done == [1]
 
 
@@ -124,7 +126,7 @@ def test_it_returns_only_when_what_has_begun_is_over(workers: Callable[[int], Wo
 
     def job() -> None:
         try:
-            two.together([gate.hold, failing])
+            two.run_parallel([gate.hold, failing])
         except ValueError:
             failed.set()
         over.set()
@@ -139,7 +141,7 @@ def test_it_returns_only_when_what_has_begun_is_over(workers: Callable[[int], Wo
 
 
 def test_nothing_is_nothing(workers: Callable[[int], Workers]) -> None:
-    workers(2).together([])
+    workers(2).run_parallel([])
     one_by_one([])
 
 

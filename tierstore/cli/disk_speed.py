@@ -125,7 +125,7 @@ def _rate(
     workers = Workers(DISK_THREADS, "measure")
     try:
         began = time.perf_counter()
-        workers.together(functools.partial(one, at) for at in range(0, nbytes, READ_BLOCK))
+        workers.run_parallel(functools.partial(one, at) for at in range(0, nbytes, READ_BLOCK))
         return nbytes / (time.perf_counter() - began)
     finally:
         workers.stop()

@@ -47,10 +47,10 @@ from tierstore.plan.schedule import LearnedOrder
 from tierstore.tiers.assembly import build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.mover import Mover, Told
+from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.objects import object_name
 from tierstore.tiers.streams import is_captured
-from tierstore.tiers.workers import Answer
+from tierstore.tiers.workers import Future
 
 
 class Core:
@@ -110,8 +110,8 @@ class Core:
     def _new_planner(self) -> Planner:
         schedule = LearnedOrder()
         policy = policy_named(self.settings.policy, schedule)
-        told = self.device.type != "cpu"
-        return Planner(self.settings.budgets, policy, schedule, told=told)
+        on_device = self.device.type != "cpu"
+        return Planner(self.settings.budgets, policy, schedule, timed_by_device=on_device)
 
     def _recover(self) -> None:
         """Know the groups that the directory holds."""
@@ -224,9 +224,9 @@ class Core:
     def ended_copy(self, copy: Copy, error: BaseException | None) -> list[Instruction]:
         """Tell the planner of the end of a copy. Returns its instructions, for `deliver`."""
         if error is not None:
-            return self.handled(events.Failed(copy.key, copy.src, copy.dst, error))
+            return self.handled(events.Failed(copy.group, copy.src, copy.dst, error))
         timed = copy.dst is not Tier.DEVICE  # else it is queued
-        return self.handled(events.Arrived(copy.key, copy.src, copy.dst, timed))
+        return self.handled(events.Arrived(copy.group, copy.src, copy.dst, timed))
 
     # Requests that wait --------------------------------------------------------------------------
 
@@ -239,9 +239,9 @@ class Core:
             return True
         if kind is RequestKind.ROOM:
             return planner.granted(group)
-        if self.current.get(request.key) != group or planner.lendable(group, request.access):
+        if self.current.get(request.key) != group or planner.leasable(group, request.access):
             return True
-        return request.access is not Access.READ and planner.kept(group)
+        return request.access is not Access.READ and planner.leased_permanently(group)
 
     def _refuse_the_hopeless(self, request: Request, held: set[GroupId]) -> None:
         """Raise: whoever could give the room (or the group) back is waiting too."""
@@ -278,7 +278,7 @@ class Core:
             self.deferred[0]()
             self.deferred.popleft()
 
-    def wait_for_removal(self, removal: Answer[None]) -> None:
+    def wait_for_removal(self, removal: Future[None]) -> None:
         """Wait until a file is removed, and wake who flushes: they wait for it, too.
 
         Where an event loop runs, nothing waits: `flush` and `close` tell if it fails. Without the
@@ -302,7 +302,7 @@ class Core:
         if self.ended():
             return
         self.mover.catch_up()
-        self.mover.mend()
+        self.mover.rebuild()
         for demand in self.queue.lost_demands():
             self.unseen.pop(demand.group, None)
         peak, self.planner = self.planner.peak, self._new_planner()
@@ -313,9 +313,9 @@ class Core:
         for request in self.queue.requests():
             if request.kind in (RequestKind.LEASE, RequestKind.HOST_LEASE):
                 request.group = NO_GROUP
-        self.queue.count_again((record.caller, record.version) for record in self.leases)
+        self.queue.recount((record.caller, record.group) for record in self.leases)
         self.permanent_host_bytes = sum(
-            self.mover.entry(record.version).spec.nbytes
+            self.mover.entry(record.group).spec.nbytes
             for record in self.leases
             if record.held is not None and record.caller is None
         )
@@ -324,12 +324,12 @@ class Core:
     def _existing_groups(self) -> Iterator[events.RecoveredGroup]:
         leased: dict[GroupId, list[LeaseRecord]] = {}
         for record in self.leases:
-            leased.setdefault(record.version, []).append(record)
+            leased.setdefault(record.group, []).append(record)
         moving = self.mover.moving()
         for entry in self.mover.entries():
-            group = entry.key
+            group = entry.group
             records = leased.get(group, [])
-            moves = tuple((copy.src, copy.dst) for copy in moving if copy.key == group)
+            moves = tuple((copy.src, copy.dst) for copy in moving if copy.group == group)
             yield events.RecoveredGroup(
                 group,
                 entry.spec.nbytes,
@@ -338,8 +338,8 @@ class Core:
                 tuple((n.access, n.caller is None) for n in records if n.held is None),
                 next((n.held for n in records if n.held is not None), None),
                 backing=Tier.DISK if entry.backed else None,
-                caller_scheduled=entry.guided,
-                sticky=entry.kept,
+                caller_scheduled=entry.caller_scheduled,
+                sticky=entry.sticky,
                 visible=self.current.get(group.key) == group,
                 claimed=group in self.unseen,
             )
@@ -358,7 +358,7 @@ class TransferReports:
         assert core is not None, "the store is gone"
         return core
 
-    def told(self) -> Told:
+    def told(self) -> MoverCallbacks:
         """Where the mover reports to."""
 
         def over(copy: Copy, error: BaseException | None) -> None:
@@ -370,12 +370,12 @@ class TransferReports:
                 core.reports.ending(copy)
 
         core = self.core
-        return Told(over, ending, core.measurements.moved)
+        return MoverCallbacks(over, ending, core.measurements.moved)
 
     @transaction
     def ending(self, copy: Copy) -> None:
         """The last bytes of a copy are asked for."""
-        self.core.tell(events.Ending(copy.key, copy.src, copy.dst))
+        self.core.tell(events.Ending(copy.group, copy.src, copy.dst))
 
     @transaction
     def arrived(self, copy: Copy, error: BaseException | None) -> None:

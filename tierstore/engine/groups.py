@@ -22,7 +22,7 @@ from tierstore.tiers.disk import FileStamp
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.maps import AddressSpace
 from tierstore.tiers.objects import intact_object
-from tierstore.tiers.workers import Answer
+from tierstore.tiers.workers import Future
 
 
 class Groups:
@@ -151,7 +151,7 @@ class Groups:
         core = self.core
         core.check_open()
         group = core.lookup(key)
-        core.mover.entry(group).kept = True
+        core.mover.entry(group).sticky = True
         core.tell(events.MadeSticky(group))
 
     # The end of groups -------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Groups:
             self.core.wait_for_removal(removal)
 
     @transaction
-    def _forget(self, key: str) -> Answer[None] | None:
+    def _forget(self, key: str) -> Future[None] | None:
         """Returns the removal of the group's file."""
         core = self.core
         core.check_open()

@@ -9,7 +9,7 @@ from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LeaseRecord
 from tierstore.model import events
 from tierstore.model.tiers import Access
-from tierstore.tiers.workers import Answer
+from tierstore.tiers.workers import Future
 
 
 class LeaseTable:
@@ -22,15 +22,15 @@ class LeaseTable:
         """A lease goes out, as part of a transaction."""
         core = self.core
         core.leases[record] = None
-        core.queue.lend(record.caller, record.version)
+        core.queue.add_lease(record.caller, record.group)
 
     @transaction
     def hand_over(self, record: LeaseRecord) -> None:
         """Somebody else gives the lease back: whoever asked may wait for things meanwhile."""
         queue = self.core.queue
-        queue.give_back(record.caller, record.version)
+        queue.remove_lease(record.caller, record.group)
         record.caller = object()
-        queue.lend(record.caller, record.version)
+        queue.add_lease(record.caller, record.group)
 
     # Leases end --------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class LeaseTable:
             record.access = Access.READ  # nobody has read it
         self.end(record)
 
-    def end(self, record: LeaseRecord) -> Answer[None] | None:
+    def end(self, record: LeaseRecord) -> Future[None] | None:
         """Take a lease back, once. Returns the removal of the file of what was taken."""
         if record.held is None:
             return self._end_on_top(record)
@@ -69,12 +69,12 @@ class LeaseTable:
         return None
 
     @transaction
-    def _end_on_top(self, record: LeaseRecord) -> Answer[None] | None:
+    def _end_on_top(self, record: LeaseRecord) -> Future[None] | None:
         core = self.core
         if core.ended() or record not in core.leases:
             return None
         mark = None
-        group, access, key = record.version, record.access, record.version.key
+        group, access, key = record.group, record.access, record.group.key
         entry = core.mover.entry(group)
         if (device := core.tiers.device) is not None:
             mark = device.times.mark(record.stream)
@@ -85,7 +85,7 @@ class LeaseTable:
             del core.current[key]
         del core.leases[record]
         permanent = record.caller is None
-        core.queue.give_back(record.caller, group)
+        core.queue.remove_lease(record.caller, group)
         core.observer.released(record, mark)
         core.mover.look()
         for measured in core.measurements.take():
@@ -102,9 +102,9 @@ class LeaseTable:
             return
         del core.leases[record]
         if record.caller is None:
-            core.permanent_host_bytes -= core.mover.entry(record.version).spec.nbytes
-        core.queue.give_back(record.caller, record.version)
-        core.tell(events.HostReleased(record.version))
+            core.permanent_host_bytes -= core.mover.entry(record.group).spec.nbytes
+        core.queue.remove_lease(record.caller, record.group)
+        core.tell(events.HostReleased(record.group))
 
     # Leases that are not used at the moment ------------------------------------------------------
 
@@ -120,7 +120,7 @@ class LeaseTable:
         if (device := core.tiers.device) is not None:
             record.stream = core.current_stream()
             mark = device.times.mark(record.stream)
-            device.used_on(core.mover.entry(record.version), mark.event)
+            device.used_on(core.mover.entry(record.group), mark.event)
         core.revocable[record] = None
         return True
 
@@ -134,7 +134,7 @@ class LeaseTable:
         except KeyError:
             return False
         record.stream = core.current_stream()
-        core.order_after_arrival(core.mover.entry(record.version), record.stream)
+        core.order_after_arrival(core.mover.entry(record.group), record.stream)
         return True
 
     def revoke_all(self) -> None:

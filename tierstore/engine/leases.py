@@ -63,7 +63,7 @@ class Leases:
         return await self._copy_threads.run(copy)
 
     def _copied(self, lease: Lease) -> Value:
-        entry = self.core.mover.entry(lease.version)
+        entry = self.core.mover.entry(lease.group)
         copies = clone_all(entry.spec, lease.tensors)
         return next(iter(copies.values())) if entry.single else copies
 
@@ -86,7 +86,7 @@ class Leases:
         demanded = core.current.get(request.key) == group
         if not demanded:  # the first time, and if it was replaced meanwhile
             group = core.lookup(request.key)
-            demanded = not planner.lendable(group, request.access)
+            demanded = not planner.leasable(group, request.access)
             if demanded:
                 self._demand(request, group)
             elif not request.met:
@@ -94,10 +94,10 @@ class Leases:
         error = planner.error_of(group)
         if error is not None:
             raise error
-        if not demanded or planner.lendable(group, request.access):
+        if not demanded or planner.leasable(group, request.access):
             return self._grant(request, group, demanded)
         if request.access is not Access.READ:
-            refuse_what_is_kept(core, request)
+            refuse_permanently_leased(core, request)
         core.observer.waits(request)
         return None
 
@@ -132,13 +132,13 @@ class Leases:
         record.stream = stream = core.current_stream()
         core.observer.arrives(request, entry.arrival, stream)
         core.order_after_arrival(entry, stream)
-        core.observer.granted(request, record, nbytes, stream, learned=not entry.guided)
+        core.observer.granted(request, record, nbytes, stream, learned=not entry.caller_scheduled)
         return OpenLease(request.key, group, dict(tensors), self._lease_table, record)
 
 
-def refuse_what_is_kept(core: Core, request: Request) -> None:
+def refuse_permanently_leased(core: Core, request: Request) -> None:
     """Raise LeaseError if the group is leased in host memory by who never gives it back."""
-    if core.planner.kept(request.group):
+    if core.planner.leased_permanently(request.group):
         raise LeaseError(
             f"group {request.key!r} is held for good, by who trains with it: read it, or wait "
             "until that is over"

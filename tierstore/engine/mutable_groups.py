@@ -21,7 +21,7 @@ import torch
 from tierstore.engine.core import Core
 from tierstore.engine.groups import Groups
 from tierstore.engine.lease_table import LeaseTable
-from tierstore.engine.leases import refuse_what_is_kept
+from tierstore.engine.leases import refuse_permanently_leased
 from tierstore.engine.puts import Puts
 from tierstore.engine.requests import Requests
 from tierstore.engine.saves import Saves
@@ -32,7 +32,7 @@ from tierstore.model import events
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.records import State
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.views import laid_out, packed
@@ -67,7 +67,9 @@ class MutableGroups:
         """
         self.core.check_open()
         self.core.refuse_duplicate(key)
-        self._puts.put_with(key, tensors, self.core.tiers.host.fill, settled=True, guided=True)
+        self._puts.put_with(
+            key, tensors, self.core.tiers.host.fill, mutable=True, caller_scheduled=True
+        )
 
     def create_on_disk(self, key: str, like: Mapping[str, torch.Tensor]) -> None:
         """The same, of tensors like these, on disk only: with whatever values.
@@ -80,9 +82,9 @@ class MutableGroups:
         packing, _ = packed(key, like)
         spec = laid_out(key, packing, like)
         group = core.new_group(key)
-        entry = GroupEntry(group, spec, None, packing, False, settled=True, guided=True)
+        entry = GroupEntry(group, spec, None, packing, False, mutable=True, caller_scheduled=True)
         self._refuse_beyond_the_disk(key, spec.nbytes)
-        core.tiers.disk.place(entry)
+        core.tiers.disk.create(entry)
         self._know(key, entry)
 
     def _refuse_beyond_the_disk(self, key: str, nbytes: int) -> None:
@@ -99,12 +101,12 @@ class MutableGroups:
         core.refuse_duplicate(key)
         self._refuse_beyond_the_disk(key, entry.spec.nbytes)
         core.mover.add(entry)
-        core.tell(events.Registered(entry.key, entry.spec.nbytes, caller_scheduled=True))
-        core.current[key] = entry.key
+        core.tell(events.Registered(entry.group, entry.spec.nbytes, caller_scheduled=True))
+        core.current[key] = entry.group
 
     # Leases in host memory -----------------------------------------------------------------------
 
-    def lease_in_host(self, key: str, purpose: Hold) -> Lease:
+    def lease_in_host(self, key: str, purpose: HostAccess) -> Lease:
         """The group in host memory, until the lease is released.
 
         It may be acquired (to be read on the device) meanwhile: by who knows that it does not
@@ -113,19 +115,19 @@ class MutableGroups:
         """
         core = self.core
         core.check_open()
-        access = Access.READ if purpose is Hold.READ else Access.UPDATE
+        access = Access.READ if purpose is HostAccess.READ else Access.UPDATE
         request = Request(key, RequestKind.HOST_LEASE, access, purpose)
         try:
             record = self._requests.wait(
                 request, functools.partial(self._try_to_lease, purpose=purpose)
             )
-            tensors = core.tiers.host.view_for_caller(core.mover.entry(record.version))
-            return OpenLease(key, record.version, tensors, self._lease_table, record)
+            tensors = core.tiers.host.view_for_caller(core.mover.entry(record.group))
+            return OpenLease(key, record.group, tensors, self._lease_table, record)
         except BaseException:
             self._requests.give_up(request)
             raise
 
-    def _try_to_lease(self, request: Request, *, purpose: Hold) -> LeaseRecord | None:
+    def _try_to_lease(self, request: Request, *, purpose: HostAccess) -> LeaseRecord | None:
         core = self.core
         core.check_open()
         core.collect_garbage()
@@ -138,11 +140,11 @@ class MutableGroups:
         error = core.planner.error_of(group)
         if error is not None:
             raise error
-        refuse_what_is_kept(core, request)
-        if not core.planner.host_lendable(group, purpose):
+        refuse_permanently_leased(core, request)
+        if not core.planner.host_leasable(group, purpose):
             return None
         instructions = core.handled(events.HostLeased(group, purpose))
-        owner = None if purpose is Hold.KEEP else request.owner
+        owner = None if purpose is HostAccess.PERMANENT else request.owner
         record = LeaseRecord(
             group, owner, "held", request.since, access=request.access, held=purpose
         )

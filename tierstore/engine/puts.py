@@ -19,7 +19,7 @@ from tierstore.model.groups import NO_GROUP
 from tierstore.model.objects import refuse_unreadable
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.views import laid_out, packed
-from tierstore.tiers.workers import Answer
+from tierstore.tiers.workers import Future
 
 T = TypeVar("T")
 
@@ -119,11 +119,11 @@ class Puts:
         core = self.core
         core.check_open()
         instructions = core.handled(
-            events.Claimed(entry.key, entry.spec.nbytes, caller_scheduled=entry.guided)
+            events.Claimed(entry.group, entry.spec.nbytes, caller_scheduled=entry.caller_scheduled)
         )
         core.mover.add(entry)
-        request.group = entry.key  # first: who gives it up looks for this
-        core.unseen[entry.key] = None
+        request.group = entry.group  # first: who gives it up looks for this
+        core.unseen[entry.group] = None
         core.deliver(instructions)
 
     def _granted(self, request: Request) -> bool | None:
@@ -145,7 +145,7 @@ class Puts:
                 self.core.wait_for_removal(removal)
 
     @transaction
-    def _show(self, request: Request, durable: bool) -> Answer[None] | None:
+    def _show(self, request: Request, durable: bool) -> Future[None] | None:
         """Readers see the new group from now on. Returns the removal of the old one's file."""
         core = self.core
         core.check_open()  # what is not seen now is not written by who closes the store

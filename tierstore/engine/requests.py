@@ -41,7 +41,7 @@ class Requests:
                 left = LOOK_AGAIN if ends is None else ends - time.monotonic()
                 if left <= 0:
                     raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
-                request.bell.wait(min(left, LOOK_AGAIN))
+                request.wakeup.wait(min(left, LOOK_AGAIN))
             return result
         except BaseException:
             self.give_up(request)

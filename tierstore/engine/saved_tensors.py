@@ -91,7 +91,7 @@ class SavedTensors:
         number = next(n for n in self._numbers if saved_key(n) not in current)
         fill = partial(self.core.tiers.host.fill, behind=True)
         try:
-            copied = self._puts.put_with(saved_key(number), memory, fill, guided=True)
+            copied = self._puts.put_with(saved_key(number), memory, fill, caller_scheduled=True)
             self._spill_where_scarce(number)
             return number, copied
         except BaseException:

@@ -21,8 +21,8 @@ from enum import Enum
 from typing import Any
 
 from tierstore.model.groups import NO_GROUP, GroupId
-from tierstore.model.locks import Bell
-from tierstore.model.tiers import Access, Hold
+from tierstore.model.locks import AutoResetEvent
+from tierstore.model.tiers import Access, HostAccess
 from tierstore.observe.journal import Span, Use
 
 LOOK_AGAIN = 1.0
@@ -51,7 +51,7 @@ class Demand:
 
     kind: RequestKind
     group: GroupId
-    purpose: Hold | None = None
+    purpose: HostAccess | None = None
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -66,7 +66,7 @@ class Request:
     key: str
     kind: RequestKind
     access: Access = Access.READ
-    purpose: Hold | None = None
+    purpose: HostAccess | None = None
     group: GroupId = NO_GROUP
     owner: object = field(default_factory=caller)
     since: float = field(default_factory=time.monotonic)
@@ -75,7 +75,7 @@ class Request:
     stall: Span | None = None
     mark: Any = None
     record: LeaseRecord | None = None
-    bell: Bell = field(default_factory=Bell)
+    wakeup: AutoResetEvent = field(default_factory=AutoResetEvent)
     listener: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     @property
@@ -85,7 +85,7 @@ class Request:
 
     def wake(self) -> None:
         """Have it try again."""
-        self.bell.ring()
+        self.wakeup.set()
         if self.listener is not None:
             loop, woken = self.listener
             with suppress(RuntimeError):  # the loop was closed, and nobody waits there any more
@@ -101,7 +101,7 @@ class LeaseRecord(Use):
     """
 
     access: Access = Access.READ
-    held: Hold | None = None
+    held: HostAccess | None = None
     stream: Any = None
 
 
@@ -172,14 +172,14 @@ class WaitQueue:
                 request.tried = self._epoch
         self._call(self._stuck())
 
-    def lend(self, owner: object, version: GroupId) -> None:
+    def add_lease(self, owner: object, version: GroupId) -> None:
         """A lease goes out. With no `owner` it does so for good: nobody waits for it."""
         if owner is None:
             return
         held = self._held.setdefault(owner, {})
         held[version] = held.get(version, 0) + 1
 
-    def give_back(self, owner: object, version: GroupId) -> None:
+    def remove_lease(self, owner: object, version: GroupId) -> None:
         """A lease comes back."""
         if owner is None:
             return
@@ -190,11 +190,11 @@ class WaitQueue:
         elif not held:
             self._held.pop(owner, None)
 
-    def count_again(self, lent: Iterable[tuple[object, GroupId]]) -> None:
+    def recount(self, leases: Iterable[tuple[object, GroupId]]) -> None:
         """These leases are out, and no others: by whom, and of which version."""
         self._held = {}
-        for owner, version in lent:
-            self.lend(owner, version)
+        for owner, version in leases:
+            self.add_lease(owner, version)
 
     def leave(self, request: Request) -> None:
         """The request waits no more."""
@@ -202,7 +202,7 @@ class WaitQueue:
 
     def tried_in_vain(self, request: Request) -> None:
         """The request has to wait for a change. Raises if there can be none."""
-        request.bell.reset()
+        request.wakeup.clear()
         request.tried = self._epoch
         queued = QueuedRequest(request)
         queued.demand = request.demand

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 
 # What there is ----------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ class RecoveredGroup:
     tiers: tuple[Tier, ...]
     moves: tuple[tuple[Tier, Tier], ...] = ()
     leases: tuple[tuple[Access, bool], ...] = ()
-    host_lease: Hold | None = None
+    host_lease: HostAccess | None = None
     backing: Tier | None = None
     caller_scheduled: bool = False
     sticky: bool = False
@@ -100,7 +100,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """The group, which was `lendable`, is lent: one demand is met, if it had to be `demanded`.
+    """The group, which was `leasable`, is lent: one demand is met, if it had to be `demanded`.
 
     Nobody may wait for the room of what is lent permanently.
     """
@@ -128,7 +128,7 @@ class HostDemanded:
     """Somebody wants to hold the group in host memory, until `HostLeased` or `HostWithdrawn`."""
 
     group: GroupId
-    purpose: Hold
+    purpose: HostAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +136,19 @@ class HostWithdrawn:
     """One of those who wanted to hold the group does so no more."""
 
     group: GroupId
-    purpose: Hold
+    purpose: HostAccess
 
 
 @dataclass(frozen=True, slots=True)
 class HostLeased:
-    """The copy in host memory, which was `host_lendable`, is lent to one who demanded it.
+    """The copy in host memory, which was `host_leasable`, is lent to one who demanded it.
 
     If it is to be changed it is the only one then; but copies of it may be made meanwhile, by who
     knows when it does not change.
     """
 
     group: GroupId
-    purpose: Hold
+    purpose: HostAccess
 
 
 @dataclass(frozen=True, slots=True)

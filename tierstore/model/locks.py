@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-__all__ = ["Bell", "RLock", "under"]
+__all__ = ["AutoResetEvent", "RLock", "under"]
 
 
 def under(lock: Any, action: Callable[[], T]) -> T:
@@ -33,7 +33,7 @@ def under(lock: Any, action: Callable[[], T]) -> T:
             lock.release()
 
 
-class Bell:
+class AutoResetEvent:
     """Wakes one thread that waits for it. Rung before anybody waits, it wakes the next at once.
 
     Who rings and who resets hold a lock in common.
@@ -43,12 +43,12 @@ class Bell:
         self._silent = Lock()
         self._silent.acquire()
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Wake who waits."""
         if self._silent.locked():
             self._silent.release()
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Forget that it was rung."""
         self._silent.acquire(blocking=False)
 

@@ -10,12 +10,12 @@ from tierstore.model.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Make a copy of group `key` (`nbytes` bytes) on tier `dst` from the one on `src`.
+    """Make a copy of `group` (`nbytes` bytes) on tier `dst` from the one on `src`.
 
     `urgent` is True when somebody is waiting for it: the mover takes urgent copies first.
     """
 
-    key: GroupId
+    group: GroupId
     nbytes: int
     src: Tier
     dst: Tier
@@ -24,27 +24,27 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Give the room of group `key`'s copy on `tier` (`nbytes` bytes) back."""
+    """Give the room of `group`'s copy on `tier` (`nbytes` bytes) back."""
 
-    key: GroupId
+    group: GroupId
     nbytes: int
     tier: Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Give group `key` room (`nbytes` bytes) on `tier`: its caller will fill it."""
+    """Give `group` room (`nbytes` bytes) on `tier`: its caller will fill it."""
 
-    key: GroupId
+    group: GroupId
     nbytes: int
     tier: Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Group `key` has no copy left and will not be mentioned again."""
+    """`group` has no copy left and will not be mentioned again."""
 
-    key: GroupId
+    group: GroupId
 
 
 Instruction = Copy | Drop | Reserve | Forget

@@ -75,7 +75,7 @@ class Access(Enum):
     TAKE = "take"
 
 
-class Hold(Enum):
+class HostAccess(Enum):
     """What somebody will do with a group in host memory while they hold it there.
 
     READ
@@ -84,11 +84,11 @@ class Hold(Enum):
         Change it in place. Afterwards only this copy is valid.
     RENEW
         Give all of it new values: the old ones are not even fetched.
-    KEEP
+    PERMANENT
         Change it now and then, and never give it back: nobody should wait for its room.
     """
 
     READ = "read"
     UPDATE = "update"
     RENEW = "renew"
-    KEEP = "keep"
+    PERMANENT = "permanent"

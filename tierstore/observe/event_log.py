@@ -20,7 +20,7 @@ from tierstore.model.errors import TransferError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import TIERS, Access, Hold, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
 from tierstore.observe.journal import Ring
 
 KEPT = 1 << 16
@@ -128,8 +128,8 @@ def _value(kind: str, value: Any, tiers: Mapping[str, Tier]) -> Any:  # noqa: C9
             return tiers[value]
         case "Access":
             return Access(value)
-        case "Hold":
-            return Hold(value)
+        case "HostAccess":
+            return HostAccess(value)
         case "BaseException":
             return TransferError(_checked(value, str))
         case "RecoveredGroup":

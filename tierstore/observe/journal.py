@@ -59,12 +59,12 @@ class Span:
 class Use:
     """One lease: when it was asked for, granted and released, by whom, and how it was met.
 
-    `version` names the group, of `nbytes` bytes. A time is 0.0 until it came. On an accelerator,
+    `group`, of `nbytes` bytes. A time is 0.0 until it came. On an accelerator,
     which works later than it is told to, the group was `ready` late if that waited for it, and what
     was begun with the lease is `done` after its release.
     """
 
-    version: GroupId
+    group: GroupId
     caller: object
     met: str
     asked: float

@@ -166,7 +166,7 @@ class Observer:
             use.ready = times[-1]
             self.journal.end_between(stall, times)
         if learned:
-            self._ran(use.version, times[0], times[-1])
+            self._ran(use.group, times[0], times[-1])
 
     def gave_up(self, request: Acquire) -> None:
         """An acquire has failed, or was interrupted."""

@@ -144,7 +144,7 @@ def _computed_by(uses: Iterable[Use], now: float) -> Iterator[_Piece]:
 
 def _computing(use: Use, start: float, end: float) -> _Piece:
     args = {"nbytes": use.nbytes, "met": use.met}
-    return _Piece(COMPUTE, use.version.key, start, end, args)
+    return _Piece(COMPUTE, use.group.key, start, end, args)
 
 
 def _laid_out(pieces: Iterable[_Piece], clock: _Clock) -> Iterator[Document]:
@@ -212,13 +212,13 @@ def _count(name: str, what: str, at: int, value: int) -> Document:
 
 def _in_words(notes: Notes) -> Document:
     uses = sorted(notes.uses, key=lambda use: use.asked)
-    groups = {**{use.version.key: use.nbytes for use in uses}, **notes.groups}
+    groups = {**{use.group.key: use.nbytes for use in uses}, **notes.groups}
     in_order = [*notes.groups, *(key for key in groups if key not in notes.groups)]
     return {
         "version": VERSION,
         "groups": [[key, groups[key]] for key in in_order],
         "uses": [
-            [use.version.key, round(seconds, 9)]
+            [use.group.key, round(seconds, 9)]
             for use, seconds in zip(uses, _worked_after(uses, notes), strict=True)
         ],
         "budgets": notes.stats.budget_bytes,

@@ -21,9 +21,9 @@ class CopyTable:
     """The copies on the tiers of `budgets` (bytes; None for no limit), and what moves them.
 
     `used` and `peak` are bytes by tier, `in_flight` counts copies that are on their way or being
-    filled, `lent` leases whose room somebody may wait for. `promised` are groups with room set
-    aside on the fastest tier, of which nothing may be dropped meanwhile. `instructions` are those
-    that were not handed out yet.
+    filled, `leased` counts leases whose room somebody may wait for. `promised` are groups with room
+    set aside on the fastest tier, of which nothing may be dropped meanwhile. `instructions` are
+    those that were not handed out yet.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CopyTable:
         self.numbered: dict[int, GroupRecord] = {}  # the same, by the schedule's number of the key
         self.promised: dict[GroupRecord, None] = {}
         self.in_flight = 0
-        self.lent = 0
+        self.leased = 0
         self.instructions: list[Instruction] = []
         # Up to how many bytes room is on its way already, and from how many on there is none:
         # until anything is dropped, it is in vain to ask for it again.

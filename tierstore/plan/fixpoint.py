@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
 from tierstore.plan.records import GroupRecord
@@ -72,7 +72,7 @@ class Fixpoint:
 
         The largest is told first: when it does not wait any more, others may get on.
         """
-        while not self._copies.in_flight and not self._copies.lent and not self._about_to_wake():
+        while not self._copies.in_flight and not self._copies.leased and not self._about_to_wake():
             waiting = [*self._requests.unmet(), *self._requests.saves]
             if not waiting:
                 return
@@ -88,14 +88,15 @@ class Fixpoint:
         coming = [(group, copies.top) for group in requests.demands if requests.is_coming(group)]
         coming += [(group, copies.host) for group in requests.host_demands]
         return any(
-            tier in group.copies and not (tier is copies.host and group.host_lease is Hold.KEEP)
+            tier in group.copies
+            and not (tier is copies.host and group.host_lease is HostAccess.PERMANENT)
             for group, tier in coming
         )
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
         copies = self._copies
         tier = copies.host
-        kept = sum(g.nbytes for g in copies.groups.values() if g.host_lease is Hold.KEEP)
+        kept = sum(g.nbytes for g in copies.groups.values() if g.host_lease is HostAccess.PERMANENT)
         stuck = max(self._may_need_host_memory(group), key=lambda g: g.nbytes)
         if kept and not copies.has_room(tier, stuck.nbytes):
             advice = f"{kept:,} bytes are in use there for good"

@@ -7,7 +7,7 @@ as well: to an optimizer, say, which works there whatever the model computes on.
 from __future__ import annotations
 
 from tierstore.model.events import HostDemanded, HostLeased, HostReleased, HostWithdrawn
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
 from tierstore.plan.records import GroupRecord, State
@@ -50,12 +50,12 @@ class HostLeaseEvents:
         self._met(group, event.purpose)
         return True
 
-    def lendable(self, group: GroupRecord, purpose: Hold) -> bool:
+    def leasable(self, group: GroupRecord, purpose: HostAccess) -> bool:
         """Whether the group may be lent in host memory now."""
         copy = group.copies.get(self._copies.host)
         if group.host_lease or group.leases or group.moving() or copy is None:
             return False
-        return copy.state is State.PRESENT or purpose is Hold.RENEW
+        return copy.state is State.PRESENT or purpose is HostAccess.RENEW
 
     def _leased(self, event: HostLeased) -> bool:
         copies = self._copies
@@ -64,27 +64,27 @@ class HostLeaseEvents:
             copies.renew(group)
         group.host_lease = event.purpose
         self._met(group, event.purpose)
-        copies.lent += event.purpose is not Hold.KEEP
-        if event.purpose is not Hold.READ:
+        copies.leased += event.purpose is not HostAccess.PERMANENT
+        if event.purpose is not HostAccess.READ:
             copies.keep_only(group, copies.host)
         self._uses.note(group)
         return True
 
     def _released(self, event: HostReleased) -> bool:
         group = self._copies.groups[event.group]
-        self._copies.lent -= group.host_lease is not Hold.KEEP
+        self._copies.leased -= group.host_lease is not HostAccess.PERMANENT
         group.host_lease = None
         self._movement.tidy(group)
         self._movement.look_ahead |= self._movement.short_of_room
         return True
 
-    def _met(self, group: GroupRecord, purpose: Hold) -> None:
+    def _met(self, group: GroupRecord, purpose: HostAccess) -> None:
         """One who wanted to hold the group does so, or wants it no more."""
         purposes = self._requests.host_demands[group]
         purposes.remove(purpose)
         if not purposes:
             del self._requests.host_demands[group]
-        if set(purposes) != {Hold.RENEW}:
+        if set(purposes) != {HostAccess.RENEW}:
             self._give_up_room_for_new_values(group)
 
     def _give_up_room_for_new_values(self, group: GroupRecord) -> None:

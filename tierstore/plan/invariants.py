@@ -27,7 +27,7 @@ def check(copies: CopyTable, requests: Requests) -> None:
         assert held == copies.used[tier], f"{tier.name}: holds {held}, counts {copies.used[tier]}"
         assert budget is None or held <= budget, f"{tier.name}: {held} over {budget}"
     lent = [group for group in copies.groups.values() if group.leases or group.host_lease]
-    assert lent or not copies.lent, f"nothing is lent, and {copies.lent} leases are counted"
+    assert lent or not copies.leased, f"nothing is lent, and {copies.leased} leases are counted"
     for group in copies.groups.values():
         valid = any(group.present(tier) for tier in copies.tiers)
         known = not group.forgotten and group not in requests.claims

@@ -9,7 +9,7 @@ from there. It has seen no use of any group yet, and nobody has told it what the
 from __future__ import annotations
 
 from tierstore.model.events import Recovered, RecoveredGroup, Registered
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
@@ -84,8 +84,8 @@ class KnownEvents:
         for access, permanent in found.leases:
             group.leases += 1
             group.exclusive = None if access is Access.READ else access
-            copies.lent += not permanent
-        copies.lent += group.host_lease not in (None, Hold.KEEP)
+            copies.leased += not permanent
+        copies.leased += group.host_lease not in (None, HostAccess.PERMANENT)
         return group
 
     def _add_copy(self, group: GroupRecord, tier: Tier, found: RecoveredGroup) -> None:

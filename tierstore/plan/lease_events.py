@@ -87,7 +87,7 @@ class LeaseEvents:
             self._copies.release_room(group, host)
         self._movement.forget(group)
 
-    def lendable(self, group: GroupRecord, access: Access) -> bool:
+    def leasable(self, group: GroupRecord, access: Access) -> bool:
         """Whether the group may be lent now: it is there, and nobody uses it in another way."""
         if not group.present(self._copies.top) or group.exclusive or group.forgotten:
             return False
@@ -102,7 +102,7 @@ class LeaseEvents:
             copies.keep_only(group, copies.top)
         group.exclusive = None if access is Access.READ else access
         group.leases += 1
-        copies.lent += not event.permanent
+        copies.leased += not event.permanent
         self._uses.note(group)
         if event.demanded:
             self._requests.take_back(group)
@@ -111,7 +111,7 @@ class LeaseEvents:
     def _released(self, event: Released) -> bool:
         group, movement = self._copies.groups[event.group], self._movement
         group.leases -= 1
-        self._copies.lent -= not event.permanent
+        self._copies.leased -= not event.permanent
         group.exclusive = None
         if event.access is Access.TAKE:
             movement.forget(group)

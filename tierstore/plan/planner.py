@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan import invariants
 from tierstore.plan.copies import CopyTable, budgets_of
 from tierstore.plan.eviction import Eviction
@@ -57,8 +57,8 @@ class Planner:
     below it.
 
     Given the time of each event it learns how long computing and moving take. Without, it fetches
-    about two groups ahead. Of a device that works later than it is told to, the planner is `told`
-    how long it computes, by `UseMeasured`.
+    about two groups ahead. Where a device works later than it is told to, its uses are
+    `timed_by_device`: `UseMeasured` tells how long it computes.
 
     Groups are leased on `top`, the fastest of the `tiers`; they are put to `host`, the last one in
     memory, and changed there. `budgets`, `used` and `peak` are bytes by tier, counting copies still
@@ -71,10 +71,10 @@ class Planner:
         policy: Policy,
         schedule: Schedule,
         *,
-        told: bool = False,
+        timed_by_device: bool = False,
     ) -> None:
         own = budgets_of(budgets)  # one for all: see `BudgetChanged`
-        prefetcher = Prefetcher(schedule, own, told=told)
+        prefetcher = Prefetcher(schedule, own, timed_by_device=timed_by_device)
         copies = CopyTable(own, policy, schedule, prefetcher)
         requests = Requests(copies.top, copies.host)
         eviction = Eviction(copies, requests, policy, prefetcher)
@@ -178,17 +178,17 @@ class Planner:
         """Whether the room for a claim is there. Then fill it: `Filled`."""
         return self._copies.host in self._copies.groups[group].copies
 
-    def lendable(self, group: GroupId, access: Access) -> bool:
+    def leasable(self, group: GroupId, access: Access) -> bool:
         """Whether the group may be `Leased` now."""
-        return self._leases.lendable(self._copies.groups[group], access)
+        return self._leases.leasable(self._copies.groups[group], access)
 
-    def host_lendable(self, group: GroupId, purpose: Hold) -> bool:
+    def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
         """Whether the group may be `HostLeased` now."""
-        return self._host_leases.lendable(self._copies.groups[group], purpose)
+        return self._host_leases.leasable(self._copies.groups[group], purpose)
 
-    def kept(self, group: GroupId) -> bool:
+    def leased_permanently(self, group: GroupId) -> bool:
         """Whether somebody has it in host memory for good: nobody else may change or hold it."""
-        return self._copies.groups[group].host_lease is Hold.KEEP
+        return self._copies.groups[group].host_lease is HostAccess.PERMANENT
 
     def saved(self, group: GroupId) -> bool:
         """Whether a valid copy is on a persistent tier."""

@@ -121,8 +121,8 @@ class Prefetcher:
 
     Groups go by the numbers of the schedule. `budgets` are the planner's; `now` is the time of the
     latest event, in seconds. Where groups are used on a device that works later than it is told to,
-    that time says only how long its caller takes to tell it; then `ran` is `told` how long it
-    computes.
+    that time says only how long its caller takes to tell it; then uses are `timed_by_device`, which
+    tells (`ran`) how long it computes.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Prefetcher:
         schedule: Schedule,
         budgets: Mapping[Tier, int | None],
         *,
-        told: bool = False,
+        timed_by_device: bool = False,
     ) -> None:
         self.now = 0.0
-        self._told = told
+        self._timed_by_device = timed_by_device
         self._running: _Use | None = None  # on the device
         self._schedule = schedule
         self._budgets = budgets
@@ -246,7 +246,7 @@ class Prefetcher:
         use.spent += now - use.resumed
         use.resumed = now
         if use.number != number:
-            if not self._told:
+            if not self._timed_by_device:
                 self._learn(use.number, use.spent)
             self._use = None
 
@@ -271,7 +271,7 @@ class Prefetcher:
         self.came(number)
         now = self.now
         if self._asked_since is not None:
-            if not self._told:
+            if not self._timed_by_device:
                 self.retention.passed(waited=now - self._asked_since)
             self._asked_since = None
         if number < 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import Access, Hold, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier
 
 
 class State(Enum):
@@ -54,7 +54,7 @@ class GroupRecord:
     forgotten: bool = False
     sticky: bool = False
     caller_scheduled: bool = False
-    host_lease: Hold | None = None
+    host_lease: HostAccess | None = None
     error: BaseException | None = None
 
     def present(self, tier: Tier) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tierstore.model.tiers import Hold, Tier
+from tierstore.model.tiers import HostAccess, Tier
 from tierstore.plan.records import GroupRecord, State
 
 
@@ -21,7 +21,7 @@ class Requests:
     top: Tier
     host: Tier
     demands: dict[GroupRecord, int] = field(default_factory=dict)
-    host_demands: dict[GroupRecord, list[Hold]] = field(default_factory=dict)
+    host_demands: dict[GroupRecord, list[HostAccess]] = field(default_factory=dict)
     claims: dict[GroupRecord, None] = field(default_factory=dict)
     saves: dict[GroupRecord, None] = field(default_factory=dict)
     offloads: dict[GroupRecord, None] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Requests:
 
     def only_for_new_values(self, group: GroupRecord) -> bool:
         """Whether all who want to hold a group in host memory give it new values."""
-        return set(self.host_demands[group]) == {Hold.RENEW}
+        return set(self.host_demands[group]) == {HostAccess.RENEW}
 
     def only_need_the_top(self) -> bool:
         """Whether there are no requests but for groups that have room on the fastest tier."""

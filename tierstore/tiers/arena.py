@@ -109,7 +109,7 @@ class Arena:
         return Slot(nbytes)
 
     def resize(self, budget: int) -> None:
-        """Hold no more than so many bytes from now on, but for what is in use."""
+        """HostAccess no more than so many bytes from now on, but for what is in use."""
         self.budget = budget
         under(self._lock, self._condemn_until_it_fits)
 

@@ -17,7 +17,7 @@ from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.driver import TierDriver
 from tierstore.tiers.hop import DeviceToHost, DiskToHost, Hop, HostToDevice, HostToDisk
 from tierstore.tiers.host_tier import HostTier
-from tierstore.tiers.mover import Mover, Told
+from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.reading import DiskReader
 from tierstore.tiers.streams import selecting
 from tierstore.tiers.workers import SerialExecutor, Workers
@@ -47,7 +47,7 @@ def build(
     budgets: Mapping[Tier, int | None],
     directory: ObjectDirectory,
     verify: str,
-    told: Told,
+    callbacks: MoverCallbacks,
     extra: Sequence[ExtraTier] = (),
 ) -> tuple[StoreTiers, Mover]:
     """The tiers of `budgets`, with the files of `directory`, and what moves groups between them.
@@ -75,4 +75,4 @@ def build(
         driver, more = make(tiers)
         drivers.append(driver)
         hops += more
-    return tiers, Mover(drivers, hops, serial, names, journal, told)
+    return tiers, Mover(drivers, hops, serial, names, journal, callbacks)

@@ -22,7 +22,7 @@ class DeviceTier(MemoryTier):
 
     Its books are kept by callers, as part of a step of the store. `up` and `down` are the streams
     on which groups come and go; `times` tells when what was queued was done. Nothing here waits
-    for the device but `mend`.
+    for the device but `rebuild`.
     """
 
     tier = Tier.DEVICE
@@ -46,7 +46,7 @@ class DeviceTier(MemoryTier):
         if entry.arrival is not None:
             slot.pending.append(entry.arrival)
             entry.arrival = None
-        self.arena.give(slot, keep=not entry.settled)
+        self.arena.give(slot, keep=not entry.mutable)
 
     def fill(
         self, slot: Slot, places: list[tuple[torch.Tensor, torch.Tensor]], *, behind: bool
@@ -72,7 +72,7 @@ class DeviceTier(MemoryTier):
             raise
         return began, ended
 
-    def mend(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
+    def rebuild(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
         """See which slots are in use, after somebody was cut short who changed that.
 
         This is the one place that waits for the whole device: what is queued there may use slots
@@ -82,7 +82,7 @@ class DeviceTier(MemoryTier):
             torch.accelerator.synchronize(self.device)
         in_use = []
         for entry in entries:
-            if entry.arrival is None and entry.key not in coming:
+            if entry.arrival is None and entry.group not in coming:
                 entry.slots.pop(self.tier, None)
             slot = entry.slots.get(self.tier)
             if slot is None:

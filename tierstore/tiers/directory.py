@@ -44,7 +44,7 @@ from tierstore.tiers.objects import (
     object_name,
     read_marker,
 )
-from tierstore.tiers.workers import Job, Together, one_by_one
+from tierstore.tiers.workers import Job, RunParallel, one_by_one
 
 # The names that tierstore gives files for a while. What has another name is not ours: it is never
 # opened, and never removed.
@@ -156,12 +156,13 @@ class ObjectDirectory:
         data: memoryview,
         *,
         single: bool,
-        together: Together = one_by_one,
+        run_parallel: RunParallel = one_by_one,
     ) -> Staged:
         """Write a group to a temporary file and sync it. It counts from `commit` on.
 
-        `data` holds the packed group in page-aligned memory. `together` does the parts of the work,
-        such as `Workers.together`. Raises DiskFullError or TransferError; nothing has changed then.
+        `data` holds the packed group in page-aligned memory. `run_parallel` does the parts of the
+        work, such as `Workers.run_parallel`. Raises DiskFullError or TransferError; nothing has
+        changed then.
         """
         try:
             refuse_unreadable(key, packing, single=single)  # before what is there is replaced
@@ -171,7 +172,7 @@ class ObjectDirectory:
         temporary = f"object-{os.urandom(8).hex()}"
         try:
             with self._explained("writing to", key=key):
-                self._write_file(temporary, writing, together)
+                self._write_file(temporary, writing, run_parallel)
         except BaseException:
             self._remove_temporary(temporary)
             raise
@@ -215,11 +216,11 @@ class ObjectDirectory:
         """Stage and commit."""
         return self.commit(self.stage(key, packing, data, single=single))
 
-    def _write_file(self, name: str, writing: _Writing, together: Together) -> None:
+    def _write_file(self, name: str, writing: _Writing, run_parallel: RunParallel) -> None:
         file = OpenForWriting(self._new_file(name), name, self._temporary)
         try:
             os.posix_fallocate(file.cached, 0, writing.nbytes)  # a full disk is known at once
-            together(writing.jobs(file))
+            run_parallel(writing.jobs(file))
             writing.finish(file.cached)
             # A failed fsync must never be repeated on the same file: the second one would succeed.
             os.fsync(file.cached)

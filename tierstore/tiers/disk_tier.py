@@ -18,7 +18,7 @@ from tierstore.tiers.disk import FileTable
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.spill import Spill
 from tierstore.tiers.views import show_one
-from tierstore.tiers.workers import URGENT, Answer, Job, SerialExecutor, Workers
+from tierstore.tiers.workers import URGENT, Future, Job, SerialExecutor, Workers
 
 
 class DiskTier:
@@ -68,9 +68,9 @@ class DiskTier:
         What is written to them is in the file. Raises TransferError where the file system knows no
         such maps.
         """
-        if entry.place is None or self._spill is None:
-            raise RuntimeError(f"group {entry.key.key!r} was never saved")
-        shown = memoryview(self._spill.show(entry.place))
+        if entry.spill_extent is None or self._spill is None:
+            raise RuntimeError(f"group {entry.group.key!r} was never saved")
+        shown = memoryview(self._spill.show(entry.spill_extent))
         return {spec.name: show_one(spec, shown) for spec in entry.spec.tensors}
 
     def drop(self, entry: GroupEntry) -> None:
@@ -106,11 +106,11 @@ class DiskTier:
 
     def _save_spilled(self, entry: GroupEntry, data: memoryview) -> None:
         spill = self._the_spill()
-        if entry.settled:
-            entry.place = entry.place or spill.take_place(entry.spec.nbytes)
-            entry.source = spill.save_in(entry.place, data, self.workers.together)
+        if entry.mutable:
+            entry.spill_extent = entry.spill_extent or spill.take_extent(entry.spec.nbytes)
+            entry.source = spill.save_in(entry.spill_extent, data, self.workers.run_parallel)
             return
-        saved = spill.save(data, self.workers.together)
+        saved = spill.save(data, self.workers.run_parallel)
         entry.spilled_at, entry.source = saved
 
     def _the_spill(self) -> Spill:
@@ -120,15 +120,15 @@ class DiskTier:
             return self._spill
 
     def _save_object(self, entry: GroupEntry, data: memoryview) -> None:
-        key = entry.key.key
+        key = entry.group.key
         packing = entry.packing or packing_of(entry.spec)
         stage = functools.partial(self._directory.stage, key, packing, data, single=entry.single)
         try:
-            staged = stage(together=self.workers.together)
+            staged = stage(run_parallel=self.workers.run_parallel)
         except DiskFullError:
             if self._spill is None or not self._spill.trim():
                 raise
-            staged = stage(together=self.workers.together)  # there is more room now
+            staged = stage(run_parallel=self.workers.run_parallel)  # there is more room now
         with self._lock:
             if self._committed.get(key, -1) > entry.order:
                 self._directory.abandon(staged)  # a newer version, or its removal, was faster
@@ -174,7 +174,7 @@ class DiskTier:
         """The directory has an object file of `key`."""
         self._written.add(key)
 
-    def place(self, entry: GroupEntry) -> None:
+    def create(self, entry: GroupEntry) -> None:
         """Let the copy of a settled group be whatever lies in its place. Waits for the disk.
 
         Raises DiskFullError or TransferError.
@@ -183,10 +183,10 @@ class DiskTier:
 
     def _place(self, entry: GroupEntry) -> None:
         spill = self._the_spill()
-        entry.place = spill.take_place(entry.spec.nbytes)
-        entry.source = spill.source_of(entry.place)
+        entry.spill_extent = spill.take_extent(entry.spec.nbytes)
+        entry.source = spill.source_of(entry.spill_extent)
 
-    def remove(self, key: str, order: int, durable: bool) -> Answer[None] | None:
+    def remove(self, key: str, order: int, durable: bool) -> Future[None] | None:
         """Begin to remove the file of `key`, and see that no version up to `order` is written.
 
         None: there is nothing. A failure is told to who waits for the answer, and to who flushes.

@@ -21,7 +21,8 @@ class TierDriver(Protocol):
     `reserve`, `drop` and `holds` never block and never fail. They are called by one thread of the
     store's at a time; what takes long (to make memory, to write, to give room back to a file
     system) is left to the threads that copy, or to threads of the driver's own. What is to be
-    remembered of a copy may lie in the entry (`slots`, `source`) or in the driver, by `entry.key`.
+    remembered of a copy may lie in the entry (`slots`, `source`) or in the driver, by
+    `entry.group`.
 
     `tests/conformance/drivers.py` has the rules as tests.
     """
@@ -71,10 +72,10 @@ class CallersDriver(TierDriver, Protocol):
     """A tier whose books are kept by callers, as part of a step of the store.
 
     So whoever comes to need a copy there can queue it at once. But an interrupt may come between
-    any two instructions; `mend` is told of it before anything else is done.
+    any two instructions; `rebuild` is told of it before anything else is done.
     """
 
-    def mend(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
+    def rebuild(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
         """See which copies there are, after somebody was cut short who changed that.
 
         `coming` are the keys of groups that a hop is copying here. Of others, a copy that was not

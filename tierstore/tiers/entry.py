@@ -10,7 +10,7 @@ from tierstore.model.groups import GroupId, GroupSpec, Packing, Source
 from tierstore.model.tiers import Tier
 from tierstore.tiers.arena import Slot
 from tierstore.tiers.disk import FileStamp
-from tierstore.tiers.spill import Place
+from tierstore.tiers.spill import SpillExtent
 
 
 @dataclass(eq=False)
@@ -23,11 +23,11 @@ class GroupEntry:
     was changed. `durable` groups are written as object files, others into the spill. `stamps` is
     what the checkpoint files in `source` must look like. Of two versions of one key, the disk keeps
     the one of the higher `order`. Its checksums were right when its files had the stamps in
-    `verified`. Of a `settled` group, the spilled copy always lies in the same `place`, where it can
-    be shown. `backed`, `guided` and `kept` are what the planner was told of it.
+    `verified`. Of a `mutable` group, the spilled copy always lies in the same `spill_extent`, where
+    it can be viewed. `backed`, `caller_scheduled` and `sticky` are what the planner was told of it.
     """
 
-    key: GroupId
+    group: GroupId
     spec: GroupSpec
     source: Source | None = None
     packing: Packing | None = None
@@ -40,8 +40,8 @@ class GroupEntry:
     slots: dict[Tier, Slot] = field(default_factory=dict)
     arrival: Any = None
     first_digests: list[str] | None = None
-    settled: bool = False
-    place: Place | None = None
+    mutable: bool = False
+    spill_extent: SpillExtent | None = None
     backed: bool = False
-    guided: bool = False
-    kept: bool = False
+    caller_scheduled: bool = False
+    sticky: bool = False

@@ -84,7 +84,7 @@ class DiskToHost:
         self._host = host
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
-        slot, key = entry.slots[self.dst], entry.key.key
+        slot, key = entry.slots[self.dst], entry.group.key
         with transfer_errors("reading", key=key, path=f"group {key!r}"):
             self._host.arena.fill(slot)
         slot.wait()

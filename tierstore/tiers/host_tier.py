@@ -82,7 +82,7 @@ class HostTier(MemoryTier):
             return None
         began, ended = device.fill(slot, places, behind=behind)
         nbytes = sum(source.nbytes for _, source in places)
-        span = Span(hop(device.tier, self.tier), entry.key.key, nbytes)
+        span = Span(hop(device.tier, self.tier), entry.group.key, nbytes)
         self._journal.count(span.kind, span.nbytes)
         device.times.tell(functools.partial(self._journal.end_between, span), began, ended)
         return ended.event

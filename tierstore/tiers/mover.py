@@ -8,7 +8,7 @@ does can be cut short half-way. Hops copy on threads of their own. What is urgen
 is hoped for.
 
 The books of the device's memory are kept by callers, as part of a step of the store. If that is cut
-short, `mend` finds what is true.
+short, `rebuild` finds what is true.
 
 *Arrived* means two things. In host memory and on disk the bytes are there. On a device the copy is
 queued on a side stream and an event is recorded; whoever uses the tensors makes its own stream wait
@@ -41,7 +41,7 @@ Ended = tuple[Copy, BaseException | None]
 
 
 @dataclass(frozen=True)
-class Told:
+class MoverCallbacks:
     """Who is told of what, on any thread.
 
     `over`: a copy is done or has failed. `ending`: the last bytes of a copy are asked for. `timed`:
@@ -66,7 +66,7 @@ class Mover:
         serial: SerialExecutor,
         names: Counter[str],
         journal: Journal,
-        told: Told,
+        callbacks: MoverCallbacks,
     ) -> None:
         self.journal = journal
         self.stopped = False
@@ -79,7 +79,7 @@ class Mover:
         self._clocks = list(dict.fromkeys(clocks))
         self._serial = serial
         self._names = names
-        self._told = told
+        self._callbacks = callbacks
         self._entries: dict[GroupId, GroupEntry] = {}
         self._moving: dict[tuple[GroupId, Tier], Copy] = {}
 
@@ -87,8 +87,8 @@ class Mover:
 
     def add(self, entry: GroupEntry) -> None:
         """Make a group known, before any instruction names it."""
-        self._entries[entry.key] = entry
-        name = entry.key.key
+        self._entries[entry.group] = entry
+        name = entry.group.key
         self._serial.give(lambda: self._names.update((name,)))
 
     def entry(self, key: GroupId) -> GroupEntry:
@@ -119,10 +119,10 @@ class Mover:
         others = []
         for instruction in instructions:
             if isinstance(instruction, Drop) and instruction.tier in self._by_callers:
-                self._by_callers[instruction.tier].drop(self._entries[instruction.key])
+                self._by_callers[instruction.tier].drop(self._entries[instruction.group])
                 continue
             if isinstance(instruction, Copy) and instruction.dst in self._by_callers:
-                now = self._queue(instruction, self._entries[instruction.key])
+                now = self._queue(instruction, self._entries[instruction.group])
                 ended += now
                 if now:
                     continue
@@ -143,38 +143,38 @@ class Mover:
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Copy):
-                self._begin(instruction, self._entries[instruction.key])
+                self._begin(instruction, self._entries[instruction.group])
             elif isinstance(instruction, Reserve):
                 driver = self.drivers[instruction.tier]
-                driver.reserve(self._entries[instruction.key], for_caller=True)
+                driver.reserve(self._entries[instruction.group], for_caller=True)
             elif isinstance(instruction, Drop):
-                self.drivers[instruction.tier].drop(self._entries[instruction.key])
+                self.drivers[instruction.tier].drop(self._entries[instruction.group])
             else:
                 self._forget(instruction)
 
     def _forget(self, instruction: Forget) -> None:
-        del self._entries[instruction.key]
-        name = instruction.key.key
+        del self._entries[instruction.group]
+        name = instruction.group.key
         self._names[name] -= 1
         if not self._names[name]:
             del self._names[name]
 
     def _begin(self, copy: Copy, entry: GroupEntry) -> None:
-        self._moving[copy.key, copy.dst] = copy
+        self._moving[copy.group, copy.dst] = copy
         if copy.dst not in self._by_callers:
             self.drivers[copy.dst].reserve(entry)
         workers = self.hops[copy.src, copy.dst].workers
         workers.submit(URGENT if copy.urgent else EARLY, functools.partial(self._copy, copy, entry))
 
     def _copy(self, copy: Copy, entry: GroupEntry) -> None:
-        ending = functools.partial(self._told.ending, copy)
+        ending = functools.partial(self._callbacks.ending, copy)
         # Every failure must reach whoever waits.
         error = self._copied(copy, entry, ending, BaseException)
         if error is None and copy.dst is self._top.tier:
             with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
                 self._top.view(entry)  # here, as every torch call may cost who computes the GIL
         self.look()
-        self._told.over(copy, error)
+        self._callbacks.over(copy, error)
 
     def _copied(
         self,
@@ -185,7 +185,7 @@ class Mover:
     ) -> BaseException | None:
         """Make a copy, and note when it was made. Returns the failure, if it is one of these."""
         used = self.hops[copy.src, copy.dst]
-        span = Span(hop(copy.src, copy.dst), copy.key.key, start=time.monotonic())
+        span = Span(hop(copy.src, copy.dst), copy.group.key, start=time.monotonic())
         if used.times is None:  # else it is told later when it began
             self.journal.begin(span)
         try:
@@ -206,7 +206,7 @@ class Mover:
     def _note_times(self, span: Span, copy: Copy, times: list[float]) -> None:
         self.journal.end_between(span, times)
         if copy.dst in self._by_callers:
-            self._told.timed(copy, *times)
+            self._callbacks.timed(copy, *times)
 
     def look(self) -> None:
         """Learn what devices have done meanwhile, for the journal."""
@@ -215,16 +215,16 @@ class Mover:
 
     def moved(self, copy: Copy) -> None:
         """Whoever was told of the end of a copy has heard it."""
-        del self._moving[copy.key, copy.dst]
+        del self._moving[copy.group, copy.dst]
 
     def catch_up(self) -> None:
         """Wait until all instructions are in the books. Waits for no bytes."""
         self._serial.catch_up()
 
-    def mend(self) -> None:
+    def rebuild(self) -> None:
         """Make the books that callers keep anew, after a step was cut short."""
         for tier, driver in self._by_callers.items():
-            driver.mend(self.entries(), {key for key, dst in self._moving if dst is tier})
+            driver.rebuild(self.entries(), {key for key, dst in self._moving if dst is tier})
 
     def stop(self) -> bool:
         """End the threads and give memory and files back.
@@ -246,7 +246,7 @@ class Mover:
 
 def explained(error: BaseException, copy: Copy) -> BaseException:
     """The library's error for a failed copy, with the cause attached."""
-    key = copy.key.key
+    key = copy.group.key
     if isinstance(error, TransferError):
         error.key = error.key or key
         return without_frames(error)

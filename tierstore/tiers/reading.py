@@ -36,7 +36,7 @@ class DiskReader:
         assert source is not None
         self._check_files(entry, source)
         todo = (functools.partial(self._read, entry, room, piece) for piece in pieces(source))
-        self.workers.together(todo, ending)
+        self.workers.run_parallel(todo, ending)
         stamps = self._check_files(entry, source)  # what changed meanwhile is no good either
         self.check(entry, room, source, stamps)
         return source.nbytes
@@ -46,15 +46,15 @@ class DiskReader:
         change."""
         stamps = {}
         for path in {segment.extent.path for segment in source.segments}:
-            with transfer_errors("reading", key=entry.key.key, path=path):
+            with transfer_errors("reading", key=entry.group.key, path=path):
                 file = self.files.check(path, entry.stamps.get(path))
-                if entry.spilled_at is None and entry.place is None:
+                if entry.spilled_at is None and entry.spill_extent is None:
                     stamps[path] = file.stamp()  # what is spilled, nobody else can open
         return stamps
 
     def _read(self, entry: GroupEntry, room: memoryview, piece: ReadPiece) -> None:
         part = room[piece.at : piece.at + piece.nbytes]
-        with transfer_errors("reading", key=entry.key.key, path=piece.path):
+        with transfer_errors("reading", key=entry.group.key, path=piece.path):
             self.files.get(piece.path).read_at_least(part, piece.offset, piece.needed)
 
     def check(
@@ -93,10 +93,10 @@ def _corrupt(
 ) -> CorruptDataError:
     path = source.segments[0].extent.path if source.segments else ""
     return CorruptDataError(
-        f"group {entry.key.key!r}: {what!r} in {path} is not what was written (checksum "
+        f"group {entry.group.key!r}: {what!r} in {path} is not what was written (checksum "
         f"{found} instead of {expected}): the disk or somebody changed it; remove it with "
         "tierstore-inspect rm and put the group again, or download the checkpoint again",
-        key=entry.key.key,
+        key=entry.group.key,
         path=path,
         expected=expected,
         found=found,

@@ -26,13 +26,13 @@ from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.tiers.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
 from tierstore.tiers.mapping import map_open_file
-from tierstore.tiers.workers import Together, one_by_one
+from tierstore.tiers.workers import RunParallel, one_by_one
 
 GROWTH = 64 << 20
 """Bytes by which the file grows at least, where there is room."""
 
 
-class Place:
+class SpillExtent:
     """Room in the file that stays one group's, as long as anybody has the group or looks at it."""
 
     def __init__(self, offset: int, nbytes: int, left: deque[tuple[int, int]]) -> None:
@@ -154,43 +154,45 @@ class Spill:
                 return behind
         return 0
 
-    def take_place(self, nbytes: int) -> Place:
+    def take_extent(self, nbytes: int) -> SpillExtent:
         """Room for a group that is shown while it is away. Raises what `take` raises."""
-        return Place(self.take(nbytes), nbytes, self._left)
+        return SpillExtent(self.take(nbytes), nbytes, self._left)
 
-    def save_in(self, place: Place, data: memoryview, together: Together = one_by_one) -> Source:
-        """Write a group's packed bytes to its place. Returns how to read them again.
+    def save_in(
+        self, extent: SpillExtent, data: memoryview, run_parallel: RunParallel = one_by_one
+    ) -> Source:
+        """Write a group's packed bytes to its extent. Returns how to read them again.
 
         There are no checksums: who looks at the place may write to it, too. Raises DiskFullError or
         TransferError.
         """
-        together(
-            functools.partial(self.write, data[at : at + nbytes], place.offset + at)
+        run_parallel(
+            functools.partial(self.write, data[at : at + nbytes], extent.offset + at)
             for at, nbytes in parts(len(data), WRITE_BLOCK)
         )
-        return self.source_of(place)
+        return self.source_of(extent)
 
-    def source_of(self, place: Place) -> Source:
+    def source_of(self, extent: SpillExtent) -> Source:
         """How to read the group whose place it is."""
-        return Source((Segment(Extent(self.path, place.offset, place.nbytes), 0),))
+        return Source((Segment(Extent(self.path, extent.offset, extent.nbytes), 0),))
 
-    def show(self, place: Place) -> memoryview:
-        """A map of a place: it reads as the file does, and what is written to it is in the file.
+    def show(self, extent: SpillExtent) -> memoryview:
+        """A map of a extent: it reads as the file does, and what is written to it is in the file.
 
         It costs no memory but the system's cache of the file. Raises TransferError where the file
         system knows no such maps.
         """
-        file, stop = self._file.cached, place.offset + place.nbytes
+        file, stop = self._file.cached, extent.offset + extent.nbytes
         with transfer_errors("mapping", path=self._directory), self._file.in_use():
             if os.fstat(file).st_size < stop:  # nothing was written there, no room reserved
                 os.pwrite(file, b"\0", stop - 1)
-            return map_open_file(file, place.offset, place.nbytes, mmap.MAP_SHARED, place)
+            return map_open_file(file, extent.offset, extent.nbytes, mmap.MAP_SHARED, extent)
 
-    def save(self, data: memoryview, together: Together = one_by_one) -> tuple[int, Source]:
+    def save(self, data: memoryview, run_parallel: RunParallel = one_by_one) -> tuple[int, Source]:
         """Write a group's packed bytes. Returns their offset, and how to read them again.
 
-        `together` does the parts of the work, such as `Workers.together`. Raises DiskFullError or
-        TransferError; nothing is taken then.
+        `run_parallel` does the parts of the work, such as `Workers.run_parallel`. Raises
+        DiskFullError or TransferError; nothing is taken then.
         """
         checks: dict[int, Check] = {}
         start = self.take(len(data))
@@ -201,7 +203,9 @@ class Spill:
             checks[at] = Check("the spilled group", at, nbytes, digest(part))
 
         try:
-            together(functools.partial(save_part, *part) for part in parts(len(data), WRITE_BLOCK))
+            run_parallel(
+                functools.partial(save_part, *part) for part in parts(len(data), WRITE_BLOCK)
+            )
         except BaseException:
             self.give_back(start, len(data))
             raise

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from tierstore.model.locks import Bell
+from tierstore.model.locks import AutoResetEvent
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ Job = Callable[[], None]
 PATIENCE = 10.0
 """Seconds in which threads that should end must end; a dead disk may hold them for ever."""
 
-Together = Callable[[Iterable[Job]], None]
+RunParallel = Callable[[Iterable[Job]], None]
 """What does the parts of a job, on one thread or several, and returns when all are done."""
 
 
@@ -59,7 +59,7 @@ class Workers:
             heapq.heappush(self._jobs, (place, age, job))
             self._ready.notify()
 
-    def together(self, parts: Iterable[Job], last: Job = lambda: None) -> None:
+    def run_parallel(self, parts: Iterable[Job], last: Job = lambda: None) -> None:
         """Do the parts of the job that this thread is doing, with the help of idle threads.
 
         Helpers come in the place of the whole job: what is older is done before its parts, and
@@ -128,11 +128,11 @@ class SerialExecutor:
     def catch_up(self) -> None:
         """Wait until all jobs that were given before are done."""
         if not self._stopping:
-            Answer(lambda: None, self.give, self._thread.is_alive).wait()
+            Future(lambda: None, self.give, self._thread.is_alive).wait()
 
     def ask_on(
         self, workers: Workers, question: Callable[[], T], begin: Job = lambda: None
-    ) -> Answer[T]:
+    ) -> Future[T]:
         """What `question` gives on a thread of `workers`, asked after all jobs that were given
         before; `begin` is done here at that time."""
 
@@ -140,7 +140,7 @@ class SerialExecutor:
             begin()
             workers.submit(URGENT, job)
 
-        return Answer(question, lambda job: self.give(lambda: ask(job)), workers.alive)
+        return Future(question, lambda job: self.give(lambda: ask(job)), workers.alive)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -155,7 +155,7 @@ class SerialExecutor:
         return not self._thread.is_alive()
 
 
-class Answer(Generic[T]):
+class Future(Generic[T]):
     """What a question gives that was given to others as a job.
 
     `give` gives them the job; `alive` tells whether they still take any.
@@ -168,7 +168,7 @@ class Answer(Generic[T]):
         self._alive = alive
         self._answers: list[T] = []
         self._error: BaseException | None = None
-        self._bell = Bell()
+        self._wakeup = AutoResetEvent()
         self._next: list[Job] = []
         give(self._job)
 
@@ -177,14 +177,14 @@ class Answer(Generic[T]):
             self._answers.append(self._question())
         except BaseException as error:  # raised where somebody waits for the answer
             self._error = error
-        self._bell.ring()
+        self._wakeup.set()
         for job in self._next:
             job()
 
     def then(self, job: Job) -> None:
         """Have `job` done when there is an answer; twice, maybe. It must not raise."""
         self._next.append(job)
-        if self._bell.wait(0.0):  # maybe too late for who answers to see it
+        if self._wakeup.wait(0.0):  # maybe too late for who answers to see it
             job()
 
     def wait(self) -> T:
@@ -192,7 +192,7 @@ class Answer(Generic[T]):
 
         Raises what the question raises, or RuntimeError if nobody is alive any more to answer.
         """
-        while not self._bell.wait(1.0):
+        while not self._wakeup.wait(1.0):
             if not self._alive():
                 raise RuntimeError("the store's threads have ended")
         if self._error is not None:
@@ -201,7 +201,7 @@ class Answer(Generic[T]):
 
 
 def one_by_one(parts: Iterable[Job]) -> None:
-    """`Workers.together` for who has no workers."""
+    """`Workers.run_parallel` for who has no workers."""
     for part in parts:
         part()
 

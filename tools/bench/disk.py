@@ -173,7 +173,7 @@ def see_that_it_is_right(
 
     def arrived(entry: GroupEntry, slot: Slot) -> None:
         assert entry.source is not None
-        found[entry.key.key] = digest_of(slot, entry.source)
+        found[entry.group.key] = digest_of(slot, entry.source)
 
     engine.read(entries, "never", arrived)
     expected = {}

@@ -109,7 +109,7 @@ class Engine:
         offsets: list[int] = []
 
         def save(slot: Slot) -> None:
-            offsets.append(self.spill.save(slot.bytes(), self._workers.together)[0])
+            offsets.append(self.spill.save(slot.bytes(), self._workers.run_parallel)[0])
 
         self._on_workers(slots, save)
         return offsets
@@ -119,10 +119,10 @@ class Engine:
 
         def save(numbered: tuple[int, Slot]) -> None:
             number, slot = numbered
-            together = self._workers.together
+            together = self._workers.run_parallel
             self.directory.commit(
                 self.directory.stage(
-                    f"group {number}", packing, slot.bytes(), single=False, together=together
+                    f"group {number}", packing, slot.bytes(), single=False, run_parallel=together
                 )
             )
 

@@ -64,11 +64,11 @@ class Mixed(Engine):
         self.written = largest
         self.entries: list[GroupEntry] = []
         for number, nbytes in enumerate(mix.groups):
-            place = self.spill.take_place(nbytes)
+            place = self.spill.take_extent(nbytes)
             source = self.spill.save_in(place, largest.bytes()[:nbytes])
             spec, _ = one_tensor(nbytes)
             self.entries.append(
-                GroupEntry(GroupId(str(number), 0), spec, source, settled=True, place=place)
+                GroupEntry(GroupId(str(number), 0), spec, source, mutable=True, place=place)
             )
         self._errors: list[BaseException] = []
 
@@ -106,9 +106,9 @@ class Mixed(Engine):
 
     def _write(self, entry: GroupEntry, over: Callable[[], None]) -> None:
         try:
-            assert entry.place is not None
-            data = self.written.bytes()[: entry.place.nbytes]
-            self.spill.save_in(entry.place, data, self._workers.together)
+            assert entry.spill_extent is not None
+            data = self.written.bytes()[: entry.spill_extent.nbytes]
+            self.spill.save_in(entry.spill_extent, data, self._workers.run_parallel)
         except BaseException as error:  # a job must not raise
             self._errors.append(error)
         over()

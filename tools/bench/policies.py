@@ -274,7 +274,7 @@ def marginal_cost(groups: int, keys: list[str], prefetch: bool, repeats: int) ->
             for now, event in part:
                 if isinstance(event, Leased):  # what is asked before
                     planner.error_of(event.group)
-                    planner.lendable(event.group, event.access)
+                    planner.leasable(event.group, event.access)
                 planner.handle(event, now)
         return (time.process_time() - began) / (len(keys) - HISTORY)
 

@@ -34,14 +34,14 @@ class Page:
 
     def __init__(self, title: str, directory: Path, packages: Iterable[str]) -> None:
         self._title = title.splitlines()[0]
-        self._told: list[str] = []
+        self._timed_by_device: list[str] = []
         self.text("\n".join(f"- {line}" for line in machine.describe(directory, packages)))
         self.text(f"```sh\n{_command()}\n```")
 
     def text(self, text: str) -> None:
         """A paragraph."""
         print(f"{text.strip()}\n", flush=True)
-        self._told.append(text.strip())
+        self._timed_by_device.append(text.strip())
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """A table."""
@@ -54,7 +54,7 @@ class Page:
     def write(self, page: Path | None) -> None:
         """Put it into a page, if there shall be one."""
         if page is not None:
-            machine.publish(page, self._title, "\n\n".join(self._told))
+            machine.publish(page, self._title, "\n\n".join(self._timed_by_device))
 
 
 def _command() -> str:

@@ -10,7 +10,7 @@ from tierstore.tiers.directory import ObjectDirectory, Staged, _Writing
 from tierstore.tiers.disk import OpenForWriting
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.objects import object_name
-from tierstore.tiers.workers import Together, one_by_one
+from tierstore.tiers.workers import RunParallel, one_by_one
 
 # mypy: disable-error-code="method-assign,assignment"
 
@@ -25,14 +25,14 @@ def write_in_place() -> None:
         data: memoryview,
         *,
         single: bool,
-        together: Together = one_by_one,
+        run_parallel: RunParallel = one_by_one,
     ) -> Staged:
         writing = _Writing(key, packing, data, single)  # type: ignore[arg-type]
         with self._shard(object_name(key).partition("/")[0]):
             path = self.path_of(key)
         file = OpenForWriting(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), path)
         os.ftruncate(file.cached, writing.nbytes)
-        together(writing.jobs(file))
+        run_parallel(writing.jobs(file))
         writing.finish(file.cached)
         file.close()
         return Staged("", writing.stored())

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.training.state_buffers import StateBuffer
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 from tierstore.tiers.streams import entered
 from tierstore.torch_private import after_backward
 
@@ -145,7 +145,7 @@ class Gradients:
         if self._open is None:
             if self.buffer is None or not self._trained().keys() <= set(self.buffer.names):
                 self.buffer = self._made()
-            purpose = Hold.UPDATE if self._stored else Hold.RENEW
+            purpose = HostAccess.UPDATE if self._stored else HostAccess.RENEW
             self._open = self.buffer.enter(self._closing, purpose)
         return self._open
 

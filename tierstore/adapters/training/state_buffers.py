@@ -23,7 +23,7 @@ from tierstore.adapters.codecs.memory import span
 from tierstore.adapters.view_lifetime import Allowance, ViewLease
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE
-from tierstore.model.tiers import Hold, Tier
+from tierstore.model.tiers import HostAccess, Tier
 from tierstore.store import TierStore, engine_of
 
 SHARE = 32
@@ -120,7 +120,9 @@ class StateBuffer:
         self._in_ram = False  # there may be a copy in RAM that is not held
         if self.stays:
             engine_of(store).mutable_groups.create(key, tensors)
-            self._kept = ViewLease(engine_of(store).mutable_groups.lease_in_host(key, Hold.KEEP))
+            self._kept = ViewLease(
+                engine_of(store).mutable_groups.lease_in_host(key, HostAccess.PERMANENT)
+            )
             self.tensors = self._kept.tensors
         elif not (with_values and self._settled_by_way_of_ram(tensors)):
             engine_of(store).mutable_groups.create_on_disk(key, tensors)
@@ -145,7 +147,7 @@ class StateBuffer:
             engine_of(self.store).mutable_groups.move_to_disk([self.key])
             self.tensors = engine_of(self.store).mutable_groups.view_on_disk(self.key)
 
-    def enter(self, stack: contextlib.ExitStack, purpose: Hold) -> dict[str, torch.Tensor]:
+    def enter(self, stack: contextlib.ExitStack, purpose: HostAccess) -> dict[str, torch.Tensor]:
         """The tensors until `stack` is closed: in RAM if there is room for them; else where it
         shows them."""
         if not self.stays:
@@ -156,11 +158,11 @@ class StateBuffer:
         return self.tensors
 
     @contextlib.contextmanager
-    def _held(self, purpose: Hold) -> Iterator[dict[str, torch.Tensor]]:
+    def _held(self, purpose: HostAccess) -> Iterator[dict[str, torch.Tensor]]:
         with engine_of(self.store).mutable_groups.lease_in_host(self.key, purpose) as lease:
             self._in_ram = True
             yield lease.tensors
-        if purpose is not Hold.READ:
+        if purpose is not HostAccess.READ:
             engine_of(self.store).mutable_groups.write_back(self.key)
 
     def read(self) -> ViewLease:

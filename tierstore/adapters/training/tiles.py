@@ -19,7 +19,7 @@ from torch import nn
 from tierstore.adapters.codecs.memory import address_of, span
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.adapters.training.weights import Weights
-from tierstore.model.tiers import Hold
+from tierstore.model.tiers import HostAccess
 from tierstore.store import TierStore
 
 MASTER = "master"
@@ -197,13 +197,13 @@ class Tile:
         with ExitStack() as stack:
             return {
                 number: torch.linalg.vector_norm(gradient, norm_type).cpu()
-                for number, gradient in self._gradients(stack, Hold.READ).items()
+                for number, gradient in self._gradients(stack, HostAccess.READ).items()
             }
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply every gradient."""
         with ExitStack() as stack:
-            _scale(self._gradients(stack, Hold.UPDATE), factor)
+            _scale(self._gradients(stack, HostAccess.UPDATE), factor)
 
     def step(self, inner: torch.optim.Optimizer, groups: Groups) -> None:
         """Have `inner` do its step on the tensors of this tile."""
@@ -212,8 +212,8 @@ class Tile:
                 inner,
                 groups,
                 self._values(stack),
-                self._gradients(stack, Hold.READ),
-                {buffer: buffer.enter(stack, Hold.UPDATE) for buffer in self._buffers},
+                self._gradients(stack, HostAccess.READ),
+                {buffer: buffer.enter(stack, HostAccess.UPDATE) for buffer in self._buffers},
             )
 
     def load(self, states: dict[int, dict[str, Any]]) -> None:
@@ -231,10 +231,10 @@ class Tile:
                 self._buffers.pop().discard()
         with ExitStack() as stack, torch.no_grad():
             self._keep(
-                states, {buffer: buffer.enter(stack, Hold.UPDATE) for buffer in self._buffers}
+                states, {buffer: buffer.enter(stack, HostAccess.UPDATE) for buffer in self._buffers}
             )
 
-    def _gradients(self, stack: ExitStack, purpose: Hold) -> dict[int, torch.Tensor]:
+    def _gradients(self, stack: ExitStack, purpose: HostAccess) -> dict[int, torch.Tensor]:
         """By the id of its parameter, each gradient: those in the store in RAM, and those that
         somebody else has given where they are."""
         found = {id(p): p.grad for p in self.parameters if p.grad is not None}
@@ -308,7 +308,7 @@ class Tile:
         """By parameter: its value on the CPU, to be changed."""
         if self.weights is None:
             return {id(p): p.detach().cpu() for p in self.parameters}
-        tensors = self.weights.buffer.enter(stack, Hold.UPDATE)
+        tensors = self.weights.buffer.enter(stack, HostAccess.UPDATE)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
 
     def _keep(
