@@ -162,8 +162,8 @@ class Arena:
     @property
     def idle_bytes(self) -> int:
         """Bytes of the idle slots."""
-        idle = under(self._lock, lambda: [(size, len(same)) for size, same in self._idle.items()])
-        return sum(size * slots for size, slots in idle)
+        idle = self._idle
+        return under(self._lock, lambda: sum(size * len(same) for size, same in idle.items()))
 
     def give_back_idle(self) -> None:
         """Unmake every idle slot, for others to have the memory.

@@ -200,9 +200,7 @@ class DiskTier:
             finally:
                 del self._removing[order]
 
-        def begin() -> None:
-            self._removing[order] = key
-
+        begin = functools.partial(self._removing.__setitem__, order, key)
         return self._serial.ask_on(self.workers, remove, begin)
 
     def removing(self) -> set[str]:

@@ -56,10 +56,11 @@ class Hop(Protocol):
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         """Copy a group, on a thread of `workers`. When it returns, whoever looks sees the copy.
 
-        For a device that means: whoever lets its stream wait for `entry.arrival`. `ending` may be
-        called when the last bytes are asked for, so that others can come next; it never raises.
-        Whatever is raised fails the copy: the room that it has in `dst` is dropped then. Nothing
-        may keep a reference to the memory of the group.
+        For a device that means: whoever lets its stream wait for `entry.arrival`, as nothing ever
+        synchronises a whole stream or device. `ending` may be called when the last bytes are asked
+        for, so that others can come next; it never raises. Whatever is raised fails the copy: the
+        room that it has in `dst` is dropped then. Nothing may keep a reference to the memory of the
+        group.
         """
 
 

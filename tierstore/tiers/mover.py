@@ -8,11 +8,7 @@ does can be cut short half-way. Hops copy on threads of their own. What is urgen
 is hoped for.
 
 The books of the device's memory are kept by callers, as part of a step of the store. If that is cut
-short, `rebuild` finds what is true.
-
-*Arrived* means two things. In host memory and on disk the bytes are there. On a device the copy is
-queued on a side stream and an event is recorded; whoever uses the tensors makes its own stream wait
-for that event. Nothing ever synchronises a whole stream or device.
+short, `rebuild` finds what is true. What *arrived* means on each tier, `Hop.copy` says.
 """
 
 from __future__ import annotations
