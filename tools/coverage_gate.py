@@ -28,9 +28,9 @@ GUARDED = [
     "tierstore/model/scanning.py",
     "tierstore/plan/*.py",
     "tierstore/tiers/directory.py",
-    "tierstore/tiers/disk.py",
-    "tierstore/tiers/locking.py",
-    "tierstore/tiers/objects.py",
+    "tierstore/system/files.py",
+    "tierstore/system/locking.py",
+    "tierstore/system/objects.py",
 ]
 RANDOM = "tests/histories/test_planner_histories.py::test_every_promise_holds_in_random_histories"
 WATCHED = (
@@ -50,11 +50,11 @@ WATCHED = (
     "tests/tiers/test_directory.py::test_a_damaged_object",
     "tests/tiers/test_directory.py::test_nobody_else_may_look",
     "tests/tiers/test_directory.py::test_one_live_store",
-    "tests/tiers/test_disk.py",
-    "tests/tiers/test_file_table.py",
-    "tests/tiers/test_locks.py",
-    "tests/tiers/test_objects.py",
-    "tests/tiers/test_writing.py",
+    "tests/system/test_files.py",
+    "tests/system/test_file_table.py",
+    "tests/system/test_locks.py",
+    "tests/system/test_objects.py",
+    "tests/system/test_writing.py",
 )
 """How the names of the tests begin. Watching a test makes it take two or three times as long: these
 are quick ones, and they suffice."""

@@ -60,11 +60,11 @@ DIRECTORY = [
 ]
 FILES = [
     *DIRECTORY,
-    "tests/tiers/test_disk.py",
-    "tests/tiers/test_file_table.py",
-    "tests/tiers/test_locks.py",
-    "tests/tiers/test_objects.py",
-    "tests/tiers/test_writing.py",
+    "tests/system/test_files.py",
+    "tests/system/test_file_table.py",
+    "tests/system/test_locks.py",
+    "tests/system/test_objects.py",
+    "tests/system/test_writing.py",
     "tests/model/test_header.py",
     "tests/model/test_limits.py",
     "tests/model/test_scanning.py",

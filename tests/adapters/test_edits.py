@@ -16,7 +16,7 @@ from torch import nn
 from tests.device import pretend
 from tests.store.helpers import open_store
 from tierstore import TierStore, enable_group_offload
-from tierstore.tiers.maps import WriteWatch
+from tierstore.system.maps import WriteWatch
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",

@@ -20,8 +20,8 @@ from tierstore.cli import quarantine
 from tierstore.cli.quarantine import Damage
 from tierstore.cli.removal import only_user
 from tierstore.cli.report import survey
+from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.objects import object_name
 
 DAMAGED, PLACE = b"damaged but precious" * 500, f"objects/{object_name(KEY)}"
 

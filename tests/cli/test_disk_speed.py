@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.files import open_files
-from tests.tiers.test_disk import knows_direct_reads
+from tests.system.test_files import knows_direct_reads
 from tests.tiers.test_spill import refusing_open
 from tierstore.cli.disk_speed import ROUNDS, SMALLEST, measure
-from tierstore.tiers.disk import DISK_THREADS, READ_BLOCK, DataFile
+from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile
 
 
 def test_reads_and_writes_are_measured(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tests.cli.conftest import Inspect, command, environment
 from tests.helpers.events import before
 from tierstore import TierStore
-from tierstore.tiers import locking
+from tierstore.system import locking
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

@@ -23,8 +23,8 @@ from tests.helpers.processes import output_of, run_python
 from tierstore import TierStore, UnknownKeyError
 from tierstore.cli import checking, quarantine
 from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.objects import object_name
 
 Verify = Callable[..., Any]
 

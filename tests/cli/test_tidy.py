@@ -14,9 +14,9 @@ from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import report
 from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.system.locking import is_locked
+from tierstore.system.objects import FoundObject
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.locking import is_locked
-from tierstore.tiers.objects import FoundObject
 
 LEFTOVER = "object-0123456789abcdef"
 

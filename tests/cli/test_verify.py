@@ -19,8 +19,8 @@ from tests.helpers.files import flip_bit, object_file
 from tierstore.cli import checking
 from tierstore.cli.report import survey
 from tierstore.model.header import LENGTH_BYTES
+from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.objects import object_name
 
 
 def test_a_whole_store_passes(store: Path, inspect: Inspect) -> None:
@@ -242,7 +242,7 @@ def test_memory_is_bounded(large: Path) -> None:
 
     usual = peak()
     assert peak("--data") - usual < 16 << 20
-    whole = "import tierstore.tiers.disk as disk; disk.CHUNK = 64 << 20"
+    whole = "import tierstore.system.files as disk; disk.CHUNK = 64 << 20"
     assert peak("--data", before=whole) - usual > 16 << 20
 
 

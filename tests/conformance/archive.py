@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from tierstore.model.tiers import Tier
+from tierstore.system.views import view_all
 from tierstore.tiers.assembly import StoreTiers
 from tierstore.tiers.driver import TierDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied, Hop
 from tierstore.tiers.pages import fresh_memory
-from tierstore.tiers.views import view_all
 from tierstore.tiers.workers import Workers
 
 ARCHIVE = Tier(3, "ARCHIVE", persistent=True)

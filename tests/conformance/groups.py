@@ -14,12 +14,12 @@ from tests.helpers.threads import PATIENCE
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Tier
+from tierstore.system.views import laid_out, packed, view_all
 from tierstore.tiers.assembly import ExtraTier, StoreTiers, build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.pages import fresh_memory
-from tierstore.tiers.views import laid_out, packed, view_all
 
 PAGE = 4096
 CAPACITY = 16 * PAGE

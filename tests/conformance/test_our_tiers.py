@@ -18,11 +18,11 @@ from tests.device import pretend
 from tierstore.model.errors import TransferError
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
 from tierstore.model.tiers import Tier
+from tierstore.system.views import view_all
 from tierstore.tiers.device_tier import copy_runs
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied, QueuedHop
-from tierstore.tiers.views import view_all
 
 REASON = pretend.ready()
 needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))

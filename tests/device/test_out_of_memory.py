@@ -17,8 +17,8 @@ from tierstore import TierStore, dispatch_model
 from tierstore.model.sizes import PAGE
 from tierstore.observe.observer import reserved_bytes
 from tierstore.store import engine_of
+from tierstore.system.streams import empty_cache
 from tierstore.tiers.arena import device_arena
-from tierstore.tiers.streams import empty_cache
 
 REASON = pretend.ready()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

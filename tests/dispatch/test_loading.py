@@ -26,7 +26,7 @@ from tests.helpers.tensors import assert_same
 from tierstore import InvalidHeaderError, StaleCheckpointError, TransferError
 from tierstore.adapters import loading
 from tierstore.adapters.loading import load_weights
-from tierstore.tiers.maps import AddressSpace
+from tierstore.system.maps import AddressSpace
 
 SEED = 7
 SHARDS = "60KB"

@@ -24,7 +24,8 @@ from typing import Any
 
 import pytest
 
-from tierstore.tiers import disk, mapping
+from tierstore.system import files as disk
+from tierstore.system import mapping
 
 OPENING = frozenset({"open", "open to write", "create", "listdir", "scandir"})
 LOOKING = frozenset({"stat", "lstat", "fstat", "statvfs", "fstatvfs"})

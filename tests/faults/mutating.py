@@ -28,7 +28,7 @@ from tierstore.model.header import (
     build_header,
     digest,
 )
-from tierstore.tiers.views import packed
+from tierstore.system.views import packed
 
 KEY = "blocks.7"
 

@@ -23,7 +23,7 @@ from tierstore import TierStore
 from tierstore.engine.adoption import WEIGHTS, content_hash
 from tierstore.model.errors import TierStoreError
 from tierstore.model.tiers import Access
-from tierstore.tiers.objects import LOCK, MARKER, OBJECTS, TEMPORARY
+from tierstore.system.objects import LOCK, MARKER, OBJECTS, TEMPORARY
 
 PAGE = 4096
 BUDGET = 48 * PAGE

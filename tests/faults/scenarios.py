@@ -29,7 +29,7 @@ from tests.store.helpers import assert_at_rest, assert_sound, files_below, wait_
 from tierstore import TierStore
 from tierstore.model.errors import TierStoreError, TransferError
 from tierstore.model.tiers import Access, HostAccess
-from tierstore.tiers.objects import object_name
+from tierstore.system.objects import object_name
 
 PAGE = 4096
 BUDGET = 16 * PAGE

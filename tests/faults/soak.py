@@ -37,8 +37,8 @@ from tierstore.model.sizes import round_up
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Ring
 from tierstore.store import engine_of
+from tierstore.system.objects import object_name
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.objects import object_name
 
 KEYS = 240  # of each one half lasts, the other does not
 PAGES = 390  # of about 600

@@ -36,8 +36,8 @@ from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.errors import InvalidTraceError
-from tierstore.tiers.locking import describe_owner
-from tierstore.tiers.objects import STORE_FORMAT, read_marker
+from tierstore.system.locking import describe_owner
+from tierstore.system.objects import STORE_FORMAT, read_marker
 from tierstore.trace import read_trace
 
 # Python opens the files of an encoding when it is first used, which is no fault of what uses it.

@@ -33,7 +33,7 @@ from tierstore.model import objects
 from tierstore.model.header import LENGTH_BYTES, Header, header_is_intact, header_length
 from tierstore.model.objects import StoredObject, decode_object
 from tierstore.model.scanning import Scanner
-from tierstore.tiers.views import view_one
+from tierstore.system.views import view_one
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = "some/file.safetensors"
@@ -339,7 +339,7 @@ from pathlib import Path
 from tierstore import TierStoreError
 from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.header import MAX_TENSORS
-from tierstore.tiers.objects import read_object
+from tierstore.system.objects import read_object
 
 place = Path(sys.argv[1])
 MIB = 1 << 20

@@ -18,8 +18,9 @@ from tests.faults.scenarios import SCENARIOS
 from tests.faults.sweeping import ONE_IN_THREE, Sweep
 from tests.lanes import by_lane
 from tierstore.model.errors import TransferError
-from tierstore.tiers import disk, spill
-from tierstore.tiers.disk import DataFile, OpenForWriting
+from tierstore.system import files as disk
+from tierstore.system.files import DataFile, OpenForWriting
+from tierstore.tiers import spill
 from tierstore.tiers.reading import DiskReader
 
 ALL = [(fault, once) for fault in FAULTS for once in (True, False)]
@@ -56,8 +57,8 @@ def swallowed(patch: pytest.MonkeyPatch, name: str) -> None:
 
             return call
 
-    for module in ("directory", "disk", "spill"):
-        patch.setattr(f"tierstore.tiers.{module}.os", Ignoring())
+    for module in ("tiers.directory", "system.files", "tiers.spill"):
+        patch.setattr(f"tierstore.{module}.os", Ignoring())
 
 
 def one_read(self: DataFile, room: memoryview, offset: int, needed: int) -> int:
@@ -132,7 +133,7 @@ CONTROLS: dict[str, tuple[str, str, bool, Callable[[pytest.MonkeyPatch], None]]]
         "EIO",
         True,
         lambda patch: patch.setattr(
-            "tierstore.tiers.disk.transfer_error", lambda *_, **__: TransferError("it failed")
+            "tierstore.system.files.transfer_error", lambda *_, **__: TransferError("it failed")
         ),
     ),
 }

@@ -47,7 +47,7 @@ from tierstore import (
 from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.engine.checkpoints import read_checkpoint
-from tierstore.tiers.objects import MARKER
+from tierstore.system.objects import MARKER
 from tierstore.tiers.spill import anonymous_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -611,8 +611,8 @@ def test_without_the_flag_a_link_is_followed(
     path = object_file(disk_dir, KEY)
     path.unlink()
     path.symlink_to(victims.file)
-    monkeypatch.setattr("tierstore.tiers.objects.READ", os.O_RDONLY | os.O_NONBLOCK)
-    monkeypatch.setattr("tierstore.tiers.objects.stat.S_ISREG", lambda mode: True)
+    monkeypatch.setattr("tierstore.system.objects.READ", os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr("tierstore.system.objects.stat.S_ISREG", lambda mode: True)
     with watched() as seen, TierStore("1MB", disk_dir, device="cpu") as store:
         assert store.keys() == [OTHER]
     assert [

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tierstore.cli.report import survey
-from tierstore.tiers.objects import object_name
+from tierstore.system.objects import object_name
 
 
 def damaged_objects(store_dir: Path | str) -> dict[str, str]:

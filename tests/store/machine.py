@@ -19,7 +19,7 @@ from tests.store.helpers import (
     random_tensor,
 )
 from tierstore import Access, BudgetError, Lease, LeaseError, TierStore
-from tierstore.tiers.views import DTYPES
+from tierstore.system.views import DTYPES
 
 HOST_PAGES, DEVICE_PAGES = 12, 8
 LARGEST = 5  # pages of a group

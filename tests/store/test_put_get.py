@@ -35,7 +35,7 @@ from tests.store.helpers import (
     tiers_of,
 )
 from tierstore import Access, TierStore
-from tierstore.tiers.views import DTYPES
+from tierstore.system.views import DTYPES
 
 pytestmark = pytest.mark.floor
 

@@ -21,8 +21,8 @@ from typing import Any
 from tierstore.model.groups import Block, Packing, TensorSpec, contiguous_stride, pack
 from tierstore.model.header import build_header, digest
 from tierstore.model.sizes import PAGE, round_up
+from tierstore.system.objects import read_object
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.objects import read_object
 
 KEY = "the/key"
 DEAD, DONE = 77, 0

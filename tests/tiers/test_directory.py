@@ -24,9 +24,9 @@ from tierstore.model.errors import (
     TierStoreError,
     TransferError,
 )
+from tierstore.system.locking import is_locked
+from tierstore.system.objects import find_objects, object_name
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.locking import is_locked
-from tierstore.tiers.objects import find_objects, object_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

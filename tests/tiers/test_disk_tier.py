@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tierstore.model.groups import GroupId
+from tierstore.system.files import FileTable
+from tierstore.system.views import laid_out, packed
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.disk import FileTable
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.pages import fresh_memory
-from tierstore.tiers.views import laid_out, packed
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 LIKE = {"a": torch.zeros(1000)}

@@ -17,14 +17,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.tiers.test_disk import content
+from tests.system.test_files import content
 from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
 from tierstore.model.groups import Check, Extent, FileTensor, GroupId, Move, Source, group_of, place
 from tierstore.model.header import digest
 from tierstore.model.moves import Copy
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
-from tierstore.tiers.disk import READ_BLOCK, FileTable
+from tierstore.system.files import READ_BLOCK, FileTable
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import explained
 from tierstore.tiers.pages import fresh_memory

@@ -26,12 +26,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.tiers.test_disk import content, knows_direct_reads, open_file, read, room
+from tests.system.test_files import content, knows_direct_reads, open_file, read, room
 from tierstore.model.errors import DiskFullError, TransferError
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
+from tierstore.system.files import parts
 from tierstore.tiers import spill as module
-from tierstore.tiers.disk import parts
 from tierstore.tiers.spill import Spill
 from tierstore.tiers.workers import Workers
 

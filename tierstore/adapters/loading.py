@@ -24,9 +24,9 @@ from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
 from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
 from tierstore.progress import bar
-from tierstore.tiers.disk import FileStamp, transfer_error
-from tierstore.tiers.maps import map_file
-from tierstore.tiers.views import DTYPES
+from tierstore.system.files import FileStamp, transfer_error
+from tierstore.system.maps import map_file
+from tierstore.system.views import DTYPES
 
 SHARED_MAP_BYTES = 64 << 20
 """Tensors that follow each other in a file share a map up to this size. A process may only have

@@ -20,7 +20,7 @@ from tierstore.model.errors import BudgetError, ClosedError
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
-from tierstore.tiers.maps import AddressSpace, WriteWatch, give_back_free_memory
+from tierstore.system.maps import AddressSpace, WriteWatch, give_back_free_memory
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

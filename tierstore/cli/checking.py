@@ -18,7 +18,7 @@ from tierstore.cli.report import Group, Problem, find_group, is_passing
 from tierstore.model.errors import TruncatedFileError
 from tierstore.model.objects import StoredObject
 from tierstore.model.sizes import round_up
-from tierstore.tiers.disk import CHUNK, DataFile
+from tierstore.system.files import CHUNK, DataFile
 
 _ATTEMPTS = 5
 """How often a group is looked at again if a live store replaces it while it is being read."""

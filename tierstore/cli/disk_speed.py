@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.model.sizes import round_up
-from tierstore.tiers.disk import DISK_THREADS, READ_BLOCK, DataFile, OpenForWriting
+from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile, OpenForWriting
 from tierstore.tiers.spill import anonymous_file
 from tierstore.tiers.workers import Workers
 

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from tierstore.cli import words
-from tierstore.tiers.objects import check_key
+from tierstore.system.objects import check_key
 
 SCHEMA = 1
 

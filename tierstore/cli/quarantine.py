@@ -20,8 +20,8 @@ from typing import Any
 from tierstore.cli.directories import Item, items_below, look_at, opened_below, opened_parent
 from tierstore.cli.frame import Code, Failure, system_failure
 from tierstore.cli.report import NOTE_SUFFIX, QUARANTINE, Problem, opened_store
-from tierstore.tiers.directory import sync_names
-from tierstore.tiers.objects import READ
+from tierstore.system.files import sync_names
+from tierstore.system.objects import READ
 
 _MAX_NOTE_BYTES = 1 << 20
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from tierstore.cli.directories import Item, look_at, opened_parent
 from tierstore.cli.frame import Code, Failure, system_failure
 from tierstore.cli.report import opened_store
-from tierstore.tiers.directory import sync_names
-from tierstore.tiers.locking import describe_owner, sign_lock, try_lock
-from tierstore.tiers.objects import LOCK
+from tierstore.system.files import sync_names
+from tierstore.system.locking import describe_owner, sign_lock, try_lock
+from tierstore.system.objects import LOCK
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 

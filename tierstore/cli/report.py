@@ -22,9 +22,8 @@ from tierstore.model.errors import CorruptDataError, TierStoreError, TransferErr
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
 from tierstore.model.objects import StoredObject
-from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
-from tierstore.tiers.locking import is_locked
-from tierstore.tiers.objects import (
+from tierstore.system.locking import is_locked
+from tierstore.system.objects import (
     LOCK,
     MARKER,
     OBJECT_NAME,
@@ -37,6 +36,7 @@ from tierstore.tiers.objects import (
     read_marker,
     read_object,
 )
+from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
 
 QUARANTINE = "quarantine"
 """The directory into which `verify --repair` moves what is damaged. The store never looks there."""

@@ -23,9 +23,9 @@ from tierstore.model.groups import (
     place,
 )
 from tierstore.model.objects import StoredObject
-from tierstore.tiers.disk import FileStamp, transfer_error
-from tierstore.tiers.maps import AddressSpace, map_file
-from tierstore.tiers.views import DTYPES, blocks_of, dtype_name, show_block
+from tierstore.system.files import FileStamp, transfer_error
+from tierstore.system.maps import AddressSpace, map_file
+from tierstore.system.views import DTYPES, blocks_of, dtype_name, show_block
 
 WEIGHTS = "weights/"
 """Objects under this prefix hold weights that no checkpoint holds, named by their content."""

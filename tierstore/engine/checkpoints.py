@@ -21,7 +21,7 @@ from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
 from tierstore.model.scanning import Scanner
 from tierstore.progress import bar
-from tierstore.tiers.disk import FileStamp, transfer_error
+from tierstore.system.files import FileStamp, transfer_error
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_INDEXED = 400_000

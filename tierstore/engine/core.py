@@ -44,12 +44,12 @@ from tierstore.observe.observer import Observer
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
 from tierstore.plan.schedule import LearnedOrder
+from tierstore.system.objects import object_name
+from tierstore.system.streams import is_captured
 from tierstore.tiers.assembly import build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import Mover, MoverCallbacks
-from tierstore.tiers.objects import object_name
-from tierstore.tiers.streams import is_captured
 from tierstore.tiers.workers import Future
 
 

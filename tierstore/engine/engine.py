@@ -18,7 +18,7 @@ from tierstore.engine.saved_tensors import SavedTensors
 from tierstore.engine.saves import Saves
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
-from tierstore.tiers.streams import selecting
+from tierstore.system.streams import selecting
 
 
 class Engine:

@@ -18,10 +18,10 @@ from tierstore.model import events
 from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier
-from tierstore.tiers.disk import FileStamp
+from tierstore.system.files import FileStamp
+from tierstore.system.maps import AddressSpace
+from tierstore.system.objects import intact_object
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.maps import AddressSpace
-from tierstore.tiers.objects import intact_object
 from tierstore.tiers.workers import Future
 
 

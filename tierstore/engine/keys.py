@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tierstore.tiers.objects import check_key
+from tierstore.system.objects import check_key
 
 _PREFIX = "activation/"
 _OF_THE_STORE = re.compile(_PREFIX + "[0-9]{6,}")

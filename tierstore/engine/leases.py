@@ -15,7 +15,7 @@ from tierstore.model.errors import LeaseError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.tiers import Access
 from tierstore.plan.records import State
-from tierstore.tiers.views import clone_all
+from tierstore.system.views import clone_all
 
 Value = torch.Tensor | dict[str, torch.Tensor]
 

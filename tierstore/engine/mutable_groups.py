@@ -34,8 +34,8 @@ from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.records import State
+from tierstore.system.views import laid_out, packed
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.views import laid_out, packed
 
 
 class MutableGroups:

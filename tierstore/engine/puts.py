@@ -17,8 +17,8 @@ from tierstore.model import events
 from tierstore.model.errors import TransferError
 from tierstore.model.groups import NO_GROUP
 from tierstore.model.objects import refuse_unreadable
+from tierstore.system.views import laid_out, packed
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.views import laid_out, packed
 from tierstore.tiers.workers import Future
 
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from tierstore.model.locks import RLock, under
+from tierstore.system.streams import empty_cache, on
 from tierstore.tiers.pages import RecycledPages
 from tierstore.tiers.pinned import RegisteredMemory, pinned_memory
-from tierstore.tiers.streams import empty_cache, on
 
 
 @dataclass(eq=False)

@@ -10,16 +10,16 @@ import torch
 
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal
+from tierstore.system.files import DISK_THREADS, FileTable
+from tierstore.system.streams import selecting
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.disk import DISK_THREADS, FileTable
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.driver import TierDriver
 from tierstore.tiers.hop import DeviceToHost, DiskToHost, Hop, HostToDevice, HostToDisk
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.reading import DiskReader
-from tierstore.tiers.streams import selecting
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 

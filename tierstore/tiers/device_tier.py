@@ -11,10 +11,10 @@ import torch
 from tierstore.model.groups import ALIGNMENT, GroupSpec
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import DeviceTimes, Mark
+from tierstore.system.streams import on
 from tierstore.tiers.arena import Slot, device_arena
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.streams import on
 
 
 class DeviceTier(MemoryTier):

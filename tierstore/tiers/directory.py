@@ -25,15 +25,16 @@ from tierstore.model.header import NO_SUM, digest
 from tierstore.model.objects import StoredObject, header_of, refuse_unreadable
 from tierstore.model.sizes import PAGE
 from tierstore.progress import bar
-from tierstore.tiers.disk import (
+from tierstore.system.files import (
     WRITE_BLOCK,
     OpenForWriting,
     parts,
+    sync_names,
     transfer_errors,
     write_all,
 )
-from tierstore.tiers.locking import give_back, take_lock
-from tierstore.tiers.objects import (
+from tierstore.system.locking import give_back, take_lock
+from tierstore.system.objects import (
     MARKER,
     OBJECTS,
     READ,
@@ -334,16 +335,6 @@ def _open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
 def _sync_directory(path: str) -> None:
     with _open_directory(path) as descriptor:
         sync_names(descriptor)
-
-
-def sync_names(descriptor: int) -> None:
-    """See that the names in an open directory survive a power cut. Raises OSError.
-
-    XFS that has shut down, because its disk failed, syncs a directory without an error and without
-    doing it. But it tells no status any more.
-    """
-    os.fsync(descriptor)
-    os.fstat(descriptor)
 
 
 def _refuse_what_others_may_change(path: str) -> None:

@@ -13,11 +13,11 @@ from tierstore.model.errors import DiskFullError, TierStoreError
 from tierstore.model.groups import packing_of
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
+from tierstore.system.files import FileTable
+from tierstore.system.views import show_one
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.disk import FileTable
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.spill import Spill
-from tierstore.tiers.views import show_one
 from tierstore.tiers.workers import URGENT, Future, Job, SerialExecutor, Workers
 
 

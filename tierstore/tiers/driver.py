@@ -9,9 +9,9 @@ import torch
 
 from tierstore.model.groups import GroupSpec
 from tierstore.model.tiers import Tier
+from tierstore.system.views import lasting_views
 from tierstore.tiers.arena import Arena
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.views import lasting_views
 
 
 class TierDriver(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 
 from tierstore.model.groups import GroupId, GroupSpec, Packing, Source
 from tierstore.model.tiers import Tier
+from tierstore.system.files import FileStamp
 from tierstore.tiers.arena import Slot
-from tierstore.tiers.disk import FileStamp
 from tierstore.tiers.spill import SpillExtent
 
 

@@ -8,13 +8,13 @@ from typing import Protocol, runtime_checkable
 
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import DeviceTimes, Mark
+from tierstore.system.files import transfer_errors
+from tierstore.system.streams import entered, is_captured, on
 from tierstore.tiers.device_tier import DeviceTier, copy_runs
-from tierstore.tiers.disk import transfer_errors
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.reading import DiskReader
-from tierstore.tiers.streams import entered, is_captured, on
 from tierstore.tiers.workers import Workers
 
 

@@ -12,11 +12,11 @@ from tierstore.model.groups import GroupSpec
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal, Span, hop
+from tierstore.system.views import view_all
 from tierstore.tiers.arena import Slot, host_arena
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.views import view_all
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 

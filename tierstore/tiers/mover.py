@@ -26,7 +26,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal, Span, hop
-from tierstore.tiers.disk import transfer_error
+from tierstore.system.files import transfer_error
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Hop, QueuedHop

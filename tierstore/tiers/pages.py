@@ -29,7 +29,7 @@ from ctypes import c_int, c_size_t, c_void_p
 import torch
 
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.tiers.mapping import FAILED, libc
+from tierstore.system.mapping import FAILED, libc
 
 HUGE_PAGE = 2 * 1024**2
 PATIENCE = 0.5

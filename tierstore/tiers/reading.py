@@ -10,7 +10,7 @@ import numpy as np
 from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import Source
 from tierstore.model.header import digest
-from tierstore.tiers.disk import FileStamp, FileTable, ReadPiece, pieces, transfer_errors
+from tierstore.system.files import FileStamp, FileTable, ReadPiece, pieces, transfer_errors
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.workers import Workers
 

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.tiers.disk import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
-from tierstore.tiers.mapping import map_open_file
+from tierstore.system.files import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
+from tierstore.system.mapping import map_open_file
 from tierstore.tiers.workers import RunParallel, one_by_one
 
 GROWTH = 64 << 20

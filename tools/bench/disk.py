@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tierstore.model.header import digest
+from tierstore.system.files import DISK_THREADS, READ_BLOCK
 from tierstore.tiers.arena import Slot
-from tierstore.tiers.disk import DISK_THREADS, READ_BLOCK
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.pages import fresh_memory
 from tools.bench import disk_peers as peers

@@ -29,9 +29,9 @@ from tierstore.model.groups import (
     place,
 )
 from tierstore.model.header import digest, parse_header
+from tierstore.system.files import DISK_THREADS, FileTable
 from tierstore.tiers.arena import Slot, host_arena
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.disk import DISK_THREADS, FileTable
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.reading import DiskReader
 from tierstore.tiers.spill import Spill

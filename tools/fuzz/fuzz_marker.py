@@ -18,8 +18,8 @@ from tools.fuzz.harness import run, temporary
 
 # isort: split
 from tierstore import TierStoreError
-from tierstore.tiers.locking import describe_owner
-from tierstore.tiers.objects import LOCK, MARKER, STORE_FORMAT, read_marker
+from tierstore.system.locking import describe_owner
+from tierstore.system.objects import LOCK, MARKER, STORE_FORMAT, read_marker
 
 SEEDS = [
     b'{"format": 1, "uuid": "0", "created_by": "tierstore"}',

@@ -26,8 +26,8 @@ import atheris
 WATCHED = [
     "tierstore.model",
     "tierstore.engine.checkpoints",
-    "tierstore.tiers.objects",
-    "tierstore.tiers.locking",
+    "tierstore.system.objects",
+    "tierstore.system.locking",
 ]
 """What is told apart by which of its lines an input reaches."""
 
@@ -37,7 +37,7 @@ with atheris.instrument_imports(include=WATCHED):
     import tierstore.engine.checkpoints
     import tierstore.model.header
     import tierstore.model.objects
-    import tierstore.tiers.objects  # noqa: F401 - instrumented for whoever imports it next
+    import tierstore.system.objects  # noqa: F401 - instrumented for whoever imports it next
 
 
 def temporary(name: str) -> Path:

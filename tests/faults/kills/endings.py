@@ -21,7 +21,7 @@ from tests.helpers.engine import core_of
 from tests.helpers.files import damaged_objects
 from tierstore import Access, TierStore
 from tierstore.model.errors import ClosedError
-from tierstore.tiers.locking import is_locked
+from tierstore.system.locking import is_locked
 
 BUDGET = 24 << 20
 GROUPS = 12

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 
 from tierstore.store import TierStore
+from tierstore.system.files import OpenForWriting
+from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory, Staged, _Writing
-from tierstore.tiers.disk import OpenForWriting
 from tierstore.tiers.disk_tier import DiskTier
-from tierstore.tiers.objects import object_name
 from tierstore.tiers.workers import RunParallel, one_by_one
 
 # mypy: disable-error-code="method-assign,assignment"

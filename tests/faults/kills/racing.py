@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.model.errors import StoreLockedError
-from tierstore.tiers import locking
+from tierstore.system import locking
 from tierstore.tiers.directory import ObjectDirectory
 
 WON = "won"

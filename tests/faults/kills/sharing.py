@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.faults.kills.racing import tree
 from tierstore import Access, StoreLockedError, TierStore
 from tierstore.model.errors import ClosedError
-from tierstore.tiers.locking import is_locked
+from tierstore.system.locking import is_locked
 
 BUDGET = 1 << 20
 PATIENCE = 60.0

@@ -28,8 +28,8 @@ from tests.helpers.files import damaged_objects
 from tierstore import Access, TierStore
 from tierstore.engine.adoption import WEIGHTS, content_hash
 from tierstore.model.sizes import PAGE
+from tierstore.system import files as disk_module
 from tierstore.tiers import directory as directory_module
-from tierstore.tiers import disk as disk_module
 
 BUDGET = 64 * PAGE
 LENGTHS = (3, 1000, 4096, 5000, 9000)

@@ -30,7 +30,7 @@ from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
 from tierstore.store import TierStore, engine_of
-from tierstore.tiers.views import byte_view
+from tierstore.system.views import byte_view
 from tierstore.torch_private import storage_id, storage_of, version_of
 
 AHEAD = 8

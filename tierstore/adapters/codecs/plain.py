@@ -8,7 +8,7 @@ import torch
 
 from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.wrapper import is_wrapper
-from tierstore.tiers.views import NAMES
+from tierstore.system.views import NAMES
 from tierstore.torch_private import like
 
 

@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 from tierstore.model.errors import TransferError
-from tierstore.tiers.directory import sync_names
-from tierstore.tiers.disk import transfer_error
-from tierstore.tiers.locking import try_lock
-from tierstore.tiers.objects import READ
+from tierstore.system.files import sync_names, transfer_error
+from tierstore.system.locking import try_lock
+from tierstore.system.objects import READ
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)

@@ -20,8 +20,8 @@ import torch
 from tierstore.adapters.training.saved_files import CREATE, MODEL, OPTIMIZER, TRAINING
 from tierstore.model.errors import CorruptDataError, TierStoreError
 from tierstore.model.header import digest
-from tierstore.tiers.disk import write_all
-from tierstore.tiers.views import blocks_of
+from tierstore.system.files import write_all
+from tierstore.system.views import blocks_of
 
 FORMAT = 1
 MAX_TRAINING_BYTES = 1 << 30

@@ -24,7 +24,7 @@ from torch import nn
 
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import HostAccess
-from tierstore.tiers.streams import entered
+from tierstore.system.streams import entered
 from tierstore.torch_private import after_backward
 
 if TYPE_CHECKING:

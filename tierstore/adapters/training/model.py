@@ -30,7 +30,7 @@ from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
-from tierstore.tiers.maps import give_back_free_memory
+from tierstore.system.maps import give_back_free_memory
 from tierstore.torch_private import in_backward
 
 SLICE_SHARE = 8

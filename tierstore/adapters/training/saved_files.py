@@ -25,9 +25,9 @@ from tierstore.model.header import (
 from tierstore.model.objects import decode_object
 from tierstore.model.sizes import PAGE
 from tierstore.progress import bar
-from tierstore.tiers.disk import WRITE_BLOCK, OpenForWriting, write_all
-from tierstore.tiers.objects import read_header
-from tierstore.tiers.views import dtype_name, show_one
+from tierstore.system.files import WRITE_BLOCK, OpenForWriting, write_all
+from tierstore.system.objects import read_header
+from tierstore.system.views import dtype_name, show_one
 
 MODEL, OPTIMIZER, TRAINING = "model.safetensors", "optimizer.safetensors", "training.json"
 PARTS = (MODEL, OPTIMIZER, TRAINING)

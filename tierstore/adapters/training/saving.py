@@ -46,7 +46,7 @@ from tierstore.adapters.training.saved_files import (
 )
 from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.sizes import PAGE
-from tierstore.tiers.views import dtype_name
+from tierstore.system.views import dtype_name
 
 
 def save_training(

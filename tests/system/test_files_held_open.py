@@ -14,8 +14,8 @@ import pytest
 from tests.helpers.threads import hold_calls
 from tests.store.helpers import PATIENCE, join
 from tierstore.model.sizes import PAGE
-from tierstore.tiers import disk
-from tierstore.tiers.disk import FileTable, OpenForWriting, close_all, read_fully, write_all
+from tierstore.system import files as disk
+from tierstore.system.files import FileTable, OpenForWriting, close_all, read_fully, write_all
 from tierstore.tiers.spill import Spill
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tierstore.model.sizes import PAGE
-from tierstore.tiers import disk
-from tierstore.tiers.disk import OpenForWriting, close_all, close_quietly, read_fully, write_all
+from tierstore.system import files as disk
+from tierstore.system.files import OpenForWriting, close_all, close_quietly, read_fully, write_all
 
 SIZE = 3 * PAGE
 

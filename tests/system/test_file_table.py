@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tierstore.model.sizes import PAGE
-from tierstore.tiers import disk
-from tierstore.tiers.disk import DataFile, FileTable
+from tierstore.system import files as disk
+from tierstore.system.files import DataFile, FileTable
 
 
 @pytest.fixture

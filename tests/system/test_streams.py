@@ -14,9 +14,9 @@ from tests.store.helpers import PAGE, assert_same, needs_pretend, open_store, pa
 from tierstore import Access, TierStore
 from tierstore.lease import make_revocable, resume
 from tierstore.store import engine_of
+from tierstore.system.streams import on
 from tierstore.tiers import arena
 from tierstore.tiers.arena import device_arena
-from tierstore.tiers.streams import on
 
 pytestmark = pytest.mark.floor
 

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from tierstore.model.errors import StoreLockedError
-from tierstore.tiers.disk import close_quietly
-from tierstore.tiers.objects import LOCK, READ
+from tierstore.system.files import close_quietly
+from tierstore.system.objects import LOCK, READ
 
 MAX_PROCESS = 1 << 31
 MAX_SHOWN = 64

@@ -26,8 +26,8 @@ from tierstore.model.errors import (
 )
 from tierstore.model.groups import Extent, Segment, Source
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.tiers import disk
-from tierstore.tiers.disk import (
+from tierstore.system import files as disk
+from tierstore.system.files import (
     MAX_OPEN_FILES,
     DataFile,
     FileStamp,

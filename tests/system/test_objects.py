@@ -18,8 +18,7 @@ from tierstore.model.errors import (
     TierStoreError,
     TransferError,
 )
-from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.objects import (
+from tierstore.system.objects import (
     MAX_KEY_BYTES,
     check_key,
     find_objects,
@@ -29,6 +28,7 @@ from tierstore.tiers.objects import (
     read_marker,
     read_object,
 )
+from tierstore.tiers.directory import ObjectDirectory
 
 
 @pytest.fixture

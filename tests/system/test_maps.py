@@ -27,7 +27,7 @@ from tests.store.helpers import (
 from tierstore import TierStore
 from tierstore.model.errors import TransferError
 from tierstore.model.groups import Extent
-from tierstore.tiers.maps import AddressSpace, map_file
+from tierstore.system.maps import AddressSpace, map_file
 
 NPAGES = 6
 

@@ -34,7 +34,7 @@ from tierstore.model.header import (
     parse_header,
 )
 from tierstore.model.objects import MAX_KEY_BYTES, StoredObject, decode_object
-from tierstore.tiers.disk import close_quietly, read_fully, transfer_error, transfer_errors
+from tierstore.system.files import close_quietly, read_fully, transfer_error, transfer_errors
 
 STORE_FORMAT = 1
 MARKER, LOCK, OBJECTS, TEMPORARY = "STORE.json", "LOCK", "objects", "tmp"

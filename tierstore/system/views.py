@@ -18,7 +18,7 @@ from tierstore.model.groups import (
     pack,
 )
 from tierstore.model.header import check_text
-from tierstore.tiers.objects import check_key
+from tierstore.system.objects import check_key
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

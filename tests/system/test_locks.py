@@ -19,10 +19,10 @@ from tierstore.model.errors import DiskFullError, StoreLockedError, TierStoreErr
 from tierstore.model.groups import Block, TensorSpec, pack
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE
+from tierstore.system import locking
+from tierstore.system.locking import MAX_PROCESS, MAX_SHOWN, describe_owner, is_locked
 from tierstore.tiers import directory as module
-from tierstore.tiers import locking
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.locking import MAX_PROCESS, MAX_SHOWN, describe_owner, is_locked
 
 WAIT = 60.0
 HOST = socket.gethostname()

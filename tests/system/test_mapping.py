@@ -13,9 +13,9 @@ import pytest
 
 from tierstore.model.errors import TransferError, TruncatedFileError
 from tierstore.model.sizes import PAGE
-from tierstore.tiers import maps
-from tierstore.tiers.mapping import map_open_file
-from tierstore.tiers.maps import AddressSpace, WriteWatch, map_file
+from tierstore.system import maps
+from tierstore.system.mapping import map_open_file
+from tierstore.system.maps import AddressSpace, WriteWatch, map_file
 from tierstore.tiers.spill import Spill
 
 
