@@ -25,7 +25,7 @@ _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _ATTEMPTS = 10
 
 
-class Home:
+class SwappedDirectory:
     """Where a directory of such files (`parts`) is, and the names beside it on the way there.
 
     `.NAME.saving-<16 hex digits>` is a save under way, or the one that it has replaced.

@@ -69,16 +69,16 @@ class Gradients:
         self._shown -= gone | {name}
         if parameter.grad is not None:
             if parameter.grad is not shown:
-                self._keep(name, parameter.grad, add=False)
+                self._store(name, parameter.grad, add=False)
             parameter.grad = None
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         """Autograd has left a gradient: store it."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self._keep(name, gradient, add=name in self._stored)
+        self._store(name, gradient, add=name in self._stored)
 
-    def _keep(self, name: str, gradient: torch.Tensor, *, add: bool) -> None:
+    def _store(self, name: str, gradient: torch.Tensor, *, add: bool) -> None:
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"the gradient of {name!r} is {gradient.layout}: only dense ones can be stored; "
@@ -95,7 +95,7 @@ class Gradients:
             if gradient.device.type != "cpu":
                 self._fetch(target, gradient, add=add)
             else:
-                self._await()
+                self._wait_for_copies()
                 target.add_(gradient) if add else target.copy_(gradient)
         self._stored.add(name)
 
@@ -116,10 +116,10 @@ class Gradients:
             if add:
                 total = target.to(gradient.device, non_blocking=True).add_(total)
             target.copy_(total, non_blocking=True)
-        self.let_go(wait=False)
+        self.release_copied(wait=False)
         self._copies.append(_Copy(target, beside.record_event(), made_on, gradient))
 
-    def let_go(self, *, wait: bool = True) -> None:
+    def release_copied(self, *, wait: bool = True) -> None:
         """Keep no gradients on the device that are copied; if others are to `wait`, none at all.
 
         The streams that made them then go on once they are copied, and may get their memory next.
@@ -134,7 +134,7 @@ class Gradients:
                 copy.made_on.wait_event(copy.copied)
             copy.gradient = None
 
-    def _await(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Wait for what is on its way, before it is changed or read here."""
         while self._copies:
             self._copies[-1].copied.synchronize()
@@ -177,7 +177,7 @@ class Gradients:
     def close(self) -> None:
         """Nobody adds to them for now."""
         if self._open is not None:
-            self._await()
+            self._wait_for_copies()
             self._open = None
             self._closing.close()
 
@@ -210,17 +210,17 @@ def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
     return parameter.dtype if chosen is None else chosen
 
 
-def _afterwards(shipping: Shipping, weights: Weights, name: str) -> Callable[[Any], None]:
+def _afterwards(streamer: GradientStreamer, weights: Weights, name: str) -> Callable[[Any], None]:
     """What to call when autograd has left a gradient.
 
     torch keeps it where Python's collector does not look, so it must not keep anything.
     """
-    references = weakref.ref(shipping), weakref.ref(weights)
+    references = weakref.ref(streamer), weakref.ref(weights)
 
     def add(parameter: nn.Parameter) -> None:
-        shipping, weights = references[0](), references[1]()
-        if shipping is not None and weights is not None:
-            shipping.add(weights, name, parameter)
+        streamer, weights = references[0](), references[1]()
+        if streamer is not None and weights is not None:
+            streamer.add(weights, name, parameter)
 
     return add
 
@@ -231,7 +231,7 @@ def _stream_beside(device: torch.device, thread: int) -> torch.Stream:
     return torch.Stream(device)
 
 
-class Shipping:
+class GradientStreamer:
     """What the gradients of one model go through in a backward pass.
 
     `done` is called when that is over, and all of them are shown again.
@@ -281,7 +281,7 @@ class Shipping:
     def _turn_to(self, gradients: Gradients) -> None:
         for other in self._open:
             if other is not gradients:
-                other.let_go()
+                other.release_copied()
         if gradients in self._open:
             return
         self._open.append(gradients)

@@ -19,7 +19,7 @@ from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
-from tierstore.adapters.training.gradients import Shipping
+from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.slices import Slice, cut_into_slices
@@ -100,14 +100,14 @@ class OffloadModel(nn.Module):
         self._groups = self._take_parameters()
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
-        self._shipping = Shipping(self._groups, self._streamer.put_away)
+        self._gradient_streamer = GradientStreamer(self._groups, self._streamer.put_away)
         self._streamer.make_room = self.make_room
         self._wrap()
         if checkpoint_activation:
             self._recompute()
         run: Callable[..., Any] = module
         if num_microbatches > 1:
-            run = Microbatches(module, num_microbatches, self._shipping.begin)
+            run = Microbatches(module, num_microbatches, self._gradient_streamer.begin)
         self.__dict__["_run"] = run
         claim(module.modules(), self)
         engine_of(store).saved_tensors.lease_holders.add(self)
@@ -118,7 +118,7 @@ class OffloadModel(nn.Module):
     # Standing for the module -------------------------------------------------------------------
 
     def _share(self) -> None:
-        """Have the module's own books: whatever it is asked for by name, it is the module's."""
+        """Have the module's own dicts: whatever it is asked for by name, it is the module's."""
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = self.module.__dict__[name]
 
@@ -209,9 +209,9 @@ class OffloadModel(nn.Module):
         for slice_ in self.slices:
             for unit in slice_.units:
                 groups = list(dict.fromkeys(self._group_of[id(t)] for t in unit.tensors.values()))
-                visited = [w for w in groups if self._streamer.needs_visits(w)]
-                if visited:
-                    forward = UnitForward(functools.partial(TrainingUse, self._streamer, visited))
+                leased = [w for w in groups if self._streamer.needs_lease(w)]
+                if leased:
+                    forward = UnitForward(functools.partial(TrainingUse, self._streamer, leased))
                     self._attachment.stand_in(unit.module, "forward", forward)
         whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
         self._attachment.stand_in(self.module, "forward", whole)
@@ -222,11 +222,11 @@ class OffloadModel(nn.Module):
             forward = chain(self.module, self.slices, aside)
             self._attachment.stand_in(self.module, "forward", forward)
             return
-        for module in dict.fromkeys(map(self._visited_for, regions_in(self.module))):
+        for module in dict.fromkeys(map(self._unit_module_of, regions_in(self.module))):
             self._attachment.stand_in(module, "forward", recomputed(module, aside))
 
-    def _visited_for(self, module: nn.Module) -> nn.Module:
-        """The module whose visit brings this one's weights: they must come again with it, too."""
+    def _unit_module_of(self, module: nn.Module) -> nn.Module:
+        """The module of the unit that has this one's weights: they must come again with it, too."""
         weights = {id(parameter) for parameter in module.parameters()}
         for unit in (unit for slice_ in self.slices for unit in slice_.units):
             brought = {id(tensor) for tensor in unit.tensors.values()}
@@ -248,7 +248,7 @@ class OffloadModel(nn.Module):
 
     def make_room(self) -> None:
         """Give back what is in RAM for later, or for no reason but that it may be wanted again."""
-        self._shipping.make_room()
+        self._gradient_streamer.make_room()
         self._streamer.give_back()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -257,7 +257,7 @@ class OffloadModel(nn.Module):
         self._depth += 1
         if self._depth == 1 and not in_backward():
             self.put_away()
-            self._shipping.watch()
+            self._gradient_streamer.watch()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self) -> None:
@@ -269,7 +269,7 @@ class OffloadModel(nn.Module):
     def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
         if not in_backward():
-            self._shipping.finish()  # of a backward pass that was given up
+            self._gradient_streamer.finish()  # of a backward pass that was given up
             self._streamer.put_away()
 
     def weights_of(self, parameter: nn.Parameter) -> Weights | None:
@@ -280,7 +280,7 @@ class OffloadModel(nn.Module):
         """Make the module an ordinary one again, on the CPU, and return it. It takes its memory."""
         give_up(self.module.modules())
         self._attachment.detach()
-        self._shipping.stop()
+        self._gradient_streamer.stop()
         self.put_away()
         self._attachment.resident.give_back()
         for weights in self._groups:

@@ -201,7 +201,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             model.put_away()
 
     def _expect(self, tiles: Iterable[Tile]) -> None:
-        buffers = [b for tile in tiles for b in tile.buffers() if not b.stays]
+        buffers = [b for tile in tiles for b in tile.buffers() if not b.host_resident]
         for buffer in buffers:
             buffer.expected()
         if buffers:

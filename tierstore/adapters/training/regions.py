@@ -23,7 +23,7 @@ from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.checkpointing import checkpointed
 from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.training.slices import Slice
-from tierstore.adapters.training.weights import others_are_around
+from tierstore.adapters.training.weights import other_hooks_are_on
 from tierstore.adapters.unit_use import StandIn
 from tierstore.torch_private import tree_map
 
@@ -55,7 +55,7 @@ class Region:
         kept = tree_map(_copied, given) if self._inplace else given
         again = _Runs(self._modules, run, self._inplace)
         # If somebody else's hooks are on, they see to what is given.
-        with contextlib.nullcontext() if others_are_around() else self._offload:
+        with contextlib.nullcontext() if other_hooks_are_on() else self._offload:
             return checkpointed(again, given, kept)
 
 

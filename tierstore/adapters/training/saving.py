@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.adapters.training.directory_swap import Home
+from tierstore.adapters.training.directory_swap import SwappedDirectory
 from tierstore.adapters.training.documents import (
     FORMAT,
     as_json,
@@ -81,8 +81,8 @@ def save_training(
         tensors[OPTIMIZER] = {}
         document["optimizer"] = _encoded_optimizer(model, optimizer, tensors[OPTIMIZER])
     as_json(document)  # what cannot be written is known before anything is
-    place = Home(path, PARTS)
-    with place.explained("saving to"), place.draft() as folder:
+    directory = SwappedDirectory(path, PARTS)
+    with directory.explained("saving to"), directory.draft() as folder:
         files = {name: write_tensors(folder, name, found) for name, found in tensors.items()}
         write_document(folder, {**document, "files": files})
 
@@ -103,9 +103,9 @@ def load_training(
     saved, TransferError for what cannot be read, TierStoreError for a newer format, ValueError for
     what was saved of another model or optimizer. The model and the optimizer are unchanged then.
     """
-    place = Home(path, PARTS)
-    with place.explained("loading from"), ExitStack() as stack:
-        saved = _Saved(place, stack)
+    directory = SwappedDirectory(path, PARTS)
+    with directory.explained("loading from"), ExitStack() as stack:
+        saved = _Saved(directory, stack)
         saved.refuse_other_model(model)
         if optimizer is not None:
             saved.refuse_other_optimizer(model, optimizer)
@@ -147,10 +147,10 @@ def _encoded_optimizer(
     state = optimizer.state_dict()
     numbered: dict[Any, str] = {}
     groups = []
-    for place, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
+    for i, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
         numbered.update(zip(group["params"], members, strict=True))
         options = {key: value for key, value in group.items() if key != "params"}
-        found = encoded(options, f"param_groups.{place}", tensors)
+        found = encoded(options, f"param_groups.{i}", tensors)
         groups.append({"params": members, "options": found})
     states = {
         numbered[number]: encoded(kept, numbered[number], tensors)
@@ -186,9 +186,9 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str | None]:
 class _Saved:
     """One save: its document and its files, compared with their checksums but for their data."""
 
-    def __init__(self, place: Home, stack: ExitStack) -> None:
-        self.path = place.path
-        found = place.open(stack)
+    def __init__(self, directory: SwappedDirectory, stack: ExitStack) -> None:
+        self.path = directory.path
+        found = directory.open(stack)
         if TRAINING not in found:
             raise self._missing(TRAINING)
         self.document = read_document(found[TRAINING], os.path.join(self.path, TRAINING))

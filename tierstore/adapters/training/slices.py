@@ -64,12 +64,12 @@ def _dealt(
     no slice is left without."""
     before = 0
     last = -1
-    for place, unit in enumerate(units):
+    for i, unit in enumerate(units):
         new = {id(t): t for t in unit.tensors.values() if id(t) not in seen}
         seen.update(new)
         nbytes = unique_bytes(new.values())
         found = int((before + nbytes / 2) * len(slices) / max(total, 1))
-        left = len(units) - place
+        left = len(units) - i
         found = max(found, last, len(slices) - left)
         last = min(found, last + 1, len(slices) - 1)
         before += nbytes

@@ -1,10 +1,9 @@
-"""Where the parts of the training state are: in RAM for good, or on disk and in RAM when needed.
+"""Where the parts of the training state are: always in RAM, or on disk and in RAM when needed.
 
 A training step uses every parameter three times (forward, backward, optimizer) and changes it once;
 its gradient is written once and read once, and so is each state of the optimizer. So a byte of RAM
-saves most transfers where it keeps parameters, then gradients, then states; what stays is decided
-once, in that order, and the rest streams. Nothing that streams may take the room that passing
-through needs.
+saves most transfers where it holds parameters, then gradients, then states. Which are resident is
+decided once, in that order; the rest streams. None of them may take the room that streaming needs.
 
 Either way, a part shows itself all the time, as ordinary CPU tensors: memory of the store, or maps
 of its place on disk. See `tierstore.state`.
@@ -30,46 +29,46 @@ SHARE = 32
 """One in so many bytes of RAM is a group."""
 LARGEST = 64 << 20
 """Bytes: larger groups are not moved any faster."""
-PASSING = 12
+STREAMING_GROUPS = 12
 """Groups that are in RAM at once when the state passes through: what is in use (a parameter, its
 gradient, two or three states), what comes next, and what is being written."""
 COPIES = 4
 """Of each parameter there is its value, its gradient and, usually, two states."""
-PASSING_LARGEST = 6
+STREAMING_LARGEST = 6
 """The same, if there are groups that are larger than they should be."""
 
 
 class StateBudget:
-    """How much of a store's RAM may be kept for good, by all who train with it."""
+    """How much of a store's RAM is for resident groups, of all who train with it."""
 
     def __init__(self, store: TierStore) -> None:
         self.budget = store.stats().budget_bytes[Tier.HOST.name]
         self.target = LARGEST
         if self.budget is not None:
             self.target = max(min(self.budget // SHARE, LARGEST), PAGE)
-        self._kept = Allowance()
+        self._resident = Allowance()
         self._largest = 0
         self._in_all = 0
 
-    def passing(self) -> int:
-        """Bytes that are left for what passes through."""
+    def streaming_bytes(self) -> int:
+        """Bytes that are left for what streams."""
         if self.budget is not None and self._in_all + 2 * self._largest <= self.budget * 7 // 8:
             return self.budget // 8  # for activations: nothing else has to pass
-        return max(PASSING * self.target, PASSING_LARGEST * self._largest)
+        return max(STREAMING_GROUPS * self.target, STREAMING_LARGEST * self._largest)
 
     def expect(self, parameter_bytes: int) -> None:
         """There is a group of so many bytes of parameters."""
         self._largest = max(self._largest, parameter_bytes)
         self._in_all += COPIES * parameter_bytes
 
-    def keep(self, nbytes: int) -> bool:
-        """Whether so many bytes more may stay."""
-        limit = None if self.budget is None else self.budget - self.passing()
-        return self._kept.take(nbytes, limit)
+    def reserve(self, nbytes: int) -> bool:
+        """Whether so many bytes more may be resident; if so, they are."""
+        limit = None if self.budget is None else self.budget - self.streaming_bytes()
+        return self._resident.take(nbytes, limit)
 
-    def give_back(self, nbytes: int) -> None:
-        """So many bytes do not stay any more. Finalizers may say so in the middle of anything."""
-        self._kept.give_back(nbytes)
+    def release(self, nbytes: int) -> None:
+        """So many bytes are resident no more. Finalizers may say so in the middle of anything."""
+        self._resident.give_back(nbytes)
 
 
 _budgets: weakref.WeakKeyDictionary[TierStore, StateBudget] = weakref.WeakKeyDictionary()
@@ -111,19 +110,18 @@ class StateBuffer:
         self.nbytes = packed_bytes(tensors)
         self.tensors: dict[str, torch.Tensor] = {}
         self._budget = state_budget_of(store)
-        self.stays = self._budget.keep(self.nbytes)
-        self._end = weakref.finalize(
-            self, _forget, weakref.ref(store), key, self._budget, self.nbytes if self.stays else 0
-        )
+        self.host_resident = self._budget.reserve(self.nbytes)
+        resident = self.nbytes if self.host_resident else 0
+        self._end = weakref.finalize(self, _forget, weakref.ref(store), key, self._budget, resident)
         self._end.atexit = False
-        self._kept: ViewLease | None = None
+        self._lease: ViewLease | None = None
         self._in_ram = False  # there may be a copy in RAM that is not held
-        if self.stays:
+        if self.host_resident:
             engine_of(store).mutable_groups.create(key, tensors)
-            self._kept = ViewLease(
+            self._lease = ViewLease(
                 engine_of(store).mutable_groups.lease_in_host(key, HostAccess.PERMANENT)
             )
-            self.tensors = self._kept.tensors
+            self.tensors = self._lease.tensors
         elif not (with_values and self._settled_by_way_of_ram(tensors)):
             engine_of(store).mutable_groups.create_on_disk(key, tensors)
             self.tensors = engine_of(store).mutable_groups.view_on_disk(key)
@@ -150,7 +148,7 @@ class StateBuffer:
     def enter(self, stack: contextlib.ExitStack, purpose: HostAccess) -> dict[str, torch.Tensor]:
         """The tensors until `stack` is closed: in RAM if there is room for them; else where it
         shows them."""
-        if not self.stays:
+        if not self.host_resident:
             with contextlib.suppress(BudgetError):
                 return stack.enter_context(self._held(purpose))
         self.put_away()
@@ -176,21 +174,21 @@ class StateBuffer:
 
     def put_away(self) -> None:
         """Nobody uses it for now: see that it is what it shows."""
-        if self._in_ram and not self.stays:
+        if self._in_ram and not self.host_resident:
             engine_of(self.store).mutable_groups.move_to_disk([self.key])
             self._in_ram = False
 
     def discard(self) -> None:
         """It is not needed any more."""
         self.tensors = {}
-        if self._kept is not None:
-            self._kept.end()
+        if self._lease is not None:
+            self._lease.end()
         self._end()
 
 
-def _forget(store: weakref.ref[TierStore], key: str, budget: StateBudget, kept: int) -> None:
-    """Nobody has the place any more."""
-    budget.give_back(kept)
+def _forget(store: weakref.ref[TierStore], key: str, budget: StateBudget, resident: int) -> None:
+    """Nobody has the buffer any more."""
+    budget.release(resident)
     alive = store()
     if alive is not None:
         engine_of(alive).groups.discard_soon([key])

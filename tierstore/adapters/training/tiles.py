@@ -28,7 +28,7 @@ PIECE = 1 << 18
 """Numbers that are compared at a time."""
 
 
-class Whole(Protocol):
+class TiledOptimizer(Protocol):
     """What a tile knows of the optimizer that it is a part of."""
 
     store: TierStore
@@ -36,7 +36,7 @@ class Whole(Protocol):
     state: Any
 
 
-class Alike(NamedTuple):
+class StepPart(NamedTuple):
     """What parameters must have in common for one step: their group, whether its kernel is fused,
     and, if so, whether they have states. (A fused SGD wants them of all, or of none.)"""
 
@@ -79,21 +79,21 @@ class Groups:
 
     def step(self, inner: torch.optim.Optimizer, stand_ins: dict[int, torch.Tensor]) -> None:
         """Have `inner` do its step on what stands for some of the parameters, by their ids."""
-        members: dict[Alike, list[torch.Tensor]] = {}
+        members: dict[StepPart, list[torch.Tensor]] = {}
         still_there = filter(self._order.__contains__, stand_ins)
         for parameter in sorted(still_there, key=self._order.__getitem__):
             number, stand_in = self._order[parameter][0], stand_ins[parameter]
             state = inner.state.get(stand_in, {})
             fused = bool(self._before[number].get("fused")) and fits_a_fused_step(stand_in, state)
             begun = fused and any(isinstance(value, torch.Tensor) for value in state.values())
-            alike = Alike(number, fused, begun)
-            members.setdefault(alike, []).append(stand_in)
+            part = StepPart(number, fused, begun)
+            members.setdefault(part, []).append(stand_in)
         self._run(inner, members)
 
     def finish(self, inner: torch.optim.Optimizer) -> None:
         """All parts are done. Groups without any gradient still have their turn, as in torch."""
         idle = {
-            Alike(number): list(group["params"])
+            StepPart(number): list(group["params"])
             for number, group in enumerate(self._groups)
             if number not in self._after
         }
@@ -105,7 +105,9 @@ class Groups:
                 if name not in before or not _same(before[name], value):
                     self._groups[number][name] = value
 
-    def _run(self, inner: torch.optim.Optimizer, members: dict[Alike, list[torch.Tensor]]) -> None:
+    def _run(
+        self, inner: torch.optim.Optimizer, members: dict[StepPart, list[torch.Tensor]]
+    ) -> None:
         parts = sorted(members)
         inner.param_groups = [
             {**_copied(self._before[part.group]), "params": members[part]} for part in parts
@@ -134,7 +136,11 @@ class Tile:
     """Parameters that are stepped together, and the place of their states."""
 
     def __init__(
-        self, optimizer: Whole, key: str, parameters: list[nn.Parameter], weights: Weights | None
+        self,
+        optimizer: TiledOptimizer,
+        key: str,
+        parameters: list[nn.Parameter],
+        weights: Weights | None,
     ) -> None:
         self.parameters = parameters
         self._weights = weights
@@ -230,7 +236,7 @@ class Tile:
             while self._buffers:
                 self._buffers.pop().discard()
         with ExitStack() as stack, torch.no_grad():
-            self._keep(
+            self._store_states(
                 states, {buffer: buffer.enter(stack, HostAccess.UPDATE) for buffer in self._buffers}
             )
 
@@ -271,7 +277,7 @@ class Tile:
         states = {number: dict(inner.state[shadow]) for number, shadow in shadows.items()}
         for number, shadow in shadows.items():
             self._give_back(number, shadow.detach(), values[number], states[number])
-        self._keep(states, held)
+        self._store_states(states, held)
         inner.state = defaultdict(dict)
 
     def _state_of(
@@ -311,7 +317,7 @@ class Tile:
         tensors = self.weights.buffer.enter(stack, HostAccess.UPDATE)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
 
-    def _keep(
+    def _store_states(
         self, states: dict[int, dict[str, Any]], held: dict[StateBuffer, dict[str, torch.Tensor]]
     ) -> None:
         """Keep what a step has left: what is as large as its parameter, in the store."""
@@ -330,9 +336,9 @@ class Tile:
                     self._where.pop((number, name), None)
                     self._optimizer.state[self._by_id[number]][name] = value
         if fresh:
-            self._store(fresh)
+            self._create_buffer(fresh)
 
-    def _store(self, fresh: dict[tuple[int, str], torch.Tensor]) -> None:
+    def _create_buffer(self, fresh: dict[tuple[int, str], torch.Tensor]) -> None:
         index = {id(p): i for i, p in enumerate(self.parameters)}
         named = {f"{index[number]}.{name}": t for (number, name), t in fresh.items()}
         key = f"{self._key}/{next(self._keys)}"

@@ -54,33 +54,33 @@ class Weights:
         self.lock = threading.RLock()
         self.users = 0
         self.gone = False  # the model is an ordinary one again
-        self.loan: ViewLease | None = None
+        self.lease: ViewLease | None = None
         self._versions: dict[str, int] = {}
 
     @property
     def shown(self) -> dict[str, torch.Tensor]:
         """What the parameters show now."""
-        return (self.buffer if self.loan is None else self.loan).tensors
+        return (self.buffer if self.lease is None else self.lease).tensors
 
-    def show(self, loan: ViewLease) -> None:
-        """Let the parameters show what was lent."""
-        self.loan = loan
+    def show(self, lease: ViewLease) -> None:
+        """Let the parameters show what is leased."""
+        self.lease = lease
         for name, parameter in self.parameters.items():
-            assign(parameter, loan.tensors[name])
+            assign(parameter, lease.tensors[name])
             self._versions[name] = version_of(parameter)
 
     def hide(self) -> None:
         """Let them show what they show while away."""
-        loan = self.loan
-        assert loan is not None
+        lease = self.lease
+        assert lease is not None
         for name, parameter in self.parameters.items():
             home = self.buffer.tensors[name]
             if version_of(parameter) != self._versions[name]:
                 with torch.no_grad():  # the forward itself changed it
                     home.copy_(parameter.detach())
             assign(parameter, home)
-        self.loan = None
-        loan.end()
+        self.lease = None
+        lease.end()
 
     def take_what_was_given(self) -> None:
         """Somebody may have given a parameter other memory (`parameter.data = ...`): keep that."""
@@ -135,18 +135,18 @@ class WeightStreamer:
 
     # Forward -----------------------------------------------------------------------------------
 
-    def needs_visits(self, weights: Weights) -> bool:
+    def needs_lease(self, weights: Weights) -> bool:
         """Whether its parameters show something else in use than they show while away."""
-        return self._sliced or not weights.buffer.stays
+        return self._sliced or not weights.buffer.host_resident
 
     def enter(self, weights: Weights) -> None:
         """A module that needs these parameters begins."""
         with weights.lock:
             if weights.users == 0:
                 self.turn_to(weights.slice)
-                loan = self._read(weights)
-                if loan is not None:
-                    weights.show(loan)
+                lease = self._read(weights)
+                if lease is not None:
+                    weights.show(lease)
                 with self._lock:
                     for name, tensor in weights.shown.items():
                         self._shown[storage_id_of(tensor)] = weights, name
@@ -181,7 +181,7 @@ class WeightStreamer:
                 with self._lock:
                     for tensor in weights.shown.values():
                         self._shown.pop(storage_id_of(tensor), None)
-                if weights.loan is not None:
+                if weights.lease is not None:
                     weights.hide()
 
     def turn_to(self, number: int) -> None:
@@ -196,7 +196,7 @@ class WeightStreamer:
                 for far in self._near.difference(near):
                     self._let_go_of(far)
             self._near = set(near)
-            wanted = [w for n in near for w in self._by_slice[n][::step] if self.needs_visits(w)]
+            wanted = [w for n in near for w in self._by_slice[n][::step] if self.needs_lease(w)]
             self._touched.update(wanted)
         for weights in wanted:
             weights.buffer.expected()
@@ -243,8 +243,8 @@ class WeightStreamer:
         """A view of a weight, as it was saved."""
         refuse_changed(description, version_of(weights.parameters[name]), version)
         with weights.lock:
-            loan = weights.loan or self._borrow(weights)
-            return geometry.within((weights.buffer if loan is None else loan).tensors[name])
+            lease = weights.lease or self._borrow(weights)
+            return geometry.within((weights.buffer if lease is None else lease).tensors[name])
 
     def _borrow(self, weights: Weights) -> ViewLease | None:
         with self._lock:
@@ -255,10 +255,10 @@ class WeightStreamer:
             if not self._sliced:
                 while len(self._borrowed) >= BORROWED:
                     self._borrowed.popitem(last=False)[1].end()
-            loan = self._read(weights)
-            if loan is not None:
-                self._borrowed[weights] = loan
-            return loan
+            lease = self._read(weights)
+            if lease is not None:
+                self._borrowed[weights] = lease
+            return lease
 
     # Between passes ----------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class WeightStreamer:
             weights.buffer.put_away()
 
 
-class Watching:
+class WeightHooks:
     """Takes the weights out of what autograd saves, and hands the rest on to those before it."""
 
     def __init__(self, streamer: WeightStreamer) -> None:
@@ -307,12 +307,12 @@ class Watching:
         return unpack()
 
 
-def others_are_around() -> bool:
+def other_hooks_are_on() -> bool:
     """Whether somebody else's hooks are on for what autograd saves. A module around this one whose
     own weights are in use has ours on."""
     top = saved_tensor_hooks()
-    while top is not None and isinstance(getattr(top[0], "__self__", None), Watching):
-        outer: Watching = top[0].__self__  # type: ignore[attr-defined]
+    while top is not None and isinstance(getattr(top[0], "__self__", None), WeightHooks):
+        outer: WeightHooks = top[0].__self__  # type: ignore[attr-defined]
         top = outer._outer
     return top is not None
 
@@ -337,7 +337,7 @@ class TrainingUse:
             self._streamer.enter(weights)
             self._entered += 1
         if torch.is_grad_enabled():
-            hooks = Watching(self._streamer).hooks
+            hooks = WeightHooks(self._streamer).hooks
             hooks.__enter__()
             self._hooks = hooks
         self._casts.stop()
