@@ -46,7 +46,8 @@ from tierstore import (
     UnknownKeyError,
 )
 from tierstore.model.tiers import HostAccess
-from tierstore.tiers.hop import DiskToHost, HostToDevice
+from tierstore.tiers.hops import HostToDevice
+from tierstore.tiers.reading import DiskToHost
 
 ROUNDS = 20
 

@@ -44,7 +44,7 @@ def test_nobody_waits_for_the_device_to_add(disk_dir: Path) -> None:
         torch.ones(1, device="pretend").add_(1)
         start = torch.accelerator.current_stream("pretend").record_event()
         for name, gradient in added.items():
-            weights.gradients._keep(name, gradient, add=True)
+            weights.gradients._store(name, gradient, add=True)
         assert not start.query()
         weights.gradients.show()
         assert start.query()

@@ -16,10 +16,11 @@ from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.driver import TierDriver
-from tierstore.tiers.hop import DeviceToHost, DiskToHost, Hop, HostToDevice, HostToDisk
+from tierstore.tiers.hop import Hop
+from tierstore.tiers.hops import DeviceToHost, HostToDevice, HostToDisk
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.mover import Mover, MoverCallbacks
-from tierstore.tiers.reading import DiskReader
+from tierstore.tiers.reading import DiskReader, DiskToHost
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 

@@ -1,4 +1,4 @@
-"""Groups read from files, and the proof that they arrived as written."""
+"""Groups read from disk into host memory, and the proof that they arrived as written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import numpy as np
 from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import Source
 from tierstore.model.header import digest
+from tierstore.model.tiers import Tier
 from tierstore.system.files import FileStamp, FileTable, ReadPiece, pieces, transfer_errors
 from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.hop import Copied
+from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.workers import Workers
 
 
@@ -76,6 +79,26 @@ class DiskReader:
         if self._verify == "always" and not source.checks:
             _check_against_first_read(entry, source, data)
         entry.verified = stamps
+
+
+class DiskToHost:
+    """Reads groups from files into host memory, on several threads."""
+
+    src = Tier.DISK
+    dst = Tier.HOST
+    times = None
+
+    def __init__(self, reader: DiskReader, host: HostTier) -> None:
+        self.workers = reader.workers
+        self._reader = reader
+        self._host = host
+
+    def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
+        slot, key = entry.slots[self.dst], entry.group.key
+        with transfer_errors("reading", key=key, path=f"group {key!r}"):
+            self._host.arena.fill(slot)
+        slot.wait()
+        return Copied(self._reader.read(entry, slot.bytes(), ending))
 
 
 def _check_against_first_read(entry: GroupEntry, source: Source, data: memoryview) -> None:
