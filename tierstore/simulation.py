@@ -113,7 +113,7 @@ def play(
     bandwidth: Mapping[Way, float],
 ) -> Outcome:
     """`simulate` with a planner that knows its groups, and looks at this clock."""
-    run = Run(planner, clock, bandwidth)
+    run = SimulatedRun(planner, clock, bandwidth)
     for use in uses:
         run.use(use)
     return run.outcome()
@@ -142,7 +142,7 @@ class _Channel:
     busy: bool = False
 
 
-class Run:
+class SimulatedRun:
     """One simulated run. Each instruction is `told` of, too, before it is followed."""
 
     def __init__(

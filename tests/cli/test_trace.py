@@ -17,7 +17,7 @@ from tests.helpers.events import before, failing
 from tests.store.helpers import PAGE, open_store, pages, push_out, wait_until_idle
 from tierstore.cli import picture
 from tierstore.observe.stats import Stats
-from tierstore.observe.trace import Slice, load, read_trace
+from tierstore.observe.trace import TraceSlice, load, read_trace
 from tierstore.observe.trace_writer import save
 
 
@@ -186,7 +186,7 @@ def test_an_empty_trace_can_be_drawn(inspect: Inspect, tmp_path: Path) -> None:
 def test_many_tracks_of_a_kind_share_the_last_row(run: Run, tmp_path: Path) -> None:
     recorded = read_trace(run.path)
     reads = [
-        Slice("disk read", f"disk read {i + 1}" if i else "disk read", "key", 0.0, 1.0, {})
+        TraceSlice("disk read", f"disk read {i + 1}" if i else "disk read", "key", 0.0, 1.0, {})
         for i in range(12)
     ]
     lanes = picture.lanes_of([*recorded.slices, *reads])

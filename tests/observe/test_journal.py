@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.observe.journal import STALL, Journal, Ring, Span, Stretches, Use
+from tierstore.observe.journal import STALL, Journal, LeaseUse, Ring, Span, Stretches
 
 Told = tuple[str, int, int]
 
@@ -120,6 +120,6 @@ def test_a_ring_keeps_the_newest_and_counts_the_rest() -> None:
 def test_what_was_dropped_is_counted_over_all_rings() -> None:
     journal = Journal(uses=Ring(1), levels=Ring(1))
     for i in range(3):
-        journal.uses.add(Use("a", 1, "hit", 0.0))
+        journal.uses.add(LeaseUse("a", 1, "hit", 0.0))
         journal.levels.add((float(i), (i,)))
     assert journal.dropped == 4

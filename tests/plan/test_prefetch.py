@@ -10,7 +10,7 @@ import pytest
 from tests.plan.scans import cycle, forward_backward, two_experts
 from tierstore.model.tiers import Tier
 from tierstore.plan import policy, prefetch
-from tierstore.plan.prefetch import Hop, Prefetcher
+from tierstore.plan.prefetch import HopSpeed, Prefetcher
 from tierstore.plan.retention import RetentionSet
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.simulation import Outcome, Use, simulate
@@ -178,7 +178,7 @@ def test_missing_groups_that_lie_close_together_are_fetched_in_time(
 
     foreseen = stalled()
     assert foreseen <= 0.03
-    monkeypatch.setattr(Hop, "bandwidth", None)  # then two groups are fetched ahead
+    monkeypatch.setattr(HopSpeed, "bandwidth", None)  # then two groups are fetched ahead
     assert stalled() > 2 * max(foreseen, 0.03)
 
 
@@ -275,14 +275,14 @@ def test_of_what_is_gone_a_device_tells_nothing() -> None:
     assert seen.computing_seconds(2) == pytest.approx(2.0)
 
 
-def bandwidth_after(moves: Callable[[Hop], None]) -> float | None:
-    hop = Hop()
+def bandwidth_after(moves: Callable[[HopSpeed], None]) -> float | None:
+    hop = HopSpeed()
     moves(hop)
     return hop.bandwidth
 
 
 def test_copies_that_share_a_hop_share_its_bandwidth() -> None:
-    def two_at_once(hop: Hop) -> None:
+    def two_at_once(hop: HopSpeed) -> None:
         for _ in range(2):
             hop.begin(100)
         hop.end(100, 0.0, 1.0, counts=True)
@@ -292,7 +292,7 @@ def test_copies_that_share_a_hop_share_its_bandwidth() -> None:
 
 
 def test_what_failed_is_no_measurement() -> None:
-    def fail(hop: Hop) -> None:
+    def fail(hop: HopSpeed) -> None:
         hop.begin(100)
         hop.end(100, 0.0, 1.0, counts=False)
 
@@ -302,7 +302,7 @@ def test_what_failed_is_no_measurement() -> None:
 def test_the_latest_measurement_counts_most() -> None:
     """The one before it counts four fifths: 180 bytes in 3.8 seconds."""
 
-    def slower(hop: Hop) -> None:
+    def slower(hop: HopSpeed) -> None:
         for began, ended in ((0.0, 1.0), (1.0, 4.0)):
             hop.begin(100)
             hop.end(100, began, ended, counts=True)
@@ -459,7 +459,7 @@ def test_about_two_groups_are_fetched_ahead_of_all_measuring(
 ) -> None:
     """The next three have 40 bytes: as many as two average groups, and as a quarter of the tier."""
     seen = looking_at([4, 6, 30, large], there=[0, 1, 3], budget=budget)
-    seen.hops[HOP] = Hop()
+    seen.hops[HOP] = HopSpeed()
     assert fetched(seen) == found
 
 

@@ -23,7 +23,7 @@ from tierstore.plan import eviction
 from tierstore.plan.planner import Planner
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.schedule import LearnedOrder
-from tierstore.simulation import Clock, Run, Use, planner_of
+from tierstore.simulation import Clock, SimulatedRun, Use, planner_of
 from tierstore.tiers.arena import Arena, Slot
 
 BANDWIDTH = {(Tier.DISK, Tier.HOST): 5e9, (Tier.HOST, Tier.DEVICE): 25e9}
@@ -37,7 +37,7 @@ class Slots:
     """A simulated run whose moves take slots in arenas, as a carrier's do."""
 
     def __init__(self, planner: Planner, clock: Clock, budgets: Budgets) -> None:
-        self.run = Run(planner, clock, BANDWIDTH, self._follow)
+        self.run = SimulatedRun(planner, clock, BANDWIDTH, self._follow)
         self.arenas = {
             tier: Arena(budget, lambda nbytes: torch.empty(0))
             for tier, budget in budgets.items()

@@ -188,7 +188,7 @@ def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tierstore.engine.requests.LOOK_AGAIN", 100 * PATIENCE
+        "tierstore.engine.request_loop.LOOK_AGAIN", 100 * PATIENCE
     )  # so that it must be woken
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
         store.put("filler", pages(0, 4))
@@ -534,7 +534,7 @@ def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tierstore.engine.requests.LOOK_AGAIN", 100 * PATIENCE
+        "tierstore.engine.request_loop.LOOK_AGAIN", 100 * PATIENCE
     )  # so that it must be woken
     with open_store(disk_dir) as store:
         store.put("key", pages(1))

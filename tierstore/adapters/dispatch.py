@@ -57,7 +57,7 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class Settings:
+class DispatchSettings:
     """What a model was dispatched with."""
 
     places: tuple[tuple[str, str], ...]
@@ -107,7 +107,7 @@ def dispatch_model(
     _refuse_replaced("dispatch_model", replaced)
     _check(model, store, main_device)
     _refuse_meta(model)
-    settings = Settings(
+    settings = DispatchSettings(
         tuple(resolve_device_map(model, store, device_map).items()),
         frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ()),
         frozenset(preload_module_classes or ()),
@@ -130,7 +130,7 @@ def dispatch_model(
     return model
 
 
-def _dispatched(model: nn.Module, store: TierStore, settings: Settings) -> Owner:
+def _dispatched(model: nn.Module, store: TierStore, settings: DispatchSettings) -> Owner:
     refuse_other_offloading(type(model).__name__, model)
     sizes = sizes_for("block_level", store, model)
     cutting = Cutting(
@@ -155,11 +155,13 @@ def _dispatched(model: nn.Module, store: TierStore, settings: Settings) -> Owner
 def _dispatched_before(model: nn.Module) -> Owner | None:
     """What has dispatched a model; None if nothing has."""
     owner = owner_of(model)
-    dispatched = owner is not None and owner.root is model and isinstance(owner.settings, Settings)
+    dispatched = (
+        owner is not None and owner.root is model and isinstance(owner.settings, DispatchSettings)
+    )
     return owner if dispatched else None
 
 
-def _dispatched_anew(owner: Owner, store: TierStore, settings: Settings) -> Owner:
+def _dispatched_anew(owner: Owner, store: TierStore, settings: DispatchSettings) -> Owner:
     """Its model with other settings, or on another store. If that fails, as before."""
     owner.disable()
     try:

@@ -28,7 +28,7 @@ _AUTOENCODER_BLOCKS = ("quant_conv", "post_quant_conv", "encoder", "decoder")
 
 
 @dataclass(frozen=True)
-class Component:
+class PlannedComponent:
     """A model of a checkpoint, and the groups that it is cut into; its name is empty if alone.
 
     `in_files` says, by key, how many bytes of the files are read for a group.
@@ -68,7 +68,7 @@ class Speeds:
 class Forecast:
     """One step of a component's loop, once the planner knows the order: bytes and seconds."""
 
-    component: Component
+    component: PlannedComponent
     first_read: int
     read: float
     onloaded: float
@@ -83,7 +83,7 @@ class Forecast:
 
 def components_of(
     checkpoint: str, offload_type: str, budgets: Mapping[Tier, int | None], only: str | None
-) -> list[Component]:
+) -> list[PlannedComponent]:
     """The models of a checkpoint, each cut as `enable_group_offload` would cut it.
 
     Raises TransferError or InvalidHeaderError for files that cannot be read, KeyError if there is
@@ -103,7 +103,7 @@ def components_of(
             )
         ]
         in_files = {group.key: read for group, read in named}
-        found.append(Component(name, tuple(group for group, _ in named), in_files))
+        found.append(PlannedComponent(name, tuple(group for group, _ in named), in_files))
     return found
 
 
@@ -147,7 +147,7 @@ def _is_file_name(name: str) -> bool:
     return os.path.basename(name) == name and name not in ("", ".", "..")
 
 
-def in_every_step(components: Iterable[Component]) -> list[Component]:
+def in_every_step(components: Iterable[PlannedComponent]) -> list[PlannedComponent]:
     """The components that run in every step: those with the usual names, else the largest."""
     filled = [component for component in components if component.groups]
     usual = [component for component in filled if component.name.startswith(LOOPS)]
@@ -155,7 +155,7 @@ def in_every_step(components: Iterable[Component]) -> list[Component]:
 
 
 def forecast(
-    component: Component,
+    component: PlannedComponent,
     known: Mapping[str, int],
     budgets: Mapping[Tier, int | None],
     speeds: Speeds,

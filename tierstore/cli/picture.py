@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tierstore.cli import words
-from tierstore.observe.trace import COMPUTE, KINDS, STALLS, Recorded, Slice
+from tierstore.observe.trace import COMPUTE, KINDS, STALLS, Recorded, TraceSlice
 from tierstore.observe.trace_writer import write_whole
 
 _COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
@@ -87,9 +87,9 @@ class _Binary(MaxNLocator):
         return [tick * unit for tick in super().tick_values(vmin / unit, vmax / unit)]
 
 
-def lanes_of(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
+def lanes_of(slices: Sequence[TraceSlice]) -> dict[str, list[TraceSlice]]:
     """Slices by track, from top to bottom. Tracks beyond `_MOST` of a kind share the last."""
-    lanes: dict[str, list[Slice]] = {}
+    lanes: dict[str, list[TraceSlice]] = {}
     for kind in KINDS.values():
         of_kind = [one for one in slices if one.kind == kind]
         tracks = sorted({one.track for one in of_kind}, key=lambda track: (len(track), track))
@@ -101,7 +101,7 @@ def lanes_of(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
     return dict(sorted(lanes.items(), key=lambda lane: (order[lane[1][0].kind], lane[0])))
 
 
-def _draw_lanes(axis: Axes, lanes: dict[str, list[Slice]]) -> None:
+def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]]) -> None:
     for row, slices in enumerate(lanes.values()):
         # Neighbours in two shades, as what follows each other at once could not be told apart.
         for shade, some in ((1.0, slices[::2]), (0.6, slices[1::2])):

@@ -25,7 +25,7 @@ from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.tiers import Tier
 
 if TYPE_CHECKING:  # it brings numpy: only who plans shall wait for that
-    from tierstore.cli.forecast import Component, Forecast, Speeds
+    from tierstore.cli.forecast import Forecast, PlannedComponent, Speeds
 
 COMFORTABLE = 3
 """So many of the largest groups should have room: one in use, one arriving, one beside."""
@@ -122,7 +122,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 
 def _components(
     checkpoint: str, offload_type: str, budgets: options.Budgets, only: str | None
-) -> list[Component]:
+) -> list[PlannedComponent]:
     from tierstore.cli.forecast import components_of
 
     try:
@@ -157,7 +157,9 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
     )
 
 
-def _refuse_what_never_fits(components: Sequence[Component], budgets: options.Budgets) -> None:
+def _refuse_what_never_fits(
+    components: Sequence[PlannedComponent], budgets: options.Budgets
+) -> None:
     largest = max(
         (group for part in components for group in part.groups), key=lambda group: group.nbytes
     )
@@ -181,12 +183,12 @@ def _refuse_what_never_fits(components: Sequence[Component], budgets: options.Bu
 
 
 def _show(
-    components: Sequence[Component],
+    components: Sequence[PlannedComponent],
     loops: Sequence[Forecast],
     budgets: options.Budgets,
     speeds: Speeds,
 ) -> None:
-    columns: Sequence[Column[Component]] = (
+    columns: Sequence[Column[PlannedComponent]] = (
         Column("COMPONENT", lambda part: part.name or "model", flexible=True),
         Column("WEIGHTS", lambda part: words.size(part.nbytes), right=True),
         Column("GROUPS", lambda part: f"{len(part.groups):,}", right=True),
@@ -225,7 +227,7 @@ def _limit(loop: Forecast, speeds: Speeds) -> str:
 
 
 def _document(
-    components: Sequence[Component],
+    components: Sequence[PlannedComponent],
     loops: Sequence[Forecast],
     budgets: options.Budgets,
     speeds: Speeds,

@@ -37,7 +37,7 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class QuarantineOutcome:
     """Where something damaged is now (a name below the directory), or why it was left in place."""
 
     moved_to: str | None
@@ -57,7 +57,7 @@ class Kept:
 # Putting away -------------------------------------------------------------------------------------
 
 
-def put_away(directory: str, root: int, damages: Iterable[Damage]) -> dict[str, Outcome]:
+def put_away(directory: str, root: int, damages: Iterable[Damage]) -> dict[str, QuarantineOutcome]:
     """Move what is damaged into quarantine. Tells by name what became of each.
 
     `root` is the open directory of a store whose lock the caller holds.
@@ -89,20 +89,20 @@ def _opened(directory: str, root: int) -> Iterator[int]:
         yield room
 
 
-def _put_away(root: int, room: int, damage: Damage) -> Outcome:
+def _put_away(root: int, room: int, damage: Damage) -> QuarantineOutcome:
     if any(problem.passing for problem in damage.problems):
-        return Outcome(None, "this may pass: verify again")
+        return QuarantineOutcome(None, "this may pass: verify again")
     try:
         with opened_parent(root, damage.item.name) as parent:
             leaf = os.path.basename(damage.item.name)
             if parent is None or look_at(parent, leaf, damage.item.name) != damage.item:
-                return Outcome(None, "it has just changed: verify again")
+                return QuarantineOutcome(None, "it has just changed: verify again")
             name = _free_name(room, leaf)
             _write_note(room, name + NOTE_SUFFIX, damage)
             _move(parent, leaf, room, name)
     except OSError as error:
-        return Outcome(None, f"moving it failed: {error.strerror or error}")
-    return Outcome(f"{QUARANTINE}/{name}")
+        return QuarantineOutcome(None, f"moving it failed: {error.strerror or error}")
+    return QuarantineOutcome(f"{QUARANTINE}/{name}")
 
 
 def _move(parent: int, leaf: str, room: int, name: str) -> None:

@@ -33,7 +33,7 @@ WORST = 5
 
 
 @dataclass(frozen=True)
-class Hop:
+class HopTotals:
     """One way between two tiers: bytes, seconds in which any moved, bytes per second."""
 
     kind: str
@@ -119,13 +119,13 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
         raise system_failure(error, f"writing {png}") from error
 
 
-def _hops(recorded: Recorded) -> list[Hop]:
+def _hops(recorded: Recorded) -> list[HopTotals]:
     from tierstore.observe.stats import BYTES_MOVED
     from tierstore.observe.trace import KINDS
 
     stats = recorded.stats
     return [
-        Hop(
+        HopTotals(
             KINDS[hop],
             stats[field],
             stats["busy_seconds"].get(hop, 0.0),
@@ -168,7 +168,7 @@ def _document(recorded: Recorded) -> Document:
     }
 
 
-_HOPS: Sequence[Column[Hop]] = (
+_HOPS: Sequence[Column[HopTotals]] = (
     Column("MOVED", lambda hop: hop.kind),
     Column("BYTES", lambda hop: words.size(hop.nbytes), right=True),
     Column("BUSY", lambda hop: _seconds(hop.seconds), right=True),

@@ -23,7 +23,7 @@ from tierstore.cli.frame import (
     print_json,
     remark,
 )
-from tierstore.cli.quarantine import Damage, Kept, Outcome, kept, put_away
+from tierstore.cli.quarantine import Damage, Kept, QuarantineOutcome, kept, put_away
 from tierstore.cli.removal import only_user
 from tierstore.cli.report import Contents, Group, Problem, survey, told_by_state, total
 from tierstore.progress import byte_bar
@@ -37,7 +37,7 @@ class _Findings:
     problems: Sequence[Group]
     read: int
     seconds: float
-    outcomes: Mapping[str, Outcome]
+    outcomes: Mapping[str, QuarantineOutcome]
     kept: Sequence[Kept]
 
     @property

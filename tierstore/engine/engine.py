@@ -13,7 +13,7 @@ from tierstore.engine.leases import Leases
 from tierstore.engine.mutable_groups import MutableGroups
 from tierstore.engine.puts import Puts
 from tierstore.engine.reporting import Reporting
-from tierstore.engine.requests import Requests
+from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.saved_tensors import SavedTensors
 from tierstore.engine.saves import Saves
 from tierstore.engine.settings import Settings
@@ -31,7 +31,7 @@ class Engine:
         self.core = core = Core(settings)
         self.copy_threads = CopyThreads(selecting(settings.device), core.current_stream)
         self.lease_table = LeaseTable(core)
-        self.requests = Requests(core, self.lease_table)
+        self.requests = RequestLoop(core, self.lease_table)
         self.leases = Leases(core, self.lease_table, self.requests, self.copy_threads)
         self.puts = Puts(core, self.requests, self.copy_threads)
         self.saves = Saves(core, self.requests)

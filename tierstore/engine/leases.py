@@ -7,7 +7,7 @@ import torch
 from tierstore.engine.copy_threads import CopyThreads
 from tierstore.engine.core import Core
 from tierstore.engine.lease_table import LeaseTable
-from tierstore.engine.requests import Requests
+from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
 from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
@@ -27,7 +27,7 @@ class Leases:
         self,
         core: Core,
         lease_table: LeaseTable,
-        requests: Requests,
+        requests: RequestLoop,
         copy_threads: CopyThreads,
     ) -> None:
         self.core = core

@@ -23,7 +23,7 @@ from tierstore.engine.groups import Groups
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import refuse_permanently_leased
 from tierstore.engine.puts import Puts
-from tierstore.engine.requests import Requests
+from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.saves import Saves
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
@@ -46,7 +46,7 @@ class MutableGroups:
         self,
         core: Core,
         lease_table: LeaseTable,
-        requests: Requests,
+        requests: RequestLoop,
         puts: Puts,
         saves: Saves,
         groups: Groups,

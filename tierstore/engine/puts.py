@@ -10,7 +10,7 @@ import torch
 
 from tierstore.engine.copy_threads import CopyThreads
 from tierstore.engine.core import Core
-from tierstore.engine.requests import Requests
+from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import Request, RequestKind
 from tierstore.model import events
@@ -29,7 +29,7 @@ Tensors = torch.Tensor | Mapping[str, torch.Tensor]
 class Puts:
     """Puts of copies of tensors. `put`, `put_async` and `put_with` may wait for room."""
 
-    def __init__(self, core: Core, requests: Requests, copy_threads: CopyThreads) -> None:
+    def __init__(self, core: Core, requests: RequestLoop, copy_threads: CopyThreads) -> None:
         self.core = core
         self._requests = requests
         self._copy_threads = copy_threads

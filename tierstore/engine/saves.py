@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from tierstore.engine.core import Core
-from tierstore.engine.requests import Requests
+from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import Request, RequestKind
 from tierstore.model import events
@@ -21,7 +21,7 @@ DEAD = 30.0
 class Saves:
     """Saves of durable groups, and removals of files. Its public methods may wait."""
 
-    def __init__(self, core: Core, requests: Requests) -> None:
+    def __init__(self, core: Core, requests: RequestLoop) -> None:
         self.core = core
         self._requests = requests
 

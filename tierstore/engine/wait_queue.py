@@ -23,7 +23,7 @@ from typing import Any
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.locks import AutoResetEvent
 from tierstore.model.tiers import Access, HostAccess
-from tierstore.observe.journal import Span, Use
+from tierstore.observe.journal import LeaseUse, Span
 
 LOOK_AGAIN = 1.0
 """Seconds between looks at what nobody can be woken for: leases that were lost, not released."""
@@ -93,7 +93,7 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
-class LeaseRecord(Use):
+class LeaseRecord(LeaseUse):
     """The store's side of a lease, and later a note of it.
 
     It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device

@@ -97,7 +97,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Bytes that go from the host to the device in one piece."""
 
     host_offset: int
@@ -121,7 +121,7 @@ class GroupSpec:
         )
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[ByteRun, ...]:
         """How the packed bytes go to a device: few pieces, every tensor at 256 bytes there."""
         return _device_runs(self.tensors)
 
@@ -138,18 +138,18 @@ class GroupSpec:
         return offsets
 
 
-def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[ByteRun, ...]:
+    runs: list[ByteRun] = []
     end = 0
     for start, stop, members in _covered(t for t in tensors if t.nbytes):
         # Where dtypes meet, the first tensor's start may be none that the largest can have.
         start -= start % max(DTYPE_SIZES[member.dtype] for member in members)
         if runs and start - end < PAGE and (start - runs[-1].host_offset) % ALIGNMENT == 0:
             last = runs.pop()
-            runs.append(Run(last.host_offset, last.device_offset, stop - last.host_offset))
+            runs.append(ByteRun(last.host_offset, last.device_offset, stop - last.host_offset))
         else:
             where = round_up(runs[-1].device_offset + runs[-1].nbytes, ALIGNMENT) if runs else 0
-            runs.append(Run(start, where, stop - start))
+            runs.append(ByteRun(start, where, stop - start))
         end = stop
     return tuple(runs)
 

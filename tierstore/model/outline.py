@@ -105,7 +105,7 @@ ItemType = TypeVar("ItemType")
 
 
 @dataclass(frozen=True)
-class Piece(Generic[BranchType]):
+class OutlinePiece(Generic[BranchType]):
     """A unit: a branch, with all that is in it (`whole`) or with its own tensors only.
 
     `block` says that it counts as a block. `encloses` others while it runs.
@@ -119,7 +119,7 @@ class Piece(Generic[BranchType]):
 
 def cut(
     root: BranchType, offload_type: str, block_limit: int | None, block_modules: Collection[str]
-) -> Iterator[Piece[BranchType]]:
+) -> Iterator[OutlinePiece[BranchType]]:
     """Cut a model into units, in the order of its modules.
 
     `"leaf_level"` makes every module with tensors of its own a unit. `"block_level"` keeps blocks
@@ -131,17 +131,17 @@ def cut(
 
 def _walk(
     branch: BranchType, blocks: bool, limit: int | None, extra: Collection[str]
-) -> Iterator[Piece[BranchType]]:
+) -> Iterator[OutlinePiece[BranchType]]:
     if branch.atomic:
-        yield Piece(branch, whole=True)
+        yield OutlinePiece(branch, whole=True)
         return
     children: Sequence[BranchType] = branch.children()  # type: ignore[assignment]
     if branch.has_own:
-        yield Piece(branch, whole=False, encloses=bool(children))
+        yield OutlinePiece(branch, whole=False, encloses=bool(children))
     for child in children:
         is_block = blocks and (branch.holds_blocks or child.name in extra)
         if is_block and _stays_whole(child, limit):
-            yield Piece(child, whole=True, block=True)
+            yield OutlinePiece(child, whole=True, block=True)
         else:
             yield from _walk(child, blocks, limit, extra)
 

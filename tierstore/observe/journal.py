@@ -56,7 +56,7 @@ class Span:
 
 
 @dataclass(eq=False, slots=True)
-class Use:
+class LeaseUse:
     """One lease: when it was asked for, granted and released, by whom, and how it was met.
 
     `group`, of `nbytes` bytes. A time is 0.0 until it came. On an accelerator,
@@ -175,7 +175,7 @@ class Journal:
     and end on any thread.
     """
 
-    uses: Ring[Use] = field(default_factory=Ring)
+    uses: Ring[LeaseUse] = field(default_factory=Ring)
     levels: Ring[tuple[float, tuple[int, ...]]] = field(default_factory=Ring)
 
     def __post_init__(self) -> None:

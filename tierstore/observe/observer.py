@@ -14,7 +14,7 @@ import torch
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import DeviceTimes, Mark
-from tierstore.observe.journal import STALL, Journal, Span, Summary, Use
+from tierstore.observe.journal import STALL, Journal, LeaseUse, Span, Summary
 from tierstore.observe.stats import BYTES_MOVED, ActivationStats, Stats
 
 
@@ -138,7 +138,7 @@ class Observer:
     def granted(
         self,
         request: Acquire,
-        use: Use,
+        use: LeaseUse,
         nbytes: int,
         stream: torch.Stream | None,
         *,
@@ -160,7 +160,7 @@ class Observer:
             began = functools.partial(self._began, use, stall, learned)
             self._times.tell(began, *waited, self._times.mark(stream))
 
-    def _began(self, use: Use, stall: Span | None, learned: bool, times: list[float]) -> None:
+    def _began(self, use: LeaseUse, stall: Span | None, learned: bool, times: list[float]) -> None:
         """The device has begun with a use, maybe after a stall."""
         if stall is not None:
             use.ready = times[-1]
@@ -175,7 +175,7 @@ class Observer:
             self.journal.end(request.stall)
             request.stall = None
 
-    def released(self, use: Use, mark: Mark | None) -> None:
+    def released(self, use: LeaseUse, mark: Mark | None) -> None:
         """A lease was given back; `mark` is the end of what the device does with it."""
         use.released = time.monotonic()
         if not isinstance(use.caller, int):
@@ -203,5 +203,5 @@ class Observer:
         )
 
 
-def _set_done(use: Use, times: list[float]) -> None:
+def _set_done(use: LeaseUse, times: list[float]) -> None:
     use.done = times[0]

@@ -71,7 +71,7 @@ Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TraceSlice:
     """Something that took time: `start` is in seconds after the first event of the trace.
 
     `kind` is one of the values of `KINDS`; slices on one `track` do not overlap. `name` is the key
@@ -101,7 +101,7 @@ class Recorded:
     dropped: int
     device: str
     stats: dict[str, Any]
-    slices: tuple[Slice, ...]
+    slices: tuple[TraceSlice, ...]
     counters: dict[str, list[tuple[float, float]]]
 
     @property
@@ -250,7 +250,7 @@ def _is_amount(value: Any) -> bool:
 
 def _events(
     events: list[Any], process: object
-) -> tuple[tuple[Slice, ...], dict[str, list[tuple[float, float]]]]:
+) -> tuple[tuple[TraceSlice, ...], dict[str, list[tuple[float, float]]]]:
     ours = [e for e in events if isinstance(e, dict) and _kind_of(e) is not None]
     ours = [e for e in ours if process is None or e.get("pid") == process]
     tracks = {_place(e): _args(e).get("name") for e in ours if e.get("name") == "thread_name"}
@@ -258,7 +258,7 @@ def _events(
     for event in timed:
         _expect(_is_number(event.get("ts")), f"an event has the time {event.get('ts')!r}")
     first = min((event["ts"] for event in timed), default=0.0)
-    slices: list[Slice] = []
+    slices: list[TraceSlice] = []
     counters: dict[str, list[tuple[float, float]]] = {}
     for event in sorted(timed, key=lambda event: float(event["ts"])):
         start, name = (event["ts"] - first) / 1e6, str(event.get("name"))
@@ -272,7 +272,7 @@ def _events(
         _expect(_is_amount(lasted), f"an event lasts {lasted!r}")
         _expect(isinstance(track, str), f"{name!r} is on a track without a name")
         kind = str(_kind_of(event))
-        slices.append(Slice(kind, str(track), name, start, lasted / 1e6, _args(event)))
+        slices.append(TraceSlice(kind, str(track), name, start, lasted / 1e6, _args(event)))
     return tuple(slices), counters
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.observe.journal import Span, Summary, Use
+from tierstore.observe.journal import LeaseUse, Span, Summary
 from tierstore.observe.stats import BYTES_MOVED, Stats
 from tierstore.observe.trace import CATEGORY, COMPUTE, KINDS, STALLS, VERSION, Document
 
@@ -41,7 +41,7 @@ class Notes:
     stats: Stats
     summary: Summary
     spans: Sequence[Span]
-    uses: Sequence[Use]
+    uses: Sequence[LeaseUse]
     levels: Sequence[tuple[float, tuple[int, ...]]]
     groups: Mapping[str, int]
     device: str
@@ -109,7 +109,7 @@ def _transferred(span: Span) -> _Piece:
 
 def _computed(notes: Notes) -> Iterator[_Piece]:
     if notes.device == "cpu":
-        callers: dict[int, list[Use]] = defaultdict(list)
+        callers: dict[int, list[LeaseUse]] = defaultdict(list)
         for use in notes.uses:
             callers[use.caller if isinstance(use.caller, int) else id(use.caller)].append(use)
         for uses in callers.values():
@@ -122,13 +122,13 @@ def _computed(notes: Notes) -> Iterator[_Piece]:
         yield _computing(use, start, done)
 
 
-def _computed_by(uses: Iterable[Use], now: float) -> Iterator[_Piece]:
+def _computed_by(uses: Iterable[LeaseUse], now: float) -> Iterator[_Piece]:
     """What one caller computed, with waiting and with nothing on lease left out."""
-    edges: list[tuple[float, int, int, Use]] = []
+    edges: list[tuple[float, int, int, LeaseUse]] = []
     for number, use in enumerate(uses):
         times = (use.asked, use.granted, use.released or now)
         edges += [(at, step, number, use) for step, at in enumerate(times)]
-    held: dict[int, Use] = {}
+    held: dict[int, LeaseUse] = {}
     asking, since = 0, 0.0
     for at, step, number, use in sorted(edges, key=lambda edge: edge[:3]):
         if held and not asking and at > since:
@@ -142,7 +142,7 @@ def _computed_by(uses: Iterable[Use], now: float) -> Iterator[_Piece]:
             held[number] = use
 
 
-def _computing(use: Use, start: float, end: float) -> _Piece:
+def _computing(use: LeaseUse, start: float, end: float) -> _Piece:
     args = {"nbytes": use.nbytes, "met": use.met}
     return _Piece(COMPUTE, use.group.key, start, end, args)
 
@@ -229,7 +229,7 @@ def _in_words(notes: Notes) -> Document:
     }
 
 
-def _worked_after(uses: Sequence[Use], notes: Notes) -> Iterator[float]:
+def _worked_after(uses: Sequence[LeaseUse], notes: Notes) -> Iterator[float]:
     """Seconds of work between each use and the next request."""
     done = 0.0
     for use, following in itertools.zip_longest(uses, uses[1:]):

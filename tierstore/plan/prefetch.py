@@ -64,7 +64,7 @@ _ROOM = 16
 
 
 @dataclass(slots=True)
-class Hop:
+class HopSpeed:
     """One way between neighbouring tiers: what moves on it now, and how fast it was.
 
     Of its `copies`, some are `ending`: their last bytes move, and there is room for the next.
@@ -137,7 +137,7 @@ class Prefetcher:
         self._running: _Use | None = None  # on the device
         self._schedule = schedule
         self._budgets = budgets
-        self.hops = {(src, dst): Hop() for src in budgets for dst in budgets if src is not dst}
+        self.hops = {(src, dst): HopSpeed() for src in budgets for dst in budgets if src is not dst}
         tiers = sorted(budgets)
         self._tiers = tuple(tiers[:-1])
         self._way_to = {dst: (src, dst) for dst, src in pairwise(tiers)}
@@ -367,7 +367,7 @@ class Prefetcher:
             return None
         return number, ahead[:first]
 
-    def _in_flight(self, hop: Hop, dst: Tier, foretold: bool) -> float:
+    def _in_flight(self, hop: HopSpeed, dst: Tier, foretold: bool) -> float:
         """Bytes that may be on their way at once, if there are several copies."""
         budget = self._budgets[dst]
         share = math.inf if budget is None else budget // IN_FLIGHT_SHARE
@@ -385,7 +385,9 @@ class Prefetcher:
             share = EARLY_IF_FORETOLD
         return sum(early.values()) + nbytes > budget // share
 
-    def _now_or_never(self, hop: Hop, dst: Tier, ahead: Numbers, first: int, foretold: int) -> bool:
+    def _now_or_never(
+        self, hop: HopSpeed, dst: Tier, ahead: Numbers, first: int, foretold: int
+    ) -> bool:
         if first < foretold:
             return self._is_within(dst, ahead[: first + 1])
         bandwidth = hop.bandwidth

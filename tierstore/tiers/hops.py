@@ -1,4 +1,4 @@
-"""The hops beside an accelerator, and from host memory to disk. `reading.py` has the one from disk."""
+"""The hops beside an accelerator, and from host memory to disk. The one from disk: `reading.py`."""
 
 from __future__ import annotations
 

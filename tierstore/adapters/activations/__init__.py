@@ -29,7 +29,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tierstore.adapters.activations.cache import Piece, SavedTensorCache
+from tierstore.adapters.activations.cache import SavedPiece, SavedTensorCache
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
 from tierstore.model.sizes import parse_size
@@ -75,7 +75,7 @@ Unpack = Callable[[], torch.Tensor]
 """What the graph holds instead of a tensor, and what goes with the graph: it gives the tensor."""
 
 
-def packed_in_place(tensor: torch.Tensor, piece: Piece | None = None) -> Unpack:
+def packed_in_place(tensor: torch.Tensor, piece: SavedPiece | None = None) -> Unpack:
     """Pack a tensor that stays where it is. `piece` is counted once, as long as there is one.
 
     Not the tensor itself: an output that its own graph holds would be held for ever.
@@ -85,13 +85,13 @@ def packed_in_place(tensor: torch.Tensor, piece: Piece | None = None) -> Unpack:
 
 
 def _unpacked_in_place(
-    tensor: torch.Tensor, version: int, description: str, piece: Piece | None
+    tensor: torch.Tensor, version: int, description: str, piece: SavedPiece | None
 ) -> torch.Tensor:
     refuse_changed(description, version_of(tensor), version)
     return tensor
 
 
-def _unpacked(piece: Piece, geometry: Geometry, description: str) -> torch.Tensor:
+def _unpacked(piece: SavedPiece, geometry: Geometry, description: str) -> torch.Tensor:
     """The tensor that was put aside, as it was."""
     piece.watch.check(description)
     return piece.build(geometry)

@@ -52,7 +52,7 @@ PieceKey = tuple[int, int, int, int, int]
 say that this is the version."""
 
 
-class Piece:
+class SavedPiece:
     """Bytes from `start` on of the storage of a tensor, as they were at the tensor's version."""
 
     def __init__(self, tensor: torch.Tensor, start: int, stop: int) -> None:
@@ -152,10 +152,10 @@ class PackOrder:
     """The order in which one thread put pieces aside."""
 
     def __init__(self) -> None:
-        self._pieces: list[weakref.ref[Piece]] = []
+        self._pieces: list[weakref.ref[SavedPiece]] = []
         self._limit = ORDER_LENGTH
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: SavedPiece) -> None:
         """The newest one."""
         while self._pieces and self._pieces[-1]() is None:
             self._pieces.pop()
@@ -172,7 +172,7 @@ class PackOrder:
         self._pieces = [weakref.ref(piece) for piece in found]
         self._limit = max(2 * len(found), ORDER_LENGTH)  # so that it is not done for each
 
-    def before(self, index: int) -> list[Piece]:
+    def before(self, index: int) -> list[SavedPiece]:
         """Those that came just before it, the newest first."""
         found = [piece() for piece in self._pieces[max(index - AHEAD, 0) : index]]
         return [piece for piece in reversed(found) if piece is not None]
@@ -196,7 +196,7 @@ class PendingCopy:
     copied: torch.Event
     stream: torch.Stream
     memory: torch.UntypedStorage
-    piece: weakref.ref[Piece]
+    piece: weakref.ref[SavedPiece]
     nbytes: int
 
 
@@ -207,18 +207,20 @@ class SavedTensorCache:
         self.store = store
         self.counts = engine_of(store).saved_tensors.counts
         self._lock = threading.Lock()  # never held while the store is asked for anything
-        self._pieces: weakref.WeakValueDictionary[PieceKey, Piece] = weakref.WeakValueDictionary()
+        self._pieces: weakref.WeakValueDictionary[PieceKey, SavedPiece] = (
+            weakref.WeakValueDictionary()
+        )
         self._local = _Local()
         self.reads = ReadLeases(store)
         self._pending: deque[PendingCopy] = deque()
         self._pending_bytes = 0
         self._away_bytes = 0
         self._gone: deque[int] = deque()
-        self._latest: weakref.ref[Piece] | None = None  # the piece that was read last
+        self._latest: weakref.ref[SavedPiece] | None = None  # the piece that was read last
 
     # Packing -----------------------------------------------------------------------------------
 
-    def piece(self, tensor: torch.Tensor, span: tuple[int, int]) -> Piece:
+    def piece(self, tensor: torch.Tensor, span: tuple[int, int]) -> SavedPiece:
         """The piece of a tensor's storage with these bytes, the same one for all who ask."""
         storage = tensor.untyped_storage()
         # Nobody gets the address of a storage as long as there is a weak reference to it.
@@ -229,12 +231,12 @@ class SavedTensorCache:
             if piece is None:
                 piece, key = self._find(tensor, (*version, *span))
             if piece is None:
-                piece = self._pieces[key] = Piece(tensor, *span)
+                piece = self._pieces[key] = SavedPiece(tensor, *span)
             return piece
 
     def _find(
         self, tensor: torch.Tensor, key: tuple[int, int, int, int]
-    ) -> tuple[Piece | None, PieceKey]:
+    ) -> tuple[SavedPiece | None, PieceKey]:
         """The piece there, and else the key that it would have."""
         for number in itertools.count():
             piece = self._pieces.get((*key, number))
@@ -242,14 +244,14 @@ class SavedTensorCache:
                 return piece, (*key, number)
         raise AssertionError  # numbers do not end
 
-    def skip(self, piece: Piece, reason: str) -> None:
+    def skip(self, piece: SavedPiece, reason: str) -> None:
         """A saved tensor looks at a piece that stays where it is."""
         with self._lock:
             if not piece.reason and not piece.shipped:
                 piece.reason = reason
                 self.counts.kept(reason, piece.nbytes)
 
-    def save(self, piece: Piece, geometry: Geometry, min_size: int) -> None:
+    def save(self, piece: SavedPiece, geometry: Geometry, min_size: int) -> None:
         """A saved tensor looks at a piece: ship that, if it is worth it.
 
         Raises what `put` raises, but for a lack of room in memory: then it stays where it is.
@@ -269,7 +271,7 @@ class SavedTensorCache:
         else:
             self._ship(piece)
 
-    def _why_skipped(self, piece: Piece, min_size: int) -> str:
+    def _why_skipped(self, piece: SavedPiece, min_size: int) -> str:
         # What was cut out is copied already, even if it is large enough for this `min_size`.
         if piece.nbytes < max(min_size, 1) or piece.original is None:
             return "small"
@@ -277,7 +279,7 @@ class SavedTensorCache:
             return "no_room"
         return "sparse_slice" if piece.viewed_bytes * COVERAGE < piece.nbytes else ""
 
-    def _ship(self, piece: Piece) -> None:
+    def _ship(self, piece: SavedPiece) -> None:
         storage, stream = piece.original, engine_of(self.store).core.current_stream()
         assert storage is not None
         try:
@@ -333,7 +335,7 @@ class SavedTensorCache:
 
     # Unpacking ---------------------------------------------------------------------------------
 
-    def was_read(self, piece: Piece) -> None:
+    def was_read(self, piece: SavedPiece) -> None:
         """A piece was read: the one before it need not be held any more."""
         before, self._latest = self._latest, weakref.ref(piece)
         other = None if before is None else before()

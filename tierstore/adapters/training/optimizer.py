@@ -17,7 +17,7 @@ from torch import nn
 
 from tierstore.adapters.training.model import OffloadModel, model_of
 from tierstore.adapters.training.state_buffers import packed_bytes, state_budget_of
-from tierstore.adapters.training.tiles import Groups, Tile
+from tierstore.adapters.training.tiles import Tile, TileGroups
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.outline import in_portions
 from tierstore.store import TierStore, engine_of
@@ -131,7 +131,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._put_away()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
-        groups = Groups(self.param_groups)
+        groups = TileGroups(self.param_groups)
         try:
             for i, tile in enumerate(busy):
                 self._expect(busy[i : i + 1 + AHEAD])

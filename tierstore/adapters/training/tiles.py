@@ -59,7 +59,7 @@ def fits_a_fused_step(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
     )
 
 
-class Groups:
+class TileGroups:
     """The groups of an optimizer during one step.
 
     What a group says besides its parameters (a rate, a counter) is taken once, before the step.
@@ -211,7 +211,7 @@ class Tile:
         with ExitStack() as stack:
             _scale(self._gradients(stack, HostAccess.UPDATE), factor)
 
-    def step(self, inner: torch.optim.Optimizer, groups: Groups) -> None:
+    def step(self, inner: torch.optim.Optimizer, groups: TileGroups) -> None:
         """Have `inner` do its step on the tensors of this tile."""
         with ExitStack() as stack:
             self._step(
@@ -259,7 +259,7 @@ class Tile:
     def _step(
         self,
         inner: torch.optim.Optimizer,
-        groups: Groups,
+        groups: TileGroups,
         values: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
         held: dict[StateBuffer, dict[str, torch.Tensor]],

@@ -18,7 +18,7 @@ from tierstore.plan.records import State
 T = TypeVar("T")
 
 
-class Requests:
+class RequestLoop:
     """Tries what callers ask for until it can be done, or leaves nothing of it behind."""
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
