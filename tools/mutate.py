@@ -76,8 +76,8 @@ FILE_MODULES = (
     "tiers/directory tiers/disk tiers/locking tiers/objects"
 )
 PLAN_MODULES = (
-    "copies eviction fixpoint prefetcher hint_events host_lease_events known_events lease_events "
-    "movement planner policy records requests residents schedule transfer_events uses"
+    "copies eviction fallback_orders fixpoint hint_events known_events lease_events movement "
+    "planner policy prefetch records requests retention schedule transfer_events use_history"
 )
 TARGETS: dict[str, list[str]] = {
     **{f"tierstore/plan/{name}.py": PLAN for name in PLAN_MODULES.split()},

@@ -11,9 +11,10 @@ from torch import nn
 
 from tests.real_models import MODELS
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
+from tierstore.model import shares
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.module_tree import groups_of
-from tierstore.model.outline import LARGE_SHARE, LINK_GROUP, GroupSizes, Need, portions, usual_sizes
+from tierstore.model.outline import LINK_GROUP, GroupSizes, Need, portions, usual_sizes
 from tierstore.model.sizes import slot_bytes
 from tierstore.model.tiers import Tier
 
@@ -97,11 +98,11 @@ def test_a_small_budget_cuts_blocks_into_leaves() -> None:
 def test_every_group_fits_every_budget(kind: str, ram_gb: float, device_gb: float | None) -> None:
     size = sizes(device_gb, ram_gb, kind)
     smallest = min(ram_gb, ram_gb if device_gb is None else device_gb) * GB
-    assert size.group <= smallest / LARGE_SHARE
+    assert size.group <= smallest / shares.LARGE_GROUP
     if device_gb is None:
         assert size.block == size.group
     else:
-        assert size.block <= max(size.group, device_gb * GB / LARGE_SHARE)
+        assert size.block <= max(size.group, device_gb * GB / shares.LARGE_GROUP)
     largest_tensor = max(tensor.extent.nbytes for tensor in in_a_file(kind))
     most = slot_bytes(max(size.group, largest_tensor) + MIB)  # with padding between tensors
     assert max(nbytes for _, nbytes in cut(kind, size)) <= most

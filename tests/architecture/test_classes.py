@@ -24,7 +24,7 @@ MOST_PUBLIC_NAMES = 25
 COMPOSED = {"engine", "plan", "store.py", "lease.py"}
 """Where no class inherits from another one of the package."""
 
-DATA = {("LeaseRecord", "Use"), ("OpenLease", "Lease")}
+DATA = {("LeaseRecord", "LeaseUse"), ("OpenLease", "Lease")}
 """A note with more fields, and a lease that says so if it is lost: no behaviour is cut in two."""
 
 

@@ -17,7 +17,7 @@ import pytest
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import TIERS, Tier
 from tierstore.plan.policy import Policy
-from tierstore.plan.schedule import LearnedOrder, Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 ENOUGH = 10_000
 """More victims than any test has copies: a policy that yields so many never ends."""
@@ -63,7 +63,7 @@ class PolicyConformance(ABC):
     """The rules of `tierstore.plan.policy.Policy`, as tests."""
 
     @abstractmethod
-    def make(self, schedule: Schedule) -> Policy:
+    def make(self, schedule: LearnedOrder) -> Policy:
         """A fresh policy that may rank by `schedule`."""
 
     def shelf(self) -> tuple[Shelf, LearnedOrder]:

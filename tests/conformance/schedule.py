@@ -8,20 +8,20 @@ from abc import ABC, abstractmethod
 
 import pytest
 
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 
 class ScheduleConformance(ABC):
-    """The rules of `tierstore.plan.schedule.Schedule`, as tests."""
+    """The rules of `tierstore.plan.schedule.LearnedOrder`, as tests."""
 
     passes = 3
     """How many passes over a cycle a schedule may need to learn it."""
 
     @abstractmethod
-    def make(self) -> Schedule:
+    def make(self) -> LearnedOrder:
         """A fresh schedule."""
 
-    def learned(self, keys: list[str]) -> Schedule:
+    def learned(self, keys: list[str]) -> LearnedOrder:
         """A schedule that has seen a cycle often enough. Its first key comes next."""
         schedule = self.make()
         for key in keys * self.passes:

@@ -11,26 +11,26 @@ from tests.conformance.schedule import ScheduleConformance
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import TIERS, Tier
 from tierstore.plan.policy import FarthestNextUse, LeastRecentlyUsed, Policy, RankingPolicy
-from tierstore.plan.schedule import LearnedOrder, Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 
 class TestLeastRecentlyUsed(PolicyConformance):
-    def make(self, schedule: Schedule) -> Policy:
+    def make(self, schedule: LearnedOrder) -> Policy:
         return RankingPolicy(LeastRecentlyUsed())
 
 
 class TestFarthestNextUse(PolicyConformance):
-    def make(self, schedule: Schedule) -> Policy:
+    def make(self, schedule: LearnedOrder) -> Policy:
         return RankingPolicy(FarthestNextUse(schedule))
 
 
 class TestLearnedOrder(ScheduleConformance):
-    def make(self) -> Schedule:
+    def make(self) -> LearnedOrder:
         return LearnedOrder()
 
 
 class TestLearnedOrderWithAShortMemory(ScheduleConformance):
-    def make(self) -> Schedule:
+    def make(self) -> LearnedOrder:
         return LearnedOrder(memory=70)
 
 
@@ -111,11 +111,11 @@ class LooksAsItGoes(Faulty):
 )
 def test_a_policy_that_breaks_a_rule_is_caught(fault: type[Faulty], caught: str) -> None:
     class Suite(PolicyConformance):
-        def make(self, schedule: Schedule) -> Policy:
+        def make(self, schedule: LearnedOrder) -> Policy:
             return fault()
 
     class RightSuite(PolicyConformance):
-        def make(self, schedule: Schedule) -> Policy:
+        def make(self, schedule: LearnedOrder) -> Policy:
             return Faulty()
 
     assert caught in failures(Suite())
@@ -152,7 +152,7 @@ class WaitsInVain(LearnedOrder):
 )
 def test_a_schedule_that_breaks_a_rule_is_caught(fault: type[LearnedOrder]) -> None:
     class Suite(ScheduleConformance):
-        def make(self) -> Schedule:
+        def make(self) -> LearnedOrder:
             return fault()
 
     assert failures(Suite())

@@ -97,7 +97,7 @@ class World:
 
     # One step ----------------------------------------------------------------------------------
 
-    def _step(self, event: events.Event) -> None:
+    def step(self, event: events.Event) -> None:
         """Tell the planner, do as it says, and see whether all promises hold."""
         self.sound = False
         self.now += 1.0  # every step takes as long: the planner learns times, and plans by them
@@ -176,7 +176,7 @@ class World:
         key = self._new_key("file")
         self._guided |= {key} if guided else set()
         self.books.registered(key, nbytes, tier, backed=backed)
-        self._step(events.Registered(key, nbytes, backed, guided, tier))
+        self.step(events.Registered(key, nbytes, backed, guided, tier))
         return key
 
     def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> GroupId | None:
@@ -188,7 +188,7 @@ class World:
         self.books.claimed(key, nbytes)
         self.claims.append(key)
         try:
-            self._step(events.Claimed(key, nbytes, caller_scheduled=guided))
+            self.step(events.Claimed(key, nbytes, caller_scheduled=guided))
         except BudgetError:
             assert never, f"{key} would fit"
             del self.books.entries[key]
@@ -215,7 +215,7 @@ class World:
             return False
         self.claims.remove(key)
         self.books.filled(key)
-        self._step(events.Filled(key))
+        self.step(events.Filled(key))
         for older in self.books.known():
             if older != key and older.key == key.key:
                 self.discard(older)
@@ -224,7 +224,7 @@ class World:
     def withdraw_claim(self, key: GroupId) -> None:
         self.claims.remove(key)
         self.books.withdrew_claim(key)
-        self._step(events.Withdrawn(key))
+        self.step(events.Withdrawn(key))
 
     def demand(self, key: GroupId, access: Access = Access.READ) -> Waiter | None:
         """Somebody waits for `key`. None if it can never fit."""
@@ -236,7 +236,7 @@ class World:
         waiter = Waiter(key, access)
         self.waiters.append(waiter)
         try:
-            self._step(events.Demanded(key))
+            self.step(events.Demanded(key))
         except BudgetError:
             assert never, f"{key} would fit"
             self.waiters.remove(waiter)
@@ -293,7 +293,7 @@ class World:
     def give_up(self, waiter: Waiter) -> None:
         """A waiter was told of an error, or wants nothing any more."""
         self._answered(waiter)
-        self._step(events.Withdrawn(waiter.key))
+        self.step(events.Withdrawn(waiter.key))
         others = {w.key for w in [*self.waiters, *self.savers, *self.fetchers]}
         if waiter.key in self.planner and waiter.key not in others:
             error = self.planner.error_of(waiter.key)
@@ -304,7 +304,7 @@ class World:
         self.books.entries[lease.key].leases.remove(lease.access)
         if lease.access is Access.TAKE:
             self.books.discarded(lease.key)
-        self._step(events.Released(lease.key, lease.access))
+        self.step(events.Released(lease.key, lease.access))
 
     def fetch(self, key: GroupId, purpose: HostAccess = HostAccess.UPDATE) -> Holder | None:
         """Somebody waits to hold `key`. None if it can never fit."""
@@ -316,7 +316,7 @@ class World:
         fetcher = Holder(key, purpose)
         self.fetchers.append(fetcher)
         try:
-            self._step(events.HostDemanded(key, purpose))
+            self.step(events.HostDemanded(key, purpose))
         except BudgetError:
             assert never, f"{key} would fit"
             self.fetchers.remove(fetcher)
@@ -356,7 +356,7 @@ class World:
         """Somebody was told of an error, or does not want to hold it any more."""
         self._no_longer_fetched(fetcher)
         if fetcher.key in self.planner:
-            self._step(events.HostWithdrawn(fetcher.key, fetcher.purpose))
+            self.step(events.HostWithdrawn(fetcher.key, fetcher.purpose))
 
     def _no_longer_fetched(self, fetcher: Holder) -> None:
         self.fetchers.remove(fetcher)
@@ -366,27 +366,27 @@ class World:
     def let_go(self, holder: Holder) -> None:
         self.holders.remove(holder)
         self.books.entries[holder.key].held = False
-        self._step(events.HostReleased(holder.key))
+        self.step(events.HostReleased(holder.key))
 
     def put_away(self, key: GroupId) -> None:
         """What is on disk is nowhere else from now on, as soon as nobody uses it there."""
         if self.planner.saved(key):
             self.books.put_away(key)
-            self._step(events.MemoryReleased(key))
+            self.step(events.MemoryReleased(key))
 
     def prefetch(self, keys: list[GroupId], top: Tier | None = None) -> None:
         for key in keys:
             self.books.wanted(key)
-        self._step(events.Expected(tuple(keys), top))
+        self.step(events.Expected(tuple(keys), top))
 
     def offload(self, key: GroupId) -> None:
         self.books.offloaded(key)
-        self._step(events.Offloaded(key))
+        self.step(events.Offloaded(key))
 
     def save(self, key: GroupId) -> Saver:
         saver = Saver(key)
         self.savers.append(saver)
-        self._step(events.SaveRequested(key))
+        self.step(events.SaveRequested(key))
         return saver
 
     def look_saved(self, saver: Saver) -> bool:
@@ -397,24 +397,24 @@ class World:
         if isinstance(saver.answer, BaseException):
             self._answer(saver.key, saver.answer)
             if saver.key in self.planner:
-                self._step(events.ErrorReported(saver.key))
+                self.step(events.ErrorReported(saver.key))
         return True
 
     def discard(self, key: GroupId) -> None:
         self.books.discarded(key)
-        self._step(events.Discarded(key))
+        self.step(events.Discarded(key))
 
     # What carriers do --------------------------------------------------------------------------
 
     def deliver(self, move: Copy) -> None:
         self.books.delivered(move)
-        self._step(events.Arrived(move.group, move.src, move.dst))
+        self.step(events.Arrived(move.group, move.src, move.dst))
 
     def fail(self, move: Copy) -> None:
         error = InjectedError(f"{move}")
         self._injected.append(error)
         self.books.failed(move)
-        self._step(events.Failed(move.group, move.src, move.dst, error))
+        self.step(events.Failed(move.group, move.src, move.dst, error))
 
     # The end -----------------------------------------------------------------------------------
 
@@ -444,23 +444,23 @@ class World:
         for entry in entries:  # of all this the new planner knows nothing
             entry.demands = entry.fetches = 0
             entry.offloaded, entry.away = False, set()
-        self._step(events.Recovered(tuple(self._found(entry.group) for entry in entries)))
+        self.step(events.Recovered(tuple(self.found(entry.group) for entry in entries)))
         self._ask_again(waits)
 
     def _ask_again(self, waits: dict[GroupId, tuple[int, int]]) -> None:
         entries, planner = self.books.entries, self.planner
         for waiter in [w for w in self.waiters if w.key in planner]:
             entries[waiter.key].demands = waits[waiter.key][0]
-            self._step(events.Demanded(waiter.key))
+            self.step(events.Demanded(waiter.key))
         for fetcher in [f for f in self.fetchers if f.key in planner]:
             entries[fetcher.key].fetches = waits[fetcher.key][1]
-            self._step(events.HostDemanded(fetcher.key, fetcher.purpose))
+            self.step(events.HostDemanded(fetcher.key, fetcher.purpose))
         for saver in [s for s in self.savers if s.answer is None and s.key in planner]:
-            self._step(events.SaveRequested(saver.key))
+            self.step(events.SaveRequested(saver.key))
         for entry in entries.values():
             entry.demands, entry.fetches = waits[entry.group]
 
-    def _found(self, key: GroupId) -> events.RecoveredGroup:
+    def found(self, key: GroupId) -> events.RecoveredGroup:
         entry = self.books.entries[key]
         held = next((holder.purpose for holder in self.holders if holder.key == key), None)
         return events.RecoveredGroup(

@@ -19,7 +19,7 @@ from tierstore.model.moves import Copy, Drop, Forget, Instruction
 from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 
 class Facts:
@@ -113,7 +113,7 @@ class FaultyPlanner:
     """
 
     def __init__(
-        self, budgets: Mapping[Tier, int | None], policy: Policy, schedule: Schedule
+        self, budgets: Mapping[Tier, int | None], policy: Policy, schedule: LearnedOrder
     ) -> None:
         self.inner = Planner(budgets, policy, schedule)
         self.top, self.host, self.tiers = self.inner.top, self.inner.host, self.inner.tiers

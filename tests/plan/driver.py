@@ -20,7 +20,7 @@ from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 Name = str | GroupId
 
@@ -43,33 +43,21 @@ class Driver:
     @property
     def table(self) -> CopyTable:
         """What is where, for tests that look at what no question tells, or break it."""
-        return self.planner._copies
+        return self.planner.copies
 
     @property
     def requests(self) -> Requests:
         """What is wanted, for the same tests."""
-        return self.planner._requests
+        return self.planner.requests
 
     @property
     def prefetcher(self) -> Prefetcher:
         """What is foreseen, for the same tests."""
-        return self.planner._prefetcher
+        return self.planner.prefetcher
 
     def record(self, name: Name) -> GroupRecord:
         """What the planner believes of a group."""
         return self.table.groups[group_of(name)]
-
-    def foreseen(self) -> tuple[int, int]:
-        """How many groups are known by numbers, and how many bytes they have."""
-        return self.prefetcher._known, self.prefetcher._known_bytes
-
-    def foreseen_bytes(self, number: int) -> int:
-        """How many bytes the group of a number has."""
-        return int(self.prefetcher._nbytes[number])
-
-    def foreseen_on(self, tier: Tier) -> set[int]:
-        """The numbers of the groups that have room on a tier in memory, as is foreseen."""
-        return set(self.prefetcher._held[tier].nonzero()[0].tolist())
 
     def handle(self, event: events.Event) -> None:
         self._instructions += self.planner.handle(event, self.clock())
@@ -234,7 +222,7 @@ class Driver:
 def driver_of(
     budgets: Mapping[Tier, int | None],
     policy: Policy,
-    schedule: Schedule,
+    schedule: LearnedOrder,
     clock: Callable[[], float] = lambda: 0.0,
     *,
     timed_by_device: bool = False,

@@ -38,7 +38,7 @@ def resize(world: World, nbytes: int, seen: Counter[str]) -> None:
     before, used = planner.budgets[Tier.DEVICE], planner.used[Tier.DEVICE]
     assert before is not None
     books.budgets[Tier.DEVICE] = max(before, nbytes)
-    world._step(BudgetChanged(nbytes))
+    world.step(BudgetChanged(nbytes))
     after = planner.budgets[Tier.DEVICE]
     assert after is not None
     books.budgets[Tier.DEVICE] = world._budgets_given[Tier.DEVICE] = after

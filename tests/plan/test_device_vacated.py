@@ -79,7 +79,7 @@ def test_every_promise_holds_in_random_histories(policy: str) -> None:
             history.play(5)
             planner = history.world.planner
             spare = planner.spare_bytes()
-            history.world._step(DeviceVacated())
+            history.world.step(DeviceVacated())
             vacated += spare
         history.world.finish()
     assert vacated, "there was nothing to give up"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from tests.plan.scans import cycle, forward_backward, two_experts
+from tierstore.model import shares
 from tierstore.model.tiers import Tier
 from tierstore.plan import policy, prefetch
 from tierstore.plan.prefetch import HopSpeed, Prefetcher
@@ -116,7 +117,7 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
 def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
     for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
-        monkeypatch.setattr(prefetch, other, 1)
+        monkeypatch.setattr(shares, other, 1)
     careful = read_by(keys, 0.8, seconds)
     monkeypatch.setattr(policy, "HARMLESS", 1.0)
     assert careful < 0.9 * read_by(keys, 0.8, seconds)
@@ -143,7 +144,7 @@ def test_what_was_fetched_early_takes_a_sixth_at_most(monkeypatch: pytest.Monkey
         return outcome.bytes_moved[Tier.DISK, Tier.HOST]
 
     bounded = read()
-    monkeypatch.setattr(prefetch, "EARLY", 1)
+    monkeypatch.setattr(shares, "EARLY", 1)
     assert bounded < 0.9 * read()
 
 
@@ -285,8 +286,10 @@ def test_copies_that_share_a_hop_share_its_bandwidth() -> None:
     def two_at_once(hop: HopSpeed) -> None:
         for _ in range(2):
             hop.begin(100)
-        hop.end(100, 0.0, 1.0, counts=True)
-        hop.end(100, 0.0, 2.0, counts=True)
+        hop.end(100)
+        hop.measure(100, 0.0, 1.0)
+        hop.end(100)
+        hop.measure(100, 0.0, 2.0)
 
     assert bandwidth_after(two_at_once) == pytest.approx(100.0)
 
@@ -294,7 +297,8 @@ def test_copies_that_share_a_hop_share_its_bandwidth() -> None:
 def test_what_failed_is_no_measurement() -> None:
     def fail(hop: HopSpeed) -> None:
         hop.begin(100)
-        hop.end(100, 0.0, 1.0, counts=False)
+        hop.end(100)
+        hop.measure(100, 0.0, 1.0, counts=False)
 
     assert bandwidth_after(fail) is None
 
@@ -305,7 +309,8 @@ def test_the_latest_measurement_counts_most() -> None:
     def slower(hop: HopSpeed) -> None:
         for began, ended in ((0.0, 1.0), (1.0, 4.0)):
             hop.begin(100)
-            hop.end(100, began, ended, counts=True)
+            hop.end(100)
+            hop.measure(100, began, ended)
 
     assert bandwidth_after(slower) == pytest.approx(180 / 3.8)
 
@@ -342,7 +347,8 @@ def looking_at(
         for number in range(len(sizes)):
             schedule.advance_past(f"g{number}")
     seen.hops[HOP].begin(100)
-    seen.hops[HOP].end(100, 0.0, 1.0, counts=True)
+    seen.hops[HOP].end(100)
+    seen.hops[HOP].measure(100, 0.0, 1.0)
     return seen
 
 
@@ -484,7 +490,8 @@ def test_who_is_not_known_is_never_missing() -> None:
         seen.know(numbers[number], 8)
     seen.forget(numbers[2])
     seen.hops[HOP].begin(1)
-    seen.hops[HOP].end(1, 0.0, 1.0, counts=True)
+    seen.hops[HOP].end(1)
+    seen.hops[HOP].measure(1, 0.0, 1.0)
     for number in [*numbers, *numbers, *numbers]:
         schedule.advance_past(f"g{number}")
         seen.choose_retained(number)

@@ -401,7 +401,8 @@ class History:
             return
         self.flights.remove(flight)
         counts = self.rng.random() < 0.9
-        hop.end(flight.nbytes, flight.began, self.ours.now, counts=counts)
+        hop.end(flight.nbytes)
+        hop.measure(flight.nbytes, flight.began, self.ours.now, counts=counts)
         way.end(flight.nbytes, flight.began, self.ours.now, counts)
         hop.ending -= flight.ending
         way.ending -= flight.ending

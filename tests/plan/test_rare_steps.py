@@ -131,7 +131,7 @@ def test_a_copy_on_its_way_to_the_disk_is_not_arriving() -> None:
 def test_what_is_nowhere_else_stays_when_it_is_put_away(budgets: dict[Tier, int | None]) -> None:
     world = World(budgets)
     key = put(world, 5)
-    world._step(MemoryReleased(key))
+    world.step(MemoryReleased(key))
     land_all(world)
     assert world.planner.residence(key), "its only copy is gone"
     use(world, key)
@@ -144,7 +144,7 @@ def test_what_is_nowhere_else_stays_when_it_is_put_away(budgets: dict[Tier, int 
 def spill(world: World, key: GroupId) -> int:
     """Returns the bytes that are going to be written."""
     before = len(world.books.followed)
-    world._step(SpillAdvised(key))
+    world.step(SpillAdvised(key))
     return sum(i.nbytes for i in world.books.followed[before:] if isinstance(i, Copy))
 
 
@@ -236,7 +236,7 @@ def test_a_copy_that_is_said_to_be_ending_twice_ends_once() -> None:
     world.demand(key)
     hop = Driver(world.planner).prefetcher.hops[Tier.DISK, Tier.HOST]
     for _ in range(2):
-        world._step(Ending(key, Tier.DISK, Tier.HOST))
+        world.step(Ending(key, Tier.DISK, Tier.HOST))
         assert (hop.copies, hop.ending) == (1, 1)
     land_all(world)
     assert (hop.copies, hop.ending) == (0, 0)

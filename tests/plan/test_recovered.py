@@ -49,8 +49,8 @@ def recovered(world: World, policy: str) -> tuple[Driver, Policy]:
     eviction = Eviction(table, requests, ranking, prefetcher)
     movement = Movement(table, requests, eviction, prefetcher)
     known = KnownEvents(table, requests, movement, schedule, prefetcher)
-    found = tuple(world._found(key) for key in world.books.entries)
-    assert known.handlers()[Recovered](Recovered(found)), "there may be something to pursue"
+    found = tuple(world.found(key) for key in world.books.entries)
+    assert known.recovered(Recovered(found)), "there may be something to pursue"
     return fresh, ranking
 
 
@@ -81,17 +81,11 @@ def beliefs(planner: Driver, policy: Policy) -> dict[str, Any]:
         "moving": table.in_flight,
         "to come back": table.leased,
         "hops": {way: (hop.copies, hop.nbytes) for way, hop in planner.prefetcher.hops.items()},
-        "foreseen": {
-            tier: {numbered[n] for n in planner.foreseen_on(tier) if tier in there[numbered[n]]}
-            for tier in planner.tiers[:-1]
-        },
-        "sizes": {key: planner.foreseen_bytes(n) for n, key in numbered.items()},
-        "known": planner.foreseen(),
         "ranked": {tier: set(policy.victims(tier, None)) for tier in planner.tiers},
     }
 
 
-NAMES = ("numbered", "numbers", "newest", "sizes", "known", "foreseen")
+NAMES = ("numbered", "numbers", "newest")
 
 
 def has_lost_a_name(planner: Driver) -> bool:

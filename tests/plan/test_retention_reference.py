@@ -14,7 +14,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from tierstore.plan.retention import Visits, _Walk, even_load, visits
+from tierstore.plan.retention import RoundWalk, Visits, even_load, visits
 
 # --- what one visit is ----------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ def test_an_account_that_is_filled_fast_enough_lets_everybody_stream(
 ) -> None:
     # Each group has 4 bytes and 2 seconds. The account has 5 at first: 0 leaves 1, which grows to
     # 3, and 1 stays; it grows to 5 meanwhile. Twice as fast, it is full again for each group.
-    walk = _Walk(Visits([0, 1, 2, 3], [4] * 4, [2.0] * 4), set(), {0, 1, 2, 3})
+    walk = RoundWalk(Visits([0, 1, 2, 3], [4] * 4, [2.0] * 4), set(), {0, 1, 2, 3})
     assert walk.staying(rate, 5.0) == (staying, 4 * len(staying))
 
 
@@ -201,7 +201,7 @@ def test_a_choice_is_not_changed_afterwards() -> None:
     """The choice of one round is compared with that of the next one."""
     loop = Visits([0, 1], [1, 1], [1.0, 1.0])
     chosen = even_load(loop, room=1, ahead=1)
-    for value, name in ((loop, "order"), (chosen, "missed"), (_Walk(loop, set(), {0}), "loop")):
+    for value, name in ((loop, "order"), (chosen, "missed"), (RoundWalk(loop, set(), {0}), "loop")):
         with pytest.raises(FrozenInstanceError):
             setattr(value, name, None)
 

@@ -21,16 +21,14 @@ from tierstore.engine.groups import Groups
 from tierstore.engine.keys import saved_key
 from tierstore.engine.puts import Puts
 from tierstore.engine.transaction import transaction
-from tierstore.model import events
+from tierstore.model import events, shares
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Tier
 from tierstore.observe.observer import ActivationCounts
 
-SCARCE = 256 << 20
-"""Room in host memory is scarce when so many bytes of the budget are left, ..."""
-SCARCE_SHARE = 4
-"""... or one in so many."""
+SCARCE_BYTES = 256 << 20
+"""Room in host memory is scarce when so many bytes of the budget are left, or `shares.SCARCE`."""
 
 
 class LeaseHolder(Protocol):
@@ -113,7 +111,7 @@ class SavedTensors:
         due = core.mover.entry(group).spec.nbytes
         core.largest = max(core.largest, due)
         self._unspilled[number] = group
-        if core.planner.used[Tier.HOST] <= budget - min(budget // SCARCE_SHARE, SCARCE):
+        if core.planner.used[Tier.HOST] <= budget - min(budget // shares.SCARCE, SCARCE_BYTES):
             return
         while due > 0 and self._unspilled:
             oldest = self._unspilled.pop(next(iter(self._unspilled)))

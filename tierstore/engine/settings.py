@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from tierstore.model import shares
 from tierstore.model.sizes import PAGE, parse_size, usable_memory
 from tierstore.model.tiers import Tier
 from tierstore.tiers.assembly import ExtraTier
@@ -64,7 +65,7 @@ def resolve_budgets(
     else:
         there = next(p for p in (disk_dir.absolute(), *disk_dir.absolute().parents) if p.exists())
         usage = shutil.disk_usage(there)
-        budgets[Tier.DISK] = parse_size(disk, total=usage.total, auto=usage.free // 2)
+        budgets[Tier.DISK] = parse_size(disk, total=usage.total, auto=usage.free // shares.AUTO)
     return budgets
 
 
@@ -72,7 +73,7 @@ def ram_bytes(ram: Size) -> int:
     """`ram_budget` in bytes; `"auto"` is half of what is available now."""
     usable = usable_memory()
     available = min(usable, psutil.virtual_memory().available)
-    return parse_size(ram, total=usable, auto=available // 2)
+    return parse_size(ram, total=usable, auto=available // shares.AUTO)
 
 
 def is_chosen(device_budget: Size | None) -> bool:
@@ -87,7 +88,7 @@ def grown_device_budget(budget: int, held: int, free: int) -> int:
     still in torch's cache, for their next run. The other half of what is free now is for a larger
     run, and for what runs beside the store. `held` are the bytes that the store has there.
     """
-    return max(budget, (held + free // 2) // PAGE * PAGE)
+    return max(budget, (held + free // shares.AUTO) // PAGE * PAGE)
 
 
 def _device_bytes(device: torch.device, budget: Size | None) -> int:
@@ -95,7 +96,7 @@ def _device_bytes(device: torch.device, budget: Size | None) -> int:
         return parse_size(budget)
     free, total = device_memory(device)
     # Half of what is free is left to activations.
-    return parse_size("auto" if budget is None else budget, total=total, auto=free // 2)
+    return parse_size("auto" if budget is None else budget, total=total, auto=free // shares.AUTO)
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

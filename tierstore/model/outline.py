@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from tierstore.model import shares
 from tierstore.model.tiers import Tier
 
 OFFLOAD_TYPES = ("block_level", "leaf_level")
@@ -19,12 +20,6 @@ OFFLOAD_TYPES = ("block_level", "leaf_level")
 RESIDENT_BUFFER_BYTES = 1 << 20
 """Buffers below this stay where they are used: statistics and tables that a forward may change."""
 
-SMALL_SHARE = 32
-"""One in so many bytes of a tier is a group. What is in use, what arrives and what comes next take
-several groups: the smaller they are, the more of the tier is left to what stays, ..."""
-LARGE_SHARE = 8
-"""... but up to one in so many where that gives groups of at most `WELL_READ` bytes, and for a
-model that fits, of which nothing has to move."""
 WELL_READ = 32 << 20
 """Smaller groups are read more slowly, byte for byte, and each costs a call."""
 LARGEST_GROUP = 256 << 20
@@ -56,17 +51,17 @@ def usual_sizes(
         group = target_bytes(offload_type, smallest, model_bytes)
         return GroupSizes(group, group)
     group = min(target_bytes(offload_type, smallest, model_bytes), LINK_GROUP)
-    return GroupSizes(group, max(group, on_device // LARGE_SHARE))
+    return GroupSizes(group, max(group, on_device // shares.LARGE_GROUP))
 
 
 def target_bytes(offload_type: str, smallest_budget: int, model_bytes: int) -> int:
     """How large a group should be: many must fit beside each other on every tier in memory."""
-    largest, least = LARGEST_GROUP, smallest_budget // LARGE_SHARE
+    largest, least = LARGEST_GROUP, smallest_budget // shares.LARGE_GROUP
     if model_bytes > smallest_budget:
         least = min(WELL_READ, least)
     if offload_type == "leaf_level":
         largest, least = LARGEST_LEAF_GROUP, least // 2
-    return max(min(max(smallest_budget // SMALL_SHARE, least), largest), 1)
+    return max(min(max(smallest_budget // shares.GROUP, least), largest), 1)
 
 
 class Branch(Protocol):

@@ -14,7 +14,7 @@ from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import CopyRecord, GroupRecord, State
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 
 class CopyTable:
@@ -30,7 +30,7 @@ class CopyTable:
         self,
         budgets: dict[Tier, int | None],
         policy: Policy,
-        schedule: Schedule,
+        schedule: LearnedOrder,
         prefetcher: Prefetcher,
     ) -> None:
         self.tiers = tuple(sorted(budgets))
@@ -168,10 +168,9 @@ class CopyTable:
     def end(self, group: GroupRecord, src: Tier, dst: Tier, *, timed: bool, counts: bool) -> None:
         """A move is over. If it is `timed`, it tells how fast its hop is, if it `counts`."""
         copy, hop = group.copies[dst], self._prefetcher.hops[src, dst]
+        hop.end(group.nbytes)
         if timed:
-            hop.end(group.nbytes, copy.began, self._prefetcher.now, counts=counts)
-        else:
-            hop.leave(group.nbytes)
+            hop.measure(group.nbytes, copy.began, self._prefetcher.now, counts=counts)
         hop.ending -= copy.ending
         group.copies[src].readers -= 1
         self.in_flight -= 1

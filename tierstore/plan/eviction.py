@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
 from itertools import islice
 
 from tierstore.model.tiers import Tier
@@ -23,6 +24,7 @@ needed: it leaves a slot that need not be made anew. Where memory has to be page
 longer than reading the group. The more are looked at, the more goes that was better kept."""
 
 
+@dataclass(eq=False, slots=True)
 class Eviction:
     """Takes room for new copies, at the cost of others.
 
@@ -30,15 +32,13 @@ class Eviction:
     nothing is saved for it. None: somebody waits, and whatever nobody uses may go.
     """
 
-    def __init__(
-        self, copies: CopyTable, requests: Requests, policy: Policy, prefetcher: Prefetcher
-    ) -> None:
-        self._copies = copies
-        self._requests = requests
-        self._policy = policy
-        self._prefetcher = prefetcher
-        self._leaving: set[tuple[GroupRecord, Tier]] = set()  # they go when their save is done
-        self.needed_sooner: set[int] = set()  # numbers of groups needed sooner than the rival
+    _copies: CopyTable
+    _requests: Requests
+    _policy: Policy
+    _prefetcher: Prefetcher
+    needed_sooner: set[int] = field(default_factory=set)  # than the rival: numbers of groups
+    # Copies that go when their save is done.
+    _leaving: set[tuple[GroupRecord, Tier]] = field(default_factory=set)
 
     def set_aside(self, group: GroupRecord, tier: Tier, rival: GroupRecord | None = None) -> bool:
         """Take room for a copy of `group` on `tier`, evicting what must and may go."""

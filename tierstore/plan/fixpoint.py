@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import HostAccess
@@ -12,13 +13,13 @@ from tierstore.plan.records import GroupRecord
 from tierstore.plan.requests import Requests
 
 
+@dataclass(eq=False, slots=True)
 class Fixpoint:
     """Pursues everything that is wanted, the most pressing first."""
 
-    def __init__(self, copies: CopyTable, requests: Requests, movement: Movement) -> None:
-        self._copies = copies
-        self._requests = requests
-        self._movement = movement
+    _copies: CopyTable
+    _requests: Requests
+    _movement: Movement
 
     def run(self) -> None:
         """Make the next move of everything that is wanted, and fail what can never be met."""

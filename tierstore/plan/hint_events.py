@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-from tierstore.model.events import (
-    BudgetChanged,
-    DeviceVacated,
-    Discarded,
-    ErrorReported,
-    Expected,
-    MadeSticky,
-    MemoryReleased,
-    Offloaded,
-    SaveRequested,
-    SpillAdvised,
-)
+from dataclasses import dataclass
+
+from tierstore.model import events
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import Schedule
-from tierstore.plan.uses import Handlers
+from tierstore.plan.schedule import LearnedOrder
 
 
+@dataclass(eq=False, slots=True)
 class HintEvents:
     """Handles what needs no answer."""
 
-    def __init__(
-        self,
-        copies: CopyTable,
-        requests: Requests,
-        eviction: Eviction,
-        movement: Movement,
-        schedule: Schedule,
-        prefetcher: Prefetcher,
-    ) -> None:
-        self._copies = copies
-        self._requests = requests
-        self._eviction = eviction
-        self._movement = movement
-        self._schedule = schedule
-        self._prefetcher = prefetcher
+    _copies: CopyTable
+    _requests: Requests
+    _eviction: Eviction
+    _movement: Movement
+    _schedule: LearnedOrder
+    _prefetcher: Prefetcher
 
-    def handlers(self) -> Handlers:
-        return {
-            Expected: self._expected,
-            Offloaded: self._offloaded,
-            MemoryReleased: self._memory_released,
-            DeviceVacated: self._vacated,
-            MadeSticky: self._made_sticky,
-            BudgetChanged: self._budget_changed,
-            SaveRequested: self._save_requested,
-            SpillAdvised: self._spill_advised,
-            ErrorReported: self._error_reported,
-            Discarded: self._discarded,
-        }
-
-    def _expected(self, event: Expected) -> bool:
+    def expected(self, event: events.Expected) -> bool:
         highest = self._copies.top if event.highest is None else event.highest
         found = [self._copies.groups[group] for group in event.groups]
         groups = [group for group in found if not group.forgotten]
@@ -67,12 +35,12 @@ class HintEvents:
         self._movement.look_ahead = True
         return True
 
-    def _offloaded(self, event: Offloaded) -> bool:
+    def offloaded(self, event: events.Offloaded) -> bool:
         self._requests.offloads[self._copies.groups[event.group]] = None
         self._schedule.expect_not(event.group.key)
         return True
 
-    def _memory_released(self, event: MemoryReleased) -> bool:
+    def memory_released(self, event: events.MemoryReleased) -> bool:
         group = self._copies.groups[event.group]
         self._schedule.expect_not(event.group.key)
         self._copies.abandon(group)
@@ -82,17 +50,17 @@ class HintEvents:
         self._movement.tidy(group)
         return True
 
-    def _vacated(self, _event: DeviceVacated) -> bool:
+    def vacated(self, _event: events.DeviceVacated) -> bool:
         for group in list(self._movement.idle_on_top()):
             self._copies.drop(group, self._copies.top)
         self._movement.look_ahead = False
         return True
 
-    def _made_sticky(self, event: MadeSticky) -> bool:
+    def made_sticky(self, event: events.MadeSticky) -> bool:
         self._copies.groups[event.group].sticky = True
         return False
 
-    def _budget_changed(self, event: BudgetChanged) -> bool:
+    def budget_changed(self, event: events.BudgetChanged) -> bool:
         copies, nbytes = self._copies, event.nbytes
         tier, before = copies.top, copies.budgets[copies.top]
         assert before is not None
@@ -109,20 +77,20 @@ class HintEvents:
         self._movement.look_ahead = True
         return True
 
-    def _save_requested(self, event: SaveRequested) -> bool:
+    def save_requested(self, event: events.SaveRequested) -> bool:
         group = self._copies.groups[event.group]
         group.error = None
         self._requests.saves[group] = None
         return True
 
-    def _spill_advised(self, event: SpillAdvised) -> bool:
+    def spill_advised(self, event: events.SpillAdvised) -> bool:
         self._movement.spill(self._copies.groups[event.group])
         return False
 
-    def _error_reported(self, event: ErrorReported) -> bool:
+    def error_reported(self, event: events.ErrorReported) -> bool:
         self._copies.groups[event.group].error = None
         return False
 
-    def _discarded(self, event: Discarded) -> bool:
+    def discarded(self, event: events.Discarded) -> bool:
         self._movement.forget(self._copies.groups[event.group])
         return True

@@ -6,6 +6,8 @@
 4. A group being changed has exactly one copy.
 5. An unwanted copy is in use: had it not been, it would be gone.
 
+What the prefetcher knows of the copies is compared with them.
+
 And one of liveness, which only a whole history can show: once every lease is back, every demand is
 met or has failed, with an error that `Planner.error_of` tells.
 """
@@ -14,11 +16,12 @@ from __future__ import annotations
 
 from tierstore.model.tiers import Access
 from tierstore.plan.copies import CopyTable
+from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
 
 
-def check(copies: CopyTable, requests: Requests) -> None:
+def check(copies: CopyTable, requests: Requests, prefetcher: Prefetcher) -> None:
     """Assert the promises. Costs a walk over all groups: for tests."""
     for tier in copies.tiers:
         groups = [group for group in copies.groups.values() if tier in group.copies]
@@ -34,6 +37,9 @@ def check(copies: CopyTable, requests: Requests) -> None:
         assert valid or not known, f"{group.id.key} is nowhere"
         _check_leases(group, copies)
         _check_copies(group, copies)
+    numbered = copies.numbered.items()
+    room = {tier: {number for number, g in numbered if tier in g.copies} for tier in copies.tiers}
+    prefetcher.check({number: group.nbytes for number, group in numbered}, room)
 
 
 def _check_leases(group: GroupRecord, copies: CopyTable) -> None:

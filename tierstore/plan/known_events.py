@@ -8,38 +8,29 @@ from there. It has seen no use of any group yet, and nobody has told it what the
 
 from __future__ import annotations
 
-from tierstore.model.events import Recovered, RecoveredGroup, Registered
+from dataclasses import dataclass
+
+from tierstore.model import events
 from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import Schedule
-from tierstore.plan.uses import Handlers
+from tierstore.plan.schedule import LearnedOrder
 
 
+@dataclass(eq=False, slots=True)
 class KnownEvents:
     """Handles what says which groups there are."""
 
-    def __init__(
-        self,
-        copies: CopyTable,
-        requests: Requests,
-        movement: Movement,
-        schedule: Schedule,
-        prefetcher: Prefetcher,
-    ) -> None:
-        self._copies = copies
-        self._requests = requests
-        self._movement = movement
-        self._schedule = schedule
-        self._prefetcher = prefetcher
+    _copies: CopyTable
+    _requests: Requests
+    _movement: Movement
+    _schedule: LearnedOrder
+    _prefetcher: Prefetcher
 
-    def handlers(self) -> Handlers:
-        return {Registered: self._registered, Recovered: self._recovered}
-
-    def _registered(self, event: Registered) -> bool:
+    def registered(self, event: events.Registered) -> bool:
         group = GroupRecord(
             event.group,
             event.nbytes,
@@ -53,13 +44,13 @@ class KnownEvents:
             self._schedule.introduce(event.group.key)
         return False
 
-    def _recovered(self, event: Recovered) -> bool:
+    def recovered(self, event: events.Recovered) -> bool:
         groups = [self._add(found) for found in event.groups]
         for group in groups:
             self._movement.tidy(group)
         return True
 
-    def _add(self, found: RecoveredGroup) -> GroupRecord:
+    def _add(self, found: events.RecoveredGroup) -> GroupRecord:
         copies = self._copies
         group = GroupRecord(
             found.group, found.nbytes, found.backing, caller_scheduled=found.caller_scheduled
@@ -88,7 +79,7 @@ class KnownEvents:
         copies.leased += group.host_lease not in (None, HostAccess.PERMANENT)
         return group
 
-    def _add_copy(self, group: GroupRecord, tier: Tier, found: RecoveredGroup) -> None:
+    def _add_copy(self, group: GroupRecord, tier: Tier, found: events.RecoveredGroup) -> None:
         copies = self._copies
         claimed = group in self._requests.claims
         copies.in_flight += claimed  # somebody is filling it

@@ -1,45 +1,56 @@
-"""Leases on the fastest tier, and the room for puts: who waits, who is lent what."""
+"""Leases, and the room for puts: who waits, who is lent what, and what a use teaches."""
 
 from __future__ import annotations
 
-from tierstore.model.events import Claimed, Demanded, Filled, Leased, Released, Withdrawn
-from tierstore.model.tiers import Access
+from dataclasses import dataclass
+
+from tierstore.model import events
+from tierstore.model.tiers import Access, HostAccess
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
+from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
-from tierstore.plan.records import GroupRecord
+from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
-from tierstore.plan.uses import Handlers, Uses
+from tierstore.plan.schedule import LearnedOrder
 
 
+@dataclass(eq=False, slots=True)
+class Uses:
+    """Learns from each use: the order of uses, the times between them, and who should stay."""
+
+    _policy: Policy
+    _schedule: LearnedOrder
+    _prefetcher: Prefetcher
+    _movement: Movement
+
+    def note(self, group: GroupRecord) -> None:
+        """A group was lent."""
+        prefetcher = self._prefetcher
+        self._policy.used(group.id)
+        self._movement.look_ahead = True
+        if group.caller_scheduled:
+            self._schedule.come(group.id.key)
+            prefetcher.came(group.number)
+            return
+        self._schedule.advance_past(group.id.key)
+        prefetcher.used(group.number)
+        if prefetcher.choose_retained(group.number):
+            retention = prefetcher.retention
+            self._policy.keep(retention.staying, retention.nearer)
+
+
+@dataclass(eq=False, slots=True)
 class LeaseEvents:
     """Handles the events of puts and of leases on the fastest tier."""
 
-    def __init__(
-        self,
-        copies: CopyTable,
-        requests: Requests,
-        movement: Movement,
-        uses: Uses,
-        prefetcher: Prefetcher,
-    ) -> None:
-        self._copies = copies
-        self._requests = requests
-        self._movement = movement
-        self._uses = uses
-        self._prefetcher = prefetcher
+    _copies: CopyTable
+    _requests: Requests
+    _movement: Movement
+    _uses: Uses
+    _prefetcher: Prefetcher
 
-    def handlers(self) -> Handlers:
-        return {
-            Claimed: self._claimed,
-            Filled: self._filled,
-            Demanded: self._demanded,
-            Withdrawn: self._withdrawn,
-            Leased: self._leased,
-            Released: self._released,
-        }
-
-    def _claimed(self, event: Claimed) -> bool:
+    def claimed(self, event: events.Claimed) -> bool:
         copies = self._copies
         copies.refuse_what_never_fits(event.group, event.nbytes, (copies.host,))
         group = GroupRecord(event.group, event.nbytes, caller_scheduled=event.caller_scheduled)
@@ -47,7 +58,7 @@ class LeaseEvents:
         self._requests.claims[group] = None
         return True
 
-    def _filled(self, event: Filled) -> bool:
+    def filled(self, event: events.Filled) -> bool:
         group = self._copies.groups[event.group]
         self._copies.arrive(group, self._copies.host)
         self._copies.in_flight -= 1
@@ -56,7 +67,7 @@ class LeaseEvents:
         self._movement.tidy(group)
         return True
 
-    def _demanded(self, event: Demanded) -> bool:
+    def demanded(self, event: events.Demanded) -> bool:
         group = self._copies.groups[event.group]
         way_up = self._copies.way_up(group, self._copies.top)
         self._copies.refuse_what_never_fits(group.id, group.nbytes, way_up)
@@ -70,7 +81,7 @@ class LeaseEvents:
             self._prefetcher.asked(group.number)
         self._movement.want_again(group)
 
-    def _withdrawn(self, event: Withdrawn) -> bool:
+    def withdrawn(self, event: events.Withdrawn) -> bool:
         group = self._copies.groups.get(event.group)
         if group is None:
             return True
@@ -93,7 +104,7 @@ class LeaseEvents:
             return False
         return access is Access.READ or not (group.leases or group.host_lease or group.moving())
 
-    def _leased(self, event: Leased) -> bool:
+    def leased(self, event: events.Leased) -> bool:
         copies, access = self._copies, event.access
         group = copies.groups[event.group]
         if not event.demanded:
@@ -108,7 +119,7 @@ class LeaseEvents:
             self._requests.take_back(group)
         return True
 
-    def _released(self, event: Released) -> bool:
+    def released(self, event: events.Released) -> bool:
         group, movement = self._copies.groups[event.group], self._movement
         group.leases -= 1
         self._copies.leased -= not event.permanent
@@ -118,3 +129,74 @@ class LeaseEvents:
         movement.tidy(group)
         movement.look_ahead |= movement.short_of_room
         return True
+
+
+@dataclass(eq=False, slots=True)
+class HostLeaseEvents:
+    """Handles the events of leases in host memory, which on the CPU is the fastest tier as well.
+
+    They are for an optimizer, say, which works there whatever the model computes on.
+    """
+
+    _copies: CopyTable
+    _requests: Requests
+    _movement: Movement
+    _uses: Uses
+
+    def demanded(self, event: events.HostDemanded) -> bool:
+        group = self._copies.groups[event.group]
+        way_up = self._copies.way_up(group, self._copies.host)
+        self._copies.refuse_what_never_fits(group.id, group.nbytes, way_up)
+        self._requests.host_demands.setdefault(group, []).append(event.purpose)
+        self._movement.want_again(group)
+        return True
+
+    def withdrawn(self, event: events.HostWithdrawn) -> bool:
+        group = self._copies.groups.get(event.group)
+        if group is None or group not in self._requests.host_demands:
+            return False
+        group.error = None
+        self._met(group, event.purpose)
+        return True
+
+    def leasable(self, group: GroupRecord, purpose: HostAccess) -> bool:
+        """Whether the group may be lent in host memory now."""
+        copy = group.copies.get(self._copies.host)
+        if group.host_lease or group.leases or group.moving() or copy is None:
+            return False
+        return copy.state is State.PRESENT or purpose is HostAccess.RENEW
+
+    def leased(self, event: events.HostLeased) -> bool:
+        copies = self._copies
+        group = copies.groups[event.group]
+        if not group.present(copies.host):
+            copies.renew(group)
+        group.host_lease = event.purpose
+        self._met(group, event.purpose)
+        copies.leased += event.purpose is not HostAccess.PERMANENT
+        if event.purpose is not HostAccess.READ:
+            copies.keep_only(group, copies.host)
+        self._uses.note(group)
+        return True
+
+    def released(self, event: events.HostReleased) -> bool:
+        group = self._copies.groups[event.group]
+        self._copies.leased -= group.host_lease is not HostAccess.PERMANENT
+        group.host_lease = None
+        self._movement.tidy(group)
+        self._movement.look_ahead |= self._movement.short_of_room
+        return True
+
+    def _met(self, group: GroupRecord, purpose: HostAccess) -> None:
+        """One who wanted to hold the group does so, or wants it no more."""
+        purposes = self._requests.host_demands[group]
+        purposes.remove(purpose)
+        if not purposes:
+            del self._requests.host_demands[group]
+        if set(purposes) != {HostAccess.RENEW}:
+            self._give_up_room_for_new_values(group)
+
+    def _give_up_room_for_new_values(self, group: GroupRecord) -> None:
+        copy = group.copies.get(self._copies.host)
+        if copy is not None and copy.state is State.RESERVED:
+            self._copies.release_room(group, self._copies.host)

@@ -8,6 +8,7 @@ room that nobody needs sooner.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from tierstore.model.tiers import Tier
 from tierstore.plan.copies import CopyTable
@@ -18,6 +19,7 @@ from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
 
 
+@dataclass(eq=False, slots=True)
 class Movement:
     """The next move towards what is wanted of a group.
 
@@ -25,14 +27,12 @@ class Movement:
     `short_of_room` when there was none for that.
     """
 
-    def __init__(
-        self, copies: CopyTable, requests: Requests, eviction: Eviction, prefetcher: Prefetcher
-    ) -> None:
-        self.look_ahead = self.short_of_room = False
-        self._copies = copies
-        self._requests = requests
-        self._eviction = eviction
-        self._prefetcher = prefetcher
+    _copies: CopyTable
+    _requests: Requests
+    _eviction: Eviction
+    _prefetcher: Prefetcher
+    look_ahead: bool = False
+    short_of_room: bool = False
 
     # Towards who needs it ----------------------------------------------------------------------
 

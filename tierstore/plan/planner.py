@@ -28,9 +28,10 @@ The parts, none of which knows the planner:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tierstore.model.events import Event
+from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, HostAccess, Tier
@@ -39,17 +40,15 @@ from tierstore.plan.copies import CopyTable, budgets_of
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.fixpoint import Fixpoint
 from tierstore.plan.hint_events import HintEvents
-from tierstore.plan.host_lease_events import HostLeaseEvents
 from tierstore.plan.known_events import KnownEvents
-from tierstore.plan.lease_events import LeaseEvents
+from tierstore.plan.lease_events import HostLeaseEvents, LeaseEvents, Uses
 from tierstore.plan.movement import Movement
 from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 from tierstore.plan.transfer_events import TransferEvents
-from tierstore.plan.uses import Uses
 
 
 class Planner:
@@ -62,14 +61,15 @@ class Planner:
 
     Groups are leased on `top`, the fastest of the `tiers`; they are put to `host`, the last one in
     memory, and changed there. `budgets`, `used` and `peak` are bytes by tier, counting copies still
-    arriving; they change with each event.
+    arriving; they change with each event. `copies`, `requests` and `prefetcher` are there to be
+    looked at; what changes them is `handle`.
     """
 
     def __init__(
         self,
         budgets: Mapping[Tier, int | None],
         policy: Policy,
-        schedule: Schedule,
+        schedule: LearnedOrder,
         *,
         timed_by_device: bool = False,
     ) -> None:
@@ -84,28 +84,54 @@ class Planner:
         self.budgets: Mapping[Tier, int | None] = own
         self.used: Mapping[Tier, int] = copies.used
         self.peak = copies.peak
-        self._prefetcher, self._copies, self._requests = prefetcher, copies, requests
+        self.prefetcher, self.copies, self.requests = prefetcher, copies, requests
         self._movement = movement
         self._fixpoint = Fixpoint(copies, requests, movement)
-        self._leases = LeaseEvents(copies, requests, movement, uses, prefetcher)
-        self._host_leases = HostLeaseEvents(copies, requests, movement, uses)
-        self._handlers = {
-            **KnownEvents(copies, requests, movement, schedule, prefetcher).handlers(),
-            **self._leases.handlers(),
-            **self._host_leases.handlers(),
-            **HintEvents(copies, requests, eviction, movement, schedule, prefetcher).handlers(),
-            **TransferEvents(copies, requests, movement, prefetcher).handlers(),
+        known = KnownEvents(copies, requests, movement, schedule, prefetcher)
+        self._leases = leases = LeaseEvents(copies, requests, movement, uses, prefetcher)
+        self._host_leases = host_leases = HostLeaseEvents(copies, requests, movement, uses)
+        hints = HintEvents(copies, requests, eviction, movement, schedule, prefetcher)
+        transfers = TransferEvents(copies, requests, movement, prefetcher)
+        # What to do for each type of event. True: something may have to move now.
+        self._handlers: dict[type, Callable[[Any], bool]] = {
+            events.Registered: known.registered,
+            events.Recovered: known.recovered,
+            events.Claimed: leases.claimed,
+            events.Filled: leases.filled,
+            events.Demanded: leases.demanded,
+            events.Withdrawn: leases.withdrawn,
+            events.Leased: leases.leased,
+            events.Released: leases.released,
+            events.HostDemanded: host_leases.demanded,
+            events.HostWithdrawn: host_leases.withdrawn,
+            events.HostLeased: host_leases.leased,
+            events.HostReleased: host_leases.released,
+            events.Expected: hints.expected,
+            events.Offloaded: hints.offloaded,
+            events.MemoryReleased: hints.memory_released,
+            events.DeviceVacated: hints.vacated,
+            events.MadeSticky: hints.made_sticky,
+            events.BudgetChanged: hints.budget_changed,
+            events.SaveRequested: hints.save_requested,
+            events.SpillAdvised: hints.spill_advised,
+            events.ErrorReported: hints.error_reported,
+            events.Discarded: hints.discarded,
+            events.Ending: transfers.ending,
+            events.Arrived: transfers.arrived,
+            events.Failed: transfers.failed,
+            events.TransferMeasured: transfers.transfer_measured,
+            events.UseMeasured: transfers.use_measured,
         }
 
-    def handle(self, event: Event, now: float = 0.0) -> list[Instruction]:
+    def handle(self, event: events.Event, now: float = 0.0) -> list[Instruction]:
         """Believe what the event says, which happened at `now` (seconds). Returns what to do.
 
         Raises BudgetError for a claim or a demand that can never be met; then nothing has changed.
         """
-        self._prefetcher.now = now
+        self.prefetcher.now = now
         if self._handlers[type(event)](event):
             self._fixpoint.run()
-        copies = self._copies
+        copies = self.copies
         instructions, copies.instructions = copies.instructions, []
         return instructions
 
@@ -113,11 +139,11 @@ class Planner:
 
     def bandwidth(self, src: Tier, dst: Tier) -> float | None:
         """Bytes per second from one tier to the next; None before the first measurement."""
-        return self._prefetcher.hops[src, dst].bandwidth
+        return self.prefetcher.hops[src, dst].bandwidth
 
     def computing_seconds(self, group: GroupId) -> float:
         """The seconds of computing that follow a use of the group, as far as was learned."""
-        return self._prefetcher.computing_seconds(self._copies.groups[group].number)
+        return self.prefetcher.computing_seconds(self.copies.groups[group].number)
 
     def spare_bytes(self) -> int:
         """Bytes on the fastest tier that `DeviceVacated` would free."""
@@ -125,79 +151,79 @@ class Planner:
 
     def idle(self) -> bool:
         """Whether nothing is on its way."""
-        return self._copies.in_flight == 0
+        return self.copies.in_flight == 0
 
     def all_there(self) -> bool:
         """Whether every group has its place on the fastest tier."""
-        return self._prefetcher.all_there()
+        return self.prefetcher.all_there()
 
     def groups(self) -> set[GroupId]:
         """All groups, and those that are forgotten and still have a copy."""
-        return set(self._copies.groups)
+        return set(self.copies.groups)
 
     def leased(self) -> set[GroupId]:
         """The groups that are lent to somebody."""
-        return {g.id for g in self._copies.groups.values() if g.leases or g.host_lease}
+        return {g.id for g in self.copies.groups.values() if g.leases or g.host_lease}
 
     def waited_for(self) -> set[GroupId]:
         """The groups of which somebody wants anything, or for which room is set aside."""
-        requests = self._requests
+        requests = self.requests
         wanted = {*requests.demands, *requests.host_demands, *requests.claims, *requests.saves}
-        return {group.id for group in wanted.union(self._copies.promised)}
+        return {group.id for group in wanted.union(self.copies.promised)}
 
     def check(self) -> None:
         """Assert the promises. Costs a walk over all groups: for tests."""
-        invariants.check(self._copies, self._requests)
+        invariants.check(self.copies, self.requests, self.prefetcher)
 
     # What is true of a group -------------------------------------------------------------------
 
     def __contains__(self, group: GroupId) -> bool:
-        record = self._copies.groups.get(group)
+        record = self.copies.groups.get(group)
         return record is not None and not record.forgotten
 
     def state_of(self, group: GroupId) -> State | None:
         """How far the copy on the fastest tier is; None if there is none."""
-        copy = self._copies.groups[group].copies.get(self._copies.top)
+        copy = self.copies.groups[group].copies.get(self.copies.top)
         return None if copy is None else copy.state
 
     def residence(self, group: GroupId) -> tuple[Tier, ...]:
         """The tiers that hold a complete copy."""
-        record = self._copies.groups[group]
-        return tuple(tier for tier in self._copies.tiers if record.present(tier))
+        record = self.copies.groups[group]
+        return tuple(tier for tier in self.copies.tiers if record.present(tier))
 
     def arriving(self, group: GroupId) -> bool:
         """Whether a copy in memory is on its way."""
-        copies = self._copies.groups[group].copies.items()
+        copies = self.copies.groups[group].copies.items()
         return any(copy.state is State.ARRIVING and not tier.persistent for tier, copy in copies)
 
     def backed(self, group: GroupId) -> bool:
         """Whether a file of the user's holds the group's bytes."""
-        return self._copies.groups[group].backing is not None
+        return self.copies.groups[group].backing is not None
 
     def granted(self, group: GroupId) -> bool:
         """Whether the room for a claim is there. Then fill it: `Filled`."""
-        return self._copies.host in self._copies.groups[group].copies
+        return self.copies.host in self.copies.groups[group].copies
 
     def leasable(self, group: GroupId, access: Access) -> bool:
         """Whether the group may be `Leased` now."""
-        return self._leases.leasable(self._copies.groups[group], access)
+        return self._leases.leasable(self.copies.groups[group], access)
 
     def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
         """Whether the group may be `HostLeased` now."""
-        return self._host_leases.leasable(self._copies.groups[group], purpose)
+        return self._host_leases.leasable(self.copies.groups[group], purpose)
 
     def leased_permanently(self, group: GroupId) -> bool:
         """Whether somebody has it in host memory for good: nobody else may change or hold it."""
-        return self._copies.groups[group].host_lease is HostAccess.PERMANENT
+        return self.copies.groups[group].host_lease is HostAccess.PERMANENT
 
     def saved(self, group: GroupId) -> bool:
         """Whether a valid copy is on a persistent tier."""
-        return self._copies.groups[group].saved()
+        return self.copies.groups[group].saved()
 
     def saving(self, group: GroupId) -> bool:
         """Whether a save is still being pursued."""
-        return self._copies.groups[group] in self._requests.saves
+        return self.copies.groups[group] in self.requests.saves
 
     def error_of(self, group: GroupId) -> BaseException | None:
         """Why the group could not be brought or saved; None while all is well."""
-        return self._copies.groups[group].error
+        return self.copies.groups[group].error

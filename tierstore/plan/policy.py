@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import TIERS, Tier, in_memory
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 from tierstore.plan.use_history import Ranks
 
 _UNEXPECTED = 1e12
@@ -103,7 +103,7 @@ class FarthestNextUse:
     Groups that the schedule does not expect go before all others, the least recently used first.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: LearnedOrder) -> None:
         self._schedule = schedule
         self._ranks = np.zeros(0)
         self._layout = -1  # of the rows that were ranked
@@ -324,7 +324,9 @@ def _descending(groups: list[GroupId], ranks: Ranks) -> Iterator[GroupId]:
 POLICIES = ("next-use", "lru")
 
 
-def policy_named(name: str, schedule: Schedule, tiers: Iterable[Tier] = TIERS.values()) -> Policy:
+def policy_named(
+    name: str, schedule: LearnedOrder, tiers: Iterable[Tier] = TIERS.values()
+) -> Policy:
     """The policy of this name, ranking by `schedule` where it ranks by a schedule."""
     if name == "next-use":
         return RankingPolicy(FarthestNextUse(schedule), tiers)

@@ -25,28 +25,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.model import shares
 from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.matching import Numbers
 from tierstore.plan.retention import RetentionSet
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 WINDOW = 400
 """Uses that are looked ahead at."""
 IN_FLIGHT = 32 << 20
 """Bytes on their way over one hop that keep it busy, while none of its copies are ending. More
 would only take room earlier."""
-IN_FLIGHT_SHARE = 8
-"""One in so many bytes of a tier may be arriving at once, or else one group."""
 AT_ONCE = 4
 """Copies on their way over one hop, however small."""
-EARLY = 6
-"""One in so many bytes of a tier may hold what was fetched early and was not used yet, ..."""
-EARLY_IF_STEADY = 4
-"""... or in so many, while computing takes as long as it did before."""
-EARLY_IF_FORETOLD = 2
-"""... or in so many, if the caller itself says what comes."""
-FORETOLD_TIMES = 2
-"""How many times as many bytes of that may be on their way at once."""
+NAMED_TIMES = 2
+"""How many times as many bytes may be on their way of what the caller itself says comes."""
 STEADY = 0.1
 """How far, on average, the latest times may be from what was expected."""
 NEAR = 1
@@ -82,24 +75,27 @@ class HopSpeed:
         self.copies += 1
         self.nbytes += nbytes
 
-    def end(self, nbytes: int, began: float, now: float, *, counts: bool) -> None:
-        """A copy is over. It `counts` as a measurement unless it failed."""
-        self.leave(nbytes)
-        self.measure(nbytes, began, now, counts=counts)
-
-    def leave(self, nbytes: int) -> None:
-        """A copy is over. How long it took is told of by `measure`, now or later."""
+    def end(self, nbytes: int) -> None:
+        """A copy is over. `measure` says how long it took, now or later."""
         self.copies -= 1
         self.nbytes -= nbytes
 
     def measure(self, nbytes: int, began: float, ended: float, *, counts: bool = True) -> None:
-        """So many bytes moved between these times."""
+        """So many bytes moved between these times. It `counts` unless they moved in vain."""
         # Copies share the hop: what one took is the time since the one before was done.
         seconds = ended - max(began, self.free_at)
         self.free_at = ended
         if counts and seconds > 0:
             self._bytes = _REMEMBERED * self._bytes + nbytes
             self._seconds = _REMEMBERED * self._seconds + seconds
+
+    def most_bytes(self, budget: int | None, *, named: bool) -> float:
+        """Bytes that may be on their way to a tier of `budget` at once, if there are several
+        copies; more if the next one is `named` by the caller."""
+        share = math.inf if budget is None else budget // shares.IN_FLIGHT
+        if named:
+            return NAMED_TIMES * share
+        return share if self.ending == self.copies else min(IN_FLIGHT, share)
 
     @property
     def bandwidth(self) -> float | None:
@@ -127,7 +123,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: LearnedOrder,
         budgets: Mapping[Tier, int | None],
         *,
         timed_by_device: bool = False,
@@ -149,7 +145,7 @@ class Prefetcher:
         self._seconds = np.zeros(_ROOM)
         self._held = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
         self._lacking = {tier: np.zeros(_ROOM) for tier in self._tiers}
-        self._passed_over = np.ones(_ROOM, dtype=np.bool_)
+        self._fetchable = np.zeros(_ROOM, dtype=np.bool_)  # known, and not passed over
         self._highest = np.zeros(_ROOM, dtype=np.int64)  # the fastest tier that it is hoped for on
         self._early: dict[Tier, dict[int, int]] = {tier: {} for tier in self._tiers}
         self._known = 0
@@ -165,15 +161,15 @@ class Prefetcher:
         """A group of `nbytes` bytes is known by this number."""
         if number >= len(self._nbytes) - 1:  # the last place is nobody's
             more = number  # at least as much again
-            self._nbytes = np.append(self._nbytes, np.zeros(more, dtype=np.int64))
-            self._seconds = np.append(self._seconds, np.zeros(more))
-            for tier in self._tiers:
-                self._held[tier] = np.append(self._held[tier], np.zeros(more, dtype=np.bool_))
-                self._lacking[tier] = np.append(self._lacking[tier], np.zeros(more))
-            self._passed_over = np.append(self._passed_over, np.ones(more, dtype=np.bool_))
-            self._highest = np.append(self._highest, np.zeros(more, dtype=np.int64))
+            self._nbytes, self._seconds, self._fetchable, self._highest = (
+                np.append(array, np.zeros(more, array.dtype))
+                for array in (self._nbytes, self._seconds, self._fetchable, self._highest)
+            )
+            for by_tier in (self._held, self._lacking):
+                for tier, array in by_tier.items():
+                    by_tier[tier] = np.append(array, np.zeros(more, array.dtype))
         self._nbytes[number] = nbytes
-        self._passed_over[number] = False
+        self._fetchable[number] = True
         self._highest[number] = 0
         self._seconds[number] = 0.0
         self._see(number)
@@ -187,7 +183,7 @@ class Prefetcher:
         for tier in self._tiers:
             self.gave_up(number, tier)
         self._nbytes[number] = 0
-        self._passed_over[number] = True
+        self._fetchable[number] = False
         self._see(number)
         if self._use is not None and self._use.number == number:
             self._use = None
@@ -198,7 +194,7 @@ class Prefetcher:
         """The group has room on `tier`, whether or not the bytes are there."""
         if tier in self._held and not self._held[tier][number]:
             self._held[tier][number] = True
-            self._passed_over[number] = False
+            self._fetchable[number] = True
             self._see(number)
             self._on_top += tier is self._tiers[0]
 
@@ -222,12 +218,20 @@ class Prefetcher:
 
     def pass_over(self, number: int) -> None:
         """Fetch the group no more until somebody insists on it: it cannot be had."""
-        self._passed_over[number] = True
+        self._fetchable[number] = False
         self._see(number)
+
+    def check(self, nbytes: Mapping[int, int], held: Mapping[Tier, set[int]]) -> None:
+        """Assert that these groups are known, with their bytes, and have room on these tiers."""
+        assert (self._known, self._known_bytes) == (len(nbytes), sum(nbytes.values()))
+        assert all(self._nbytes[number] == known for number, known in nbytes.items())
+        for tier, on_tier in self._held.items():
+            assert set(np.flatnonzero(on_tier).tolist()) == held[tier], tier.name
+        assert self._on_top == len(held[self._tiers[0]])
 
     def _see(self, number: int) -> None:
         """Note where the group is missing: not where it is nearer already."""
-        wanted, highest = not self._passed_over.item(number), self._highest.item(number)
+        wanted, highest = self._fetchable.item(number), self._highest.item(number)
         nbytes = max(self._nbytes.item(number), 1)  # it is missing even if it has none
         for tier in self._tiers:
             wanted = wanted and not self._held[tier].item(number)
@@ -359,7 +363,8 @@ class Prefetcher:
             return None
         number = ahead.item(first)
         nbytes, foretold = self._nbytes.item(number), self._schedule.foretold()
-        if hop.copies and hop.nbytes + nbytes > self._in_flight(hop, dst, first < foretold):
+        most = hop.most_bytes(self._budgets[dst], named=first < foretold)
+        if hop.copies and hop.nbytes + nbytes > most:
             return None
         if self._is_early_enough(dst, nbytes, first < foretold):
             return None
@@ -367,22 +372,14 @@ class Prefetcher:
             return None
         return number, ahead[:first]
 
-    def _in_flight(self, hop: HopSpeed, dst: Tier, foretold: bool) -> float:
-        """Bytes that may be on their way at once, if there are several copies."""
-        budget = self._budgets[dst]
-        share = math.inf if budget is None else budget // IN_FLIGHT_SHARE
-        if foretold:
-            return FORETOLD_TIMES * share
-        return share if hop.ending == hop.copies else min(IN_FLIGHT, share)
-
     def _is_early_enough(self, dst: Tier, nbytes: int, foretold: bool) -> bool:
         """Whether what was fetched early, and waits to be used, takes all that it may take."""
         early, budget = self._early[dst], self._budgets[dst]
         if not early or budget is None:
             return False
-        share = EARLY_IF_STEADY if self._surprise < STEADY else EARLY
+        share = shares.EARLY_IF_STEADY if self._surprise < STEADY else shares.EARLY
         if foretold:
-            share = EARLY_IF_FORETOLD
+            share = shares.EARLY_IF_NAMED
         return sum(early.values()) + nbytes > budget // share
 
     def _now_or_never(
@@ -411,14 +408,14 @@ class Prefetcher:
         return bool(late.max() >= until_first * bandwidth - CAUTION * hop.nbytes)
 
     def _is_within(self, dst: Tier, numbers: Numbers) -> bool:
-        """Whether the groups take at most half of the tier, or are only one."""
+        """Whether the groups take a small enough share of the tier, or are only one."""
         budget = self._budgets[dst]
         if budget is None or len(numbers) < 2:
             return True
-        return _sum(self._nbytes, numbers, set(numbers.tolist())) <= budget // 2
+        return _sum(self._nbytes, numbers, set(numbers.tolist())) <= budget // shares.NAMED_AHEAD
 
     def _is_near(self, dst: Tier, numbers: Numbers) -> bool:
-        """Whether the groups are few, and take at most a quarter of the tier, or are only one.
+        """Whether the groups are few, and take a small enough share of the tier, or are only one.
 
         At most two are few, or no more bytes than two average groups have.
         """
@@ -427,7 +424,7 @@ class Prefetcher:
         different, budget = set(numbers.tolist()), self._budgets[dst]
         nbytes = _sum(self._nbytes, numbers, different)
         few = len(different) <= 2 or nbytes * self._known <= 2 * self._known_bytes
-        return few and (budget is None or nbytes <= budget // 4)
+        return few and (budget is None or nbytes <= budget // shares.UNTIMED_AHEAD)
 
 
 def _sum(nbytes: Numbers, numbers: Numbers, different: set[int]) -> int:

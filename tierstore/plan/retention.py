@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.model import shares
 from tierstore.plan.matching import Numbers
-from tierstore.plan.schedule import Schedule
+from tierstore.plan.schedule import LearnedOrder
 
 WORTH = 0.9
 """An even load is worth its while if it takes at most this share of the time a round takes now."""
@@ -31,8 +32,6 @@ FIRM = 0.7
 is there instead leaves little by little, and hardly a round reads more than the others."""
 AHEAD_GROUPS = 3
 """Room for so many of the largest groups is left to what streams."""
-AHEAD_SHARE = 6
-"""If that is more than one in so many bytes, too little would stay: the groups are too large."""
 BISECTIONS = 10
 STEEPEST = 8.0
 """The fastest that the account fills, compared with what an even load needs on average."""
@@ -65,7 +64,7 @@ class RetentionSet:
     `staying` are the groups; they should count as if their next use were `nearer` times as far.
     """
 
-    def __init__(self, schedule: Schedule, budget: int | None) -> None:
+    def __init__(self, schedule: LearnedOrder, budget: int | None) -> None:
         self.staying: list[int] = []
         self.nearer = 1.0
         self._schedule = schedule
@@ -110,7 +109,7 @@ class RetentionSet:
         assert budget is not None
         ahead = AHEAD_GROUPS * int(nbytes.max())
         total = sum(dict(zip(order.tolist(), nbytes.tolist(), strict=True)).values())
-        if total <= budget // 2 or ahead > budget // AHEAD_SHARE:
+        if total <= budget // shares.LOOP or ahead > budget // shares.STREAMED:
             return  # a loop within a loop: the larger one counts; or groups too large to stream
         took = self._take_meters(len(order))
         self.nearer *= FIRM
@@ -122,7 +121,7 @@ class RetentionSet:
             and took[0] <= WORTH * sum(took)
             and self._rounds_left <= 0
         ):
-            loop = visits(order, nbytes, seconds, budget // 2)
+            loop = visits(order, nbytes, seconds, budget // shares.LOOP)
             found = even_load(loop, room=budget - ahead, ahead=ahead)
             if found is not None and max(took[0], found.missed / speed) <= WORTH * sum(took):
                 self._choose(found.staying)
@@ -180,7 +179,7 @@ def even_load(loop: Visits, *, room: int, ahead: int) -> EvenLoad | None:
     always = often > limit
     room -= int(nbytes[always].sum())
     missed = int((nbytes * often)[~always].sum()) - room * int(limit)
-    walk = _Walk(loop, set(numbers[always].tolist()), set(numbers[often == limit].tolist()))
+    walk = RoundWalk(loop, set(numbers[always].tolist()), set(numbers[often == limit].tolist()))
     low, high, found = 0.0, STEEPEST * missed / computing, set[int]()
     for _ in range(BISECTIONS):
         rate = (low + high) / 2
@@ -193,7 +192,7 @@ def even_load(loop: Visits, *, room: int, ahead: int) -> EvenLoad | None:
 
 
 @dataclass(frozen=True)
-class _Walk:
+class RoundWalk:
     """Walks through a round for one rate after another: who may stay, and who stays always."""
 
     loop: Visits

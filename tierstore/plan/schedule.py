@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Protocol
 
 import numpy as np
 
@@ -43,70 +42,15 @@ _ROOM = 16
 _NOBODY: Numbers = np.zeros(0, dtype=np.int64)
 
 
-class Schedule(Protocol):
-    """A learned order of use. Each key has a number, which stays its own until it is forgotten."""
-
-    @property
-    def epoch(self) -> int:
-        """Grows when ranks change, but not for the key that was just used alone."""
-
-    @property
-    def learning(self) -> bool:
-        """Whether nothing has been seen twice yet: there are hints, and no ranks."""
-
-    def number(self, key: str) -> int:
-        """The number of `key`."""
-
-    def advance_past(self, key: str) -> None:
-        """Note that `key` has just been used."""
-
-    def come(self, key: str) -> None:
-        """Note that `key`, which the caller expected, was used. Nothing is learned from that."""
-
-    def steps_until(self, key: str) -> float:
-        """How many uses ahead `key` is expected; infinity if it is not expected at all."""
-
-    def round(self, number: int) -> int:
-        """After how many uses the group in use, `number`, comes again; 0 if that is not known."""
-
-    def repeats(self, length: int) -> bool:
-        """Whether the next uses, so many, are expected to be what the latest ones were."""
-
-    def ranks(self, numbers: Numbers) -> Ranks:
-        """For each number, when it is used next, on a scale of its own; infinity: not expected."""
-
-    def farther(self, ranks: Ranks, times: float) -> Ranks:
-        """The ranks of keys that are used so many times as far ahead."""
-
-    def upcoming(self, count: int) -> Iterator[str]:
-        """The keys that the caller named, and then at most `count` others, soonest first."""
-
-    def ahead(self, count: int) -> Numbers:
-        """`upcoming` as numbers."""
-
-    def foretold(self) -> int:
-        """How many of the upcoming keys the caller named."""
-
-    def expect(self, keys: Iterable[str]) -> None:
-        """The caller says that these keys come next, in this order."""
-
-    def expect_not(self, key: str) -> None:
-        """The caller does not expect the key any more."""
-
-    def introduce(self, key: str) -> None:
-        """A group is registered."""
-
-    def forget(self, key: str) -> None:
-        """A group is gone."""
-
-
 class LearnedOrder:
     """A schedule that predicts by the longest suffix match over the last `memory` uses.
 
-    Uses of one key in a row count once. `trusted` is False while there is no prediction, or fewer
-    than about half of the latest ones came true (wrong guesses count half); keys are then ranked by
-    decayed access rates, or not at all (infinity for every key) during the first pass. The memory
-    grows to twice the number of registered keys, so that a pass over them fits.
+    Each key has a number, which stays its own until it is forgotten. `epoch` grows when ranks
+    change, but not for the key that was just used alone. Uses of one key in a row count once.
+    `trusted` is False while there is no prediction, or fewer than about half of the latest ones
+    came true (wrong guesses count half); keys are then ranked by decayed access rates, or not at
+    all (infinity for every key) during the first pass. The memory grows to twice the number of
+    registered keys, so that a pass over them fits.
     """
 
     def __init__(self, memory: int = MEMORY) -> None:
@@ -132,11 +76,13 @@ class LearnedOrder:
 
     @property
     def learning(self) -> bool:
+        """Whether nothing has been seen twice yet: there are hints, and no ranks."""
         return self._history.place < 0 and self._confidence >= TRUSTED
 
     # Keys and their numbers --------------------------------------------------------------------
 
     def number(self, key: str) -> int:
+        """The number of `key`."""
         self._kept.add(key)
         return self._number(key)
 
@@ -162,11 +108,13 @@ class LearnedOrder:
         return number
 
     def introduce(self, key: str) -> None:
+        """A group is registered."""
         self._hints = None
         self.number(key)
         self._registered.add(key)
 
     def forget(self, key: str) -> None:
+        """A group is gone."""
         if self._registered.remove(key):
             self._hints = None
         self._kept.discard(key)
@@ -181,6 +129,7 @@ class LearnedOrder:
             )  # else it has a place in the history, for now
 
     def expect(self, keys: Iterable[str]) -> None:
+        """The caller says that these keys come next, in this order."""
         for key in keys:
             self._number(key)
             self._expected.pop(key, None)
@@ -189,6 +138,7 @@ class LearnedOrder:
         self.epoch += 1
 
     def expect_not(self, key: str) -> None:
+        """The caller does not expect the key any more."""
         self._wait_no_more(key)
 
     def _wait_no_more(self, key: str) -> None:
@@ -198,6 +148,7 @@ class LearnedOrder:
     # Learning ----------------------------------------------------------------------------------
 
     def advance_past(self, key: str) -> None:
+        """Note that `key` has just been used."""
         again, self._latest, self._hints = key == self._latest, key, None
         # First of all, as it may take away this key's number, and the place that matches.
         if self._history.full and not again:
@@ -222,6 +173,7 @@ class LearnedOrder:
             self.epoch += 1
 
     def come(self, key: str) -> None:
+        """Note that `key`, which the caller expected, was used. Nothing is learned from that."""
         self._rates.clock += 1
         self._come(key)
 
@@ -244,6 +196,7 @@ class LearnedOrder:
     # Predicting --------------------------------------------------------------------------------
 
     def steps_until(self, key: str) -> float:
+        """How many uses ahead `key` is expected; infinity if it is not expected at all."""
         if key in self._expected:
             return 1.0 + list(self._expected).index(key)
         number = self._numbers.get(key)
@@ -255,15 +208,18 @@ class LearnedOrder:
         return self._rates.span / rate if rate > 0 else math.inf
 
     def round(self, number: int) -> int:
+        """After how many uses the group in use, `number`, comes again; 0 if that is not known."""
         if not self.trusted or self._expected:
             return 0
         away = float(self._history.next_places()[number]) - self._history.place
         return int(away) if math.isfinite(away) else 0
 
     def repeats(self, length: int) -> bool:
+        """Whether the next uses, so many, are expected to be what the latest ones were."""
         return self.trusted and self._history.repeats(length)
 
     def ranks(self, numbers: Numbers) -> Ranks:
+        """For each number, when it is used next, on a scale of its own; infinity: not expected."""
         if self.trusted:
             ranks = self._history.next_places()[numbers]
         elif self.learning:
@@ -278,6 +234,7 @@ class LearnedOrder:
         return sooner
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
+        """The ranks of keys that are used so many times as far ahead."""
         if self.trusted:
             place = self._history.place
             farther = place + times * (ranks - place)
@@ -286,10 +243,12 @@ class LearnedOrder:
         return np.where(ranks < SOON / 2, SOON + times * (ranks - SOON), farther)
 
     def upcoming(self, count: int) -> Iterator[str]:
+        """The keys that the caller named, and then at most `count` others, soonest first."""
         for number in self.ahead(count).tolist():
             yield self._keys[number]
 
     def ahead(self, count: int) -> Numbers:
+        """`upcoming` as numbers."""
         learned = self._learned(count)
         return np.concatenate([self._named(), learned]) if self._expected else learned
 
@@ -309,4 +268,5 @@ class LearnedOrder:
         return self._hints[:count]
 
     def foretold(self) -> int:
+        """How many of the upcoming keys the caller named."""
         return len(self._expected)

@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from tierstore.model.events import Arrived, Ending, Failed, TransferMeasured, UseMeasured
+from dataclasses import dataclass
+
+from tierstore.model import events
 from tierstore.model.tiers import Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord
 from tierstore.plan.requests import Requests
-from tierstore.plan.uses import Handlers
 
 
+@dataclass(eq=False, slots=True)
 class TransferEvents:
     """Handles the ends of copies, and measurements."""
 
-    def __init__(
-        self, copies: CopyTable, requests: Requests, movement: Movement, prefetcher: Prefetcher
-    ) -> None:
-        self._copies = copies
-        self._requests = requests
-        self._movement = movement
-        self._prefetcher = prefetcher
+    _copies: CopyTable
+    _requests: Requests
+    _movement: Movement
+    _prefetcher: Prefetcher
 
-    def handlers(self) -> Handlers:
-        return {
-            Ending: self._ending,
-            Arrived: self._arrived,
-            Failed: self._failed,
-            TransferMeasured: self._transfer_measured,
-            UseMeasured: self._use_measured,
-        }
-
-    def _ending(self, event: Ending) -> bool:
+    def ending(self, event: events.Ending) -> bool:
         copy = self._copies.groups[event.group].copies[event.dst]
         if copy.ending:
             return False
@@ -41,7 +31,7 @@ class TransferEvents:
         self._movement.look_ahead = True
         return True
 
-    def _arrived(self, event: Arrived) -> bool:
+    def arrived(self, event: events.Arrived) -> bool:
         group = self._copies.groups[event.group]
         self._copies.arrive(group, event.dst)
         self._copies.end(group, event.src, event.dst, timed=event.timed, counts=True)
@@ -49,7 +39,7 @@ class TransferEvents:
         self._movement.tidy(group)
         return True
 
-    def _failed(self, event: Failed) -> bool:
+    def failed(self, event: events.Failed) -> bool:
         group = self._copies.groups[event.group]
         self._copies.end(group, event.src, event.dst, timed=True, counts=False)
         self._copies.release_room(group, event.dst)
@@ -73,12 +63,12 @@ class TransferEvents:
             other.error = error
             self._copies.abandon(other)
 
-    def _transfer_measured(self, event: TransferMeasured) -> bool:
+    def transfer_measured(self, event: events.TransferMeasured) -> bool:
         hop = self._prefetcher.hops[event.src, event.dst]
         hop.measure(event.nbytes, event.began, event.ended)
         return False
 
-    def _use_measured(self, event: UseMeasured) -> bool:
+    def use_measured(self, event: events.UseMeasured) -> bool:
         group = self._copies.groups.get(event.group)
         number = -1 if group is None else group.number
         self._prefetcher.ran(number, event.asked, event.began)

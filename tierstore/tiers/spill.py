@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
+from tierstore.model import shares
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
@@ -89,7 +90,7 @@ class Spill:
         more = size - self._size
         if more <= 0:
             return
-        if more < GROWTH <= self._spare() // 2:
+        if more < GROWTH <= self._spare() // shares.SPILL_GROWTH:
             with contextlib.suppress(OSError):  # a limit for files or a quota allows less, maybe
                 self._grow_by(GROWTH)
                 return

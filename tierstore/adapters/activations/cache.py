@@ -22,10 +22,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.adapters.activations.in_place import VersionWatch
-from tierstore.adapters.codecs.memory import COVERAGE, Geometry, over
+from tierstore.adapters.codecs.memory import Geometry, over
 from tierstore.adapters.view_lifetime import Allowance, Holder
 from tierstore.engine.keys import saved_key
 from tierstore.lease import Lease
+from tierstore.model import shares
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
@@ -40,12 +41,7 @@ ORDER_LENGTH = 256
 """Pieces, gone or not, that the order of a thread may have in any case."""
 
 PENDING = 64 << 20
-"""Bytes, at most, that stay on the device while its work goes on beside their copies, ..."""
-PENDING_SHARE = 32
-"""... and at most one in so many bytes of what is away."""
-
-READ_SHARE = 2
-"""One in so many bytes that are left beside the largest piece may be leased at once."""
+"""Bytes, at most, that stay on the device while its work goes on beside their copies."""
 
 PieceKey = tuple[int, int, int, int, int]
 """A storage, its version, the first and last byte of it, and a number for each of the counters that
@@ -277,7 +273,7 @@ class SavedTensorCache:
             return "small"
         if round_up(piece.nbytes, PAGE) > engine_of(self.store).saved_tensors.largest_possible():
             return "no_room"
-        return "sparse_slice" if piece.viewed_bytes * COVERAGE < piece.nbytes else ""
+        return "sparse_slice" if piece.viewed_bytes * shares.COVERAGE < piece.nbytes else ""
 
     def _ship(self, piece: SavedPiece) -> None:
         storage, stream = piece.original, engine_of(self.store).core.current_stream()
@@ -315,7 +311,7 @@ class SavedTensorCache:
         with self._lock:
             while self._gone:
                 self._away_bytes -= self._gone.popleft()
-            most = min(PENDING, self._away_bytes // PENDING_SHARE)
+            most = min(PENDING, self._away_bytes // shares.PENDING)
             while self._pending:
                 oldest = self._pending[0]
                 if not oldest.copied.query():
@@ -373,7 +369,7 @@ class ReadLeases:
         memory = lease.tensor
         taken = round_up(memory.nbytes, PAGE)
         if not self._leased.take(
-            taken, engine_of(self._store).saved_tensors.room_for_leases() // READ_SHARE
+            taken, engine_of(self._store).saved_tensors.room_for_leases() // shares.READ_LEASES
         ):
             with lease:
                 return memory.clone().untyped_storage()

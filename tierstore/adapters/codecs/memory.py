@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.model import shares
 from tierstore.torch_private import negative_view, storage_at, storage_id
 
 ALIGNMENT = 64
 """Bytes. A slice starts at a multiple of this, as memory on the CPU does."""
-
-COVERAGE = 4
-"""One in so many bytes of a storage must be looked at for all of it to be copied."""
 
 
 def has_address(tensor: torch.Tensor) -> bool:
@@ -106,7 +104,7 @@ class Geometry:
         last = self.offset + sum((size - 1) * stride for size, stride in rows)
         start = self.offset * self.dtype.itemsize // ALIGNMENT * ALIGNMENT
         stop = (last + 1) * self.dtype.itemsize
-        return (start, stop) if (stop - start) * COVERAGE < nbytes else (0, nbytes)
+        return (start, stop) if (stop - start) * shares.COVERAGE < nbytes else (0, nbytes)
 
     def empty(self) -> torch.Tensor:
         """A tensor with the same strides in memory of its own, of unknown values."""

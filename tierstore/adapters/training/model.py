@@ -26,15 +26,13 @@ from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
 from tierstore.adapters.unit_use import Arguments, UnitForward, same
+from tierstore.model import shares
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.maps import give_back_free_memory
 from tierstore.torch_private import in_backward
-
-SLICE_SHARE = 8
-"""One in so many bytes of the fastest tier is a slice, if nobody says how many there are."""
 
 # Models that torch spreads over processes cannot be trained on a store as well.
 # DistributedDataParallel and FSDP own the parameters and gradients of a model, and so does an
@@ -331,8 +329,8 @@ def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slic
     budgets = store.stats().budget_bytes
     memory = [b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None]
     fastest = budgets.get(Tier.DEVICE.name) or budgets[Tier.HOST.name] or (1 << 40)
-    group = min([state_budget_of(store).target, *(b // SLICE_SHARE for b in memory)])
-    return cut_into_slices(module, count, max(fastest // SLICE_SHARE, group), max(group, PAGE))
+    group = min([state_budget_of(store).target, *(b // shares.SLICE for b in memory)])
+    return cut_into_slices(module, count, max(fastest // shares.SLICE, group), max(group, PAGE))
 
 
 def _refuse_arguments(

@@ -20,13 +20,12 @@ import torch
 
 from tierstore.adapters.codecs.memory import span
 from tierstore.adapters.view_lifetime import Allowance, ViewLease
+from tierstore.model import shares
 from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import HostAccess, Tier
 from tierstore.store import TierStore, engine_of
 
-SHARE = 32
-"""One in so many bytes of RAM is a group."""
 LARGEST = 64 << 20
 """Bytes: larger groups are not moved any faster."""
 STREAMING_GROUPS = 12
@@ -45,15 +44,16 @@ class StateBudget:
         self.budget = store.stats().budget_bytes[Tier.HOST.name]
         self.target = LARGEST
         if self.budget is not None:
-            self.target = max(min(self.budget // SHARE, LARGEST), PAGE)
+            self.target = max(min(self.budget // shares.STATE_GROUP, LARGEST), PAGE)
         self._resident = Allowance()
         self._largest = 0
         self._in_all = 0
 
     def streaming_bytes(self) -> int:
         """Bytes that are left for what streams."""
-        if self.budget is not None and self._in_all + 2 * self._largest <= self.budget * 7 // 8:
-            return self.budget // 8  # for activations: nothing else has to pass
+        share, needed = shares.STATE_PASSING, self._in_all + 2 * self._largest
+        if self.budget is not None and needed <= self.budget * (share - 1) // share:
+            return self.budget // share  # for activations: nothing else has to pass
         return max(STREAMING_GROUPS * self.target, STREAMING_LARGEST * self._largest)
 
     def expect(self, parameter_bytes: int) -> None:
