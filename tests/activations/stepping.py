@@ -37,7 +37,7 @@ BUDGET = 1 << 20  # of 2.25 MiB that are saved
 def measured(store: tierstore.TierStore, device: str) -> dict[str, Any]:
     """What is held between two steps, in bytes, but for `groups` and `tensors`."""
     snapshot = store.snapshot()
-    spill = core_of(store).tiers.disk._spill
+    spill = core_of(store).tiers.disk.spill
     on_device = pretend.memory_allocated() if device == "pretend" else 0
     pinned = pretend.pinned_bytes() if device == "pretend" else 0
     return {

@@ -25,8 +25,8 @@ from tests.activations.helpers import (
     random_matrices,
 )
 from tests.helpers.engine import core_of
+from tests.helpers.system_calls import system_call
 from tests.store.helpers import assert_sound, is_root, wait_until_idle
-from tests.store.test_faults import Failing
 from tierstore import CorruptDataError, DiskFullError, TierStore, TierStoreError, TransferError
 
 SIZE = 256  # a matrix is 256 KiB
@@ -71,18 +71,15 @@ class Step:
 @on_both
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
-def test_a_disk_that_takes_no_more(
-    call: str, number: int, device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_takes_no_more(call: str, number: int, device: str, disk_dir: Path) -> None:
     step = Step(device)
     with open_store(disk_dir, RAM, device) as store:
-        disk = Failing(monkeypatch, call, number)
-        with pytest.raises(TransferError) as error:
-            step.gradients(step.forward(store))
-        assert isinstance(error.value, DiskFullError) == (number != errno.EIO)
-        assert disk.failed > 0
-        del error
-        disk.broken = False
+        with system_call(call, fails_with=number) as failed:
+            with pytest.raises(TransferError) as error:
+                step.gradients(step.forward(store))
+            assert isinstance(error.value, DiskFullError) == (number != errno.EIO)
+            assert len(failed) > 0
+            del error
         assert_nothing_left(store)
         step.works(store)  # the control too: without the fault
 
@@ -128,35 +125,30 @@ def test_a_disk_that_is_really_full(
 
 
 @on_both
-def test_reads_that_fail(device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_fail(device: str, disk_dir: Path) -> None:
     step = Step(device)
     with open_store(disk_dir, RAM, device) as store:
         loss = step.forward(store)
         wait_until_idle(store)
-        disk = Failing(monkeypatch, "preadv", errno.EIO)
-        with pytest.raises(TransferError) as error:
-            step.gradients(loss)
-        assert isinstance(error.value.__cause__, OSError)
-        assert disk.failed > 0
-        del loss, error
-        assert_nothing_left(store)
-        disk.broken = False
+        with system_call("preadv", fails_with=errno.EIO) as failed:
+            with pytest.raises(TransferError) as error:
+                step.gradients(loss)
+            assert isinstance(error.value.__cause__, OSError)
+            assert len(failed) > 0
+            del loss, error
+            assert_nothing_left(store)
         step.works(store)  # the control too: without the fault
 
 
 @on_both
-def test_a_read_that_failed_can_be_repeated(
-    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_failed_can_be_repeated(device: str, disk_dir: Path) -> None:
     """The graph is still whole: with retain_graph the same backward works once the disk does."""
     step = Step(device)
     with open_store(disk_dir, RAM, device) as store:
         loss = step.forward(store)
         wait_until_idle(store)
-        disk = Failing(monkeypatch, "preadv", errno.EIO)
-        with pytest.raises(TransferError):
+        with system_call("preadv", fails_with=errno.EIO), pytest.raises(TransferError):
             torch.autograd.grad(loss, step.leaves, retain_graph=True)
-        disk.broken = False
         # What was fetched early and failed is told once more to who needs it.
         for _ in range(4 * LAYERS):
             try:
@@ -169,10 +161,10 @@ def test_a_read_that_failed_can_be_repeated(
 
 def damage(store: TierStore) -> int:
     """Change every byte that was spilled. Returns how many there are."""
-    spill = core_of(store).tiers.disk._spill
+    spill = core_of(store).tiers.disk.spill
     assert spill is not None, "nothing was spilled"
     with open(spill.path, "r+b", buffering=0) as file:
-        there = os.pread(file.fileno(), spill._end, 0)
+        there = os.pread(file.fileno(), spill.room()[0], 0)
         os.pwrite(file.fileno(), bytes(byte ^ 0x10 for byte in there), 0)
         os.fsync(file.fileno())
     return len(there)
@@ -217,9 +209,7 @@ def test_a_disk_budget_that_is_used_up(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_no_memory_left_for_the_gradient_of_others(
-    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_left_for_the_gradient_of_others(device: str, disk_dir: Path) -> None:
     """An error in another part of the backward pass: what was not read is not left behind."""
 
     class Fails(torch.autograd.Function):

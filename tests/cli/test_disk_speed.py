@@ -9,14 +9,15 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.files import open_files
+from tests.helpers.system_calls import refusing_opens, system_call
 from tests.system.test_files import knows_direct_reads
-from tests.tiers.test_spill import refusing_open
 from tierstore.cli.disk_speed import ROUNDS, SMALLEST, measure
 from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile
 
@@ -97,9 +98,9 @@ def test_reads_are_of_the_size_and_depth_that_they_are_told_for(
     assert 2 <= most <= DISK_THREADS
 
 
-def test_without_direct_reads_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "open", refusing_open(os.O_DIRECT))
-    found = measure(str(tmp_path), SMALLEST)
+def test_without_direct_reads_it_says_so(tmp_path: Path) -> None:
+    with refusing_opens(os.O_DIRECT):
+        found = measure(str(tmp_path), SMALLEST)
     assert not found.direct
     assert found.read > 0
 
@@ -108,16 +109,11 @@ def test_without_direct_reads_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate", "fsync"])
 @pytest.mark.parametrize("nameless", [True, False])
 def test_a_measurement_that_fails_leaves_nothing_behind(
-    call: str, nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, nameless: bool, tmp_path: Path
 ) -> None:
-    if not nameless:
-        monkeypatch.setattr(os, "open", refusing_open(os.O_TMPFILE))
-
-    def failing(*_: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, call, failing)
-    with pytest.raises(OSError, match="Input/output"):
+    files = nullcontext() if nameless else refusing_opens(os.O_TMPFILE)
+    failing = system_call(call, fails_with=errno.EIO)
+    with files, failing, pytest.raises(OSError, match="Input/output"):
         measure(str(tmp_path), SMALLEST)
     gc.collect()  # the traceback held on to it
     assert os.listdir(tmp_path) == list(open_files(tmp_path).values()) == []

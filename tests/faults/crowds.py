@@ -63,8 +63,8 @@ class Watch:
                 held = nbytes.get(tier, 0)
                 assert budget is None or held <= budget, f"{what} {held} of {budget} on {tier}"
         if self.store.device.type == "cpu":
-            pages = core_of(self.store).tiers.host.arena._make.__self__
-            assert pages._held <= self.budgets["HOST"], "memory that nobody lets go of"
+            pages = core_of(self.store).tiers.host.arena.make.__self__
+            assert pages.held <= self.budgets["HOST"], "memory that nobody lets go of"
         self.samples += 1
         if self.samples % 8 == 0:
             assert_sound(self.store)

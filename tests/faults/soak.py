@@ -114,7 +114,7 @@ class Soak:
         self.place = Path(place)
         self.store: TierStore = open_store(self.place, PAGES * PAGE)
         journal = core_of(self.store).mover.journal
-        journal.uses, journal.levels, journal._spans = (Ring(KEPT) for _ in range(3))
+        journal.uses, journal.levels, journal.spans = (Ring(KEPT) for _ in range(3))
         self.users = [User(self.store, number, seed) for number in range(THREADS)]
         self.faults = Faults(seed, self.operations)
         self.errors: list[BaseException] = []
@@ -317,15 +317,14 @@ def assert_true(store: TierStore, place: Path) -> None:
     """The books agree with the memory and the files that there are. Nobody uses the store."""
     carrier, planner = core_of(store).mover, core_of(store).planner
     with core_of(store).lock:
-        entry = {version.key: c for version, c in carrier._entries.items()}
+        entry = {c.key.key: c for c in carrier.entries()}
         held = memory_held(store)["HOST"]
         arena = core_of(store).tiers.host.arena
         slots = [c.slots[Tier.HOST] for c in entry.values() if Tier.HOST in c.slots]
-        slots += itertools.chain.from_iterable(arena._idle.values())
-        slots += arena._condemned
+        slots += arena.spare()
         assert held == sum(slot.nbytes for slot in slots if slot.memory is not None)
         assert planner.used[Tier.HOST] <= held <= PAGES * PAGE
-        assert arena._make.__self__._held <= PAGES * PAGE
+        assert arena.make.__self__.held <= PAGES * PAGE
         durable = {object_name(key): c for key, c in entry.items() if c.durable}
         objects = place / "objects"
         sizes = {str(p.relative_to(objects)): p.stat().st_size for p in objects.rglob("*.*")}
@@ -334,8 +333,8 @@ def assert_true(store: TierStore, place: Path) -> None:
             data = durable[name].packing.dense_nbytes
             assert data < nbytes <= data + 2 * PAGE
         spilled = [c for c in entry.values() if c.spilled_at is not None]
-        free = sum(nbytes for _, nbytes in core_of(store).tiers.disk._spill._free)
-        taken = core_of(store).tiers.disk._spill._end - free
+        end, free = core_of(store).tiers.disk.spill.room()
+        taken = end - sum(nbytes for _, nbytes in free)
         assert taken == sum(round_up(c.spec.nbytes, PAGE) for c in spilled)
         on_disk = [c for c in entry.values() if c.source is not None]
         assert planner.used[Tier.DISK] == sum(c.spec.nbytes for c in on_disk)

@@ -74,7 +74,7 @@ def held_after_failed_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     held = 0
     for key, tensor in keys.items():
         assert_group(store.get(key), tensor)
-        held = max(held, core_of(store).tiers.host.arena._make.__self__._held)
+        held = max(held, core_of(store).tiers.host.arena.make.__self__.held)
     store.close()
     return held
 

@@ -52,3 +52,12 @@ def open_files(below: Path | None = None, process: int | str = "self") -> dict[i
         if below is None or path.startswith(str(below)):
             found[int(name)] = path
     return found
+
+
+def is_open(descriptor: int) -> bool:
+    """Whether this number is that of something open."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

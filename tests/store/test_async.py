@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.engine import core_of
-from tests.helpers.threads import hold_calls
+from tests.helpers.system_calls import held_calls
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -146,77 +145,73 @@ def test_a_call_that_blocks_would_stop_the_ticker(disk_dir: Path) -> None:
     store.close()
 
 
-def test_the_loop_goes_on_while_a_disk_is_stuck(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_goes_on_while_a_disk_is_stuck(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     push_out(store, "key")
-    gate = hold_calls(monkeypatch, os, "preadv")
+    with held_calls("preadv") as gate:
 
-    async def main() -> None:
-        ticker = Ticker()
-        reading = asyncio.ensure_future(store.aget("key"))
-        assert await asyncio.to_thread(gate.reached.wait, PATIENCE)
-        await ticker.some()
-        assert not reading.done()
-        gate.open()
-        assert_group(await within_reason(reading), pages(1))
-        await ticker.stop()
+        async def main() -> None:
+            ticker = Ticker()
+            reading = asyncio.ensure_future(store.aget("key"))
+            assert await asyncio.to_thread(gate.reached.wait, PATIENCE)
+            await ticker.some()
+            assert not reading.done()
+            gate.open()
+            assert_group(await within_reason(reading), pages(1))
+            await ticker.stop()
 
-    run(store, main)
-    assert store.stats().bytes_read == PAGE
-    store.close()
+        run(store, main)
+        assert store.stats().bytes_read == PAGE
+        store.close()
 
 
 @pytest.mark.parametrize("step", ["discard", "release of a TAKE lease"])
 def test_letting_go_of_an_ephemeral_group_does_not_wait_for_the_disk(
-    step: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    step: str, disk_dir: Path
 ) -> None:
     store = open_store(disk_dir)
     store.put("ephemeral", pages(1), durable=False)
     store.put("durable", pages(2))
     lease = store.acquire("ephemeral", Access.TAKE) if step != "discard" else None
-    gate = hold_calls(monkeypatch, os, "rename")
-    flushing = threading.Thread(target=store.flush, daemon=True)
-    flushing.start()
-    assert gate.reached.wait(PATIENCE)
-    act = (lambda: store.discard("ephemeral")) if lease is None else lease.release
-    try:
-        letting_go = threading.Thread(target=act, daemon=True)
-        letting_go.start()
-        join(letting_go)
-        assert "ephemeral" not in store
-    finally:
-        gate.open()
-    join(flushing)
-    store.close()
+    with held_calls("rename") as gate:
+        flushing = threading.Thread(target=store.flush, daemon=True)
+        flushing.start()
+        assert gate.reached.wait(PATIENCE)
+        act = (lambda: store.discard("ephemeral")) if lease is None else lease.release
+        try:
+            letting_go = threading.Thread(target=act, daemon=True)
+            letting_go.start()
+            join(letting_go)
+            assert "ephemeral" not in store
+        finally:
+            gate.open()
+        join(flushing)
+        store.close()
 
 
-def test_the_loop_goes_on_while_a_file_is_being_removed(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loop_goes_on_while_a_file_is_being_removed(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.put("other", pages(2))
     store.flush()
-    gate = hold_calls(monkeypatch, os, "unlink")
-    discarding = threading.Thread(target=lambda: store.discard("key"), daemon=True)
-    discarding.start()
-    assert gate.reached.wait(PATIENCE)
+    with held_calls("unlink") as gate:
+        discarding = threading.Thread(target=lambda: store.discard("key"), daemon=True)
+        discarding.start()
+        assert gate.reached.wait(PATIENCE)
 
-    async def main() -> None:
-        ticker = Ticker()
-        assert_group(await store.aget("other"), pages(2))
-        await store.aput("new", pages(3))
-        await ticker.some()
-        await ticker.stop()
+        async def main() -> None:
+            ticker = Ticker()
+            assert_group(await store.aget("other"), pages(2))
+            await store.aput("new", pages(3))
+            await ticker.some()
+            await ticker.stop()
 
-    run(store, main)
-    assert discarding.is_alive()
-    gate.open()
-    join(discarding)
-    store.close()
+        run(store, main)
+        assert discarding.is_alive()
+        gate.open()
+        join(discarding)
+        store.close()
 
 
 # Refusals ----------------------------------------------------------------------------------------

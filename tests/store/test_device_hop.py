@@ -30,7 +30,7 @@ from tests.store.helpers import (
 from tierstore import TierStore, TransferError
 from tierstore.model.tiers import Tier
 from tierstore.tiers.device_tier import DeviceTier
-from tierstore.tiers.hop import HostToDevice
+from tierstore.tiers.hops import HostToDevice
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 MIB = 1 << 20
@@ -199,8 +199,7 @@ def look_at(store: TierStore, patience: float) -> None:
         there = [
             c.slots[Tier.DEVICE] for c in core_of(store).mover.entries() if Tier.DEVICE in c.slots
         ]
-    idle = [slot for same in arena._idle.values() for slot in same]
-    assert arena._counted == sum(slot.nbytes for slot in [*there, *idle])
+    assert arena.bytes_counted == sum(slot.nbytes for slot in [*there, *arena.spare()])
 
 
 def two_of_four(disk_dir: Path) -> TierStore:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch
 from tests.device import pretend
 from tests.helpers.engine import core_of
 from tests.helpers.files import object_file
+from tests.helpers.system_calls import system_call
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -29,58 +28,36 @@ from tests.store.helpers import (
 )
 from tierstore import Access, DiskFullError, TransferError
 from tierstore.engine.wait_queue import Request, RequestKind, WaitQueue
+from tierstore.system.files import DISK_THREADS
 from tierstore.tiers.workers import URGENT
 
 
-class Failing:
-    """Makes a function of `os` fail while `broken`, and counts how often it did."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
-        self.broken = True
-        self.failed = 0
-        original = getattr(os, name)
-
-        def failing(*args: Any, **options: Any) -> Any:
-            if not self.broken:
-                return original(*args, **options)
-            self.failed += 1
-            raise OSError(number, os.strerror(number))
-
-        monkeypatch.setattr(os, name, failing)
-
-
-def test_a_read_that_fails_is_told_and_can_be_repeated(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails_is_told_and_can_be_repeated(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1, 3))
         push_out(store, "key")
-        disk = Failing(monkeypatch, "preadv", errno.EIO)
-        for access in Access:
-            with pytest.raises(TransferError) as error:
-                store.acquire("key", access)
-            assert isinstance(error.value.__cause__, OSError)
-            assert (error.value.key, error.value.path) == (
-                "key",
-                str(object_file(disk_dir, "key")),
-            )
-        assert disk.failed >= len(Access)
-        disk.broken = False
+        with system_call("preadv", fails_with=errno.EIO) as failed:
+            for access in Access:
+                with pytest.raises(TransferError) as error:
+                    store.acquire("key", access)
+                assert isinstance(error.value.__cause__, OSError)
+                assert (error.value.key, error.value.path) == (
+                    "key",
+                    str(object_file(disk_dir, "key")),
+                )
+            assert len(failed) >= len(Access)
         assert_group(store.get("key"), pages(1, 3))
         assert_at_rest(store)
 
 
-def test_a_prefetch_that_failed_is_told_to_who_acquires(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefetch_that_failed_is_told_to_who_acquires(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1, 3))
         push_out(store, "key")
-        disk = Failing(monkeypatch, "preadv", errno.EIO)
-        store.prefetch("key")
-        wait_until_idle(store)
-        assert disk.failed > 0
-        disk.broken = False
+        with system_call("preadv", fails_with=errno.EIO) as failed:
+            store.prefetch("key")
+            wait_until_idle(store)
+            assert len(failed) > 0
         with pytest.raises(TransferError) as error:
             store.get("key")
         assert error.value.key == "key"
@@ -91,22 +68,21 @@ def test_a_prefetch_that_failed_is_told_to_who_acquires(
 @pytest.mark.parametrize("call", ["fsync", "pwrite", "rename", "posix_fallocate"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
 def test_a_write_that_fails_loses_neither_the_old_nor_the_new(
-    call: str, number: int, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, number: int, disk_dir: Path
 ) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.flush()
     store.put("key", pages(2))
-    disk = Failing(monkeypatch, call, number)
-    for _ in range(2):
-        with pytest.raises(TransferError) as error:
-            store.flush()
-        assert isinstance(error.value, DiskFullError) == (number != errno.EIO)
-        assert error.value.key == "key"
-        assert error.value.__cause__.errno == number
-        assert_group(store.get("key"), pages(2))
-    assert disk.failed >= 2
-    disk.broken = False
+    with system_call(call, fails_with=number) as failed:
+        for _ in range(2):
+            with pytest.raises(TransferError) as error:
+                store.flush()
+            assert isinstance(error.value, DiskFullError) == (number != errno.EIO)
+            assert error.value.key == "key"
+            assert error.value.__cause__.errno == number
+            assert_group(store.get("key"), pages(2))
+        assert len(failed) >= 2
     store.flush()
     assert not list((disk_dir / "tmp").iterdir()), "a temporary file was left behind"
     assert_at_rest(store)
@@ -115,19 +91,16 @@ def test_a_write_that_fails_loses_neither_the_old_nor_the_new(
         assert_group(store.get("key"), pages(2))
 
 
-def test_a_file_whose_fsync_failed_is_never_trusted(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_whose_fsync_failed_is_never_trusted(disk_dir: Path) -> None:
     """A second fsync of the same file would succeed, and the data would be gone."""
     store = open_store(disk_dir)
     before = files_below(disk_dir / "objects")
     store.put("key", pages(1))
-    disk = Failing(monkeypatch, "fsync", errno.EIO)
-    with pytest.raises(TransferError):
-        store.flush()
-    assert disk.failed == 1, "it was tried again on the same file"
-    assert {name for name in files_below(disk_dir) if name.endswith(".safetensors")} == before
-    disk.broken = False
+    with system_call("fsync", fails_with=errno.EIO) as failed:
+        with pytest.raises(TransferError):
+            store.flush()
+        assert len(failed) == 1, "it was tried again on the same file"
+        assert {name for name in files_below(disk_dir) if name.endswith(".safetensors")} == before
     store.close()
     with open_store(disk_dir) as store:
         assert_group(store.get("key"), pages(1))
@@ -172,7 +145,7 @@ def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         again = threading.Event()
         disk = core_of(store).tiers.disk.workers
-        for _ in disk._threads:
+        for _ in range(DISK_THREADS):
             disk.submit(URGENT, again.wait)
         try:
             assert not run_threads([lambda: store.flush(timeout=PATIENCE)])

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from tests.helpers.engine import core_of
 from tests.helpers.processes import run_python
+from tests.helpers.system_calls import system_call
 from tests.helpers.threads import Gate, hold_calls
 from tests.store.helpers import PATIENCE, assert_at_rest, assert_group, open_store, pages
-from tests.store.test_faults import Failing
 from tierstore import Access, DiskFullError, TierStore, TransferError, offload_activations
 from tierstore.model import header
 
@@ -208,16 +208,13 @@ def test_a_store_is_not_pickled_and_has_a_directory(disk_dir: Path) -> None:
         TierStore("1MiB", "", device="cpu")
 
 
-def test_weights_whose_first_write_failed_are_registered_once_it_works(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_whose_first_write_failed_are_registered_once_it_works(disk_dir: Path) -> None:
     weights = {"w": torch.arange(1024.0)}
     with open_store(disk_dir, "1MiB") as store:
-        disk = Failing(monkeypatch, "pwrite", errno.ENOSPC)
-        with pytest.raises(DiskFullError):
-            store.register("k", weights)
-        assert disk.failed
-        disk.broken = False
+        with system_call("pwrite", fails_with=errno.ENOSPC) as failed:
+            with pytest.raises(DiskFullError):
+                store.register("k", weights)
+            assert failed
         homes = store.register("k", weights)
         assert torch.equal(homes["w"], weights["w"])
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.engine import core_of, mutable
-from tests.helpers.threads import Gate, hold_calls
+from tests.helpers.system_calls import held_calls, system_call
+from tests.helpers.threads import Gate
 from tests.store import traces
 from tests.store.helpers import (
     PAGE,
@@ -31,7 +32,6 @@ from tests.store.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tests.store.test_faults import Failing
 from tierstore import (
     Access,
     BudgetError,
@@ -109,11 +109,8 @@ def test_a_key_that_exists_is_told_even_where_the_disk_has_no_room(disk_dir: Pat
             mutable(store).create_on_disk("key", {"a": pages(2, 5)})
 
 
-def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_store(disk_dir) as store:
-        gate = hold_calls(monkeypatch, os, "posix_fallocate")
+def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store, held_calls("posix_fallocate") as gate:
         slow = Caller(lambda: mutable(store).create_on_disk("key", {"a": pages(1)}))
         assert gate.reached.wait(PATIENCE)
         mutable(store).create("key", {"a": pages(2)})
@@ -123,37 +120,34 @@ def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(
         assert_sound(store)
 
 
-def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_store(disk_dir, disk_budget=8 * PAGE) as store:
-        gate = hold_calls(monkeypatch, os, "posix_fallocate")
+def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(disk_dir: Path) -> None:
+    store, held = open_store(disk_dir, disk_budget=8 * PAGE), held_calls("posix_fallocate")
+    with store, held as gate:
         callers = [
             Caller(lambda key=key: mutable(store).create_on_disk(key, {"a": pages(1, 5)}))
             for key in "ab"
         ]
         assert gate.reached.wait(PATIENCE)
-        spill = core_of(store).tiers.disk._the_spill()
-        wait_until(lambda: spill._end == 10 * PAGE, "one of them has not asked")
+        spill = core_of(store).tiers.disk.spill
+        assert spill is not None
+        wait_until(lambda: spill.room()[0] == 10 * PAGE, "one of them has not asked")
         gate.open()
         refused = [caller.result for caller in callers if caller.ended() is not None]
         assert [type(error) for error in refused] == [BudgetError]
         assert store.stats().used_bytes["DISK"] == 5 * PAGE
 
 
-def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(disk_dir: Path) -> None:
     store = open_store(disk_dir)
-    gate = hold_calls(monkeypatch, os, "posix_fallocate")
-    slow = Caller(lambda: mutable(store).create_on_disk("key", {"a": pages(1)}))
-    assert gate.reached.wait(PATIENCE)
-    closing = Caller(store.close)
-    wait_until(lambda: store.closed, "it is not closed")
-    gate.open()
-    assert isinstance(slow.ended(), ClosedError)
-    assert closing.ended() is None
-    assert "key" not in store
+    with held_calls("posix_fallocate") as gate:
+        slow = Caller(lambda: mutable(store).create_on_disk("key", {"a": pages(1)}))
+        assert gate.reached.wait(PATIENCE)
+        closing = Caller(store.close)
+        wait_until(lambda: store.closed, "it is not closed")
+        gate.open()
+        assert isinstance(slow.ended(), ClosedError)
+        assert closing.ended() is None
+        assert "key" not in store
 
 
 def test_that_it_is_closed_is_what_a_store_says_first(disk_dir: Path) -> None:
@@ -297,47 +291,43 @@ def test_nobody_waits_for_a_lease_for_good(device: str, disk_dir: Path) -> None:
         assert_at_rest(store)
 
 
-def arriving(store: TierStore, monkeypatch: pytest.MonkeyPatch) -> Gate:
+@contextmanager
+def arriving(store: TierStore) -> Iterator[Gate]:
     """A group that was put away, on its way to memory: it arrives when the gate is opened."""
     mutable(store).create("coming", {"a": pages(1)})
     mutable(store).move_to_disk(["coming"])
-    gate = hold_calls(monkeypatch, os, "preadv")
-    mutable(store).expect_in_host(["coming"])
-    assert gate.reached.wait(PATIENCE)
-    return gate
+    with held_calls("preadv") as gate:
+        mutable(store).expect_in_host(["coming"])
+        assert gate.reached.wait(PATIENCE)
+        yield gate
 
 
-def test_who_waits_for_what_is_on_its_way_is_told_of_the_end(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_what_is_on_its_way_is_told_of_the_end(disk_dir: Path) -> None:
     store = open_store(disk_dir)
-    gate = arriving(store, monkeypatch)
-    waiting = Caller(lambda: mutable(store).wait_for_arrivals(["coming"]))
-    wait_for_a_request(store)
-    closing = Caller(store.close)
-    try:
-        assert isinstance(waiting.ended(), ClosedError)
-    finally:
-        gate.open()
-    assert closing.ended() is None
+    with arriving(store) as gate:
+        waiting = Caller(lambda: mutable(store).wait_for_arrivals(["coming"]))
+        wait_for_a_request(store)
+        closing = Caller(store.close)
+        try:
+            assert isinstance(waiting.ended(), ClosedError)
+        finally:
+            gate.open()
+        assert closing.ended() is None
 
 
-def test_what_is_being_put_away_is_put_away_while_a_store_closes(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_being_put_away_is_put_away_while_a_store_closes(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("unsaved", pages(2))
-    reading = arriving(store, monkeypatch)
-    writing = hold_calls(monkeypatch, os, "pwrite")
-    away = Caller(lambda: mutable(store).move_to_disk(["coming"]))
-    wait_for_a_request(store)
-    closing = Caller(store.close)
-    assert writing.reached.wait(PATIENCE)
-    wait_until(lambda: len(core_of(store).queue.requests()) == 2, "nobody closes it")
-    reading.open()
-    assert away.ended() is None
-    writing.open()
-    assert closing.ended() is None
+    with arriving(store) as reading, held_calls("pwrite") as writing:
+        away = Caller(lambda: mutable(store).move_to_disk(["coming"]))
+        wait_for_a_request(store)
+        closing = Caller(store.close)
+        assert writing.reached.wait(PATIENCE)
+        wait_until(lambda: len(core_of(store).queue.requests()) == 2, "nobody closes it")
+        reading.open()
+        assert away.ended() is None
+        writing.open()
+        assert closing.ended() is None
 
 
 # Leases ------------------------------------------------------------------------------------------
@@ -397,17 +387,13 @@ def test_an_abandoned_lease_is_over(disk_dir: Path) -> None:
         assert_at_rest(store)
 
 
-def test_a_release_says_that_the_file_of_what_was_taken_stays(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_says_that_the_file_of_what_was_taken_stays(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()
         lease = store.acquire("key", Access.TAKE)
-        disk = Failing(monkeypatch, "unlink", errno.EIO)
-        with pytest.raises(TransferError):
+        with system_call("unlink", fails_with=errno.EIO), pytest.raises(TransferError):
             lease.release()
-        disk.broken = False
         assert "key" not in store
         assert_at_rest(store)
 
@@ -506,28 +492,24 @@ def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(
 # Saving ------------------------------------------------------------------------------------------
 
 
-def test_a_flush_that_must_not_wait_says_that_it_did_not(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_that_must_not_wait_says_that_it_did_not(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        gate = hold_calls(monkeypatch, os, "pwrite")
-        error = Caller(lambda: store.flush(timeout=0)).ended()
-        gate.open()
-        assert isinstance(error, StoreTimeoutError)
-        assert error.seconds == 0
-        store.flush()
+        with held_calls("pwrite") as gate:
+            error = Caller(lambda: store.flush(timeout=0)).ended()
+            gate.open()
+            assert isinstance(error, StoreTimeoutError)
+            assert error.seconds == 0
+            store.flush()
 
 
-def test_a_flush_ends_when_its_time_is_over(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_ends_when_its_time_is_over(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        gate = hold_calls(monkeypatch, os, "pwrite")
-        error = Caller(lambda: store.flush(timeout=0.05)).ended()
-        gate.open()
-        assert isinstance(error, StoreTimeoutError)
+        with held_calls("pwrite") as gate:
+            error = Caller(lambda: store.flush(timeout=0.05)).ended()
+            gate.open()
+            assert isinstance(error, StoreTimeoutError)
 
 
 def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
@@ -539,76 +521,59 @@ def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()
-        gate = hold_calls(monkeypatch, os, "unlink")
-        discarding = Caller(lambda: store.discard("key"))
-        assert gate.reached.wait(PATIENCE)
-        flushing = Caller(store.flush)
-        wait_for_a_request(store)
-        assert flushing.is_alive()
-        gate.open()
-        assert discarding.ended() is None
-        assert flushing.ended() is None
+        with held_calls("unlink") as gate:
+            discarding = Caller(lambda: store.discard("key"))
+            assert gate.reached.wait(PATIENCE)
+            flushing = Caller(store.flush)
+            wait_for_a_request(store)
+            assert flushing.is_alive()
+            gate.open()
+            assert discarding.ended() is None
+            assert flushing.ended() is None
 
 
-def test_a_flush_ends_though_what_it_saves_is_discarded(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_ends_though_what_it_saves_is_discarded(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        gate = hold_calls(monkeypatch, os, "pwrite")
-        flushing = Caller(store.flush)
-        assert gate.reached.wait(PATIENCE)
-        wait_for_a_request(store)
-        discarding = Caller(lambda: store.discard("key"))
-        wait_until(lambda: "key" not in store, "it is not discarded")
-        gate.open()
-        assert flushing.ended() is None
-        assert discarding.ended() is None
-        assert_at_rest(store)
+        with held_calls("pwrite") as gate:
+            flushing = Caller(store.flush)
+            assert gate.reached.wait(PATIENCE)
+            wait_for_a_request(store)
+            discarding = Caller(lambda: store.discard("key"))
+            wait_until(lambda: "key" not in store, "it is not discarded")
+            gate.open()
+            assert flushing.ended() is None
+            assert discarding.ended() is None
+            assert_at_rest(store)
 
 
-def test_closing_tries_again_to_remove_what_could_not_be_removed(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_tries_again_to_remove_what_could_not_be_removed(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.flush()
-    disk = Failing(monkeypatch, "unlink", errno.EIO)
-    with pytest.raises(TransferError):
+    with system_call("unlink", fails_with=errno.EIO), pytest.raises(TransferError):
         store.discard("key")
-    disk.broken = False
     store.close()
     with open_store(disk_dir) as again:
         assert again.keys() == []
 
 
-def test_closing_waits_for_a_removal_and_tries_it_again_if_it_fails(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_waits_for_a_removal_and_tries_it_again_if_it_fails(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.flush()
-    failed = threading.Event()
-    unlink = os.unlink
-
-    def fails_once(*args: Any, **options: Any) -> None:
-        if failed.is_set():
-            return unlink(*args, **options)
-        failed.set()
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "unlink", fails_once)
-    gate = hold_calls(monkeypatch, os, "unlink")
-    discarding = Caller(lambda: store.discard("key"))
-    assert gate.reached.wait(PATIENCE)
-    closing = Caller(store.close)
-    wait_for_a_request(store)
-    gate.open()
-    assert isinstance(discarding.ended(), TransferError)
-    assert failed.is_set()
-    assert closing.ended() is None
-    with open_store(disk_dir) as again:
-        assert again.keys() == []
+    once = system_call("unlink", fails_with=errno.EIO, at=1)
+    with once as failed, held_calls("unlink") as gate:
+        discarding = Caller(lambda: store.discard("key"))
+        assert gate.reached.wait(PATIENCE)
+        closing = Caller(store.close)
+        wait_for_a_request(store)
+        gate.open()
+        assert isinstance(discarding.ended(), TransferError)
+        assert failed
+        assert closing.ended() is None
+        with open_store(disk_dir) as again:
+            assert again.keys() == []
 
 
 # Traces ------------------------------------------------------------------------------------------

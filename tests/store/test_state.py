@@ -6,15 +6,14 @@ import errno
 import gc
 import os
 import random
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.engine import core_of, mutable
-from tests.helpers.threads import hold_calls, start_thread
+from tests.helpers.system_calls import system_call
+from tests.helpers.threads import Gate, hold_calls, start_thread
 from tests.store.helpers import (
     FLOATS_PER_PAGE,
     PAGE,
@@ -34,7 +33,6 @@ from tests.store.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tests.store.test_faults import Failing
 from tierstore import (
     Access,
     BudgetError,
@@ -100,8 +98,9 @@ def fill(tensors: Tensors, value: float) -> None:
 
 def places(store: TierStore) -> tuple[int, int]:
     """Where the last place ends in the file of what is away, and how long that file is."""
-    spill = core_of(store).tiers.disk._the_spill()
-    return spill._end, os.stat(spill.path).st_size
+    spill = core_of(store).tiers.disk.spill
+    assert spill is not None
+    return spill.room()[0], os.stat(spill.path).st_size
 
 
 # Values ------------------------------------------------------------------------------------------
@@ -475,40 +474,36 @@ def test_nothing_of_it_outlives_the_store(device: str, disk_dir: Path) -> None:
 @on_both
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_a_save_that_fails_leaves_the_group_where_it_was(
-    number: int, device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, device: str, disk_dir: Path
 ) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1, 2)})
         with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
             lease.tensors["a"].fill_(2)
-        disk = Failing(monkeypatch, "pwrite", number)
-        mutable(store).write_back("key")
-        for _ in range(2):
-            with pytest.raises(TransferError) as error:
-                mutable(store).move_to_disk(["key"])
-            assert isinstance(error.value, DiskFullError) == (number == errno.ENOSPC)
-            assert (held_values(store, "key")["a"] == 2).all()
-        assert disk.failed >= 2
-        disk.broken = False
+        with system_call("pwrite", fails_with=number) as failed:
+            mutable(store).write_back("key")
+            for _ in range(2):
+                with pytest.raises(TransferError) as error:
+                    mutable(store).move_to_disk(["key"])
+                assert isinstance(error.value, DiskFullError) == (number == errno.ENOSPC)
+                assert (held_values(store, "key")["a"] == 2).all()
+            assert len(failed) >= 2
         mutable(store).move_to_disk(["key"])
         assert (shown["a"] == 2).all()
         assert_sound(store)
 
 
 @on_both
-def test_a_disk_without_room_for_a_place_is_told(
-    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_for_a_place_is_told(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
-        disk = Failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
-        with pytest.raises(DiskFullError):
-            mutable(store).create_on_disk("a", {"a": pages(1)})
-        assert "a" not in store
-        mutable(store).create("b", {"a": pages(1)})
-        with pytest.raises(DiskFullError):
-            mutable(store).move_to_disk(["b"])
-        assert disk.failed >= 2
-        disk.broken = False
+        with system_call("posix_fallocate", fails_with=errno.ENOSPC) as failed:
+            with pytest.raises(DiskFullError):
+                mutable(store).create_on_disk("a", {"a": pages(1)})
+            assert "a" not in store
+            mutable(store).create("b", {"a": pages(1)})
+            with pytest.raises(DiskFullError):
+                mutable(store).move_to_disk(["b"])
+            assert len(failed) >= 2
         mutable(store).create_on_disk("a", {"a": pages(1)})
         mutable(store).move_to_disk(["b"])
         assert (mutable(store).view_on_disk("b")["a"] == 1).all()
@@ -552,23 +547,15 @@ def test_what_is_expected_is_brought_as_far_as_was_said(device: str, disk_dir: P
 
 @on_both
 def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
-    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, disk_dir: Path
 ) -> None:
     """It was read before somebody wrote to what is shown."""
-    read, go_on = threading.Event(), threading.Event()
-    original = os.preadv
-
-    def slow(*args: Any, **options: Any) -> Any:
-        done = original(*args, **options)
-        read.set()
-        assert go_on.wait(PATIENCE)
-        return done
-
-    with open_store(disk_dir, device=device) as store:
+    gate = Gate()
+    reads = system_call("preadv", after=gate.hold)
+    with open_store(disk_dir, device=device) as store, reads:
         shown = settled(store, "key", {"a": pages(1)})
-        monkeypatch.setattr(os, "preadv", slow)
         mutable(store).expect_in_host(["key"])
-        assert read.wait(PATIENCE)
+        assert gate.reached.wait(PATIENCE)
         found = []
 
         def work() -> None:
@@ -578,7 +565,7 @@ def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
 
         thread = start_thread(work)
         wait_for_a_request(store)  # of who puts it away, or of who gets it
-        go_on.set()
+        gate.open()
         join(thread)
         assert (found[0]["a"] == 2).all()
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import random
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.helpers.engine import core_of
+from tests.helpers.system_calls import Call, system_call
 from tests.store import traces
 from tests.store.helpers import (
     PAGE,
@@ -40,15 +40,9 @@ def fill(store: TierStore, count: int, size: int = 2) -> list[str]:
     return keys
 
 
-def slow_reads(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def slow_reads(seconds: float) -> AbstractContextManager[list[Call]]:
     """Every read of a file takes so long."""
-    read = os.preadv
-
-    def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(seconds)
-        return read(*args, **options)
-
-    monkeypatch.setattr(os, "preadv", slow)
+    return system_call("preadv", before=lambda: time.sleep(seconds))
 
 
 def test_a_trace_is_sound_and_ends_at_the_numbers_of_the_store(
@@ -114,14 +108,12 @@ def test_the_work_after_a_use_lasts_until_the_next_request(disk_dir: Path, tmp_p
     assert computed[2] >= 0.04
 
 
-def test_a_stall_is_told_with_its_key_and_how_it_was_met(
-    disk_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stall_is_told_with_its_key_and_how_it_was_met(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir) as store:
         fill(store, 1)
         push_out(store, "layer/0")
-        slow_reads(monkeypatch, 0.05)
-        store.get("layer/0")
+        with slow_reads(0.05):
+            store.get("layer/0")
         store.trace(tmp_path / "trace.json")
         stats = store.stats()
     document = traces.check(tmp_path / "trace.json", stats)
@@ -137,15 +129,13 @@ def test_a_stall_is_told_with_its_key_and_how_it_was_met(
     assert stats.overlap == pytest.approx(hidden, abs=1e-6)
 
 
-def test_what_is_hidden_behind_work_is_no_stall(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_hidden_behind_work_is_no_stall(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         fill(store, 1)
         push_out(store, "layer/0")
-        slow_reads(monkeypatch, 0.02)
-        store.prefetch("layer/0")
-        wait_until_idle(store)
+        with slow_reads(0.02):
+            store.prefetch("layer/0")
+            wait_until_idle(store)
         store.get("layer/0")
         stats = store.stats()
     assert (stats.hits, stats.stalled_seconds, stats.overlap) == (1, 0.0, 1.0)
@@ -230,21 +220,13 @@ def test_a_caller_with_several_leases_computes_one_thing_at_a_time(
     assert len({event["tid"] for event in computed}) == 1
 
 
-def test_failed_reads_are_shown_and_not_counted(
-    disk_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_reads_are_shown_and_not_counted(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir) as store:
         fill(store, 1)
         push_out(store, "layer/0")
-        with monkeypatch.context() as broken:
-
-            def fail(*_: Any) -> Any:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-            broken.setattr(os, "preadv", fail)
-            with pytest.raises(TransferError):
-                store.get("layer/0")
+        with system_call("preadv", fails_with=errno.EIO), pytest.raises(TransferError):
+            store.get("layer/0")
         store.trace(path)
         stats = store.stats()
         assert stats.bytes_read == 0
@@ -272,7 +254,7 @@ def test_what_was_forgotten_is_said_and_the_sums_stay_true(disk_dir: Path, tmp_p
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 8 * PAGE) as store:
         journal = core_of(store).mover.journal
-        journal.uses, journal.levels, journal._spans = Ring(5), Ring(5), Ring(5)
+        journal.uses, journal.levels, journal.spans = Ring(5), Ring(5), Ring(5)
         keys = fill(store, 10)
         for key in keys * 2:
             store.get(key)
@@ -291,22 +273,15 @@ def test_what_was_forgotten_is_said_and_the_sums_stay_true(disk_dir: Path, tmp_p
 # Files -----------------------------------------------------------------------------------------
 
 
-def test_a_trace_that_cannot_be_written_leaves_the_old_one(
-    disk_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_that_cannot_be_written_leaves_the_old_one(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "out" / "trace.json"
     path.parent.mkdir()
     with open_store(disk_dir) as store:
         store.trace(path)
         before = path.read_bytes()
-
-        def fail(*_: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        with monkeypatch.context() as full:
-            full.setattr(os, "replace", fail)
-            with pytest.raises(OSError, match="No space"):
-                store.trace(path)
+        full = system_call("replace", fails_with=errno.ENOSPC)
+        with full, pytest.raises(OSError, match="No space"):
+            store.trace(path)
         assert path.read_bytes() == before
         assert list(path.parent.iterdir()) == [path], "a draft was left behind"
         store.put("key", pages(1))
@@ -314,15 +289,12 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(
         assert path.read_bytes() != before
 
 
-def test_stalls_fall_into_the_ranges_of_a_profile(
-    disk_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalls_fall_into_the_ranges_of_a_profile(disk_dir: Path, tmp_path: Path) -> None:
     """torch.profiler's clock and ours are the same in the merged file."""
     with open_store(disk_dir) as store:
         fill(store, 1)
         push_out(store, "layer/0")
-        slow_reads(monkeypatch, 0.1)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with slow_reads(0.1), profile(activities=[ProfilerActivity.CPU]) as profiler:
             with record_function("before"):
                 time.sleep(0.1)
             with record_function("fetching"):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.helpers.system_calls import Call, statx_tells, system_call, taking_direct_opens
 from tierstore.model.sizes import PAGE
-from tierstore.system import files as disk
 from tierstore.system.files import DataFile, FileTable
 
 
@@ -30,25 +29,19 @@ def start_of(file: DataFile) -> bytes:
     return bytes(room).rstrip(b".")
 
 
-def refusing_opens(monkeypatch: pytest.MonkeyPatch, number: int, times: Iterator[bool]) -> None:
-    plain_open = os.open
-
-    def refuse(path: str, flags: int, *args: Any, **options: Any) -> int:
-        if not flags & os.O_DIRECT and next(times, False):
-            raise OSError(number, os.strerror(number))
-        return plain_open(path, flags, *args, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
+def one_open_fails(number: int) -> AbstractContextManager[list[Call]]:
+    return system_call("open", fails_with=number, when=lambda call: not call.direct, at=1)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 def test_without_a_descriptor_left_files_that_nobody_reads_are_closed(
-    number: int, paths: list[str], monkeypatch: pytest.MonkeyPatch
+    number: int, paths: list[str]
 ) -> None:
     table = FileTable("/nowhere")
     table.get(paths[0])
-    refusing_opens(monkeypatch, number, iter([True]))
-    assert start_of(table.get(paths[1])) == b"second"
+    with one_open_fails(number) as failed:
+        assert start_of(table.get(paths[1])) == b"second"
+    assert failed
     assert start_of(table.get(paths[0])) == b"first"
 
 
@@ -56,12 +49,11 @@ def test_without_a_descriptor_left_files_that_nobody_reads_are_closed(
     ("number", "others"), [(errno.EMFILE, False), (errno.EACCES, True), (errno.EIO, True)]
 )
 def test_an_open_that_would_fail_again_is_not_tried_again(
-    number: int, others: bool, paths: list[str], monkeypatch: pytest.MonkeyPatch
+    number: int, others: bool, paths: list[str]
 ) -> None:
     table = FileTable("/nowhere")
     kept = table.get(paths[0]) if others else None
-    refusing_opens(monkeypatch, number, iter([True]))
-    with pytest.raises(OSError) as error:
+    with one_open_fails(number), pytest.raises(OSError) as error:
         table.get(paths[1])
     assert error.value.errno == number
     assert kept is None or table.get(paths[0]) is kept, "others were closed for nothing"
@@ -69,36 +61,24 @@ def test_an_open_that_would_fail_again_is_not_tried_again(
 
 @pytest.mark.parametrize("change", ["forget", "expect"])
 def test_a_file_whose_name_leads_elsewhere_while_it_is_opened_is_not_kept(
-    change: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
+    change: str, paths: list[str]
 ) -> None:
     """Whoever asked before may have the old one; whoever asks afterwards may not."""
     table = FileTable("/nowhere")
-    real = disk.direct_alignment
 
-    def replaced(descriptor: int) -> Any:
-        monkeypatch.setattr(disk, "direct_alignment", real)
+    def replace() -> None:
         os.replace(paths[1], paths[0])
         getattr(table, change)(paths[0])
-        return real(descriptor)
 
-    monkeypatch.setattr(disk, "direct_alignment", replaced)
-    assert start_of(table.get(paths[0])) == b"first"
+    with system_call("statx", before=replace, at=1):
+        assert start_of(table.get(paths[0])) == b"first"
     assert start_of(table.get(paths[0])) == b"second"
 
 
-def test_two_who_open_a_file_at_once_have_the_same(
-    paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = FileTable("/nowhere")
-    real, others = disk.direct_alignment, []
-
-    def meanwhile(descriptor: int) -> Any:
-        monkeypatch.setattr(disk, "direct_alignment", real)
-        others.append(table.get(paths[0]))
-        return real(descriptor)
-
-    monkeypatch.setattr(disk, "direct_alignment", meanwhile)
-    assert table.get(paths[0]) is others[0] is table.get(paths[0])
+def test_two_who_open_a_file_at_once_have_the_same(paths: list[str]) -> None:
+    table, others = FileTable("/nowhere"), []
+    with system_call("statx", before=lambda: others.append(table.get(paths[0])), at=1):
+        assert table.get(paths[0]) is others[0] is table.get(paths[0])
 
 
 def test_closing_says_whether_there_was_anything_to_close(paths: list[str]) -> None:
@@ -109,43 +89,26 @@ def test_closing_says_whether_there_was_anything_to_close(paths: list[str]) -> N
     assert not table.close()
 
 
-def test_advice_that_is_refused_loses_no_bytes(
-    paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: int) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(disk, "direct_alignment", lambda _: 0)
-    monkeypatch.setattr(os, "posix_fadvise", refuse)
-    file = DataFile(paths[0], follow_links=True)
-    assert start_of(file) == b"first"
+def test_advice_that_is_refused_loses_no_bytes(paths: list[str]) -> None:
+    with statx_tells(0), system_call("posix_fadvise", fails_with=errno.EINVAL) as refused:
+        assert start_of(DataFile(paths[0], follow_links=True)) == b"first"
+    assert refused
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_says_whether_it_is_read_past_the_cache(
-    number: int, paths: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_says_whether_it_is_read_past_the_cache(number: int, paths: list[str]) -> None:
     """Until that was refused once: not for alignment, but for whatever else fails there."""
-    plain_open, preadv = os.open, os.preadv
-    monkeypatch.setattr(disk, "direct_alignment", lambda _: PAGE)
-    monkeypatch.setattr(  # on any file system
-        os, "open", lambda path, flags, *a, **o: plain_open(path, flags & ~os.O_DIRECT, *a, **o)
-    )
-    file = DataFile(paths[0], follow_links=True)
+    with statx_tells(PAGE), taking_direct_opens():
+        file = DataFile(paths[0], follow_links=True)
     assert file.direct
-
-    def refuse(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if descriptor == file._direct:
-            raise OSError(number, os.strerror(number))
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", refuse)
-    if number == errno.EINVAL:
-        assert start_of(file) == b"first"
-        assert not file.direct
-    else:
-        with pytest.raises(OSError, match="Input/output"):
-            start_of(file)
-        assert file.direct
-    monkeypatch.setattr(disk, "direct_alignment", lambda _: 0)
-    assert not DataFile(paths[0], follow_links=True).direct
+    with system_call("preadv", fails_with=number, at=1) as refused:
+        if number == errno.EINVAL:
+            assert start_of(file) == b"first"
+            assert not file.direct
+        else:
+            with pytest.raises(OSError, match="Input/output"):
+                start_of(file)
+            assert file.direct
+    assert refused
+    with statx_tells(0):
+        assert not DataFile(paths[0], follow_links=True).direct

@@ -7,9 +7,8 @@ import gc
 import mmap
 import os
 import random
-import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.files import open_files
+from tests.helpers.system_calls import Call, lacking, refusing_opens, statx_tells, system_call
 from tierstore.model.errors import (
     DiskFullError,
     StaleCheckpointError,
@@ -26,7 +26,6 @@ from tierstore.model.errors import (
 )
 from tierstore.model.groups import Extent, Segment, Source
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.system import files as disk
 from tierstore.system.files import (
     MAX_OPEN_FILES,
     DataFile,
@@ -68,18 +67,16 @@ def read(file: DataFile, offset: int, nbytes: int) -> bytes:
 
 
 @pytest.fixture
-def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def direct_reads() -> Iterator[list[bool]]:
     """Notes of every `preadv` whether it went past the page cache."""
     notes: list[bool] = []
-    preadv = os.preadv
 
-    def noted(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
-        notes.append(bool(int(flags, 8) & os.O_DIRECT))
-        return preadv(descriptor, buffers, offset)
+    def note(call: Call) -> Any:
+        notes.append(call.direct)
+        return call.go_on()
 
-    monkeypatch.setattr(os, "preadv", noted)
-    return notes
+    with system_call("preadv", answer=note):
+        yield notes
 
 
 def open_file(path: str) -> DataFile:
@@ -87,7 +84,7 @@ def open_file(path: str) -> DataFile:
 
 
 def knows_direct_reads(path: str) -> bool:
-    return open_file(path)._direct is not None
+    return open_file(path).direct
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,51 +107,25 @@ def test_aligned_reads_go_past_the_page_cache(path: str, direct_reads: list[bool
     assert bytes(memory[: PAGE + 1]) == content(SIZE)[: PAGE + 1]
 
 
-def test_a_file_system_that_refuses_direct_opens(
-    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
-) -> None:
-    plain_open = os.open
-    given_back: list[int] = []
-    fadvise = os.posix_fadvise
-
-    def refusing(name: str, flags: int, *args: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "refused")
-        return plain_open(name, flags, *args, **options)
-
-    def noted(descriptor: int, offset: int, length: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_DONTNEED
-        given_back.append(length)
-        fadvise(descriptor, offset, length, advice)
-
-    monkeypatch.setattr(os, "open", refusing)
-    monkeypatch.setattr(os, "posix_fadvise", noted)
-    assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
+def test_a_file_system_that_refuses_direct_opens(path: str, direct_reads: list[bool]) -> None:
+    with refusing_opens(os.O_DIRECT), system_call("posix_fadvise") as advice:
+        assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
     assert direct_reads == [False]
-    assert sum(given_back) >= 3 * PAGE, "what was read stays in the page cache"
+    assert {call.args[3] for call in advice} == {os.POSIX_FADV_DONTNEED}
+    given_back = sum(call.args[2] for call in advice)
+    assert given_back >= 3 * PAGE, "what was read stays in the page cache"
 
 
-def test_a_file_system_that_takes_the_flag_and_refuses_the_read(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_that_takes_the_flag_and_refuses_the_read(path: str) -> None:
     if not knows_direct_reads(path):
         pytest.skip("this file system knows no direct reads")
-    preadv = os.preadv
     file = open_file(path)
-    direct = file._direct
-    refused = []
-
-    def refusing(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        if descriptor == direct:
-            refused.append(offset)
-            raise OSError(errno.EINVAL, "refused")
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", refusing)
-    for _ in range(3):
-        assert read(file, 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
+    with system_call("preadv", fails_with=errno.EINVAL, when=lambda call: call.direct) as refused:
+        for _ in range(3):
+            assert read(file, 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
     assert len(refused) == 1, "it is never asked again"
     # Another thread may be about to read: the number must not become another file's.
+    direct = refused[0].args[0]
     assert os.readlink(f"/proc/self/fd/{direct}") == path
     del file
     gc.collect()
@@ -163,33 +134,21 @@ def test_a_file_system_that_takes_the_flag_and_refuses_the_read(
 
 
 @pytest.mark.parametrize("most", [1, 511, 4095, 4096, 4097, 9000])
-def test_reads_that_come_in_pieces(path: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_that_come_in_pieces(path: str, most: int) -> None:
     """As after a signal, on a network file system, or across the end of an extent."""
-    preadv = os.preadv
-    calls = []
-
-    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        calls.append(offset)
-        return preadv(descriptor, [buffers[0][:most]], offset)
-
-    monkeypatch.setattr(os, "preadv", short)
-    assert read(open_file(path), 77, 2 * PAGE) == content(SIZE)[77 : 77 + 2 * PAGE]
+    with system_call("preadv", short=most) as calls:
+        assert read(open_file(path), 77, 2 * PAGE) == content(SIZE)[77 : 77 + 2 * PAGE]
     assert len(calls) >= 2 * PAGE // most
 
 
 def test_a_direct_read_that_stops_inside_a_page_goes_on(
-    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+    path: str, direct_reads: list[bool]
 ) -> None:
     if not knows_direct_reads(path):
         pytest.skip("this file system knows no direct reads")
-    counted = os.preadv
-
-    def short_once(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        got = counted(descriptor, buffers, offset)
-        return got if len(direct_reads) > 1 else 1000
-
-    monkeypatch.setattr(os, "preadv", short_once)
-    assert read(open_file(path), 0, 3 * PAGE) == content(SIZE)[: 3 * PAGE]
+    stops = system_call("preadv", answer=lambda call: min(call.go_on(), 1000), at=1)
+    with stops:
+        assert read(open_file(path), 0, 3 * PAGE) == content(SIZE)[: 3 * PAGE]
     assert direct_reads == [True, False]
 
 
@@ -206,14 +165,11 @@ def test_a_file_that_ends_too_early(path: str, size: int) -> None:
         assert read(file, 0, size) == content(SIZE)[:size]
 
 
-def test_an_error_of_the_disk_is_not_taken_for_anything_else(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*args: Any) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(OSError, match="Input/output"):
+def test_an_error_of_the_disk_is_not_taken_for_anything_else(path: str) -> None:
+    with (
+        system_call("preadv", fails_with=errno.EIO),
+        pytest.raises(OSError, match="Input/output"),
+    ):
         read(open_file(path), 0, PAGE)
 
 
@@ -292,19 +248,6 @@ def test_parts_are_few_and_alike(nbytes: int, pages: int) -> None:
 # What a disk is like -----------------------------------------------------------------------------
 
 
-def telling(memory: int, offset: int, mask: int = 0x2000) -> Callable[..., int]:
-    """The system call `statx` of a file system that tells of direct reads."""
-
-    def statx(_: int, __: bytes, ___: int, ____: int, answer: Any) -> int:
-        raw = bytearray(256)
-        struct.pack_into("=I", raw, 0, mask)
-        struct.pack_into("=II", raw, 152, memory, offset)
-        answer.raw = bytes(raw)
-        return 0
-
-    return statx
-
-
 def test_the_system_tells_what_direct_reads_want(path: str) -> None:
     with open(path, "rb") as file:
         told = direct_alignment(file.fileno())
@@ -321,30 +264,33 @@ def test_the_system_tells_what_direct_reads_want(path: str) -> None:
     os.close(descriptor)
 
 
-def test_a_system_that_does_not_tell(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_does_not_tell(path: str) -> None:
+    untold = (
+        lacking("statx"),
+        system_call("statx", fails_with=errno.ENOSYS),
+        statx_tells(512, mask=0),
+    )
     with open(path, "rb") as file:
-        for statx in (None, lambda *_: -1, telling(512, 512, mask=0)):
-            monkeypatch.setattr(disk, "_statx", statx)
-            assert direct_alignment(file.fileno()) is None
-            assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
+        for system in untold:
+            with system:
+                assert direct_alignment(file.fileno()) is None
+                assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
 
 
 def test_a_file_that_takes_no_direct_reads_is_not_asked_for_any(
-    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
+    path: str, direct_reads: list[bool]
 ) -> None:
     """Some file systems take the flag and read through the cache all the same."""
-    monkeypatch.setattr(disk, "_statx", telling(0, 0))
-    assert read(open_file(path), 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
+    with statx_tells(0):
+        assert read(open_file(path), 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
     assert direct_reads == [False]
 
 
-def test_a_disk_that_wants_more_than_pages(
-    path: str, monkeypatch: pytest.MonkeyPatch, direct_reads: list[bool]
-) -> None:
+def test_a_disk_that_wants_more_than_pages(path: str, direct_reads: list[bool]) -> None:
     if not knows_direct_reads(path):
         pytest.skip("this file system knows no direct reads")
-    monkeypatch.setattr(disk, "_statx", telling(512, 4 * PAGE))
-    file = open_file(path)
+    with statx_tells(4 * PAGE):
+        file = open_file(path)
     assert read(file, PAGE, 2 * PAGE) == content(SIZE)[PAGE : 3 * PAGE]
     assert read(file, 0, 4 * PAGE) == content(SIZE)[: 4 * PAGE]
     assert direct_reads == [False, True]
@@ -488,14 +434,8 @@ def test_many_threads_share_a_table(many: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 1000, PAGE])
-def test_writes_that_come_in_pieces(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pwrite = os.pwrite
-    monkeypatch.setattr(
-        os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:most], offset)
-    )
-    with open(tmp_path / "file", "wb") as file:
+def test_writes_that_come_in_pieces(most: int, tmp_path: Path) -> None:
+    with system_call("pwrite", short=most), open(tmp_path / "file", "wb") as file:
         write_all(file.fileno(), memoryview(content(2 * PAGE)), 10)
     assert (tmp_path / "file").read_bytes() == bytes(10) + content(2 * PAGE)
 

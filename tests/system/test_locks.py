@@ -10,10 +10,14 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import Container
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.files import is_open, open_files
+from tests.helpers.system_calls import Call, system_call
 from tests.tiers.dying import KEY, NEW, OLD, data_of, packing
 from tierstore.model.errors import DiskFullError, StoreLockedError, TierStoreError, TransferError
 from tierstore.model.groups import Block, TensorSpec, pack
@@ -21,7 +25,6 @@ from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE
 from tierstore.system import locking
 from tierstore.system.locking import MAX_PROCESS, MAX_SHOWN, describe_owner, is_locked
-from tierstore.tiers import directory as module
 from tierstore.tiers.directory import ObjectDirectory
 
 WAIT = 60.0
@@ -67,14 +70,10 @@ def test_an_owner_that_has_ended_is_said_to_have_left_a_fork(tmp_path: Path) -> 
     assert elsewhere == f"process {ended.pid} on 'elsewhere'", "of other machines nobody can tell"
 
 
-def test_an_owner_that_belongs_to_somebody_else_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: int) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "kill", refuse)
-    assert "has ended" not in owner_written_as(owner(4711, HOST), tmp_path)
+def test_an_owner_that_belongs_to_somebody_else_lives(tmp_path: Path) -> None:
+    with system_call("kill", fails_with=errno.EPERM) as asked:
+        assert "has ended" not in owner_written_as(owner(4711, HOST), tmp_path)
+    assert asked
 
 
 @pytest.mark.parametrize(
@@ -100,43 +99,32 @@ def test_who_looks_at_a_directory_without_a_lock_finds_nobody(tmp_path: Path) ->
     assert not any(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_has_no_owner(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_has_no_owner(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
-
-    def refuse(*_: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
+    with system_call("flock", fails_with=errno.ENOLCK):
         assert is_locked(disk_dir) is None
     assert is_locked(disk_dir) is not None, "the control"
     directory.close()
 
 
-def test_a_lock_is_tried_for_a_moment_and_no_longer(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_is_tried_for_a_moment_and_no_longer(disk_dir: Path) -> None:
     """Whoever only looks holds it for a moment."""
     ObjectDirectory(disk_dir).close()
-    tries: list[int] = []
-    flock = fcntl.flock
 
-    def busy(descriptor: int, operation: int) -> None:
-        if operation & fcntl.LOCK_EX:
-            tries.append(operation)
-            if len(tries) % 10:
-                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        flock(descriptor, operation)
+    def busy(tries: Container[int]) -> AbstractContextManager[list[Call]]:
+        return system_call(
+            "flock",
+            fails_with=errno.EAGAIN,
+            when=lambda call: call.args[1] & fcntl.LOCK_EX,
+            at=tries,
+        )
 
-    monkeypatch.setattr(fcntl, "flock", busy)
-    with pytest.raises(StoreLockedError):
+    with busy(range(1, 100)) as tries, pytest.raises(StoreLockedError):
         ObjectDirectory(disk_dir)
     assert 1 < len(tries) < 10
-    del tries[:]
-    tries.extend(range(8))  # two more, and the tenth is granted
-    ObjectDirectory(disk_dir).close()
+    with busy(range(1, 2)) as tries:
+        ObjectDirectory(disk_dir).close()
+    assert len(tries) == 1
     assert free(disk_dir)
 
 
@@ -173,19 +161,20 @@ def test_what_a_child_gives_back_was_never_its_own(disk_dir: Path) -> None:
     assert free(disk_dir)
 
 
-def test_after_a_fork_every_copy_of_a_lock_is_closed(
-    disk_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the child does, seen from where it can be looked at."""
-    copies = {os.open(tmp_path, os.O_RDONLY) for _ in range(3)}
-    left = set(copies)
-    monkeypatch.setattr(locking, "_held", left)
-    locking._leave_to_the_parent()
-    assert not left
-    for descriptor in copies:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
-    locking.give_back(max(copies))  # not held here: it may be anybody's number by now
+def test_after_a_fork_every_copy_of_a_lock_is_closed(tmp_path: Path) -> None:
+    """Every lock that its parent holds; a number that is not of one of them stays open."""
+    directories = [ObjectDirectory(tmp_path / name) for name in "abc"]
+    other = os.open(tmp_path, os.O_RDONLY)
+    child = os.fork()
+    if child == 0:
+        locks = [path for path in open_files(tmp_path).values() if path.endswith("/LOCK")]
+        locking.give_back(other)  # not held here: it may be anybody's number by now
+        os._exit(len(locks) + (0 if is_open(other) else 100))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    os.close(other)
+    for directory in directories:
+        directory.close()
 
 
 # What is left behind -----------------------------------------------------------------------------
@@ -233,24 +222,18 @@ def test_directories_that_are_missing_are_made_for_the_owner_only(tmp_path: Path
     ],
 )
 def test_the_name_of_a_new_directory_lasts_and_that_of_an_old_one_is_not_ours(
-    exists: bool, number: int, opens: bool, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    exists: bool, number: int, opens: bool, disk_dir: Path
 ) -> None:
     """Who may not look into the directory above cannot sync it; a disk that fails is an error."""
     if exists:
         disk_dir.mkdir()
-    plain_open = os.open
-
-    def fail(path: str, *args: int, **options: int) -> int:
-        if path == str(disk_dir.parent):
-            raise OSError(number, os.strerror(number))
-        return plain_open(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", fail)
-    if opens:
-        ObjectDirectory(disk_dir).close()
-    else:
-        with pytest.raises(Exception, match=os.strerror(number)):
-            ObjectDirectory(disk_dir)
+    above = str(disk_dir.parent)
+    with system_call("open", fails_with=number, when=lambda call: call.args[0] == above):
+        if opens:
+            ObjectDirectory(disk_dir).close()
+        else:
+            with pytest.raises(Exception, match=os.strerror(number)):
+                ObjectDirectory(disk_dir)
 
 
 # Closing -----------------------------------------------------------------------------------------
@@ -263,42 +246,39 @@ def test_a_directory_that_was_closed_well_leaves_an_empty_lock(disk_dir: Path) -
     assert (disk_dir / "LOCK").stat().st_size == 0
 
 
-def test_a_name_that_may_not_last_is_left_to_the_next_owner(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_may_not_last_is_left_to_the_next_owner(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     directory.write(KEY, packing(), data_of(OLD), single=False)
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "sync_names", fail)
-        with pytest.raises(TransferError, match="Input/output"):
-            directory.remove(KEY)
+    with (
+        system_call("fsync", fails_with=errno.EIO),
+        pytest.raises(TransferError, match="Input/output"),
+    ):
+        directory.remove(KEY)
     directory.close()
     assert (disk_dir / "LOCK").stat().st_size > 0, "it looks as if nothing were in doubt"
-    synced: list[int] = []
-    sync_names = module.sync_names
-    monkeypatch.setattr(module, "sync_names", lambda d: (synced.append(d), sync_names(d)))
-    ObjectDirectory(disk_dir).close()
-    assert synced, "the next owner has not seen to it"
+    with system_call("fsync") as synced:
+        ObjectDirectory(disk_dir).close()
+    with system_call("fsync") as synced_without_doubt:
+        ObjectDirectory(disk_dir).close()
+    assert len(synced) > len(synced_without_doubt), "the next owner has not seen to it"
 
 
+@pytest.mark.parametrize(
+    ("mode", "mine", "refused"),
+    [
+        (0o700, True, False),
+        (0o777, True, False),
+        (0o755, False, False),
+        (0o775, False, True),
+        (0o757, False, True),
+    ],
+)
 def test_a_directory_that_others_may_change_is_refused(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    mode: int, mine: bool, refused: bool, disk_dir: Path
 ) -> None:
-    disk_dir.mkdir(mode=0o700)
-    mine = os.geteuid()
-    for mode, user, refused in (
-        (0o700, mine, False),
-        (0o777, mine, False),
-        (0o755, mine + 1, False),
-        (0o775, mine + 1, True),
-        (0o757, mine + 1, True),
-    ):
-        disk_dir.chmod(mode)
-        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+    disk_dir.mkdir()
+    disk_dir.chmod(mode)
+    with system_call("geteuid", returns=os.geteuid() + (not mine)):
         if refused:
             with pytest.raises(TierStoreError, match="belongs to somebody else"):
                 ObjectDirectory(disk_dir)
@@ -336,18 +316,12 @@ def test_a_group_without_bytes_reads_nothing(disk_dir: Path) -> None:
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "fsync", "rename"])
 def test_a_write_that_fails_leaves_the_old_group_and_nothing_else(
-    call: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, disk_dir: Path
 ) -> None:
     directory = ObjectDirectory(disk_dir)
     before = directory.write(KEY, packing(), data_of(OLD), single=False)
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(DiskFullError) as error:
-            directory.write(KEY, packing(), data_of(NEW), single=False)
+    with system_call(call, fails_with=errno.ENOSPC), pytest.raises(DiskFullError) as error:
+        directory.write(KEY, packing(), data_of(NEW), single=False)
     assert error.value.key == KEY
     assert os.listdir(disk_dir / "tmp") == []
     assert directory.objects() == [before]

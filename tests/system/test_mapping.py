@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.events import before, failing
+from tests.helpers.system_calls import system_call
 from tierstore.model.errors import TransferError, TruncatedFileError
 from tierstore.model.sizes import PAGE
-from tierstore.system import maps
 from tierstore.system.mapping import map_open_file
 from tierstore.system.maps import AddressSpace, WriteWatch, map_file
 from tierstore.tiers.spill import Spill
@@ -76,14 +77,11 @@ def test_what_a_file_does_not_hold_is_not_mapped(path: Path) -> None:
 
 
 def test_a_place_that_nobody_wrote_to_can_be_shown_where_no_room_is_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    def cannot(*_: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no room can be reserved")
-
-    monkeypatch.setattr(os, "posix_fallocate", cannot)
     spill = Spill(str(tmp_path))
-    first, second = spill.take_extent(2 * PAGE), spill.take_extent(PAGE)
+    with system_call("posix_fallocate", fails_with=errno.EOPNOTSUPP):
+        first, second = spill.take_extent(2 * PAGE), spill.take_extent(PAGE)
     spill.show(second)[:2] = b"ab"
     shown = spill.show(first)
     assert bytes(shown) == bytes(2 * PAGE)
@@ -93,27 +91,16 @@ def test_a_place_that_nobody_wrote_to_can_be_shown_where_no_room_is_reserved(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
-def test_writes_that_cannot_be_looked_for_are_not_taken_for_none(
-    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
+def test_writes_that_cannot_be_looked_for_are_not_taken_for_none(number: int) -> None:
     watch = WriteWatch([(0, PAGE)])
-    monkeypatch.setattr("builtins.open", fail)
-    for act in (watch.written, AddressSpace):
-        with pytest.raises(TransferError, match="/proc/self/"):
-            act()
-    assert maps._written_pages(0, PAGE) is None, "who cannot tell must store it"
+    with before("open", failing(number)):
+        for act in (watch.written, AddressSpace):
+            with pytest.raises(TransferError, match="/proc/self/"):
+                act()
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM])
-def test_a_system_that_does_not_tell_of_writes_is_borne_with(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
+def test_a_system_that_does_not_tell_of_writes_is_borne_with(number: int) -> None:
     watch = WriteWatch([(0, PAGE)])
-    monkeypatch.setattr("builtins.open", fail)
-    assert watch.written() == []
+    with before("open", failing(number)):
+        assert watch.written() == []

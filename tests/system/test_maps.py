@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import builtins
+import errno
 import mmap
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+from tests.helpers.events import before
 from tests.store.helpers import (
     PAGE,
     assert_group,
@@ -149,20 +149,18 @@ def test_a_file_that_only_looks_as_if_it_were_removed(path: Path) -> None:
     assert extent is None or extent == Extent(str(place), 0, NPAGES * PAGE)
 
 
-def test_where_pages_cannot_be_looked_up_nothing_is_believed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENFILE, errno.EIO])
+def test_where_pages_cannot_be_looked_up_nothing_is_believed(number: int, path: Path) -> None:
+    """Who cannot tell must store it."""
     tensor = mapped(path)
-    plain_open = builtins.open
-
-    def refusing(name: Any, *args: Any, **options: Any) -> Any:
-        if str(name).endswith("pagemap"):
-            raise PermissionError(name)
-        return plain_open(name, *args, **options)
-
     assert found(tensor) is not None
-    monkeypatch.setattr(builtins, "open", refusing)
-    assert found(tensor) is None
+
+    def refuse(name: object, *_: object) -> None:
+        if str(name).endswith("pagemap"):
+            raise OSError(number, os.strerror(number))
+
+    with before("open", refuse):
+        assert found(tensor) is None
 
 
 # Maps --------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers.files import object_file
+from tests.helpers.system_calls import Call, system_call
 from tests.tiers.dying import KEY, NEW, OLD, data_of, packing
 from tierstore.model.errors import (
     CorruptDataError,
@@ -75,42 +76,31 @@ def test_the_error_of_an_object_is_raised_where_it_must_be_intact(store: Path) -
     assert error.value.path == str(path)
 
 
-def test_a_header_that_ends_while_it_is_read_is_no_header(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_that_ends_while_it_is_read_is_no_header(store: Path) -> None:
     """The file shrinks after its size was taken."""
     path = object_file(store, KEY)
-    descriptor, fstat = os.open(path, os.O_RDONLY), os.fstat
-
-    def shrinking(number: int) -> os.stat_result:
-        status = fstat(number)
-        os.truncate(path, 1000)
-        return status
-
-    monkeypatch.setattr(os, "fstat", shrinking)
-    with pytest.raises(InvalidHeaderError, match="ends inside its header"):
+    descriptor = os.open(path, os.O_RDONLY)
+    with (
+        system_call("fstat", after=lambda: os.truncate(path, 1000)),
+        pytest.raises(InvalidHeaderError, match="ends inside its header"),
+    ):
         read_header(descriptor, str(path))
     os.close(descriptor)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, part: str) -> None:
-    """From now on, a system call on a path that ends with `part` fails."""
-    plain = getattr(os, name)
+def failing(name: str, number: int, part: str) -> AbstractContextManager[list[Call]]:
+    """Inside, a system call on a path that ends with `part` fails."""
 
-    def fail(path: Any, *args: Any, **options: Any) -> Any:
-        if not isinstance(path, int) and str(path).endswith(part):
-            raise OSError(number, os.strerror(number))
-        return plain(path, *args, **options)
+    def concerns(call: Call) -> bool:
+        return not isinstance(call.args[0], int) and str(call.args[0]).endswith(part)
 
-    monkeypatch.setattr(os, name, fail)
+    return system_call(name, fails_with=number, when=concerns)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_an_object_that_cannot_be_opened_is_told_of(
-    number: int, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch, "open", number, ".safetensors")
-    [found] = find_objects(store)
+def test_an_object_that_cannot_be_opened_is_told_of(number: int, store: Path) -> None:
+    with failing("open", number, ".safetensors"):
+        [found] = find_objects(store)
     assert found.stored is None
     assert isinstance(found.error, TransferError)
     assert os.strerror(number) in str(found.error)
@@ -118,21 +108,18 @@ def test_an_object_that_cannot_be_opened_is_told_of(
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
 def test_who_cannot_look_does_not_say_that_anything_is_wrong_with_an_object(
-    number: int, store: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, store: Path
 ) -> None:
-    failing(monkeypatch, "open", number, ".safetensors")
-    with pytest.raises(TransferError) as error:
+    with failing("open", number, ".safetensors"), pytest.raises(TransferError) as error:
         list(find_objects(store))
     assert not isinstance(error.value, CorruptDataError)
 
 
-def test_an_object_that_vanishes_is_passed_over(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch, "stat", errno.ENOENT, ".safetensors")
-    assert list(find_objects(store)) == []
-    with pytest.raises(FileNotFoundError):
-        read_object(str(object_file(store, KEY)))
+def test_an_object_that_vanishes_is_passed_over(store: Path) -> None:
+    with failing("stat", errno.ENOENT, ".safetensors"):
+        assert list(find_objects(store)) == []
+        with pytest.raises(FileNotFoundError):
+            read_object(str(object_file(store, KEY)))
 
 
 def test_what_is_no_regular_file_is_not_opened(store: Path) -> None:
@@ -145,25 +132,20 @@ def test_what_is_no_regular_file_is_not_opened(store: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE])
 def test_a_shard_that_cannot_be_opened_is_not_taken_for_an_empty_one(
-    number: int, store: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, store: Path
 ) -> None:
-    failing(monkeypatch, "open", number, "/" + object_name(KEY)[:2])
-    with pytest.raises(TransferError, match="listing"):
+    shard = "/" + object_name(KEY)[:2]
+    with failing("open", number, shard), pytest.raises(TransferError, match="listing"):
         list(find_objects(store))
 
 
-def test_a_shard_that_cannot_be_listed_is_not_taken_for_an_empty_one(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_cannot_be_listed_is_not_taken_for_an_empty_one(store: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-
-    def fail(_: object) -> list[str]:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", fail)
-        with pytest.raises(TransferError, match=r"listing .* failed"):
-            list(find_objects(store))
+    with (
+        system_call("listdir", fails_with=errno.EIO),
+        pytest.raises(TransferError, match=r"listing .* failed"),
+    ):
+        list(find_objects(store))
     assert len(os.listdir("/proc/self/fd")) == before, "a directory was left open"
 
 
@@ -249,9 +231,7 @@ def test_the_format_is_what_other_versions_look_for(store: Path) -> None:
     assert header["__metadata__"]["tierstore.key"] == KEY
 
 
-def test_a_file_that_cannot_be_opened_has_no_size_and_no_time(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing(monkeypatch, "open", errno.EACCES, ".safetensors")
-    [found] = find_objects(store)
+def test_a_file_that_cannot_be_opened_has_no_size_and_no_time(store: Path) -> None:
+    with failing("open", errno.EACCES, ".safetensors"):
+        [found] = find_objects(store)
     assert (found.nbytes, found.modified) == (0, 0.0)

@@ -126,8 +126,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def memory_goes_only_when_its_work_is_over(self) -> None:
         if not hasattr(self, "arena"):
             return
-        kept = [slot.memory for idle in self.arena._idle.values() for slot in idle]
-        kept += [slot.memory for slot in [*self.taken, *self.arena._condemned]]
+        kept = [slot.memory for slot in [*self.taken, *self.arena.spare()]]
         for memory, work in self.work:
             assert work.over or any(memory is other for other in kept)
 
@@ -155,7 +154,7 @@ class ForgetsToWait(Arena):
 class UnmakesAfterwards(Arena):
     def fill(self, slot: Slot) -> torch.Tensor:
         if slot.memory is None:
-            slot.memory = self._make(slot.nbytes)
+            slot.memory = self.make(slot.nbytes)
             self.bytes_held += slot.nbytes
             self._unmake_condemned()
             self.peak_held = max(self.peak_held, self.bytes_held)

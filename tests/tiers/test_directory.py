@@ -9,6 +9,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors import safe_open
 
 from tests.helpers.files import flip_bit, object_file, open_files, with_flipped_bit
 from tests.helpers.processes import output_of
+from tests.helpers.system_calls import Call, no_chance, system_call
 from tests.tiers.dying import FLOATS, KEY, NEW, OLD, data_of, look, packing
 from tierstore.model.errors import (
     CorruptDataError,
@@ -94,37 +96,25 @@ def test_a_worse_protocol_is_caught(protocol: str, wrong: str, disk_dir: Path) -
     assert wrong in [found for _, found in dying(protocol, True, disk_dir)]
 
 
-class Recorder:
-    """Notes calls of `os` that make files last, with the names of what they were about."""
+LASTING = ("pwrite", "fsync", "posix_fallocate", "rename", "mkdir", "unlink")
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+
+class Recorder:
+    """Notes calls that make files last, with the names of what they were about."""
+
+    def __init__(self, root: Path) -> None:
         self.calls: list[tuple[str, str]] = []
         self._root = root
-        for name in ("pwrite", "fsync", "posix_fallocate"):
-            monkeypatch.setattr(os, name, self._noting(name, getattr(os, name), self._by_number))
-        for name in ("rename", "mkdir", "unlink"):
-            monkeypatch.setattr(os, name, self._noting(name, getattr(os, name), self._by_name))
 
-    def _noting(
-        self, name: str, original: Callable[..., Any], subject: Callable[..., str]
-    ) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            about = subject(*args, **options)
-            result = original(*args, **options)
-            self.calls.append((name, about))
-            return result
+    def noting(self) -> AbstractContextManager[list[Call]]:
+        return system_call(*LASTING, answer=self._note)
 
-        return call
-
-    def _by_number(self, descriptor: int, *_: Any) -> str:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        return str(path.relative_to(self._root))
-
-    def _by_name(self, path: str, *_: Any, **options: Any) -> str:
-        descriptor = options.get("src_dir_fd", options.get("dir_fd"))
-        if descriptor is None:
-            return str(Path(path).relative_to(self._root))
-        return os.path.join(self._by_number(descriptor), path)
+    def _note(self, call: Call) -> Any:
+        assert call.path is not None
+        about = str(Path(call.path).relative_to(self._root))  # before it leads elsewhere
+        result = call.go_on()
+        self.calls.append((call.name, about))
+        return result
 
     def places(self, name: str, about: str) -> list[int]:
         """Where in the record these calls are."""
@@ -132,15 +122,14 @@ class Recorder:
 
 
 @pytest.mark.parametrize("shard", ["is new", "was left by somebody who died"])
-def test_what_a_commit_says_would_survive_a_power_cut(
-    shard: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_commit_says_would_survive_a_power_cut(shard: str, disk_dir: Path) -> None:
     """Everything is synced before the next thing relies on it, and before the commit returns."""
     directory = ObjectDirectory(disk_dir)
     if shard != "is new":
         object_file(disk_dir, KEY).parent.mkdir()
-    record = Recorder(monkeypatch, disk_dir)
-    write(directory, KEY, NEW)
+    record = Recorder(disk_dir)
+    with record.noting():
+        write(directory, KEY, NEW)
     (_, temporary) = next(call for call in record.calls if call[0] == "rename")
     folder = "objects/" + object_name(KEY).partition("/")[0]
     (synced,), (renamed,) = record.places("fsync", temporary), record.places("rename", temporary)
@@ -148,7 +137,8 @@ def test_what_a_commit_says_would_survive_a_power_cut(
     assert renamed < record.places("fsync", folder)[-1]
     assert record.places("fsync", "objects"), "the shard's own name might be lost"
     record.calls.clear()
-    directory.remove(KEY)
+    with record.noting():
+        directory.remove(KEY)
     assert [name for name, _ in record.calls] == ["unlink", "fsync"]
     directory.close()
 
@@ -298,14 +288,11 @@ def test_links_below_objects_are_not_followed(disk_dir: Path, secret: Path) -> N
     assert look(disk_dir) == "new"
 
 
-def test_a_temporary_name_that_was_guessed_is_not_used(
-    disk_dir: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_name_that_was_guessed_is_not_used(disk_dir: Path, secret: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     write(directory, KEY, OLD)
-    monkeypatch.setattr(os, "urandom", bytes)
     (disk_dir / "tmp" / ("object-" + "00" * 8)).symlink_to(secret / "file")
-    with pytest.raises(TransferError):
+    with no_chance(), pytest.raises(TransferError):
         write(directory, KEY, NEW)
     directory.close()
     assert look(disk_dir) == "old"
@@ -446,45 +433,37 @@ def test_opening_removes_what_a_killed_process_left_under_the_stores_own_names(
 
 
 def test_the_names_of_new_directories_are_synced_in_those_above_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    record = Recorder(monkeypatch, tmp_path)
-    ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
+    record = Recorder(tmp_path)
+    with record.noting():
+        ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
     synced = [about for name, about in record.calls if name == "fsync"]
     assert {".", "new", "new/newer", "new/newer/store"} <= set(synced)
     record.calls.clear()
-    ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
+    with record.noting():
+        ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
     assert ("fsync", "new/newer") in record.calls, "who made it may have died before this"
 
 
+@pytest.mark.parametrize(
+    ("call", "about"),
+    [("open", "/objects"), ("open", "/tmp"), ("listdir", ""), ("fsync", "/store")],
+    ids=["objects", "tmp", "cleaning", "syncing"],
+)
 def test_an_opening_that_fails_leaves_no_lock_and_no_descriptor(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, about: str, disk_dir: Path
 ) -> None:
     made(disk_dir)
     before = os.listdir("/proc/self/fd")
-    listdir = os.listdir
-    for place in ("objects", "tmp", "cleaning", "syncing"):
-        with monkeypatch.context() as broken:
-            _break(broken, place)
-            with pytest.raises(TransferError, match="opening"):
-                ObjectDirectory(disk_dir)
-        assert len(listdir("/proc/self/fd")) == len(before), place
-        assert is_locked(disk_dir) is None
+    with (
+        system_call(call, fails_with=errno.EIO, when=lambda call: str(call.path).endswith(about)),
+        pytest.raises(TransferError, match="opening"),
+    ):
+        ObjectDirectory(disk_dir)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert is_locked(disk_dir) is None
     ObjectDirectory(disk_dir).close()
-
-
-def _break(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Have one of the calls fail that opening a directory makes."""
-    name = {"cleaning": "listdir", "syncing": "fsync"}.get(place, "open")
-    original = getattr(os, name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        about = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[0])
-        if name == "listdir" or about.endswith("/store" if name == "fsync" else f"/{place}"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return original(*args, **options)
-
-    monkeypatch.setattr(os, name, call)
 
 
 # Damage ------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.system_calls import Call, system_call
 from tests.system.test_files import content
 from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
 from tierstore.model.groups import Check, Extent, FileTensor, GroupId, Move, Source, group_of, place
@@ -83,17 +83,17 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def reads() -> Iterator[list[tuple[int, int]]]:
     """The offset and length of every read."""
     notes: list[tuple[int, int]] = []
-    preadv = os.preadv
 
-    def noted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def note(call: Call) -> Any:
+        _, buffers, offset = call.args
         notes.append((offset, len(buffers[0])))
-        return preadv(descriptor, buffers, offset)
+        return call.go_on()
 
-    monkeypatch.setattr(os, "preadv", noted)
-    return notes
+    with system_call("preadv", answer=note):
+        yield notes
 
 
 def cargo_of(path: str, *extents: tuple[int, int]) -> GroupEntry:
@@ -151,38 +151,30 @@ APART = [(i * 10 * PAGE, PAGE) for i in range(4)]
 """Each of these is one read."""
 
 
-def test_several_threads_read_one_group(
-    path: str, desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_threads_read_one_group(path: str, desk: Callable[..., Desk]) -> None:
     meeting = threading.Barrier(3)
     threads: set[int] = set()
-    preadv = os.preadv
 
-    def met(*arguments: Any) -> int:
+    def meet() -> None:
         if threading.get_ident() not in threads:
             threads.add(threading.get_ident())
             meeting.wait(30)  # three are here at once, or nobody goes on
-        return preadv(*arguments)
 
-    monkeypatch.setattr(os, "preadv", met)
     entry = cargo_of(path, *APART)
-    assert_right(desk(threads=3).read(entry), entry, *APART)
+    with system_call("preadv", before=meet):
+        assert_right(desk(threads=3).read(entry), entry, *APART)
     assert len(threads) == 3
 
 
 @pytest.mark.parametrize("broken", [0, 1, 3])
 def test_one_read_that_fails_fails_the_group(
-    broken: int, path: str, desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+    broken: int, path: str, desk: Callable[..., Desk]
 ) -> None:
-    preadv = os.preadv
-
-    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if offset == APART[broken][0]:
-            raise OSError(errno.EIO, "Input/output error")
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(TransferError, match="Input/output") as error:
+    start = APART[broken][0]
+    with (
+        system_call("preadv", fails_with=errno.EIO, when=lambda call: call.args[2] == start),
+        pytest.raises(TransferError, match="Input/output") as error,
+    ):
         desk().read(cargo_of(path, *APART))
     assert (error.value.key, error.value.path) == ("key", path)
 

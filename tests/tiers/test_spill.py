@@ -7,11 +7,10 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +25,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.helpers.system_calls import Call, free_room, refusing_opens, system_call
 from tests.system.test_files import content, knows_direct_reads, open_file, read, room
 from tierstore.model.errors import DiskFullError, TransferError
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.system.files import parts
-from tierstore.tiers import spill as module
+from tierstore.system.files import WRITE_BLOCK, parts
 from tierstore.tiers.spill import Spill
 from tierstore.tiers.workers import Workers
 
@@ -50,14 +49,12 @@ class SpillMachine(RuleBasedStateMachine):
 
     @initialize(refused=st.sampled_from([0, os.O_TMPFILE, os.O_DIRECT]), reserves=st.booleans())
     def start(self, refused: int, reserves: bool) -> None:
-        self.patch = pytest.MonkeyPatch()
-        if refused:
-            self.patch.setattr(os, "open", refusing_open(refused))
         self.directory = tempfile.mkdtemp(prefix="tierstore-spill-")
-        self.spill = self.kind(self.directory)
-        self.patch.undo()
+        with refusing_opens(refused) if refused else nullcontext():
+            self.spill = self.kind(self.directory)
+        self.system = ExitStack()
         if not reserves:
-            self.patch.setattr(os, "posix_fallocate", cannot_reserve)
+            self.system.enter_context(system_call("posix_fallocate", fails_with=errno.EOPNOTSUPP))
         assert os.listdir(self.directory) == [], "it has a name"
         self.live: dict[int, bytes] = {}
 
@@ -97,36 +94,20 @@ class SpillMachine(RuleBasedStateMachine):
     def free_room_is_merged_and_the_books_are_right(self) -> None:
         if not hasattr(self, "spill"):
             return
-        free = self.spill._free
+        last, free = self.spill.room()
         assert all(room > 0 for _, room in free)
         assert all(one[0] + one[1] < other[0] for one, other in pairwise(free))
         used = sum(len(data) for data in self.live.values())
-        assert self.spill._end == used + sum(room for _, room in free)
+        assert last == used + sum(room for _, room in free)
         end = max((offset + len(data) for offset, data in self.live.items()), default=0)
-        assert self.spill._end == end, "room behind the last group counts as used"
+        assert last == end, "room behind the last group counts as used"
         assert os.stat(self.spill.path).st_size >= end
 
     def teardown(self) -> None:
         if hasattr(self, "spill"):
-            self.patch.undo()
+            self.system.close()
             self.spill.close()
             os.rmdir(self.directory)
-
-
-def refusing_open(refused: int) -> Callable[..., int]:
-    """`os.open` of a file system that does not know some flag."""
-    plain_open = os.open
-
-    def refusing(name: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & refused == refused:
-            raise OSError(errno.EOPNOTSUPP, "refused")
-        return plain_open(name, flags, *args, **options)
-
-    return refusing
-
-
-def cannot_reserve(*_: object) -> None:
-    raise OSError(errno.EOPNOTSUPP, "this file system cannot reserve room")
 
 
 SPILLS = settings(max_examples=60, stateful_step_count=30)
@@ -165,7 +146,7 @@ def test_room_that_was_given_back_is_used_first(tmp_path: Path) -> None:
     assert spill.take(PAGE) == third + 3 * PAGE
     for offset, nbytes in [(first, 3), (second, 2), (second + 2 * PAGE, 1), (third, 4)]:
         spill.give_back(offset, nbytes * PAGE)
-    assert (spill._end, spill._free) == (0, [])
+    assert spill.room() == (0, [])
     spill.close()
 
 
@@ -187,9 +168,8 @@ def test_the_same_blocks_are_overwritten_step_after_step(tmp_path: Path) -> None
     spill.close()
 
 
-def test_the_file_grows_in_large_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GROWTH", 10 * PAGE)
-    spill = Spill(str(tmp_path))
+def test_the_file_grows_in_large_steps(tmp_path: Path) -> None:
+    spill = Spill(str(tmp_path), growth=10 * PAGE)
     sizes = []
     for _ in range(25):
         spill.take(PAGE)
@@ -200,22 +180,17 @@ def test_the_file_grows_in_large_steps(tmp_path: Path, monkeypatch: pytest.Monke
     spill.close()
 
 
-def free_room(nbytes: int) -> Callable[[int], Any]:
-    return lambda _: SimpleNamespace(f_bavail=nbytes // PAGE, f_frsize=PAGE)
-
-
 @pytest.mark.parametrize(("free", "kept"), [(8, True), (7, False)])
 def test_room_is_kept_only_while_the_file_system_has_as_much_besides(
-    free: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, kept: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "GROWTH", PAGE)
-    spill = Spill(str(tmp_path))
+    spill = Spill(str(tmp_path), growth=PAGE)
     stays, goes = spill.save(filled(2 * PAGE, 1))[0], spill.save(filled(8 * PAGE, 2))[0]
-    monkeypatch.setattr(os, "fstatvfs", free_room(free * PAGE))
-    spill.give_back(goes, 8 * PAGE)
-    assert os.stat(spill.path).st_size == (10 if kept else 2) * PAGE
-    assert read(open_file(spill.path), stays, 2 * PAGE) == content(2 * PAGE, 1)
-    again = spill.save(filled(8 * PAGE, 3))[0]
+    with free_room(free * PAGE):
+        spill.give_back(goes, 8 * PAGE)
+        assert os.stat(spill.path).st_size == (10 if kept else 2) * PAGE
+        assert read(open_file(spill.path), stays, 2 * PAGE) == content(2 * PAGE, 1)
+        again = spill.save(filled(8 * PAGE, 3))[0]
     assert again == goes
     assert read(open_file(spill.path), again, 8 * PAGE) == content(8 * PAGE, 3)
     spill.close()
@@ -223,27 +198,22 @@ def test_room_is_kept_only_while_the_file_system_has_as_much_besides(
 
 @pytest.mark.parametrize(("free", "size"), [(20, 10), (19, 2)])
 def test_a_large_step_is_taken_only_where_as_much_stays_free(
-    free: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, size: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "GROWTH", 10 * PAGE)
-    monkeypatch.setattr(os, "fstatvfs", free_room(free * PAGE))
-    spill = Spill(str(tmp_path))
-    assert spill.take(2 * PAGE) == 0
+    with free_room(free * PAGE):
+        spill = Spill(str(tmp_path), growth=10 * PAGE)
+        assert spill.take(2 * PAGE) == 0
     assert os.stat(spill.path).st_size == size * PAGE
     spill.close()
 
 
-def test_a_disk_without_room_says_so_and_counts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_disk_without_room_says_so_and_counts_nothing(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(DiskFullError) as error:
-            spill.take(3 * PAGE)
+    with (
+        system_call("posix_fallocate", fails_with=errno.ENOSPC),
+        pytest.raises(DiskFullError) as error,
+    ):
+        spill.take(3 * PAGE)
     assert str(tmp_path) in str(error.value)
     assert spill.take(PAGE) == 0
     spill.close()
@@ -256,48 +226,36 @@ def test_a_disk_without_room_says_so_and_counts_nothing(
     ("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, TransferError)]
 )
 def test_a_save_that_fails_takes_no_room(
-    number: int, kind: type[TransferError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, kind: type[TransferError], tmp_path: Path
 ) -> None:
     spill = Spill(str(tmp_path))
-    plain = os.pwrite
-
-    def failing(*args: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "pwrite", failing)
-    with pytest.raises(TransferError) as error:
+    with system_call("pwrite", fails_with=number), pytest.raises(TransferError) as error:
         spill.save(filled(2 * PAGE))
     assert type(error.value) is kind
     assert str(tmp_path) in str(error.value)
-    assert (spill._end, spill._free) == (0, [])
-    monkeypatch.setattr(os, "pwrite", plain)
+    assert spill.room() == (0, [])
     offset, _ = spill.save(filled(2 * PAGE, 1))
     assert read(open_file(spill.path), offset, 2 * PAGE) == content(2 * PAGE, 1)
     spill.close()
 
 
-def test_parts_are_written_by_several_threads_and_each_is_summed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "WRITE_BLOCK", 3 * PAGE)
+def test_parts_are_written_by_several_threads_and_each_is_summed(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     workers = Workers(3, "test")
-    data = filled(20 * PAGE, 4)
+    data = filled(2 * WRITE_BLOCK + 3 * PAGE, 4)
     meeting = threading.Barrier(3)
     threads = set()
-    write = spill.write
 
-    def met(part: memoryview, offset: int) -> None:
+    def meet() -> None:
         if threading.get_ident() not in threads:
             threads.add(threading.get_ident())
             meeting.wait(30)  # three are here at once, or nobody goes on
-        write(part, offset)
 
-    monkeypatch.setattr(spill, "write", met)
-    start, source = spill.save(data, workers.run_parallel)
+    with system_call("pwrite", before=meet):
+        start, source = spill.save(data, workers.run_parallel)
     assert len(threads) == 3
     assert [(check.offset, check.nbytes) for check in source.checks] == list(
-        parts(len(data), 3 * PAGE)
+        parts(len(data), WRITE_BLOCK)
     )
     for check in source.checks:
         assert check.digest == digest(data[check.offset : check.offset + check.nbytes])
@@ -306,26 +264,24 @@ def test_parts_are_written_by_several_threads_and_each_is_summed(
     spill.close()
 
 
-def test_writes_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_go_past_the_page_cache(tmp_path: Path) -> None:
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(PAGE))
     if not knows_direct_reads(str(probe)):
         pytest.skip("this file system knows no direct writes")
-    pwrite = os.pwrite
     direct = []
 
-    def noted(descriptor: int, data: Any, offset: int) -> int:
-        flags = Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0]
-        direct.append(bool(int(flags, 8) & os.O_DIRECT))
-        return pwrite(descriptor, data, offset)
+    def note(call: Call) -> Any:
+        direct.append(call.direct)
+        return call.go_on()
 
-    monkeypatch.setattr(os, "pwrite", noted)
     spill = Spill(str(tmp_path))
-    spill.save(filled(4 * PAGE))
-    assert direct == [True]
-    spill.write(memoryview(bytes(3 * PAGE))[5 : PAGE + 5], 0)  # no page-aligned memory
-    assert direct == [True, True, False]
-    spill.save(filled(PAGE))
+    with system_call("pwrite", answer=note):
+        spill.save(filled(4 * PAGE))
+        assert direct == [True]
+        spill.write(memoryview(bytes(3 * PAGE))[5 : PAGE + 5], 0)  # no page-aligned memory
+        assert direct == [True, True, False]
+        spill.save(filled(PAGE))
     assert direct == [True, True, False, False], "it is never asked again"
     spill.close()
 
@@ -353,5 +309,5 @@ def test_many_threads_save_and_give_back(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda seed: use_in_turns(spill, seed), range(4))) == 4 * [[]]
-    assert (spill._end, spill._free) == (0, [])
+    assert spill.room() == (0, [])
     spill.close()

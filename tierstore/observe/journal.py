@@ -181,7 +181,7 @@ class Journal:
     def __post_init__(self) -> None:
         self.number = next(_numbers)
         self._lock = RLock()
-        self._spans: Ring[Span] = Ring()
+        self.spans: Ring[Span] = Ring()
         self._going: set[Span] = set()
         self._moved: Counter[str] = Counter()
         self._timed: Counter[str] = Counter()  # bytes, of which it is known when they moved
@@ -200,7 +200,7 @@ class Journal:
     def _end(self, span: Span) -> None:
         self._going.discard(span)
         span.end = max(span.end or time.monotonic(), span.start)
-        self._spans.add(span)
+        self.spans.add(span)
         self._timed[span.kind] += span.nbytes
         self.stretches.add(span.kind, span.start, span.end)
         if span.kind == STALL:
@@ -226,7 +226,7 @@ class Journal:
 
     def read(self) -> tuple[Summary, list[Span]]:
         """The sums, and the newest spans, as of one moment."""
-        return under(self._lock, lambda: (self._summary(), self._spans.events()))
+        return under(self._lock, lambda: (self._summary(), self.spans.events()))
 
     def _summary(self) -> Summary:
         stretches, stalled, now = self.stretches.copy(), self._stalled, time.monotonic()
@@ -242,4 +242,4 @@ class Journal:
     @property
     def dropped(self) -> int:
         """Events that were forgotten. With the store's lock."""
-        return self.uses.dropped + self.levels.dropped + self._spans.dropped
+        return self.uses.dropped + self.levels.dropped + self.spans.dropped

@@ -30,6 +30,7 @@ from tierstore.model.errors import (
 from tierstore.model.groups import Source
 from tierstore.model.header import LENGTH_BYTES, MAX_HEADER_BYTES, digest
 from tierstore.model.sizes import PAGE, round_up
+from tierstore.system.mapping import libc
 
 READ_BLOCK = 16 << 20
 """Bytes per system call of reads. With `DISK_THREADS`, for every disk: since the kernel cuts one
@@ -410,7 +411,6 @@ _STATX_NBYTES = 256
 _STATX_MEMORY = 152  # and what offsets want follows it
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
-_statx = getattr(ctypes.CDLL(None), "statx", None)
 
 
 def direct_alignment(descriptor: int) -> int | None:
@@ -418,10 +418,11 @@ def direct_alignment(descriptor: int) -> int | None:
 
     None where the system does not tell: before Linux 6.1, and for many kinds of file systems.
     """
-    if _statx is None:
+    statx = getattr(libc, "statx", None)
+    if statx is None:
         return None
     answer = ctypes.create_string_buffer(_STATX_NBYTES)
-    if _statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
+    if statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer) != 0:
         return None
     if not struct.unpack_from("I", answer)[0] & _STATX_DIOALIGN:
         return None

@@ -11,10 +11,9 @@ from ctypes import c_int, c_long, c_size_t, c_void_p
 
 FAILED = c_void_p(-1).value
 libc = ctypes.CDLL(None, use_errno=True)
-_mmap, _munmap = libc.mmap, libc.munmap
-_mmap.restype = c_void_p
-_mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
-_munmap.argtypes = [c_void_p, c_size_t]
+libc.mmap.restype = c_void_p
+libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+libc.munmap.argtypes = [c_void_p, c_size_t]
 
 
 def map_open_file(
@@ -25,7 +24,7 @@ def map_open_file(
     It goes when nothing looks at it any more; until then it holds what it `keeps`. Python's own
     maps hold a descriptor each: a process would run out of those long before it does of maps.
     """
-    found = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    found = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if found in (None, FAILED):
         number = ctypes.get_errno() or errno.ENOMEM
         raise OSError(number, os.strerror(number))
@@ -35,4 +34,4 @@ def map_open_file(
 
 
 def _unmap(address: int, nbytes: int, _: object) -> None:
-    _munmap(address, nbytes)
+    libc.munmap(address, nbytes)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,9 +68,10 @@ class Arena:
     `take` and `give` only keep books and never block; `fill` makes the memory, unmaking idle
     slots before, once `passed` has seen to it that no device work uses them any more. `reclaim` is
     called where memory that was unmade is to be had by others at once. `bytes_held` and `peak_held`
-    count memory that exists; `made` and `unmade`, how often it was made and unmade, which takes
-    long where memory has to be page-locked. Of a caller that an interrupt cuts short in here, no
-    lock is left behind; what the books have wrong, `recount` puts right.
+    count memory that exists, `bytes_counted` slots that are in use or idle; `made` and `unmade`,
+    how often it was made and unmade, which takes long where memory has to be page-locked. Of a
+    caller that an interrupt cuts short in here, no lock is left behind; what it has counted wrong,
+    `recount` puts right.
     """
 
     def __init__(
@@ -82,14 +84,14 @@ class Arena:
         reclaim: Callable[[], None] = lambda: None,
     ) -> None:
         self.budget = budget
-        self._make = make
+        self.make = make
         self._unmake = unmake
         self._close = close
         self._passed = passed
         self._reclaim = reclaim
         self._idle: dict[int, deque[Slot]] = {}  # by size, the one given back first in front
         self._condemned: list[Slot] = []
-        self._counted = 0  # bytes of slots that are in use or idle
+        self.bytes_counted = 0
         self._lock = RLock()
         self._making = RLock()
         self.bytes_held = 0
@@ -104,7 +106,7 @@ class Arena:
         same = self._idle.get(nbytes)
         if same:
             return same.popleft()  # device work is longest over where it was given first
-        self._counted += nbytes
+        self.bytes_counted += nbytes
         self._condemn_until_it_fits()
         return Slot(nbytes)
 
@@ -118,9 +120,9 @@ class Arena:
             return
         for nbytes in sorted(self._idle, reverse=True):
             idle = self._idle[nbytes]
-            while idle and self._counted > self.budget:
+            while idle and self.bytes_counted > self.budget:
                 self._condemned.append(idle.popleft())
-                self._counted -= nbytes
+                self.bytes_counted -= nbytes
 
     def give(self, slot: Slot, *, keep: bool = True) -> None:
         """The slot is free again. Its memory goes at the next `fill`, unless it is to `keep`."""
@@ -131,7 +133,7 @@ class Arena:
             self._idle.setdefault(slot.nbytes, deque()).append(slot)
             return
         slot.wanted = False
-        self._counted -= slot.nbytes
+        self.bytes_counted -= slot.nbytes
         self._condemned.append(slot)  # even with no memory yet: somebody may be at making it
 
     def fill(self, slot: Slot) -> torch.Tensor:
@@ -155,9 +157,13 @@ class Arena:
 
     def _made(self, nbytes: int) -> torch.Tensor:
         with suppress(torch.OutOfMemoryError):
-            return self._make(nbytes)
+            return self.make(nbytes)
         self._unmake_idle()
-        return self._make(nbytes)
+        return self.make(nbytes)
+
+    def spare(self) -> list[Slot]:
+        """The slots that nobody has: those that are idle, and those that go at the next `fill`."""
+        return under(self._lock, lambda: [*chain(*self._idle.values()), *self._condemned])
 
     @property
     def idle_bytes(self) -> int:
@@ -179,7 +185,7 @@ class Arena:
 
     def _condemn_idle(self) -> None:
         for nbytes, idle in self._idle.items():
-            self._counted -= nbytes * len(idle)
+            self.bytes_counted -= nbytes * len(idle)
             self._condemned += idle
         self._idle.clear()
 
@@ -203,7 +209,7 @@ class Arena:
 
     def _recount(self, in_use: list[Slot]) -> None:
         slots = [*in_use, *(slot for same in self._idle.values() for slot in same)]
-        self._counted = sum(slot.nbytes for slot in slots)
+        self.bytes_counted = sum(slot.nbytes for slot in slots)
         there = [slot for slot in [*slots, *self._condemned] if slot.memory is not None]
         self.bytes_held = sum(slot.nbytes for slot in there)
         self._condemn_until_it_fits()

@@ -27,7 +27,8 @@ class DiskTier:
     Of the versions of a key, the newest that was to be saved or removed decides what its file is,
     whichever is faster. `names` are the keys of which there is any version. Files are written and
     removed by `workers`, so that none of it is cut short; the books of what is where are kept by
-    `serial`. A copy is where the entry's `source` says; room is taken when it is written.
+    `serial`. `spill` is there once it was needed. A copy is where the entry's `source` says; room
+    is taken when it is written.
     """
 
     tier = Tier.DISK
@@ -49,7 +50,7 @@ class DiskTier:
         self._directory = directory
         self._names = names
         self._serial = serial
-        self._spill: Spill | None = None
+        self.spill: Spill | None = None
         self._committed: dict[str, int] = {}  # key -> newest version that is on disk, or removed
         self._written: set[str] = set()  # keys that have an object file
         self._undead: dict[str, tuple[int, bool]] = {}  # files that could not be removed
@@ -68,26 +69,26 @@ class DiskTier:
         What is written to them is in the file. Raises TransferError where the file system knows no
         such maps.
         """
-        if entry.spill_extent is None or self._spill is None:
+        if entry.spill_extent is None or self.spill is None:
             raise RuntimeError(f"group {entry.group.key!r} was never saved")
-        shown = memoryview(self._spill.show(entry.spill_extent))
+        shown = memoryview(self.spill.show(entry.spill_extent))
         return {spec.name: show_one(spec, shown) for spec in entry.spec.tensors}
 
     def drop(self, entry: GroupEntry) -> None:
         """An object file stays until its key is written anew or removed."""
         entry.source = None
         entry.backed = False
-        if entry.spilled_at is not None and self._spill is not None:
+        if entry.spilled_at is not None and self.spill is not None:
             spilled_at, entry.spilled_at = entry.spilled_at, None
-            room = functools.partial(self._spill.give_back, spilled_at, entry.spec.nbytes)
+            room = functools.partial(self.spill.give_back, spilled_at, entry.spec.nbytes)
             self.workers.submit(URGENT, room)
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
         """Files stay, and are another store's to find."""
         self.files.close()
-        if self._spill is not None:
-            self._spill.close()
-            self._spill = None
+        if self.spill is not None:
+            self.spill.close()
+            self.spill = None
 
     def idle_for(self) -> float:
         """For how many seconds the disk has begun and ended nothing."""
@@ -115,9 +116,9 @@ class DiskTier:
 
     def _the_spill(self) -> Spill:
         with self._lock:
-            if self._spill is None:
-                self._spill = Spill(self._directory.path)
-            return self._spill
+            if self.spill is None:
+                self.spill = Spill(self._directory.path)
+            return self.spill
 
     def _save_object(self, entry: GroupEntry, data: memoryview) -> None:
         key = entry.group.key
@@ -126,7 +127,7 @@ class DiskTier:
         try:
             staged = stage(run_parallel=self.workers.run_parallel)
         except DiskFullError:
-            if self._spill is None or not self._spill.trim():
+            if self.spill is None or not self.spill.trim():
                 raise
             staged = stage(run_parallel=self.workers.run_parallel)  # there is more room now
         with self._lock:

@@ -131,12 +131,13 @@ class RecycledPages:
     """Anonymous host memory, at most `budget` bytes of it, counting pages that wait for a slot.
 
     Whoever asks has made sure that what is in use and what is asked for fit the budget together;
-    then waiting pages are the only thing that may stand in the way, and they give way.
+    then waiting pages are the only thing that may stand in the way, and they give way. `held` are
+    the bytes of memory that there are.
     """
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
-        self._held = 0  # populated bytes of all rooms
+        self.held = 0
         self._used = 0  # those of slots
         self._overdue = 0  # bytes above the budget that views which outlive their lease cost
         self._waiting: list[_Room] = []  # free rooms, and rooms in use with pages to spare
@@ -167,7 +168,7 @@ class RecycledPages:
         """Give waiting pages back to the system: now, and those in use once they come back."""
         with self._lock:
             self._sort_in()
-            self._give_up(self._held)
+            self._give_up(self.held)
             self._forget_rooms_without_pages()
             self._closed = True
         self._close_returned()
@@ -228,9 +229,9 @@ class RecycledPages:
                 room.take_from(other)
         lacking = room.lacking_huge() + room.lacking_small()
         if self._budget is not None:
-            self._give_up(self._held + lacking - self._budget)
+            self._give_up(self.held + lacking - self._budget)
         room.populate()
-        self._held += lacking
+        self.held += lacking
 
     def _give_up(self, nbytes: int) -> None:
         """Return at least `nbytes` of the waiting pages to the system, if there are so many."""
@@ -241,7 +242,7 @@ class RecycledPages:
             # The largest first: each time costs a call, and stops the other threads for a moment.
             for room in sorted(self._waiting, key=spare, reverse=True) if nbytes > 0 else ():
                 given = give_up(room, max(0, nbytes))
-                self._held -= given
+                self.held -= given
                 nbytes -= given
 
     def _forget_rooms_without_pages(self) -> None:

@@ -48,8 +48,9 @@ class Spill:
     Raises DiskFullError or TransferError.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, growth: int = GROWTH) -> None:
         self._directory = directory
+        self._growth = growth
         self._explained = functools.partial(transfer_errors, "spilling to", path=directory)
         with self._explained():
             descriptor = anonymous_file(directory)
@@ -62,6 +63,11 @@ class Spill:
         # Readers open it by this name; it has no other.
         self.path = f"/proc/self/fd/{descriptor}"
         self._file = OpenForWriting(descriptor, self.path)
+
+    def room(self) -> tuple[int, list[tuple[int, int]]]:
+        """Where the last group ends, and what is free before that: (offset, nbytes), by offset."""
+        with self._lock:
+            return self._end, list(self._free)
 
     def take(self, nbytes: int) -> int:
         """The offset of `nbytes` bytes of room (rounded up to pages).
@@ -90,9 +96,9 @@ class Spill:
         more = size - self._size
         if more <= 0:
             return
-        if more < GROWTH <= self._spare() // shares.SPILL_GROWTH:
+        if more < self._growth <= self._spare() // shares.SPILL_GROWTH:
             with contextlib.suppress(OSError):  # a limit for files or a quota allows less, maybe
-                self._grow_by(GROWTH)
+                self._grow_by(self._growth)
                 return
         try:
             self._grow_by(more)
