@@ -402,3 +402,13 @@ def test_a_budget_below_what_one_call_needs_at_once(device: str, disk_dir: Path)
     with open_store(disk_dir, 2 * BLOCK_BYTES + 8192, device) as store:
         enable_group_offload(model, store, num_blocks_per_group=1)
         assert_right(model, Enclosing, device)
+
+
+def test_a_model_that_says_it_cannot_be_offloaded_in_groups(disk_dir: Path) -> None:
+    model = Tower()
+    model._supports_group_offloading = False
+    with (
+        open_store(disk_dir, PLENTY) as store,
+        pytest.raises(ValueError, match="Tower does not support group offloading"),
+    ):
+        enable_group_offload(model, store)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch import nn
@@ -22,8 +23,10 @@ from tests.adapters.conftest import (
     Checkpoints,
     References,
     a_third_of,
+    acquires,
     diffusers_offload,
 )
+from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
@@ -111,6 +114,43 @@ def test_5_lora_loaded_fused_and_unloaded_while_offloaded(
     base, loaded, fused = computed[:3]
     assert not torch.equal(base, loaded)
     assert not torch.equal(loaded, fused)
+
+
+def test_5_a_lora_loaded_by_another_pipeline_of_the_same_models(
+    loras: list[dict[str, torch.Tensor]], checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    """diffusers takes the mark of an offloaded model for a hook of its own, to be put on anew."""
+    plain = pipelines.load("flux", checkpoint("flux"))
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    with a_third_of(pipe, disk_dir, "cpu") as store, enable_group_offload(pipe, store) as handle:
+        before = set(handle.groups)
+        other = diffusers.FluxPipeline(**pipe.components)
+        for each in (plain, other):
+            each.load_lora_weights(dict(loras[0]), adapter_name="first")
+        assert handle.enabled and before & set(handle.groups)
+        assert torch.equal(pipelines.run("flux", pipe), pipelines.run("flux", plain))
+        registries = [m.__dict__.get("_diffusers_hook") for m in pipe.transformer.modules()]
+        assert not any(registry._hook_order for registry in registries if registry is not None)
+
+
+def test_a_cache_of_diffusers_switched_off_while_offloaded(
+    checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    """diffusers then gives modules back the forward that they had before the cache."""
+    pipe = pipelines.load("flux", checkpoint("flux"))
+    expected = pipelines.run("flux", pipe)
+    with open_store(disk_dir, pipelines.weight_bytes(pipe)) as store:  # blocks stay whole
+        with enable_group_offload(pipe, store):
+            start = acquires(store)
+            pipelines.run("flux", pipe)
+            usual = acquires(store) - start
+        pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.0))
+        with enable_group_offload(pipe, store):
+            pipe.transformer.disable_cache()
+            start = acquires(store)
+            assert torch.equal(pipelines.run("flux", pipe), expected)
+            assert acquires(store) - start == usual
+    assert torch.equal(pipelines.run("flux", pipe), expected)
 
 
 @pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")

@@ -512,6 +512,21 @@ def test_pickles_are_refused_and_never_read(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("bare", (False, True), ids=("a weight_map", "a bare map"))
+def test_an_index_of_another_name(bare: bool, tmp_path: Path) -> None:
+    """accelerate takes any JSON file, and the map by itself."""
+    source = llama()
+    whole = saved(source, tmp_path / "whole")
+    usual = whole / "model.safetensors.index.json"
+    index = json.loads(usual.read_text())
+    other = whole / "weight_map.index.json"
+    other.write_text(json.dumps(index["weight_map"] if bare else index))
+    usual.unlink()
+    model = on_meta(llama)
+    load_weights(model, other, strict=False)
+    assert_same(dict(model.state_dict()), dict(source.state_dict()))
+
+
 def test_a_shard_that_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
     whole = saved(llama(), tmp_path / "whole")
     shards = sorted(path.name for path in whole.glob("*.safetensors"))

@@ -13,6 +13,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -45,8 +46,11 @@ _CHANGES_WEIGHTS = (
     "load_state_dict",
     "enable_layerwise_casting",
     "add_adapter",
+    "enable_cache",
+    "disable_cache",
 )
-"""Methods of pipelines and models that change weights or modules: they run suspended."""
+"""Methods of pipelines and models that change weights or modules, or the hooks of diffusers (which
+restores older `forward`s when it removes one): they run suspended."""
 
 # A component does not hold its model, so that an entry goes with it.
 _components: weakref.WeakKeyDictionary[nn.Module, Component] = weakref.WeakKeyDictionary()
@@ -249,31 +253,58 @@ def _mark(module: nn.Module, device: torch.device) -> None:
         from diffusers.hooks import HookRegistry
     except ImportError:
         return  # without diffusers nobody asks
+    _keep_diffusers_from_offloading()
     # Not register_hook: its wrapper around forward would make a deep copy run this model's weights.
     registry = HookRegistry.check_if_exists_or_initialize(module)
-    mark = SimpleNamespace(
-        config=SimpleNamespace(onload_device=device, offload_device=torch.device("cpu"))
-    )
-    registry.hooks = _Marked({**registry.hooks, MARKER: mark})
+    registry.hooks = _Marked(registry.hooks, _MarkConfig(device, torch.device("cpu")))
 
 
 def _unmark(module: nn.Module) -> None:
     registry = getattr(module, "_diffusers_hook", None)
     if registry is not None and isinstance(registry.hooks, _Marked):
-        registry.hooks = registry.hooks.others()
+        registry.hooks = dict(registry.hooks)
+
+
+@dataclass(frozen=True)
+class _MarkConfig:
+    """What diffusers asks the hook of an offloaded model for."""
+
+    onload_device: torch.device
+    offload_device: torch.device
 
 
 class _Marked(dict[str, Any]):
-    """The hooks of a model, with the mark among them.
+    """The hooks of a model, where the mark is found by `get` only: nobody can remove it.
 
     A copy or a pickle of the model is an ordinary model: its hooks are the others.
     """
 
-    def others(self) -> dict[str, Any]:
-        return {name: hook for name, hook in self.items() if name != MARKER}
+    def __init__(self, others: dict[str, Any], config: _MarkConfig) -> None:
+        super().__init__(others)
+        self._mark = SimpleNamespace(config=config)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The hook of that name, as `HookRegistry.get_hook` asks for it."""
+        return self._mark if name == MARKER else super().get(name, default)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self.others(), memo)
+        return copy.deepcopy(dict(self), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self.others(),)
+        return dict, (dict(self),)
+
+
+@functools.cache
+def _keep_diffusers_from_offloading() -> None:
+    """After it loaded a LoRA, diffusers applies its own offloading anew to every model of the
+    pipeline that has a hook of that name. Ours sees changes by itself, and stays."""
+    from diffusers.hooks import group_offloading
+
+    apply = group_offloading._apply_group_offloading
+
+    @functools.wraps(apply)
+    def apply_unless_marked(module: nn.Module, config: Any) -> None:
+        if not isinstance(config, _MarkConfig):
+            apply(module, config)
+
+    group_offloading._apply_group_offloading = apply_unless_marked

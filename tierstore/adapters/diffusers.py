@@ -256,6 +256,11 @@ def _models(
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The models in a target that are to be offloaded, and those that stay on the device."""
     if isinstance(target, nn.Module):
+        if not getattr(target, "_supports_group_offloading", True):
+            raise ValueError(
+                f"{type(target).__name__} does not support group offloading: it says so with "
+                "_supports_group_offloading=False. Run it on the device as it is"
+            )
         found: dict[str, nn.Module] = {"": target}
     else:
         found = {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}

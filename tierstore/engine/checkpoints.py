@@ -1,8 +1,8 @@
 """Safetensors checkpoints by reference: their headers, and the files that belong together.
 
 A checkpoint is one `.safetensors` file, or a directory with one, with several, or with an
-`*.index.json` that says which shard holds which tensor. Nothing is copied: what comes back are the
-tensors' places in the files.
+`*.index.json` that says which shard holds which tensor, or such an index, whatever its name.
+Nothing is copied: what comes back are the tensors' places in the files.
 """
 
 from __future__ import annotations
@@ -69,13 +69,17 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _files_of(place: Path) -> list[str]:
-    if place.is_file() and not place.name.endswith(".index.json"):
-        return [os.path.realpath(place)]
-    indexes = [place] if place.is_file() else sorted(place.glob("*.index.json"))
-    indexes = [index for index in indexes if "safetensors" in index.name]
-    if len(indexes) > 1:
-        raise ValueError(f"{place} has {len(indexes)} index files: pass the one that is meant")
-    names = _indexed(indexes[0]) if indexes else sorted(place.glob("*.safetensors"))
+    if place.is_file():
+        if place.suffix != ".json":
+            return [os.path.realpath(place)]
+        names = _indexed(place)
+        if "safetensors" not in place.name:  # it may be of torch pickles
+            names = names if all(name.suffix == ".safetensors" for name in names) else []
+    else:
+        indexes = [i for i in sorted(place.glob("*.index.json")) if "safetensors" in i.name]
+        if len(indexes) > 1:
+            raise ValueError(f"{place} has {len(indexes)} index files: pass the one that is meant")
+        names = _indexed(indexes[0]) if indexes else sorted(place.glob("*.safetensors"))
     if not names:
         raise TransferError(
             f"{place} holds no safetensors checkpoint: pass a .safetensors file or a directory "
@@ -97,27 +101,36 @@ def _indexed(index: Path) -> list[Path]:
     except OSError as error:
         raise transfer_error(error, "reading", key=None, path=str(index)) from error
     scanner = Scanner(raw, lambda why: refuse(f"the index is malformed: {why}"))
-    names: set[str] | None = None
-    for member in scanner.members(MAX_SHARDS):
-        if member == "weight_map":
-            names = _shards(scanner, refuse)
-        else:
-            scanner.skip()
+    names = _shards(scanner, refuse)
     scanner.end()
     if names is None:
         refuse("the index is malformed: it has no weight_map")
+    if not all(map(_is_file_name, names)):
+        refuse("the index names files outside its directory")
     return [index.parent / name for name in sorted(names)]
 
 
-def _shards(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> set[str]:
-    names: set[str] = set()
-    for _ in scanner.members(MAX_INDEXED):
-        names.add(scanner.text())
-        if len(names) > MAX_SHARDS:
-            refuse(f"the index names more than {MAX_SHARDS} files")
-    if not all(map(_is_file_name, names)):
-        refuse("the index names files outside its directory")
-    return names
+def _shards(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> set[str] | None:
+    """The files that an index names, in its `weight_map` or by being the map itself."""
+    names: set[str] | None = None
+    bare: set[str] | None = set()
+    for member in scanner.members(MAX_INDEXED):
+        if member == "weight_map":
+            names = set()
+            for _ in scanner.members(MAX_INDEXED):
+                _add(names, scanner, refuse)
+        elif bare is not None and scanner.sees(b'"'):
+            _add(bare, scanner, refuse)
+        else:
+            bare = None
+            scanner.skip()
+    return (bare or None) if names is None else names
+
+
+def _add(names: set[str], scanner: Scanner, refuse: Callable[[str], NoReturn]) -> None:
+    names.add(scanner.text())
+    if len(names) > MAX_SHARDS:
+        refuse(f"the index names more than {MAX_SHARDS} files")
 
 
 def _is_file_name(name: str) -> bool:
