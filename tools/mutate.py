@@ -76,7 +76,7 @@ FILE_MODULES = (
     "tiers/directory tiers/disk tiers/locking tiers/objects"
 )
 PLAN_MODULES = (
-    "copies eviction fallback_orders fixpoint hint_events known_events lease_events movement "
+    "copies eviction fallback_orders hint_events known_events lease_events movement "
     "planner policy prefetch records requests retention schedule transfer_events use_history"
 )
 TARGETS: dict[str, list[str]] = {
