@@ -17,8 +17,7 @@ from pathlib import Path
 
 from tests.tiers.dying import DEAD, DONE, KEY, NEW, attempt, data_of, packing
 from tierstore.cli import quarantine
-from tierstore.cli.quarantine import Damage
-from tierstore.cli.removal import only_user
+from tierstore.cli.directories import only_user
 from tierstore.cli.report import survey
 from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
@@ -29,12 +28,7 @@ DAMAGED, PLACE = b"damaged but precious" * 500, f"objects/{object_name(KEY)}"
 def repair(directory: str) -> None:
     """What `verify --repair` does, as far as it changes anything."""
     with only_user(directory) as root:
-        damages = [
-            Damage(group.item, group.key, (group.problem,))
-            for group in survey(directory).unusable
-            if group.problem is not None
-        ]
-        quarantine.put_away(directory, root, damages)
+        quarantine.put_away(directory, root, survey(directory).unusable)
 
 
 def by_copying(parent: int, leaf: str, room: int, name: str) -> None:

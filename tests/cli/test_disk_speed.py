@@ -8,8 +8,8 @@ import gc
 import itertools
 import os
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,17 @@ def test_as_many_bytes_are_moved_as_were_announced(tmp_path: Path) -> None:
     moved: dict[str, int] = {}
     lock = threading.Lock()
 
-    def start(doing: str, nbytes: int) -> Callable[[int], None]:
+    @contextmanager
+    def progress(doing: str, nbytes: int) -> Iterator[Callable[[int], None]]:
         announced.append((doing, nbytes))
 
         def advance(more: int) -> None:
             with lock:
                 moved[doing] = moved.get(doing, 0) + more
 
-        return advance
+        yield advance
 
-    measure(str(tmp_path), SMALLEST, start)
+    measure(str(tmp_path), SMALLEST, progress)
     assert announced == [("Writing", 2 * SMALLEST), ("Reading", ROUNDS * SMALLEST)]
     assert moved == dict(announced)
 

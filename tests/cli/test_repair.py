@@ -21,7 +21,7 @@ from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tests.helpers.processes import output_of, run_python
 from tierstore import TierStore, UnknownKeyError
-from tierstore.cli import checking, quarantine
+from tierstore.cli import checksums, quarantine
 from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
@@ -222,7 +222,7 @@ def test_without_comparing_checksums_a_flipped_bit_is_not_noticed(
 ) -> None:
     flip_data(object_file(store, "b"), store)
     with monkeypatch.context() as patch:
-        patch.setattr(checking.Checker, "_digests", lambda self, file, stored: stored.digests)
+        patch.setattr(checksums.Checker, "_digests", lambda self, file, stored: stored.digests)
         assert inspect("verify", store, "--data", "--repair").exit_code == 0
         assert object_file(store, "b").exists()
     assert inspect("verify", store, "--data").exit_code == 3

@@ -61,7 +61,9 @@ def test_exit_codes_of_the_process(store: Path, words: tuple[str, ...], code: in
 
 def test_a_failure_nobody_thought_of_exits_with_1(store: Path) -> None:
     before = (
-        "import tierstore.cli.look as look\ndef fail(_): raise RuntimeError\nlook.survey = fail\n"
+        "import tierstore.cli.listing as listing\n"
+        "def fail(_): raise RuntimeError\n"
+        "listing.survey = fail\n"
     )
     run = start("ls", store, before=before)
     assert run.returncode == 1

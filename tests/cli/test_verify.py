@@ -16,7 +16,7 @@ from tests.cli.conftest import Inspect, float_block, on_terminal, put, start
 from tests.cli.damage import empty, extend, flip_header, truncate
 from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
-from tierstore.cli import checking
+from tierstore.cli import checksums
 from tierstore.cli.report import survey
 from tierstore.model.header import LENGTH_BYTES
 from tierstore.system.objects import object_name
@@ -175,7 +175,7 @@ def test_a_group_that_is_replaced_meanwhile_is_looked_at_again(
         assert inspect.json("verify", store, "--data")["problems"] == []
     # Without looking again, the new bytes are taken for damaged old ones.
     stale = {group.key: group for group in survey(str(store)).groups}
-    monkeypatch.setattr(checking, "find_group", lambda _, key: stale[key])
+    monkeypatch.setattr(checksums, "find_group", lambda _, key: stale[key])
     with meanwhile(store, lambda: put_all(store, version=2)):
         assert inspect("verify", store, "--data").exit_code == 3
 
@@ -198,7 +198,7 @@ def test_an_error_of_the_disk_is_reported_but_is_no_damage(
     def fail(*_: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(checking.DataFile, "read_at_least", fail)
+    monkeypatch.setattr(checksums.DataFile, "read_at_least", fail)
     problems = inspect.json("verify", store, "--data", code=3)["problems"]
     assert [problem["state"] for problem in problems] == ["unreadable"] * 3
     assert all("Input/output error" in problem["reason"] for problem in problems)

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from tierstore.cli import options, words
-from tierstore.cli.frame import (
-    Code,
-    Document,
-    Failure,
-    as_json_option,
-    data,
-    directory_argument,
-    examples,
-    print_json,
-    remark,
-    system_failure,
-)
+from tierstore.cli.machine import file_system_of
+from tierstore.cli.output import Code, Failure, data, print_json, remark, system_failures
 from tierstore.progress import byte_bar
-
-if TYPE_CHECKING:
-    from tierstore.cli.disk_speed import DiskSpeed
 
 
 def _size(text: str) -> int:
@@ -40,8 +25,8 @@ def _size(text: str) -> int:
     return nbytes
 
 
-@click.command("bench", epilog=examples("bench offload", "bench /mnt/nvme --size 4GiB --json"))
-@directory_argument
+@options.command("bench", "bench offload", "bench /mnt/nvme --size 4GiB --json")
+@options.directory_argument
 @click.option(
     "--size",
     "nbytes",
@@ -51,18 +36,18 @@ def _size(text: str) -> int:
     type=_size,
     help="How large the file is that is written and read.",
 )
-@as_json_option
 def bench(directory: str, nbytes: int, as_json: bool) -> None:
     """Measure the disk that DIR lies on, and remember how fast it is, for `plan`.
 
     The file that is written has no name and is gone afterwards, whatever happens. It is written
     twice and read five times, past the page cache: some seconds, or longer where the disk is slow.
     """
-    from tierstore.cli.disk_speed import remember
+    from tierstore.cli.disk_speed import measure, remember
 
     _check_room(directory, nbytes)
     started = time.monotonic()
-    found = _measured(directory, nbytes)
+    with system_failures(f"measuring the disk of {directory}"):
+        found = measure(directory, nbytes, functools.partial(byte_bar, at_once=True))
     seconds = time.monotonic() - started
     kept: Path | None = None
     try:
@@ -70,9 +55,18 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
     except OSError as error:
         remark(f"It could not be remembered: {error}")
     if as_json:
-        where = None if kept is None else str(kept)
-        document = {**_document(directory, found), "nbytes": nbytes}
-        print_json({**document, "seconds": round(seconds, 3), "remembered_in": where})
+        print_json(
+            {
+                "directory": os.path.abspath(directory),
+                "file_system": file_system_of(directory),
+                "direct": found.direct,
+                "read": round(found.read),
+                "writes": {"new": round(found.new), "again": round(found.again)},
+                "nbytes": nbytes,
+                "seconds": round(seconds, 3),
+                "remembered_in": None if kept is None else str(kept),
+            }
+        )
         return
     data(f"reads     {words.size(found.read)}/s")
     data(f"writes    {words.size(found.new)}/s at first, {words.size(found.again)}/s again")
@@ -84,18 +78,13 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
 
 
 def _check_room(directory: str, nbytes: int) -> None:
+    advice = "Name a directory on the disk to measure."
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        raise Failure(
-            f"{directory} cannot be looked at: {error.strerror}",
-            "Name a directory on the disk to measure.",
-            Code.USAGE,
-        ) from error
+        raise Failure(f"{directory} cannot be looked at: {error.strerror}", advice) from error
     if not os.path.isdir(directory):
-        raise Failure(
-            f"{directory} is no directory", "Name a directory on the disk to measure.", Code.USAGE
-        )
+        raise Failure(f"{directory} is no directory", advice)
     if free < 2 * nbytes:
         raise Failure(
             f"too little room: {words.size(free)} are free there, and at least "
@@ -103,30 +92,3 @@ def _check_room(directory: str, nbytes: int) -> None:
             "Measure with a smaller --size, or free some space.",
             Code.UNEXPECTED,
         )
-
-
-def _measured(directory: str, nbytes: int) -> DiskSpeed:
-    from tierstore.cli.disk_speed import measure
-
-    with ExitStack() as bars:
-
-        def start(doing: str, total: int) -> Callable[[int], object]:
-            bars.close()
-            return bars.enter_context(byte_bar(doing, total, at_once=True))
-
-        try:
-            return measure(directory, nbytes, start)
-        except OSError as error:
-            raise system_failure(error, f"measuring the disk of {directory}") from error
-
-
-def _document(directory: str, found: DiskSpeed) -> Document:
-    from tierstore.cli.machine import file_system_of
-
-    return {
-        "directory": os.path.abspath(directory),
-        "file_system": file_system_of(directory),
-        "direct": found.direct,
-        "read": round(found.read),
-        "writes": {"new": round(found.new), "again": round(found.again)},
-    }

@@ -10,11 +10,12 @@ import click
 
 from tierstore.cli import words
 from tierstore.cli.bench import bench
-from tierstore.cli.frame import Code, Failure, remark
-from tierstore.cli.look import disk_use, environment, list_groups, show
+from tierstore.cli.listing import disk_use, environment, list_groups, show
+from tierstore.cli.machine import version_of
+from tierstore.cli.output import Code, Failure, remark
 from tierstore.cli.plan import plan
+from tierstore.cli.removal import prune, remove_groups
 from tierstore.cli.replay import replay
-from tierstore.cli.tidy import prune, remove_groups
 from tierstore.cli.trace import trace
 from tierstore.cli.verify import verify
 
@@ -54,12 +55,9 @@ class Inspector(click.Group):
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if not wanted or ctx.resilient_parsing:
-        return
-    from tierstore.cli.machine import version_of
-
-    click.echo(f"tierstore-inspect {version_of('tierstore') or '(not installed)'}")
-    ctx.exit()
+    if wanted and not ctx.resilient_parsing:
+        click.echo(f"tierstore-inspect {version_of('tierstore') or '(not installed)'}")
+        ctx.exit()
 
 
 @click.group(
@@ -86,17 +84,7 @@ def inspector() -> None:
     """
 
 
-for _command in (
-    list_groups,
-    show,
-    disk_use,
-    verify,
-    prune,
-    remove_groups,
-    environment,
-    bench,
-    plan,
-    replay,
-    trace,
-):
+for _command in (list_groups, show, disk_use, verify, prune, remove_groups):
+    inspector.add_command(_command)
+for _command in (environment, bench, plan, replay, trace):
     inspector.add_command(_command)

@@ -21,16 +21,18 @@ import math
 import mmap
 import os
 import random
-import stat
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierstore.cli.directories import read_document
 from tierstore.model.sizes import round_up
 from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile, OpenForWriting
+from tierstore.system.objects import READ
 from tierstore.tiers.spill import anonymous_file
 from tierstore.tiers.workers import Workers
 
@@ -48,7 +50,7 @@ _LARGEST_FILE = MIB
 Advance = Callable[[int], object]
 """Is told of every so many bytes that were moved."""
 
-Start = Callable[[str, int], Advance]
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """Is told what is done next, and how many bytes it will move."""
 
 
@@ -70,12 +72,11 @@ class DiskSpeed:
     direct: bool
 
 
-def in_silence(doing: str, nbytes: int) -> Advance:
-    """A `Start` that tells nobody."""
-    return lambda more: None
+def _silent(doing: str, nbytes: int) -> AbstractContextManager[Advance]:
+    return contextlib.nullcontext(lambda more: None)
 
 
-def measure(directory: str, nbytes: int, start: Start = in_silence) -> DiskSpeed:
+def measure(directory: str, nbytes: int, progress: Progress = _silent) -> DiskSpeed:
     """Measure the disk of `directory` with a file of about `nbytes` bytes (at least SMALLEST).
 
     Raises OSError.
@@ -83,12 +84,12 @@ def measure(directory: str, nbytes: int, start: Start = in_silence) -> DiskSpeed
     descriptor = anonymous_file(directory)
     file = OpenForWriting(descriptor, f"/proc/self/fd/{descriptor}")
     try:
-        return _measured(file, round_up(nbytes, READ_BLOCK), start)
+        return _measured(file, round_up(nbytes, READ_BLOCK), progress)
     finally:
         file.close()
 
 
-def _measured(file: OpenForWriting, nbytes: int, start: Start) -> DiskSpeed:
+def _measured(file: OpenForWriting, nbytes: int, progress: Progress) -> DiskSpeed:
     os.posix_fallocate(file.cached, 0, nbytes)
     memory, filler = _huge_memory(_MEMORY), random.Random(0)
     blocks = [memory[at : at + READ_BLOCK] for at in range(0, _MEMORY, READ_BLOCK)]
@@ -96,8 +97,8 @@ def _measured(file: OpenForWriting, nbytes: int, start: Start) -> DiskSpeed:
         # What repeats itself soon, some file systems would compress.
         block[:] = filler.randbytes(MIB) * (READ_BLOCK // MIB)
     rooms = itertools.cycle(blocks)
-    advance = start("Writing", 2 * nbytes)
-    new, again = (_rate(file.write, rooms, nbytes, advance) for _ in range(2))
+    with progress("Writing", 2 * nbytes) as advance:
+        new, again = (_rate(file.write, rooms, nbytes, advance) for _ in range(2))
     os.fsync(file.cached)
     os.posix_fadvise(file.cached, 0, 0, os.POSIX_FADV_DONTNEED)
     data = DataFile(f"/proc/self/fd/{file.cached}", follow_links=True)
@@ -105,8 +106,8 @@ def _measured(file: OpenForWriting, nbytes: int, start: Start) -> DiskSpeed:
     def read(room: memoryview, offset: int) -> None:
         data.read_at_least(room, offset, len(room))
 
-    advance = start("Reading", ROUNDS * nbytes)
-    rates = [_rate(read, rooms, nbytes, advance) for _ in range(ROUNDS)]
+    with progress("Reading", ROUNDS * nbytes) as advance:
+        rates = [_rate(read, rooms, nbytes, advance) for _ in range(ROUNDS)]
     return DiskSpeed(statistics.median(rates), new, again, data.direct)
 
 
@@ -191,20 +192,8 @@ def _name_of(path: str | os.PathLike[str]) -> str:
     return f"{os.uname().nodename} {device:x} {identity:x}"
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place shall keep nobody waiting
-
-
 def _entries() -> dict[str, Any]:
-    """Everything in the file, of whatever shape; nothing if it is no file of ours."""
-    try:
-        with open(cache_file(), "rb", opener=_open_at_once) as opened:
-            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
-                return {}
-            document = json.loads(opened.read(_LARGEST_FILE))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(document, dict) or document.get("version") != 1:
-        return {}
-    entries = document.get("disks")
+    """What the file says of each disk; nothing if it is no file of ours."""
+    document = read_document(cache_file(), _LARGEST_FILE, flags=READ & ~os.O_NOFOLLOW)
+    entries = document.get("disks") if document.get("version") == 1 else None
     return entries if isinstance(entries, dict) else {}

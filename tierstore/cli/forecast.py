@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tierstore.cli.output import Document, Failure
 from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.groups import FileTensor, GroupSpec
 from tierstore.model.module_tree import groups_of
@@ -43,51 +44,14 @@ class PlannedComponent:
         """Bytes of all its groups."""
         return sum(group.nbytes for group in self.groups)
 
-    @property
-    def largest(self) -> int:
-        """Bytes of its largest group."""
-        return max((group.nbytes for group in self.groups), default=0)
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Bytes per second of each hop (None: not known), and the seconds that a step computes."""
-
-    disk: float | None
-    link: float | None
-    compute: float
-
-    @property
-    def hops(self) -> dict[Way, float]:
-        """The speeds that are known."""
-        known = {FROM_DISK: self.disk, TO_DEVICE: self.link}
-        return {way: speed for way, speed in known.items() if speed is not None}
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """One step of a component's loop, once the planner knows the order: bytes and seconds."""
-
-    component: PlannedComponent
-    first_read: int
-    read: float
-    onloaded: float
-    seconds: float
-    stalled: float
-
-    @property
-    def resident(self) -> float:
-        """Bytes that need not be read in a step: they stay in memory."""
-        return max(self.component.nbytes - self.read, 0.0)
-
 
 def components_of(
     checkpoint: str, offload_type: str, budgets: Mapping[Tier, int | None], only: str | None
 ) -> list[PlannedComponent]:
     """The models of a checkpoint, each cut as `enable_group_offload` would cut it.
 
-    Raises TransferError or InvalidHeaderError for files that cannot be read, KeyError if there is
-    no component `only`.
+    Raises TransferError or InvalidHeaderError for files that cannot be read; fails if there is no
+    component `only`.
     """
     found = []
     for name, (place, blocks) in _places(checkpoint, only).items():
@@ -110,17 +74,23 @@ def components_of(
 def _places(checkpoint: str, only: str | None) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Where each component lies, and which modules of it count as blocks."""
     index = Path(checkpoint, INDEX)
-    if not index.is_file():
-        if only is not None:
-            raise KeyError(only)
-        return {"": (checkpoint, ())}
     places: dict[str, tuple[str, tuple[str, ...]]] = {}
-    for name, kind in _entries(index):
-        place = index.parent / name
-        if place.is_dir() and _has_weights(place):
-            autoencoder = kind.startswith("AutoencoderKL")
-            places[name] = (str(place), _AUTOENCODER_BLOCKS if autoencoder else ())
-    return places if only is None else {only: places[only]}
+    if not index.is_file():
+        places[""] = (checkpoint, ())
+    else:
+        for name, kind in _entries(index):
+            place = index.parent / name
+            if place.is_dir() and _has_weights(place):
+                autoencoder = kind.startswith("AutoencoderKL")
+                places[name] = (str(place), _AUTOENCODER_BLOCKS if autoencoder else ())
+    if only is None:
+        return places
+    if not only or only not in places:
+        raise Failure(
+            f"{checkpoint} has no component {only!r} with safetensors files",
+            "Leave --component out to see which there are.",
+        )
+    return {only: places[only]}
 
 
 def _has_weights(place: Path) -> bool:
@@ -158,36 +128,37 @@ def forecast(
     component: PlannedComponent,
     known: Mapping[str, int],
     budgets: Mapping[Tier, int | None],
-    speeds: Speeds,
+    bandwidth: Mapping[Way, float],
+    compute: float,
     steps: int,
-) -> Forecast:
-    """Play `steps` steps of a component's loop. What is told is the mean of their second half.
+) -> Document:
+    """One step of a component's loop, once the planner knows the order: bytes and seconds.
 
-    `known` are all groups that the store has, by key, with their bytes.
+    `steps` steps are played; what is told is the mean of their second half. `resident` are the
+    bytes that need not be read in a step, as they stay in memory. `known` are all groups that the
+    store has, by key, with their bytes. `bandwidth` gives bytes per second of each hop, as far as
+    they are known: without the disk's, no seconds are told. A step computes for `compute` seconds.
     """
     half = steps // 2
+    nbytes = component.nbytes
+    uses = [Use(group.key, compute * group.nbytes / nbytes) for group in component.groups]
+    first, earlier, whole = (
+        simulate(known, uses * count, budgets, bandwidth=bandwidth) for count in (1, half, steps)
+    )
 
-    def play(count: int) -> Outcome:
-        uses = [
-            Use(group.key, speeds.compute * group.nbytes / component.nbytes)
-            for group in component.groups
-        ]
-        return simulate(known, uses * count, budgets, bandwidth=speeds.hops)
-
-    earlier, whole = play(half), play(steps)
-
-    def each(of: float, before: float) -> float:
-        return (of - before) / (steps - half)
+    def each(told: Callable[[Outcome], float]) -> float:
+        return (told(whole) - told(earlier)) / (steps - half)
 
     def read_by(outcome: Outcome) -> int:
         return sum(outcome.reads.get(key, 0) * n for key, n in component.in_files.items())
 
-    onloaded = [outcome.bytes_moved.get(TO_DEVICE, 0) for outcome in (whole, earlier)]
-    return Forecast(
-        component,
-        first_read=read_by(play(1)),
-        read=each(read_by(whole), read_by(earlier)),
-        onloaded=each(*onloaded),
-        seconds=each(whole.seconds, earlier.seconds),
-        stalled=each(whole.stalled_seconds, earlier.stalled_seconds),
-    )
+    read, timed = each(read_by), FROM_DISK in bandwidth
+    return {
+        "component": component.name,
+        "resident": round(max(nbytes - read, 0.0)),
+        "first_read": read_by(first),
+        "read": round(read),
+        "onloaded": round(each(lambda outcome: outcome.bytes_moved.get(TO_DEVICE, 0))),
+        "seconds": each(lambda outcome: outcome.seconds) if timed else None,
+        "stalled_seconds": each(lambda outcome: outcome.stalled_seconds) if timed else None,
+    }

@@ -9,6 +9,7 @@ import platform
 import re
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from tierstore.model.sizes import PAGE, usable_memory
 
@@ -33,29 +34,26 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def _text(path: Path) -> str | None:
+    """What a file of the kernel says; None if it cannot be read."""
+    try:
+        return path.read_text(errors="surrogateescape")
+    except OSError:
+        return None
+
+
 def file_system_of(directory: str, mounts: str = "/proc/self/mountinfo") -> str | None:
     """The type of the file system that a directory lies on, such as `ext4`."""
     here = os.path.realpath(directory)
-    try:
-        lines = Path(mounts).read_text(errors="surrogateescape").splitlines()
-    except OSError:
-        return None
     longest, found = -1, None
-    for line in lines:
+    for line in (_text(Path(mounts)) or "").splitlines():
         before, _, after = line.partition(" - ")
-        point = _unescaped(before.split()[4])
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
+        is_below = here == point or here.startswith(point.rstrip("/") + "/")
         # Of two mounts on one point, the later one is on top.
-        if len(point) >= longest and _is_below(here, point):
+        if is_below and len(point) >= longest:
             longest, found = len(point), after.split()[0]
     return found
-
-
-def _is_below(path: str, directory: str) -> bool:
-    return path == directory or path.startswith(directory.rstrip("/") + "/")
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def direct_reads(directory: str) -> str:
@@ -81,37 +79,26 @@ def direct_reads(directory: str) -> str:
 
 def huge_pages(root: Path = Path("/")) -> str | None:
     """The chosen setting of transparent huge pages: always, madvise or never."""
-    try:
-        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return None
-    chosen = re.search(r"\[(\w+)\]", text)
+    text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = re.search(r"\[(\w+)\]", text or "")
     return chosen[1] if chosen else None
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
     """The NVIDIA GPUs that the driver lists."""
-    models = []
-    for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        try:
-            found = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
-        except OSError:
-            continue
-        models.append(found[1].strip() if found else "unknown")
-    return models
+    files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    texts = [text for file in files if (text := _text(file)) is not None]
+    found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
+    return [model[1].strip() if model else "unknown" for model in found]
 
 
 def gpu_driver(root: Path = Path("/")) -> str | None:
     """The version of the NVIDIA driver."""
-    try:
-        text = (root / "proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _text(root / "proc/driver/nvidia/version") or "")
     return found[0] if found else None
 
 
-def environment(directory: str) -> dict[str, object]:
+def environment(directory: str) -> dict[str, Any]:
     """Everything that a report about a problem should say about the machine."""
     return {
         "tierstore": version_of("tierstore"),

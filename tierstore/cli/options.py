@@ -1,11 +1,16 @@
-"""Options that say how much memory there is, and how fast things are."""
+"""The arguments and options that several commands have, and how their texts are read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 
+from tierstore.cli.output import Failure
 from tierstore.model.sizes import PAGE, parse_size
 from tierstore.model.tiers import Tier
+from tierstore.system.objects import check_key
 
 Budgets = dict[Tier, int | None]
 
@@ -13,6 +18,35 @@ TOO_MUCH = 1 << 63
 """Bytes that no file can have."""
 LONGEST = 1e9
 """Seconds. What takes longer than thirty years is a mistake, and sums of it may be infinite."""
+
+
+def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command that has `--json`, and examples at the end of its help."""
+    epilog = "\b\nExamples:\n" + "\n".join(f"  tierstore-inspect {line}" for line in examples)
+
+    def made(function: Callable[..., Any]) -> click.Command:
+        found = click.command(name, epilog=epilog)(function)
+        json_help = "Print a JSON document: raw bytes, seconds since 1970."
+        found.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
+        return found
+
+    return made
+
+
+directory_argument = click.argument("directory", metavar="DIR")
+yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+
+ram_help = "The store's ram_budget: 8GB, 8GiB, or 50% of the memory of this machine."
+device_help = "The store's device_budget. Left out: everything is computed on the CPU."
+
+
+def key(text: str) -> str:
+    """A key as it was typed, if it can be one."""
+    try:
+        return check_key(text)
+    except ValueError as error:
+        raise Failure(str(error), "Give a key as `ls` shows it.") from error
 
 
 def ram(text: str) -> int:
@@ -71,7 +105,3 @@ def budgets_of(ram: int, device: int | None) -> Budgets:
     """Bytes by tier. Without an accelerator, host memory is where weights are used."""
     budgets: Budgets = {Tier.HOST: ram, Tier.DISK: None}
     return budgets if device is None else {Tier.DEVICE: device, **budgets}
-
-
-ram_help = "The store's ram_budget: 8GB, 8GiB, or 50% of the memory of this machine."
-device_help = "The store's device_budget. Left out: everything is computed on the CPU."

@@ -8,24 +8,22 @@ from typing import TYPE_CHECKING
 import click
 
 from tierstore.cli import options, words
-from tierstore.cli.frame import (
-    Code,
+from tierstore.cli.output import (
+    Column,
     Document,
     Failure,
-    as_json_option,
     data,
-    examples,
+    draw,
     print_json,
     remark,
     system_failure,
 )
-from tierstore.cli.render import Column, draw
 from tierstore.model.errors import TierStoreError
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.tiers import Tier
 
 if TYPE_CHECKING:  # it brings numpy: only who plans shall wait for that
-    from tierstore.cli.forecast import Forecast, PlannedComponent, Speeds
+    from tierstore.cli.forecast import PlannedComponent
 
 COMFORTABLE = 3
 """So many of the largest groups should have room: one in use, one arriving, one beside."""
@@ -33,13 +31,11 @@ COMFORTABLE = 3
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
-@click.command(
+@options.command(
     "plan",
-    epilog=examples(
-        "plan FLUX.1-dev --ram 8GB",
-        "plan FLUX.1-dev --ram 24GB --device 8GB --compute 1.5 --disk-bandwidth 5GB/s",
-        "plan model.safetensors --ram 4GiB --json",
-    ),
+    "plan FLUX.1-dev --ram 8GB",
+    "plan FLUX.1-dev --ram 24GB --device 8GB --compute 1.5 --disk-bandwidth 5GB/s",
+    "plan model.safetensors --ram 4GiB --json",
 )
 @click.argument("checkpoint", metavar="CHECKPOINT")
 @click.option("--ram", type=options.ram, metavar="SIZE", required=True, help=options.ram_help)
@@ -55,26 +51,22 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 @click.option(
     "--compute",
     type=options.seconds,
-    metavar="SECONDS",
     help="Seconds that a step takes when all weights are in place. Left out: no time at all, so "
     "that the disk (or the link) is the limit.",
 )
 @click.option(
     "--disk-bandwidth",
     type=options.speed,
-    metavar="SPEED",
     help="Such as 3GB/s. Left out: what `bench` measured of this disk.",
 )
 @click.option(
     "--link-bandwidth",
     type=options.speed,
-    metavar="SPEED",
     help="From host memory to the device. Left out: no limit.",
 )
 @click.option(
     "--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Steps to play."
 )
-@as_json_option
 def plan(  # noqa: PLR0913 - each is an option of the command
     checkpoint: str,
     ram: int,
@@ -94,7 +86,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     through on paper. A step is one run of the model; pipelines with guidance may do two of them.
     """
     from tierstore.cli.disk_speed import known_speed
-    from tierstore.cli.forecast import Speeds, forecast, in_every_step
+    from tierstore.cli.forecast import FROM_DISK, TO_DEVICE, forecast, in_every_step
 
     if device is None and link_bandwidth is not None:
         raise click.UsageError("--link-bandwidth is for --device; without it there is no link.")
@@ -102,21 +94,33 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     components = _components(checkpoint, offload_type, budgets, component)
     _refuse_what_never_fits(components, budgets)
     measured = known_speed(checkpoint) if disk_bandwidth is None else None
-    speeds = Speeds(disk_bandwidth or measured, link_bandwidth, compute or 0.0)
+    disk, link, computes = disk_bandwidth or measured, link_bandwidth, compute or 0.0
+    speeds = {way: speed for way, speed in ((FROM_DISK, disk), (TO_DEVICE, link)) if speed}
     known = {group.key: group.nbytes for part in components for group in part.groups}
-    loops = [forecast(part, known, budgets, speeds, steps) for part in in_every_step(components)]
+    document = {
+        "checkpoint": checkpoint,
+        "budgets": {tier.name: budget for tier, budget in budgets.items()},
+        "disk_bandwidth": disk,
+        "link_bandwidth": link,
+        "compute_seconds": computes,
+        "components": [_row(part) for part in components],
+        "steps": [
+            forecast(part, known, budgets, speeds, computes, steps)
+            for part in in_every_step(components)
+        ],
+    }
     if as_json:
-        print_json({"checkpoint": checkpoint, **_document(components, loops, budgets, speeds)})
+        print_json(document)
         return
-    _show(components, loops, budgets, speeds)
+    _show(document)
     if measured is not None:
         remark(f"Disk: {words.size(measured)}/s, as `tierstore-inspect bench` measured it.")
-    elif speeds.disk is None:
+    elif disk is None:
         remark(
             "Seconds are not told, for the disk's speed is not known: give --disk-bandwidth, or "
             "measure it with `tierstore-inspect bench DIR`."
         )
-    if compute is None and speeds.disk is not None:
+    if compute is None and disk is not None:
         remark("Computing is taken to need no time: give --compute SECONDS of a step.")
 
 
@@ -127,20 +131,11 @@ def _components(
 
     try:
         components = components_of(checkpoint, offload_type, budgets, only)
-    except KeyError as error:
-        raise Failure(
-            f"{checkpoint} has no component {only!r} with safetensors files",
-            "Leave --component out to see which there are.",
-            Code.USAGE,
-        ) from error
     except (TierStoreError, OSError, ValueError) as error:
         raise _no_plan(checkpoint, error) from error
     if not any(component.groups for component in components):
-        raise Failure(
-            f"{checkpoint} holds no weights in safetensors files",
-            "Give another CHECKPOINT.",
-            Code.USAGE,
-        )
+        message = f"{checkpoint} holds no weights in safetensors files"
+        raise Failure(message, "Give another CHECKPOINT.")
     return components
 
 
@@ -149,11 +144,10 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
     if isinstance(cause, OSError) and not isinstance(cause, _NOTHING_THERE):
         return system_failure(cause, f"reading {checkpoint}")
     if isinstance(error, TierStoreError):
-        return Failure(str(error), "Give another CHECKPOINT.", Code.USAGE)
+        return Failure(str(error), "Give another CHECKPOINT.")
     return Failure(
         f"{checkpoint} cannot be planned with: {error}",
         "Give one file, or a directory that holds each tensor once.",
-        Code.USAGE,
     )
 
 
@@ -173,7 +167,6 @@ def _refuse_what_never_fits(
                 f"{largest.nbytes:,} bytes, and no module can be cut",
                 f"Give at least {option} {largest.nbytes}B; "
                 f"{COMFORTABLE * largest.nbytes}B would let reading and computing overlap.",
-                Code.USAGE,
             )
         if COMFORTABLE * largest.nbytes > budget:
             remark(
@@ -182,87 +175,49 @@ def _refuse_what_never_fits(
             )
 
 
-def _show(
-    components: Sequence[PlannedComponent],
-    loops: Sequence[Forecast],
-    budgets: options.Budgets,
-    speeds: Speeds,
-) -> None:
-    columns: Sequence[Column[PlannedComponent]] = (
-        Column("COMPONENT", lambda part: part.name or "model", flexible=True),
-        Column("WEIGHTS", lambda part: words.size(part.nbytes), right=True),
-        Column("GROUPS", lambda part: f"{len(part.groups):,}", right=True),
-        Column("LARGEST", lambda part: words.size(part.largest), right=True),
-    )
-    draw(columns, components)
-    for loop in loops:
+def _largest(part: Document) -> int:
+    return max((group["nbytes"] for group in part["groups"]), default=0)
+
+
+_COMPONENTS = (
+    Column("COMPONENT", lambda part: part["name"] or "model", flexible=True),
+    Column("WEIGHTS", lambda part: words.size(part["nbytes"]), right=True),
+    Column("GROUPS", lambda part: f"{len(part['groups']):,}", right=True),
+    Column("LARGEST", lambda part: words.size(_largest(part)), right=True),
+)
+
+
+def _show(document: Document) -> None:
+    sizes = {part["name"]: part["nbytes"] for part in document["components"]}
+    draw(_COMPONENTS, document["components"])
+    disk, link = document["disk_bandwidth"], document["link_bandwidth"]
+    for step in document["steps"]:
+        nbytes, stays = sizes[step["component"]], step["resident"]
+        read, first, onloaded = (step[name] for name in ("read", "first_read", "onloaded"))
         data("")
-        for line in _told(loop, budgets, speeds):
-            data(line)
-
-
-def _told(loop: Forecast, budgets: options.Budgets, speeds: Speeds) -> list[str]:
-    part = loop.component
-    share = loop.resident / part.nbytes
-    lines = [
-        f"Each step of {part.name or 'the model'}:",
-        f"  stays in memory  {words.size(loop.resident)} of {words.size(part.nbytes)}, {share:.0%}",
-        f"  read from disk   {words.size(loop.read)}; in the first step "
-        f"{words.size(loop.first_read)}",
-    ]
-    if Tier.DEVICE in budgets:
-        lines.append(f"  to the device    {words.size(loop.onloaded)}")
-    if speeds.disk is not None:
-        lines.append(
-            f"  takes            {loop.seconds:.3g} s, of which {loop.stalled:.3g} s are waiting "
-            f"for {_limit(loop, speeds)}"
+        data(f"Each step of {step['component'] or 'the model'}:")
+        data(
+            f"  stays in memory  {words.size(stays)} of {words.size(nbytes)}, {stays / nbytes:.0%}"
         )
-    return lines
+        data(f"  read from disk   {words.size(read)}; in the first step {words.size(first)}")
+        if Tier.DEVICE.name in document["budgets"]:
+            data(f"  to the device    {words.size(onloaded)}")
+        if disk is not None:
+            is_link = link and onloaded / link > read / disk
+            data(
+                f"  takes            {step['seconds']:.3g} s, of which "
+                f"{step['stalled_seconds']:.3g} s are waiting for "
+                f"{'the link to the device' if is_link else 'the disk'}"
+            )
 
 
-def _limit(loop: Forecast, speeds: Speeds) -> str:
-    disk = loop.read / speeds.disk if speeds.disk else 0.0
-    link = loop.onloaded / speeds.link if speeds.link else 0.0
-    return "the disk" if disk >= link else "the link to the device"
-
-
-def _document(
-    components: Sequence[PlannedComponent],
-    loops: Sequence[Forecast],
-    budgets: options.Budgets,
-    speeds: Speeds,
-) -> Document:
-    timed = speeds.disk is not None
-    return {
-        "budgets": {tier.name: budget for tier, budget in budgets.items()},
-        "disk_bandwidth": speeds.disk,
-        "link_bandwidth": speeds.link,
-        "compute_seconds": speeds.compute,
-        "components": [
-            {
-                "name": part.name,
-                "nbytes": part.nbytes,
-                "groups": [
-                    {
-                        "key": group.key,
-                        "nbytes": group.nbytes,
-                        "tensors": [tensor.name for tensor in group.tensors],
-                    }
-                    for group in part.groups
-                ],
-            }
-            for part in components
-        ],
-        "steps": [
-            {
-                "component": loop.component.name,
-                "resident": round(loop.resident),
-                "first_read": loop.first_read,
-                "read": round(loop.read),
-                "onloaded": round(loop.onloaded),
-                "seconds": loop.seconds if timed else None,
-                "stalled_seconds": loop.stalled if timed else None,
-            }
-            for loop in loops
-        ],
-    }
+def _row(part: PlannedComponent) -> Document:
+    groups = [
+        {
+            "key": group.key,
+            "nbytes": group.nbytes,
+            "tensors": [tensor.name for tensor in group.tensors],
+        }
+        for group in part.groups
+    ]
+    return {"name": part.name, "nbytes": part.nbytes, "groups": groups}

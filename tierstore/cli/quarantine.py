@@ -11,65 +11,48 @@ import itertools
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from tierstore.cli.directories import Item, items_below, look_at, opened_below, opened_parent
-from tierstore.cli.frame import Code, Failure, system_failure
-from tierstore.cli.report import NOTE_SUFFIX, QUARANTINE, Problem, opened_store
+from tierstore.cli.directories import (
+    Item,
+    items_below,
+    look_at,
+    opened_below,
+    opened_parent,
+    opened_store,
+    read_document,
+)
+from tierstore.cli.output import Code, Document, Failure, system_failures
+from tierstore.cli.report import NOTE_SUFFIX, QUARANTINE, Group, item_row, problem_row
 from tierstore.system.files import sync_names
-from tierstore.system.objects import READ
 
 _MAX_NOTE_BYTES = 1 << 20
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-@dataclass(frozen=True)
-class Damage:
-    """Something damaged, and everything that was found wrong with it."""
-
-    item: Item
-    key: str | None
-    problems: tuple[Problem, ...]
-
-
-@dataclass(frozen=True)
-class QuarantineOutcome:
-    """Where something damaged is now (a name below the directory), or why it was left in place."""
-
-    moved_to: str | None
-    left: str | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Something in quarantine, and what its note says; nothing, if the note cannot be believed."""
-
-    item: Item
-    key: str | None
-    since: str | None
-    reasons: tuple[str, ...]
-
-
 # Putting away -------------------------------------------------------------------------------------
 
 
-def put_away(directory: str, root: int, damages: Iterable[Damage]) -> dict[str, QuarantineOutcome]:
-    """Move what is damaged into quarantine. Tells by name what became of each.
+def put_away(directory: str, root: int, problems: Iterable[Group]) -> dict[str, Document]:
+    """Move what is damaged into quarantine.
 
-    `root` is the open directory of a store whose lock the caller holds.
+    Tells by name where each is now (the path, as `put_away`), or why it is `left` in its place.
+    `root` is the open directory of a store whose lock the caller holds. What has several problems
+    is among them several times.
     """
-    damages = list(damages)
+    damages: dict[Item, list[Group]] = {}
+    for group in problems:
+        damages.setdefault(group.item, []).append(group)
     if not damages:
         return {}
-    try:
-        with _opened(directory, root) as room:
-            return {damage.item.name: _put_away(root, room, damage) for damage in damages}
-    except OSError as error:
-        raise system_failure(error, f"making {directory}/{QUARANTINE}") from error
+    with system_failures(f"making {directory}/{QUARANTINE}"), _opened(directory, root) as room:
+        return {
+            item.name: _put_away(directory, root, room, item, found)
+            for item, found in damages.items()
+        }
 
 
 @contextmanager
@@ -89,20 +72,26 @@ def _opened(directory: str, root: int) -> Iterator[int]:
         yield room
 
 
-def _put_away(root: int, room: int, damage: Damage) -> QuarantineOutcome:
-    if any(problem.passing for problem in damage.problems):
-        return QuarantineOutcome(None, "this may pass: verify again")
-    try:
-        with opened_parent(root, damage.item.name) as parent:
-            leaf = os.path.basename(damage.item.name)
-            if parent is None or look_at(parent, leaf, damage.item.name) != damage.item:
-                return QuarantineOutcome(None, "it has just changed: verify again")
-            name = _free_name(room, leaf)
-            _write_note(room, name + NOTE_SUFFIX, damage)
-            _move(parent, leaf, room, name)
-    except OSError as error:
-        return QuarantineOutcome(None, f"moving it failed: {error.strerror or error}")
-    return QuarantineOutcome(f"{QUARANTINE}/{name}")
+def _put_away(
+    directory: str, root: int, room: int, item: Item, damages: Sequence[Group]
+) -> Document:
+    left = None
+    if any(group.problem and group.problem.passing for group in damages):
+        left = "this may pass: verify again"
+    else:
+        try:
+            with opened_parent(root, item.name) as parent:
+                leaf = os.path.basename(item.name)
+                if parent is not None and look_at(parent, leaf, item.name) == item:
+                    name = _free_name(room, leaf)
+                    _write_note(room, name + NOTE_SUFFIX, damages)
+                    _move(parent, leaf, room, name)
+                    place = os.path.join(os.path.abspath(directory), QUARANTINE, name)
+                    return {"put_away": place, "left": None}
+            left = "it has just changed: verify again"
+        except OSError as error:
+            left = f"moving it failed: {error.strerror or error}"
+    return {"put_away": None, "left": left}
 
 
 def _move(parent: int, leaf: str, room: int, name: str) -> None:
@@ -124,15 +113,12 @@ def _free_name(room: int, leaf: str) -> str:
     return next(name for name in names if taken.isdisjoint((name, name + NOTE_SUFFIX)))
 
 
-def _write_note(room: int, name: str, damage: Damage) -> None:
+def _write_note(room: int, name: str, damages: Sequence[Group]) -> None:
     note = {
-        "key": damage.key,
-        "was": damage.item.name,
+        "key": damages[0].key,
+        "was": damages[0].item.name,
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
-        "problems": [
-            {"reason": p.reason, "tensor": p.tensor, "expected": p.expected, "found": p.found}
-            for p in damage.problems
-        ],
+        "problems": [problem_row(group.problem) for group in damages if group.problem],
     }
     # Whatever is not ASCII is escaped: a key cannot steer the terminal of who looks at the note.
     descriptor = os.open(name, _NEW, 0o600, dir_fd=room)
@@ -151,41 +137,27 @@ def _write_note(room: int, name: str, damage: Damage) -> None:
 # Looking ------------------------------------------------------------------------------------------
 
 
-def kept(directory: str) -> list[Kept]:
-    """What is in quarantine."""
-    with opened_store(directory) as root:
-        try:
-            return [
-                _kept(item, _read_note(room, leaf + NOTE_SUFFIX))
-                for room, leaf, item in items_below(root, QUARANTINE)
-                if not leaf.endswith(NOTE_SUFFIX)
-            ]
-        except OSError as error:
-            raise system_failure(error, f"reading {directory}/{QUARANTINE}") from error
+def quarantined(directory: str) -> list[Document]:
+    """What is in quarantine, and what its notes say; nothing, of notes that cannot be believed."""
+    with opened_store(directory) as root, system_failures(f"reading {directory}/{QUARANTINE}"):
+        return [
+            {**item_row(directory, item), **_noted(room, leaf + NOTE_SUFFIX)}
+            for room, leaf, item in items_below(root, QUARANTINE)
+            if not leaf.endswith(NOTE_SUFFIX)
+        ]
 
 
-def _kept(item: Item, note: dict[str, Any]) -> Kept:
+def _noted(room: int, name: str) -> Document:
+    note = read_document(name, _MAX_NOTE_BYTES, room)
     problems = _believed(note.get("problems"), list)
     reasons = (_believed(p.get("reason"), str) for p in problems if isinstance(p, dict))
-    key, since = _believed(note.get("key"), str), _believed(note.get("since"), str)
-    return Kept(item, key or None, since or None, tuple(filter(None, reasons)))
+    return {
+        "key": _believed(note.get("key"), str) or None,
+        "since": _believed(note.get("since"), str) or None,
+        "reasons": [reason for reason in reasons if reason],
+    }
 
 
 def _believed(value: Any, kind: Callable[[], Any]) -> Any:
     """The value, if it is what a note has there; anybody may have written it."""
     return value if isinstance(value, type(kind())) else kind()
-
-
-def _read_note(room: int, name: str) -> dict[str, Any]:
-    try:
-        descriptor = os.open(name, READ, dir_fd=room)
-    except OSError:
-        return {}
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return {}
-            note = json.loads(file.read(_MAX_NOTE_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return {}
-    return note if isinstance(note, dict) else {}

@@ -1,4 +1,4 @@
-"""Being the only user of a store's directory, and removing files from it.
+"""The commands that remove files: `prune` and `rm`.
 
 What is removed is a regular file below the directory that bears one of the store's own names, and
 is still the file that was looked at. It is removed by its name in an open directory, so that no
@@ -7,62 +7,98 @@ link, whenever it was planted, can lead to another file.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
-from tierstore.cli.directories import Item, look_at, opened_parent
-from tierstore.cli.frame import Code, Failure, system_failure
-from tierstore.cli.report import opened_store
+import click
+
+from tierstore.cli import options, words
+from tierstore.cli.directories import Item, look_at, only_user, opened_parent
+from tierstore.cli.output import Failure, data, print_json, remark, system_failure
+from tierstore.cli.report import existing_groups, item_rows, survey, total
 from tierstore.system.files import sync_names
-from tierstore.system.locking import describe_owner, sign_lock, try_lock
-from tierstore.system.objects import LOCK
-
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-@contextmanager
-def only_user(directory: str) -> Iterator[int]:
-    """Hold the directory's lock, as a live store does. Gives a descriptor of the directory."""
-    with opened_store(directory) as root:
-        try:
-            descriptor = os.open(LOCK, _FLAGS, 0o600, dir_fd=root)
-        except OSError as error:
-            raise system_failure(error, f"opening {directory}/{LOCK}") from error
-        try:
-            _take(descriptor, directory)
-            yield root
-        finally:
-            os.close(descriptor)
+@options.command("prune", "prune offload --dry-run", "prune offload", "prune offload -y")
+@options.directory_argument
+@click.option("--damaged", is_flag=True, help="Remove damaged objects too.")
+@options.dry_run_option
+@options.yes_option
+def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
+    """Remove what holds nothing: files that a killed process left half-written.
+
+    Damaged objects go only with --damaged, and objects that cannot be read at all stay, as does all
+    that is in quarantine. Files that tierstore did not write are never touched. Nobody may be using
+    the directory.
+    """
+
+    def candidates(_: int | None) -> list[Item]:
+        contents = survey(directory)
+        if dry_run and contents.locked_by:
+            remark(f"In use by {contents.locked_by}: its temporary files are counted here.")
+        return [*contents.temporary, *(g.item for g in contents.damaged if damaged)]
+
+    _remove(directory, candidates, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
-def _take(descriptor: int, directory: str) -> None:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        # Our process id is written into it: never into a file that has another name elsewhere.
+@options.command("rm", "rm offload latents --dry-run", "rm offload 'run 1' 'run 2' -y")
+@options.directory_argument
+@click.argument("keys", metavar="KEY...", nargs=-1, required=True, type=options.key)
+@options.dry_run_option
+@options.yes_option
+def remove_groups(
+    directory: str, keys: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Remove groups for good, damaged ones too. If one is missing, none is removed."""
+
+    def candidates(root: int | None) -> list[Item]:
+        return [group.item for group in existing_groups(directory, keys, root)]
+
+    _remove(directory, candidates, dry_run=dry_run, yes=yes, as_json=as_json)
+
+
+def _remove(
+    directory: str,
+    candidates: Callable[[int | None], list[Item]],
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Remove the candidates, which are looked for (and asked about) while the lock is held."""
+    if not dry_run and not yes and not sys.stdin.isatty():
         raise Failure(
-            f"{directory}/{LOCK} is no regular file with only this name",
-            f"Remove it by hand if no store uses {directory}.",
-            Code.UNEXPECTED,
+            "nobody can be asked whether to remove files: this is no terminal",
+            "Add -y to remove them, or --dry-run to see which.",
         )
-    if not try_lock(descriptor):
-        raise Failure(
-            f"{directory} is in use by {describe_owner(descriptor)}",
-            "Close that store first (end that process), then try again.",
-            Code.LOCKED,
-        )
-    try:
-        sign_lock(descriptor)
-    except OSError as error:
-        # A full disk has no room for our name, and must not keep anybody from making room. The lock
-        # is ours, and each removal is synced by itself.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise system_failure(error, f"writing {directory}/{LOCK}") from error
+    with nullcontext() if dry_run else only_user(directory) as root:
+        found = candidates(root)
+        if root is not None:
+            if found and not yes and not _agreed(found):
+                remark("Nothing was removed.")
+                found = []
+            found = _removed(directory, root, found)
+    rows, nbytes = item_rows(directory, found), total(found)
+    if as_json:
+        document = {"directory": os.path.abspath(directory), "dry_run": dry_run}
+        print_json({**document, "nbytes": nbytes, "removed": rows})
+        return
+    for row in rows:
+        data(row["path"])
+    doing = "would be removed" if dry_run else "removed"
+    remark(f"{words.count(len(rows), 'file')} ({words.size(nbytes)}) {doing}.")
 
 
-def remove(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
+def _agreed(found: Sequence[Item]) -> bool:
+    for item in found:
+        remark(f"{words.size(item.nbytes):>10}  {item.name}")
+    question = f"Remove {words.count(len(found), 'file')} ({words.size(total(found))}) for good?"
+    return click.confirm(question, err=True)
+
+
+def _removed(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
     """Remove files for good. Returns those that were removed; the others were gone already."""
     removed: list[Item] = []
     for item in items:

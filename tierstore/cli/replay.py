@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tierstore.cli import options, words
-from tierstore.cli.frame import Code, Failure, as_json_option, examples, print_json, remark
-from tierstore.cli.render import Column, draw
+from tierstore.cli.output import Column, Document, Failure, draw, print_json, remark
 from tierstore.cli.trace import recorded_in
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import TIERS, Tier
@@ -21,39 +20,14 @@ if TYPE_CHECKING:  # they bring numpy: only who replays shall wait for that
 
 POLICIES = ("next-use", "lru")
 _COUNTED = ("stalled_seconds", "hits", "late", "misses")
+_MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A run: budgets and bytes in bytes, times in seconds. `problem` tells why there is none."""
-
-    name: str
-    ram: int | None
-    device: int | None
-    read: int | None = None
-    onloaded: int | None = None
-    computed_seconds: float | None = None
-    stalled_seconds: float | None = None
-    hits: int | None = None
-    late: int | None = None
-    misses: int | None = None
-    problem: str | None = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Computing and waiting together, as on one thread."""
-        if self.computed_seconds is None or self.stalled_seconds is None:
-            return None
-        return self.computed_seconds + self.stalled_seconds
-
-
-@click.command(
+@options.command(
     "replay",
-    epilog=examples(
-        "replay run.json",
-        "replay run.json --ram 4GB --ram 8GB --ram 16GB",
-        "replay run.json --ram 8GB --policy next-use --policy lru --json",
-    ),
+    "replay run.json",
+    "replay run.json --ram 4GB --ram 8GB --ram 16GB",
+    "replay run.json --ram 8GB --policy next-use --policy lru --json",
 )
 @click.argument("trace", metavar="TRACE")
 @click.option(
@@ -77,7 +51,6 @@ class Row:
     show_default=True,
     help="A policy to try; may be given several times.",
 )
-@as_json_option
 def replay(
     trace: str,
     ram: tuple[int, ...],
@@ -94,8 +67,7 @@ def replay(
     recorded = _read(trace)
     rows = [_recorded_row(recorded), *_replayed(recorded, ram, device, policy)]
     if as_json:
-        runs = [{**asdict(row), "seconds": row.seconds} for row in rows]
-        print_json({"trace": os.path.abspath(trace), "runs": runs})
+        print_json({"trace": os.path.abspath(trace), "runs": rows})
         return
     _draw(rows)
     if recorded.dropped:
@@ -111,14 +83,25 @@ def _read(path: str) -> Recorded:
         raise Failure(
             f"{path} holds no use of any group: there is nothing to replay",
             "Record a run in which groups are used.",
-            Code.USAGE,
         )
     return recorded
 
 
-def _recorded_row(recorded: Recorded) -> Row:
+def _row(
+    name: str, ram: int | None, device: int | None, problem: str | None = None, **measured: Any
+) -> Document:
+    """A run: budgets and bytes in bytes, times in seconds. `problem` tells why there is none.
+
+    `seconds` are computing and waiting together, as on one thread.
+    """
+    row = {"name": name, "ram": ram, "device": device, **dict.fromkeys(_MEASURED), **measured}
+    seconds = measured["computed_seconds"] + measured["stalled_seconds"] if measured else None
+    return {**row, "problem": problem, "seconds": seconds}
+
+
+def _recorded_row(recorded: Recorded) -> Document:
     stats = recorded.stats
-    return Row(
+    return _row(
         "recorded",
         recorded.budgets.get(Tier.HOST.name),
         recorded.budgets.get(Tier.DEVICE.name),
@@ -131,70 +114,65 @@ def _recorded_row(recorded: Recorded) -> Row:
 
 def _replayed(
     recorded: Recorded, rams: Sequence[int], device: int | None, policies: Iterable[str]
-) -> list[Row]:
-    device = device or recorded.budgets.get(Tier.DEVICE.name)
-    budget = recorded.budgets.get(Tier.HOST.name)
-    tried = rams or ([] if budget is None else [budget])
-    if not tried:
-        raise Failure("the trace tells no ram_budget", "Give --ram.", Code.USAGE)
-    return [_row(recorded, ram, device, policy) for ram in tried for policy in policies]
-
-
-def _row(recorded: Recorded, ram: int, device: int | None, policy: str) -> Row:
+) -> list[Document]:
     from tierstore.simulation import Use, simulate
 
-    uses = [Use(key, seconds) for key, seconds in recorded.uses]
+    device = device or recorded.budgets.get(Tier.DEVICE.name)
+    recorded_ram = recorded.budgets.get(Tier.HOST.name)
+    tried = rams or ([] if recorded_ram is None else [recorded_ram])
+    if not tried:
+        raise Failure("the trace tells no ram_budget", "Give --ram.")
+    groups, uses = dict(recorded.groups), [Use(key, seconds) for key, seconds in recorded.uses]
     bandwidth = {}
     for hop, speed in recorded.bandwidth.items():
         src, _, dst = hop.partition(">")
         if speed:
             bandwidth[TIERS[src], TIERS[dst]] = speed
-    try:
-        outcome = simulate(
-            dict(recorded.groups),
-            uses,
-            options.budgets_of(ram, device),
-            bandwidth=bandwidth,
-            policy=policy,
+    rows = []
+    for ram, policy in itertools.product(tried, policies):
+        budgets = options.budgets_of(ram, device)
+        try:
+            outcome = simulate(groups, uses, budgets, bandwidth=bandwidth, policy=policy)
+        except BudgetError as error:
+            rows.append(_row(policy, ram, device, problem=str(error)))
+            continue
+        rows.append(
+            _row(
+                policy,
+                ram,
+                device,
+                read=outcome.bytes_moved.get((Tier.DISK, Tier.HOST), 0),
+                onloaded=outcome.bytes_moved.get((Tier.HOST, Tier.DEVICE), 0),
+                computed_seconds=outcome.computed_seconds,
+                **{name: getattr(outcome, name) for name in _COUNTED},
+            )
         )
-    except BudgetError as error:
-        return Row(policy, ram, device, problem=str(error))
-    return Row(
-        policy,
-        ram,
-        device,
-        read=outcome.bytes_moved.get((Tier.DISK, Tier.HOST), 0),
-        onloaded=outcome.bytes_moved.get((Tier.HOST, Tier.DEVICE), 0),
-        computed_seconds=outcome.computed_seconds,
-        **{name: getattr(outcome, name) for name in _COUNTED},
-    )
+    return rows
 
 
-def _draw(rows: Sequence[Row]) -> None:
+def _draw(rows: Sequence[Document]) -> None:
     columns = [
-        Column[Row]("RUN", lambda row: row.name),
-        _numbers("RAM", words.size, lambda row: row.ram),
-        _numbers("DEVICE", words.size, lambda row: row.device),
-        _numbers("READ", words.size, lambda row: row.read),
-        _numbers("ONLOADED", words.size, lambda row: row.onloaded),
-        _numbers("STALLED", "{:.3f}".format, lambda row: row.stalled_seconds),
-        _numbers("SECONDS", "{:.3f}".format, lambda row: row.seconds),
-        _numbers("HITS", "{:,}".format, lambda row: row.hits),
-        _numbers("LATE", "{:,}".format, lambda row: row.late),
-        _numbers("MISSES", "{:,}".format, lambda row: row.misses),
+        Column("RUN", lambda row: row["name"]),
+        _numbers("RAM", words.size),
+        _numbers("DEVICE", words.size),
+        _numbers("READ", words.size),
+        _numbers("ONLOADED", words.size),
+        _numbers("STALLED", "{:.3f}".format, "stalled_seconds"),
+        _numbers("SECONDS", "{:.3f}".format),
+        _numbers("HITS", "{:,}".format),
+        _numbers("LATE", "{:,}".format),
+        _numbers("MISSES", "{:,}".format),
     ]
-    if all(row.device is None for row in rows):
+    if all(row["device"] is None for row in rows):
         columns = [column for column in columns if column.title not in ("DEVICE", "ONLOADED")]
     draw(columns, rows)
-    for problem in dict.fromkeys(row.problem for row in rows if row.problem):
+    for problem in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
         remark(problem)
 
 
-def _numbers(
-    title: str, told: Callable[[Any], str], value: Callable[[Row], float | None]
-) -> Column[Row]:
-    def cell(row: Row) -> str:
-        found = value(row)
+def _numbers(title: str, told: Callable[[Any], str], field: str = "") -> Column:
+    def cell(row: Document) -> str:
+        found = row[field or title.lower()]
         return "-" if found is None else told(found)
 
     return Column(title, cell, right=True)

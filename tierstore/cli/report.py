@@ -1,8 +1,7 @@
 """What is in a store's directory, found without a lock and without changing anything.
 
-Only regular files that bear the store's own names are opened. Each directory on the way is opened
-relative to the one above it and never through a link, so nothing outside the store is looked at,
-whatever somebody planted. Files that vanish while we look were removed or replaced by a live store.
+Only regular files that bear the store's own names are opened. Files that vanish while we look were
+removed or replaced by a live store.
 """
 
 from __future__ import annotations
@@ -12,13 +11,20 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
-from tierstore.cli.directories import DIRECTORY, Item, items_below, items_in, look_at, opened_parent
-from tierstore.cli.frame import Code, Failure, system_failure
-from tierstore.model.errors import CorruptDataError, TierStoreError, TransferError
+from tierstore.cli.directories import (
+    Item,
+    items_below,
+    items_in,
+    look_at,
+    opened_parent,
+    opened_store,
+)
+from tierstore.cli.output import Code, Document, Failure, system_failures
+from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
 from tierstore.model.objects import StoredObject
@@ -33,7 +39,6 @@ from tierstore.system.objects import (
     TEMPORARY,
     check_key,
     object_name,
-    read_marker,
     read_object,
 )
 from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
@@ -46,6 +51,10 @@ NOTE_SUFFIX = ".note.json"
 
 _DIRECTORY_NAME = re.compile(rf"{TEMPORARY}|{OBJECTS}(/{SHARD_NAME.pattern})?")
 _FILE_NAME = re.compile(rf"{LOCK}|{OBJECTS}/{SHARD_NAME.pattern}/{OBJECT_NAME.pattern}")
+_OWN = (
+    (OBJECTS, "directory"), (TEMPORARY, "directory"), (QUARANTINE, "directory"),
+    (MARKER, "file"), (LOCK, "file"),
+)  # fmt: skip
 _OTHERS = 0o077
 _OTHERS_WRITE = 0o022
 _SHORTAGES = (
@@ -100,21 +109,22 @@ class Group:
         return sorted({tensor.dtype for tensor in self.tensors})
 
 
-@dataclass(frozen=True)
+@dataclass
 class Contents:
     """Everything in a store's directory. `locked_by` names the live process that uses it.
 
-    `exposed` is what the store keeps for its owner and somebody else may read or change.
+    `exposed` is what the store keeps for its owner and somebody else may read or change. `free` are
+    the bytes that the file system has left.
     """
 
     directory: str
-    groups: tuple[Group, ...]
-    temporary: tuple[Item, ...]
-    stray: tuple[Item, ...]
-    quarantine: tuple[Item, ...]
-    exposed: tuple[Item, ...]
-    locked_by: str | None
-    free: int
+    groups: list[Group] = field(default_factory=list)
+    temporary: list[Item] = field(default_factory=list)
+    stray: list[Item] = field(default_factory=list)
+    quarantine: list[Item] = field(default_factory=list)
+    exposed: list[Item] = field(default_factory=list)
+    locked_by: str | None = None
+    free: int = 0
 
     @property
     def unusable(self) -> list[Group]:
@@ -137,11 +147,20 @@ class Contents:
         """What is in quarantine, without the notes on it."""
         return [item for item in self.quarantine if not item.name.endswith(NOTE_SUFFIX)]
 
+    def own(self, item: Item) -> None:
+        """Note one of the store's own files or directories."""
+        if item.mode & _OTHERS:
+            self.exposed.append(item)
 
-def told_by_state(groups: Iterable[Group]) -> str:
-    """How many of some groups are in which state, such as "2 damaged, 1 unreadable"."""
-    count = Counter(group.state for group in groups)
-    return ", ".join(f"{count[state]:,} {state}" for state in sorted(count))
+    def sort(self, item: Item, ours: re.Match[str] | None) -> None:
+        """Note something that is temporary, if its name is one of ours, or else stray."""
+        is_ours = ours is not None and item.kind == "file"
+        (self.temporary if is_ours else self.stray).append(item)
+
+
+def told_by_state(states: Iterable[str]) -> str:
+    """How many groups are in which state, such as "2 damaged, 1 unreadable"."""
+    return ", ".join(f"{count:,} {state}" for state, count in sorted(Counter(states).items()))
 
 
 def total(items: Iterable[Item]) -> int:
@@ -149,158 +168,118 @@ def total(items: Iterable[Item]) -> int:
     return sum(item.nbytes for item in items)
 
 
-# Opening -----------------------------------------------------------------------------------------
+# Rows of documents and tables ---------------------------------------------------------------------
 
 
-@contextmanager
-def opened_store(directory: str) -> Iterator[int]:
-    """A descriptor of a store's directory. Fails if there is none, or if it is no store."""
-    try:
-        descriptor = os.open(directory, DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise Failure(
-            f"{directory} is no directory",
-            "Give the directory that the store was opened with (its disk_dir).",
-            Code.USAGE,
-        ) from error
-    except OSError as error:
-        raise system_failure(error, f"opening {directory}") from error
-    try:
-        _check_marker(directory)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def path_of(directory: str, item: Item) -> str:
+    """The absolute path of something in the directory."""
+    return os.path.join(os.path.abspath(directory), item.name)
 
 
-def _check_marker(directory: str) -> None:
-    advice = "Give the directory that the store was opened with (its disk_dir)."
-    try:
-        marker = read_marker(directory)
-    except TierStoreError as error:
-        raise Failure(str(error), advice, Code.USAGE) from error
-    except PermissionError as error:
-        raise system_failure(error, f"reading {directory}/{MARKER}") from error
-    except OSError as error:  # a link or a directory has taken its place
-        raise Failure(f"{directory}/{MARKER} is no regular file", advice, Code.USAGE) from error
-    if marker is None:
-        raise Failure(f"{directory} is no store: it has no {MARKER}", advice, Code.USAGE)
+def item_row(directory: str, item: Item) -> Document:
+    """Something in the directory."""
+    return {"path": path_of(directory, item), "kind": item.kind, "nbytes": item.nbytes}
 
 
-# Looking through it ------------------------------------------------------------------------------
+def item_rows(directory: str, items: Iterable[Item]) -> list[Document]:
+    """Things in the directory."""
+    return [item_row(directory, item) for item in items]
 
 
-class _Finder:
-    """Walks through one directory and sorts what it finds."""
+def group_row(directory: str, group: Group) -> Document:
+    """One group in one object."""
+    return {
+        "key": group.key,
+        "path": path_of(directory, group.item),
+        "nbytes": group.item.nbytes,
+        "modified": group.item.modified,
+        "tensors": len(group.tensors),
+        "dtypes": group.dtypes,
+        "state": group.state,
+        "problem": group.problem and problem_row(group.problem),
+    }
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self.groups: list[Group] = []
-        self.temporary: list[Item] = []
-        self.stray: list[Item] = []
-        self.quarantine: list[Item] = []
-        self.exposed: list[Item] = []
 
-    def walk(self, root: int) -> None:
-        ways = {
-            OBJECTS: self._walk_objects,
-            TEMPORARY: self._walk_temporary,
-            QUARANTINE: self._walk_quarantine,
-        }
-        here = look_at(root, ".", ".")
-        if here is not None and here.mode & _OTHERS_WRITE:  # what is in it has modes of its own
-            self.exposed.append(here)
-        for leaf, item in items_in(root, ""):
-            if leaf in ways and item.kind == "directory":
-                self._own(item)
-                ways[leaf](root)
-            elif leaf in (MARKER, LOCK) and item.kind == "file":
-                self._own(item)
-            else:
-                self._sort(item, SPILL_NAME.fullmatch(leaf))
+def problem_row(problem: Problem) -> Document:
+    """What is wrong with an object."""
+    return {name: getattr(problem, name) for name in ("reason", "tensor", "expected", "found")}
 
-    def _own(self, item: Item) -> None:
-        if item.mode & _OTHERS:
-            self.exposed.append(item)
 
-    def _sort(self, item: Item, ours: re.Match[str] | None) -> None:
-        is_ours = ours is not None and item.kind == "file"
-        (self.temporary if is_ours else self.stray).append(item)
-
-    def _walk_quarantine(self, root: int) -> None:
-        self.quarantine += (item for _, _, item in items_below(root, QUARANTINE))
-
-    def _walk_temporary(self, root: int) -> None:
-        for _, leaf, item in items_below(root, TEMPORARY):
-            self._sort(item, TEMPORARY_NAME.fullmatch(leaf))
-
-    def _walk_objects(self, root: int) -> None:
-        for objects, shard, item in items_below(root, OBJECTS):
-            if item.kind == "directory" and SHARD_NAME.fullmatch(shard):
-                self._own(item)
-                for descriptor, leaf, found in items_below(objects, shard, f"{OBJECTS}/"):
-                    self._look_at_object(descriptor, leaf, found)
-            else:
-                self.stray.append(item)
-
-    def _look_at_object(self, shard: int, leaf: str, item: Item) -> None:
-        if item.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
-            self.stray.append(item)
-            return
-        group = _read_group(self._directory, shard, item)
-        if group is not None:
-            self._own(item)
-            self.groups.append(group)
+# Looking through a directory ----------------------------------------------------------------------
 
 
 def survey(directory: str) -> Contents:
     """Look through a store's directory."""
+    contents = Contents(directory)
     with opened_store(directory) as root:
-        finder = _Finder(directory)
-        try:
-            finder.walk(root)
+        with system_failures(f"reading {directory}"):
+            _walk(contents, root)
             room = os.fstatvfs(root)
-        except OSError as error:
-            raise system_failure(error, f"reading {directory}") from error
-        return Contents(
-            directory,
-            tuple(finder.groups),
-            tuple(finder.temporary),
-            tuple(finder.stray),
-            tuple(finder.quarantine),
-            tuple(finder.exposed),
-            _owner(directory),
-            room.f_bavail * room.f_frsize,
-        )
+        contents.free = room.f_bavail * room.f_frsize
+        contents.locked_by = is_locked(directory)
+    return contents
 
 
-def _owner(directory: str) -> str | None:
-    try:
-        return is_locked(directory)
-    except OSError:  # some network file systems know no locks
-        return None
+def _walk(contents: Contents, root: int) -> None:
+    here = look_at(root, ".", ".")
+    if here is not None and here.mode & _OTHERS_WRITE:  # what is in it has modes of its own
+        contents.exposed.append(here)
+    for leaf, item in items_in(root, ""):
+        if (leaf, item.kind) not in _OWN:
+            contents.sort(item, SPILL_NAME.fullmatch(leaf))
+            continue
+        contents.own(item)
+        if leaf == OBJECTS:
+            _walk_objects(contents, root)
+        elif leaf == TEMPORARY:
+            for _, name, found in items_below(root, TEMPORARY):
+                contents.sort(found, TEMPORARY_NAME.fullmatch(name))
+        elif leaf == QUARANTINE:
+            contents.quarantine += (found for _, _, found in items_below(root, QUARANTINE))
 
 
-def find_group(directory: str, key: str) -> Group | None:
-    """The group of a key, or what is left of it; None if no file has the name of that key."""
-    with opened_store(directory) as root:
-        return find_group_below(directory, root, key)
+def _walk_objects(contents: Contents, root: int) -> None:
+    for objects, shard, item in items_below(root, OBJECTS):
+        if item.kind != "directory" or not SHARD_NAME.fullmatch(shard):
+            contents.stray.append(item)
+            continue
+        contents.own(item)
+        for descriptor, leaf, found in items_below(objects, shard, f"{OBJECTS}/"):
+            if found.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
+                contents.stray.append(found)
+            elif group := _read_group(contents.directory, descriptor, found):
+                contents.own(found)
+                contents.groups.append(group)
 
 
-def find_group_below(directory: str, root: int, key: str) -> Group | None:
-    """As `find_group`, in a directory that is open."""
-    try:
-        return _find_group(directory, root, key)
-    except OSError as error:
-        raise system_failure(error, f"reading {directory}") from error
+def find_group(directory: str, key: str, root: int | None = None) -> Group | None:
+    """The group of a key, or what is left of it; None if no file has the name of that key.
 
-
-def _find_group(directory: str, root: int, key: str) -> Group | None:
+    `root` is a descriptor of the directory, if it is open already.
+    """
     name = _path_of(key)
-    with opened_parent(root, name) as shard:
+    with (
+        opened_store(directory) if root is None else nullcontext(root) as store,
+        system_failures(f"reading {directory}"),
+        opened_parent(store, name) as shard,
+    ):
         item = None if shard is None else look_at(shard, os.path.basename(name), name)
         if shard is None or item is None or item.kind != "file":
             return None
         return _read_group(directory, shard, item)
+
+
+def existing_groups(directory: str, keys: Iterable[str], root: int | None = None) -> list[Group]:
+    """The groups of some keys, or what is left of them. Fails if there is none of a key."""
+    found = {key: find_group(directory, key, root) for key in keys}
+    missing = ", ".join(repr(key) for key, group in found.items() if group is None)
+    if missing:
+        raise Failure(
+            f"{directory} holds no group {missing}",
+            f"List the keys with: tierstore-inspect ls {directory}",
+            Code.UNKNOWN_KEY,
+        )
+    return [group for group in found.values() if group is not None]
 
 
 def _read_group(directory: str, shard: int, item: Item) -> Group | None:
@@ -315,13 +294,10 @@ def _read_group(directory: str, shard: int, item: Item) -> Group | None:
         reason = f"{path} cannot be understood ({type(error).__name__})"
         problem = Problem(reason, damaged=False, passing=isinstance(error, MemoryError))
         return Group(item, None, None, problem)
-    if found.error is not None:
-        key = found.error.key or _claimed_key(shard, item)
-        return Group(item, key, None, _problem(found.error, item))
-    if found.stored is not None and item.name != _path_of(found.stored.key):
-        misplaced = CorruptDataError(f"{path} lies in the wrong directory", key=found.stored.key)
-        return Group(item, found.stored.key, None, _problem(misplaced, item))
-    return Group(item, found.stored.key if found.stored else None, found.stored, None)
+    if found.error is None:
+        return Group(item, found.stored.key if found.stored else None, found.stored, None)
+    key = found.error.key or _claimed_key(shard, item)
+    return Group(item, key, None, _problem(found.error, item))
 
 
 def _claimed_key(shard: int, item: Item) -> str | None:

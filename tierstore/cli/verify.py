@@ -6,61 +6,33 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import click
 
-from tierstore.cli import words
-from tierstore.cli.directories import Item
-from tierstore.cli.documents import items, path_of, problem_row
-from tierstore.cli.frame import (
-    Code,
-    Document,
-    as_json_option,
-    data,
-    directory_argument,
-    examples,
-    print_json,
-    remark,
+from tierstore.cli import options, words
+from tierstore.cli.checksums import Checker
+from tierstore.cli.directories import only_user
+from tierstore.cli.output import Code, Document, data, print_json, remark
+from tierstore.cli.quarantine import put_away, quarantined
+from tierstore.cli.report import (
+    Contents,
+    Group,
+    item_rows,
+    path_of,
+    problem_row,
+    survey,
+    told_by_state,
+    total,
 )
-from tierstore.cli.quarantine import Damage, Kept, QuarantineOutcome, kept, put_away
-from tierstore.cli.removal import only_user
-from tierstore.cli.report import Contents, Group, Problem, survey, told_by_state, total
 from tierstore.progress import byte_bar
 
 
-@dataclass(frozen=True)
-class _Findings:
-    """What a directory holds, and every problem of it. `outcomes` is what a repair did, by name."""
-
-    contents: Contents
-    problems: Sequence[Group]
-    read: int
-    seconds: float
-    outcomes: Mapping[str, QuarantineOutcome]
-    kept: Sequence[Kept]
-
-    @property
-    def damaged(self) -> set[str]:
-        """The names of what is damaged."""
-        return {group.item.name for group in self.problems}
-
-    @property
-    def moved(self) -> list[str]:
-        """The names in quarantine of what was put away now."""
-        return [o.moved_to for o in self.outcomes.values() if o.moved_to is not None]
-
-
-@click.command(
-    "verify",
-    epilog=examples(
-        "verify offload", "verify offload --data --json", "verify offload --data --repair"
-    ),
+@options.command(
+    "verify", "verify offload", "verify offload --data --json", "verify offload --data --repair"
 )
-@directory_argument
+@options.directory_argument
 @click.option("--data", "read_data", is_flag=True, help="Read every tensor, compare checksums.")
 @click.option("--repair", is_flag=True, help="Move what is damaged into DIR/quarantine.")
-@as_json_option
 def verify(directory: str, read_data: bool, repair: bool, as_json: bool) -> int:
     """Check every group. Exits with 3 if one is damaged.
 
@@ -71,29 +43,49 @@ def verify(directory: str, read_data: bool, repair: bool, as_json: bool) -> int:
     a note on what was wrong beside it, and the exit code is 0 if all of it was. Nothing is deleted:
     the directory is yours to remove. Nobody else may be using the store then.
     """
-    findings = _examined(directory, read_data, repair)
-    if as_json:
-        print_json(_document(findings, read_data, repair))
-    else:
-        _print(findings, read_data, repair)
-    done = len(findings.moved) == len(findings.damaged)
-    return Code.OK if done else Code.DAMAGED
-
-
-def _examined(directory: str, read_data: bool, repair: bool) -> _Findings:
     with only_user(directory) if repair else nullcontext() as root:
         contents = survey(directory)
         started = time.monotonic()
         problems, read = _check_data(contents) if read_data else (contents.unusable, 0)
         seconds = time.monotonic() - started
         problems = [*problems, *contents.in_the_way]
-        outcomes = {} if root is None else put_away(directory, root, _damages(problems))
-        return _Findings(contents, problems, read, seconds, outcomes, kept(directory))
+        outcomes = {} if root is None else put_away(directory, root, problems)
+        quarantine = quarantined(directory)
+    rows = [_row(directory, group, outcomes) for group in problems]
+    moved = {row["put_away"] for row in rows} - {None}
+    if as_json:
+        print_json(
+            {
+                "directory": os.path.abspath(directory),
+                "group_count": len(contents.groups),
+                "data_read": read_data,
+                "nbytes_read": read,
+                "seconds": round(seconds, 3),
+                "repair": repair,
+                "problems": rows,
+                "quarantine": quarantine,
+                "temporary": item_rows(directory, contents.temporary),
+                "stray": item_rows(directory, contents.stray),
+                "exposed": item_rows(directory, contents.exposed),
+            }
+        )
+    else:
+        # What was put away now has been told of.
+        _print_rows(rows, [row for row in quarantine if row["path"] not in moved])
+        put = f", {len(moved):,} put away" if outcomes else ""
+        data(f"{words.count(len(contents.groups), 'group')}: {_verdict(rows)}{put}")
+        if read_data:
+            rate = words.size(read / max(seconds, 1e-9))
+            remark(f"Read {words.size(read)} in {seconds:.1f} s ({rate}/s).")
+        else:
+            remark("Headers and sizes only; --data reads the tensors too.")
+        if problems and not repair:
+            remark("Nothing was changed; --repair moves what is damaged into quarantine.")
+        _remark_on_the_rest(contents)
+    return Code.OK if len(moved) == len({row["path"] for row in rows}) else Code.DAMAGED
 
 
 def _check_data(contents: Contents) -> tuple[list[Group], int]:
-    from tierstore.cli.checking import Checker
-
     nbytes = sum(g.stored.packing.dense_nbytes for g in contents.groups if g.stored)
     with byte_bar("Reading", nbytes) as advance:
         checker = Checker(contents.directory, advance)
@@ -101,123 +93,39 @@ def _check_data(contents: Contents) -> tuple[list[Group], int]:
     return problems, checker.read
 
 
-def _damages(problems: Iterable[Group]) -> list[Damage]:
-    found: dict[Item, tuple[str | None, list[Problem]]] = {}
-    for group in problems:
-        if group.problem is not None:
-            found.setdefault(group.item, (group.key, []))[1].append(group.problem)
-    return [Damage(item, key, tuple(several)) for item, (key, several) in found.items()]
-
-
-# Telling ------------------------------------------------------------------------------------------
-
-
-def _document(findings: _Findings, read_data: bool, repair: bool) -> Document:
-    contents = findings.contents
-    directory = contents.directory
+def _row(directory: str, group: Group, outcomes: Mapping[str, Document]) -> Document:
+    """A problem, and what a repair did with it: `outcomes` tells that by name."""
     return {
-        "directory": os.path.abspath(directory),
-        "group_count": len(contents.groups),
-        "data_read": read_data,
-        "nbytes_read": findings.read,
-        "seconds": round(findings.seconds, 3),
-        "repair": repair,
-        "problems": [
-            {
-                "key": group.key,
-                "path": path_of(directory, group.item),
-                "state": group.state,
-                **(problem_row(group.problem) if group.problem else {}),
-                **_became(findings, group),
-            }
-            for group in findings.problems
-        ],
-        "quarantine": [
-            {**row, "key": entry.key, "since": entry.since, "reasons": entry.reasons}
-            for entry, row in zip(
-                findings.kept, items(directory, (e.item for e in findings.kept)), strict=True
-            )
-        ],
-        "temporary": items(directory, contents.temporary),
-        "stray": items(directory, contents.stray),
-        "exposed": items(directory, contents.exposed),
+        "key": group.key,
+        "path": path_of(directory, group.item),
+        "state": group.state,
+        **(problem_row(group.problem) if group.problem else {}),
+        **outcomes.get(group.item.name, {"put_away": None, "left": None}),
     }
 
 
-def _became(findings: _Findings, group: Group) -> Document:
-    outcome = findings.outcomes.get(group.item.name)
-    if outcome is None:
-        return {"put_away": None, "left": None}
-    root = os.path.abspath(findings.contents.directory)
-    moved = outcome.moved_to and os.path.join(root, outcome.moved_to)
-    return {"put_away": moved, "left": outcome.left}
+def _print_rows(problems: Iterable[Document], quarantine: Iterable[Document]) -> None:
+    for row in problems:
+        names = ("path", "tensor", "expected", "found", "reason", "put_away", "left")
+        _print_entry(row["state"], row["key"], [(name, row[name]) for name in names])
+    for row in quarantine:
+        lines = [("path", row["path"]), ("since", row["since"])]
+        lines += (("reason", reason) for reason in row["reasons"])
+        _print_entry("in quarantine", row["key"], lines)
 
 
-def _print(findings: _Findings, read_data: bool, repair: bool) -> None:
-    for group in findings.problems:
-        _print_problem(findings, group)
-    _print_quarantine(findings)
-    data(_verdict(findings))
-    if read_data:
-        rate = words.size(findings.read / max(findings.seconds, 1e-9))
-        remark(f"Read {words.size(findings.read)} in {findings.seconds:.1f} s ({rate}/s).")
-    else:
-        remark("Headers and sizes only; --data reads the tensors too.")
-    if findings.problems and not repair:
-        remark("Nothing was changed; --repair moves what is damaged into quarantine.")
-    _remark_on_the_rest(findings.contents)
-
-
-def _print_problem(findings: _Findings, group: Group) -> None:
-    problem = group.problem
-    if problem is None:
-        return
-    became = _became(findings, group)
-    data(f"{group.state}: {_name_of(group.key)}")
-    _print_lines(
-        ("path", path_of(findings.contents.directory, group.item)),
-        ("tensor", problem.tensor),
-        ("expected", problem.expected),
-        ("found", problem.found),
-        ("reason", problem.reason),
-        ("put away", became["put_away"]),
-        ("left", became["left"]),
-    )
-
-
-def _print_quarantine(findings: _Findings) -> None:
-    """What was put away before; what was put away now has been told of."""
-    for entry in findings.kept:
-        if entry.item.name not in findings.moved:
-            data(f"in quarantine: {_name_of(entry.key)}")
-            _print_lines(
-                ("path", path_of(findings.contents.directory, entry.item)),
-                ("since", entry.since),
-                *(("reason", reason) for reason in entry.reasons),
-            )
-
-
-def _name_of(key: str | None) -> str:
-    return "(key not readable)" if key is None else key
-
-
-def _print_lines(*lines: tuple[str, str | None]) -> None:
+def _print_entry(state: str, key: str | None, lines: Sequence[tuple[str, str | None]]) -> None:
+    data(f"{state}: {'(key not readable)' if key is None else key}")
     for name, text in lines:
         if text is not None:
-            data(f"  {name:<9} {text}")
+            data(f"  {name.replace('_', ' '):<9} {text}")
 
 
-def _verdict(findings: _Findings) -> str:
-    groups = words.count(len(findings.contents.groups), "group")
-    if not findings.problems:
-        return f"{groups}: no damage found"
+def _verdict(rows: Iterable[Document]) -> str:
     # What cannot be read in one place and is damaged in another is damaged.
-    worst = sorted(findings.problems, key=lambda group: group.state == "damaged")
-    bad = {group.item.name: group for group in worst}
-    moved = len(findings.moved)
-    return f"{groups}: {told_by_state(bad.values())}" + (
-        f", {moved:,} put away" if findings.outcomes else ""
-    )
+    worst = sorted(rows, key=lambda row: row["state"] == "damaged")
+    states = {row["path"]: row["state"] for row in worst}
+    return told_by_state(states.values()) or "no damage found"
 
 
 def _remark_on_the_rest(contents: Contents) -> None:

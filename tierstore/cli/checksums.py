@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Protocol
 
 import xxhash
 
@@ -25,14 +24,6 @@ _ATTEMPTS = 5
 
 Advance = Callable[[int], None]
 """Is told of every so many bytes that were read."""
-
-
-class Digest(Protocol):
-    """The part of xxhash that is used here."""
-
-    def update(self, data: memoryview, /) -> object: ...
-
-    def hexdigest(self) -> str: ...
 
 
 class Checker:
@@ -88,7 +79,7 @@ class Checker:
         data = self._chunks(file, stored.data_start, stored.packing.dense_nbytes)
         chunk = memoryview(b"")
         for block in stored.packing.blocks:
-            digest: Digest = xxhash.xxh3_64()
+            digest = xxhash.xxh3_64()
             missing = block.nbytes
             while missing:
                 chunk = chunk or next(data)

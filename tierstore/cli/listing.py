@@ -1,33 +1,28 @@
-"""The commands that only look: `ls`, `show`, `df`, `env`."""
+"""The commands that list: `ls`, `show`, `df`, `env`."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
 
-from tierstore.cli import words
-from tierstore.cli.directories import Item
-from tierstore.cli.documents import group_row, items, path_of
-from tierstore.cli.frame import (
-    Code,
-    Document,
-    Failure,
-    as_json_option,
-    checked_key,
-    data,
-    directory_argument,
-    examples,
-    print_json,
-    remark,
-    unknown_keys,
+from tierstore.cli import machine, options, words
+from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
+from tierstore.cli.report import (
+    Contents,
+    Group,
+    existing_groups,
+    group_row,
+    item_rows,
+    survey,
+    told_by_state,
+    total,
 )
-from tierstore.cli.render import Column, draw
-from tierstore.cli.report import Contents, Group, find_group, survey, told_by_state, total
-from tierstore.cli.tensors import StoredTensor, tensors_of
+from tierstore.model.groups import TensorSpec, contiguous_stride
+from tierstore.model.objects import StoredObject
 
 # ls -----------------------------------------------------------------------------------------------
 
@@ -44,24 +39,21 @@ _SORTING: dict[str, Callable[[Group], Any]] = {
     "modified": lambda group: -group.item.modified,
 }
 
-_GROUPS: Sequence[Column[Group]] = (
-    Column("KEY", lambda g: g.item.name if g.key is None else g.key, flexible=True),
-    Column("TENSORS", lambda g: f"{len(g.tensors):,}" if g.stored else "?", right=True),
-    Column("DTYPES", lambda g: ",".join(g.dtypes) if g.stored else "?"),
-    Column("SIZE", lambda g: words.size(g.item.nbytes), right=True),
-    Column("MODIFIED", lambda g: words.moment(g.item.modified)),
-    Column("STATE", lambda g: g.state),
+_GROUPS = (
+    Column("KEY", lambda row: row["name"] if row["key"] is None else row["key"], flexible=True),
+    Column("TENSORS", lambda row: "?" if row["problem"] else f"{row['tensors']:,}", right=True),
+    Column("DTYPES", lambda row: "?" if row["problem"] else ",".join(row["dtypes"])),
+    Column("SIZE", lambda row: words.size(row["nbytes"]), right=True),
+    Column("MODIFIED", lambda row: words.moment(row["modified"])),
+    Column("STATE", lambda row: row["state"]),
 )
 
 
-@click.command(
-    "ls", epilog=examples("ls offload", "ls offload --sort size --limit 10", "ls offload --json")
-)
-@directory_argument
+@options.command("ls", "ls offload", "ls offload --sort size --limit 10", "ls offload --json")
+@options.directory_argument
 @click.option("--sort", type=click.Choice(list(_SORTING)), default="key", show_default=True)
 @click.option("--limit", type=click.IntRange(min=0), help="Show at most so many groups.")
 @click.option("--prefix", help="Show only groups whose key begins so.")
-@as_json_option
 def list_groups(
     directory: str, sort: str, limit: int | None, prefix: str | None, as_json: bool
 ) -> None:
@@ -72,18 +64,20 @@ def list_groups(
     contents = survey(directory)
     chosen = [g for g in contents.groups if prefix is None or (g.key or "").startswith(prefix)]
     shown = sorted(chosen, key=_SORTING[sort])[:limit]
+    rows = [group_row(directory, group) for group in shown]
     if as_json:
         print_json(
             {
                 **_totals(contents),
-                "groups": [group_row(directory, group) for group in shown],
-                "temporary": items(directory, contents.temporary),
-                "stray": items(directory, contents.stray),
+                "groups": rows,
+                "temporary": item_rows(directory, contents.temporary),
+                "stray": item_rows(directory, contents.stray),
             }
         )
         return
     if shown:
-        draw(_GROUPS, shown)
+        names = (group.item.name for group in shown)
+        draw(_GROUPS, [{**row, "name": name} for row, name in zip(rows, names, strict=True)])
     data(_summary(contents, len(shown)))
     if contents.unusable:
         remark(f"See what is wrong with: tierstore-inspect verify {directory}")
@@ -104,67 +98,55 @@ def _totals(contents: Contents) -> Document:
             "temporary": temporary,
             "stray": stray,
         },
-        "quarantine": {
-            "count": len(contents.put_away),
-            "nbytes": total(contents.quarantine),
-        },
+        "quarantine": {"count": len(contents.put_away), "nbytes": total(contents.quarantine)},
         "locked_by": contents.locked_by,
         "free": contents.free,
     }
 
 
 def _summary(contents: Contents, shown: int) -> str:
-    groups = len(contents.groups)
-    parts = [
-        f"{words.count(groups, 'group')}, {words.size(total(g.item for g in contents.groups))}"
-    ]
+    groups, nbytes = len(contents.groups), total(group.item for group in contents.groups)
+    parts = [f"{words.count(groups, 'group')}, {words.size(nbytes)}"]
     if shown < groups:
         parts.append(f"{shown:,} shown")
     if contents.unusable:
-        parts.append(told_by_state(contents.unusable))
-    parts += _rest(contents.temporary, "temporary file") + _rest(contents.stray, "stray file")
+        parts.append(told_by_state(group.state for group in contents.unusable))
+    for items, noun in ((contents.temporary, "temporary"), (contents.stray, "stray")):
+        if items:
+            parts.append(f"{words.count(len(items), f'{noun} file')} ({words.size(total(items))})")
     if contents.quarantine:
-        nbytes = words.size(total(contents.quarantine))
-        parts.append(f"{len(contents.put_away):,} in quarantine ({nbytes})")
+        size = words.size(total(contents.quarantine))
+        parts.append(f"{len(contents.put_away):,} in quarantine ({size})")
     if contents.locked_by:
         parts.append(f"in use by {contents.locked_by}")
     parts.append(f"{words.size(contents.free)} free")
     return "; ".join(parts)
 
 
-def _rest(items: Sequence[Item], noun: str) -> list[str]:
-    return [f"{words.count(len(items), noun)} ({words.size(total(items))})"] if items else []
-
-
 # show ---------------------------------------------------------------------------------------------
 
-_TENSORS: Sequence[Column[StoredTensor]] = (
-    Column("NAME", lambda t: t.spec.name, flexible=True),
-    Column("DTYPE", lambda t: t.spec.dtype),
-    Column("SHAPE", lambda t: str(list(t.spec.shape))),
-    Column("STRIDE", lambda t: "" if t.contiguous else str(list(t.spec.stride))),
-    Column("TIED", lambda t: "" if t.tied is None else f"#{t.tied}"),
-    Column("SIZE", lambda t: words.size(t.spec.nbytes), right=True),
-    Column("OFFSET", lambda t: str(t.offset), right=True),
-    Column("XXH3", lambda t: t.digest),
+_TENSORS = (
+    Column("NAME", lambda row: row["name"], flexible=True),
+    Column("DTYPE", lambda row: row["dtype"]),
+    Column("SHAPE", lambda row: str(list(row["shape"]))),
+    Column("STRIDE", lambda row: "" if row["contiguous"] else str(list(row["stride"]))),
+    Column("TIED", lambda row: "" if row["tied"] is None else f"#{row['tied']}"),
+    Column("SIZE", lambda row: words.size(row["nbytes"]), right=True),
+    Column("OFFSET", lambda row: str(row["offset"]), right=True),
+    Column("XXH3", lambda row: row["xxh3"]),
 )
 
 
-@click.command(
-    "show", epilog=examples("show offload transformer/blocks.3", "show offload latents --json")
-)
-@directory_argument
-@click.argument("key")
-@as_json_option
+@options.command("show", "show offload transformer/blocks.3", "show offload latents --json")
+@options.directory_argument
+@click.argument("key", type=options.key)
 def show(directory: str, key: str, as_json: bool) -> None:
     """List the tensors of one group.
 
     OFFSET is where a tensor begins in the file. Tensors with the same number under TIED share
     memory. STRIDE is given for tensors whose elements do not lie in order.
     """
-    group = find_group(directory, checked_key(key))
-    if group is None:
-        raise unknown_keys([key], directory)
+    (group,) = existing_groups(directory, [key])
     if group.stored is None:
         reason = group.problem.reason if group.problem else "it cannot be read"
         raise Failure(
@@ -172,35 +154,61 @@ def show(directory: str, key: str, as_json: bool) -> None:
             "Put the group again; this removes what is left of it: tierstore-inspect rm",
             Code.DAMAGED,
         )
-    rows = tensors_of(group.stored)
+    rows, about = _tensor_rows(group.stored), group_row(directory, group)
     if as_json:
-        print_json({**group_row(directory, group), "tensors": [_tensor_row(row) for row in rows]})
+        print_json({**about, "tensors": rows})
         return
     if rows:
         draw(_TENSORS, rows)
-    data(
-        f"{words.count(len(rows), 'tensor')}, {words.size(group.item.nbytes)} in "
-        f"{path_of(directory, group.item)}"
-    )
+    tensors = words.count(len(rows), "tensor")
+    data(f"{tensors}, {words.size(about['nbytes'])} in {about['path']}")
 
 
-def _tensor_row(tensor: StoredTensor) -> Document:
-    return {
-        "name": tensor.spec.name,
-        "dtype": tensor.spec.dtype,
-        "shape": tensor.spec.shape,
-        "stride": tensor.spec.stride,
-        "contiguous": tensor.contiguous,
-        "tied": tensor.tied,
-        "nbytes": tensor.spec.nbytes,
-        "offset": tensor.offset,
-        "xxh3": tensor.digest,
-    }
+def _tensor_rows(stored: StoredObject) -> list[Document]:
+    """Every tensor of a stored group, by its place in the file.
+
+    `offset` is in bytes from the start of the file; `xxh3` is the checksum of the storage that the
+    tensor looks at. Tensors of one group with the same number in `tied` share some of it.
+    """
+    packing = stored.packing
+    rows: list[Document] = []
+    ties = 0
+    for block, start, digest in zip(packing.blocks, packing.dense, stored.digests, strict=True):
+        for shared in _overlapping(block.views):
+            ties += len(shared) > 1
+            rows += (
+                {
+                    "name": view.name,
+                    "dtype": view.dtype,
+                    "shape": view.shape,
+                    "stride": view.stride,
+                    "contiguous": view.stride == contiguous_stride(view.shape),
+                    "tied": ties if len(shared) > 1 else None,
+                    "nbytes": view.nbytes,
+                    "offset": stored.data_start + start + view.offset,
+                    "xxh3": digest,
+                }
+                for view in shared
+            )
+    return rows
+
+
+def _overlapping(views: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
+    """The tensors of one storage, those together that share bytes of it (or are joined by one)."""
+    clusters: list[list[TensorSpec]] = []
+    end = 0
+    for view in sorted(views, key=lambda view: view.offset):
+        if clusters and view.offset < end:
+            clusters[-1].append(view)
+        else:
+            clusters.append([view])
+        end = max(end, view.offset + view.nbytes)
+    return clusters
 
 
 # df -----------------------------------------------------------------------------------------------
 
-_DIRECTORIES: Sequence[Column[Document]] = (
+_DIRECTORIES = (
     Column("DIRECTORY", lambda d: d["as_given"], flexible=True),
     Column("GROUPS", lambda d: f"{d['group_count']:,}", right=True),
     Column("OBJECTS", lambda d: words.size(d["nbytes"]), right=True),
@@ -211,18 +219,15 @@ _DIRECTORIES: Sequence[Column[Document]] = (
 )
 
 
-@click.command("df", epilog=examples("df offload", "df /scratch/*/offload --json"))
+@options.command("df", "df offload", "df /scratch/*/offload --json")
 @click.argument("directories", metavar="DIR...", nargs=-1, required=True)
-@as_json_option
 def disk_use(directories: tuple[str, ...], as_json: bool) -> None:
     """Say how much of the disk each directory takes, and how much of that holds no group.
 
     RECLAIMABLE counts temporary files, damaged objects, and stray files: those that tierstore did
     not write, and so will not remove. QUARANTINE is what `verify --repair` put away.
     """
-    from tierstore.cli.machine import file_system_of
-
-    rows = [{**_totals(survey(d)), "file_system": file_system_of(d)} for d in directories]
+    rows = [{**_totals(survey(d)), "file_system": machine.file_system_of(d)} for d in directories]
     if as_json:
         print_json({"directories": rows})
     else:
@@ -233,21 +238,17 @@ def disk_use(directories: tuple[str, ...], as_json: bool) -> None:
 # env ----------------------------------------------------------------------------------------------
 
 
-@click.command("env", epilog=examples("env", "env --dir /scratch/offload --json"))
+@options.command("env", "env", "env --dir /scratch/offload --json")
 @click.option("--dir", "directory", metavar="DIR", default=".", help="Look at this disk.")
-@as_json_option
 def environment(directory: str, as_json: bool) -> None:
     """Say what this machine and its packages are: paste it into a report about a problem."""
-    from tierstore.cli import machine
-
     if not os.path.isdir(directory):
-        raise Failure(f"{directory} is no directory", "Give another --dir.", Code.USAGE)
+        raise Failure(f"{directory} is no directory", "Give another --dir.")
     found = machine.environment(directory)
     if as_json:
         print_json(found)
         return
     packages = found.pop("packages")
-    assert isinstance(packages, dict)
     for name, value in found.items():
         data(f"{name.replace('_', ' '):<14} {_fact(name, value)}")
     for name, version in packages.items():

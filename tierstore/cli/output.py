@@ -1,0 +1,148 @@
+"""What every command shares: exit codes, failures, and how text, tables and documents are printed.
+
+Data goes to stdout; questions, remarks and errors go to stderr. What `--json` prints are documents
+of raw bytes and seconds, for scripts, and `schema` is their version: a new field does not change
+it; a field that goes away or changes its meaning does. Tables are drawn from the same rows. They
+need rich, which is imported only when one is drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import click
+
+from tierstore.cli import words
+
+SCHEMA = 1
+
+Document = dict[str, Any]
+
+_NARROWEST = 10
+_GAP = 2
+_STYLES = {"damaged": "bold red", "unreadable": "bold yellow"}
+
+
+class Code(IntEnum):
+    """What the command's exit code means. Scripts rely on these numbers."""
+
+    OK = 0
+    UNEXPECTED = 1
+    USAGE = 2
+    DAMAGED = 3
+    UNKNOWN_KEY = 4
+    LOCKED = 11
+    INTERRUPTED = 130
+
+
+class Failure(Exception):
+    """The command cannot do what it was asked for; `advice` is what the user can do about it."""
+
+    def __init__(self, message: str, advice: str, code: Code = Code.USAGE) -> None:
+        super().__init__(message)
+        self.advice = advice
+        self.code = code
+
+
+def system_failure(error: OSError, doing: str) -> Failure:
+    """The failure for an error of the system."""
+    return Failure(
+        f"{doing} failed: {error.strerror or error}",
+        "Check that the directory is there and that you may read (or change) it.",
+        Code.UNEXPECTED,
+    )
+
+
+@contextmanager
+def system_failures(doing: str) -> Iterator[None]:
+    """An OSError in the block becomes a failure of what is being done there."""
+    try:
+        yield
+    except OSError as error:
+        raise system_failure(error, doing) from error
+
+
+def remark(text: str) -> None:
+    """Print prose to stderr."""
+    click.echo(words.printable(text), err=True)
+
+
+def data(text: str) -> None:
+    """Print a line of data to stdout."""
+    click.echo(words.printable(text))
+
+
+def print_json(document: Document) -> None:
+    """Print a document. Whatever is not ASCII is escaped, so keys cannot steer a terminal."""
+    try:
+        click.echo(json.dumps({"schema": SCHEMA, **document}, indent=2, allow_nan=False))
+    except ValueError as error:  # Python would write NaN, which no other reader takes
+        raise Failure(
+            "some of what is to be told is a number without end",
+            "Give speeds and times that a machine can have.",
+        ) from error
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column, and what it says of a row.
+
+    `right` aligns numbers; cells of a `flexible` one are shortened to fit.
+    """
+
+    title: str
+    cell: Callable[[Document], str]
+    right: bool = False
+    flexible: bool = False
+
+
+def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
+    """Print a table to stdout. Cells are plain text: nothing in them is taken for markup."""
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.file.isatty():  # rich takes some pipes for terminals: FORCE_COLOR
+        console.width = 10_000  # a file or another program gets whole names
+    cells = [[words.printable(column.cell(row)) for column in columns] for row in rows]
+    widths = [
+        max([cell_len(column.title), *(cell_len(row[i]) for row in cells)])
+        for i, column in enumerate(columns)
+    ]
+    gaps = _GAP * len(columns)
+    _narrow(widths, columns, console.width - gaps)
+    # Where even that is too wide, the terminal shall wrap lines: rich would leave columns out.
+    console.width = max(console.width, sum(widths) + gaps)
+    ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for column, width in zip(columns, widths, strict=True):
+        table.add_column(
+            Text(column.title),
+            justify="right" if column.right else "left",
+            no_wrap=True,
+            min_width=width,
+        )
+    for row in cells:
+        shown = (words.shorten(c, w, ellipsis, cell_len) for c, w in zip(row, widths, strict=True))
+        table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in shown))
+    console.print(table, soft_wrap=False)
+
+
+def _narrow(widths: list[int], columns: Sequence[Column], room: int) -> None:
+    """Take what is missing from the widest flexible column, again and again."""
+    flexible = [i for i, column in enumerate(columns) if column.flexible]
+    while flexible and sum(widths) > room:
+        widest = max(flexible, key=lambda i: widths[i])
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
