@@ -18,8 +18,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MOST_PRIVATE_NAMES = 23
-MOST_PATCHES = 129
+MOST_PRIVATE_NAMES = 22
+MOST_PATCHES = 107
 
 PATCHING = ("setattr", "delattr", "setitem")
 
@@ -59,17 +59,46 @@ def private_uses(tree: ast.AST, theirs: set[str]) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{node.module}.{alias.name}"
 
 
-def patches(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Where a test replaces an attribute or an item with pytest's MonkeyPatch."""
+def names_imported(tree: ast.AST) -> set[str]:
+    """Modules, classes and functions of others, but for those whose attributes are hooks."""
+    found = set()
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in PATCHING
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id != "object"
-        ):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return found - {"sys", "threading"}
+
+
+def patches(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where a test replaces an attribute or an item: with pytest's MonkeyPatch, or by itself in
+    what it imports."""
+    imported = names_imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and is_patching(node, imported):
             yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Assign):
+            if any(is_of(target, imported) for target in node.targets):
+                yield node.lineno, ast.unparse(node)
+
+
+def is_patching(call: ast.Call, imported: set[str]) -> bool:
+    if isinstance(call.func, ast.Name) and call.func.id in PATCHING and call.args:
+        return isinstance(call.args[0], ast.Name) and call.args[0].id in imported
+    return (
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr in PATCHING
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id != "object"
+    )
+
+
+def is_of(target: ast.expr, imported: set[str]) -> bool:
+    """Whether it is an attribute of something imported, however deep."""
+    if not isinstance(target, ast.Attribute):
+        return False
+    value = target.value
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return isinstance(value, ast.Name) and value.id in imported
 
 
 def parsed(folder: str) -> Iterator[tuple[Path, ast.AST]]:
@@ -111,6 +140,10 @@ def test_what_is_a_private_use(source: str, uses: list[str]) -> None:
         ("with monkeypatch.context() as patch: patch.delattr(os, 'x')", 1),
         ("monkeypatch.setenv('A', 'b')\nmonkeypatch.chdir('/')", 0),
         ("object.setattr", 0),
+        ("import os\nsetattr(os, 'open', f)", 1),
+        ("from a import B\nB.c.d = f", 1),
+        ("import sys\nsys.argv = []", 0),
+        ("mine = Mine()\nsetattr(mine, 'a', 1)\nmine.b = 2", 0),
     ],
 )
 def test_what_is_a_patch(source: str, count: int) -> None:
