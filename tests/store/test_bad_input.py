@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.faults.interrupting import at_call
 from tests.helpers.engine import core_of
 from tests.helpers.files import flip_bit, object_file, open_files
 from tests.helpers.processes import output_of
@@ -1172,23 +1173,23 @@ def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Pat
     store.close()
 
 
-def test_an_interrupt_while_waiting_leaves_nothing(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_waiting_leaves_nothing(disk_dir: Path) -> None:
     store = full_store(disk_dir)
+    taken, may_go = threading.Event(), threading.Event()
 
-    def interrupted(seconds: float) -> bool:
-        raise KeyboardInterrupt
+    def hold() -> None:
+        with store.acquire("a"), store.acquire("b"):
+            taken.set()
+            may_go.wait(PATIENCE)
 
-    with store.acquire("a"):
-        thread_holds = store.acquire("b")
-        monkeypatch.setattr(AutoResetEvent, "wait", lambda bell, seconds: interrupted(seconds))
-        monkeypatch.setattr(core_of(store).queue, "tried_in_vain", lambda request: None)
-        for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
-            with pytest.raises(KeyboardInterrupt):
-                call()
-        monkeypatch.undo()
-        thread_holds.release()
+    other = threading.Thread(target=hold, daemon=True)
+    other.start()
+    assert taken.wait(PATIENCE)
+    for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
+        with at_call(AutoResetEvent.wait), pytest.raises(KeyboardInterrupt):
+            call()
+    may_go.set()
+    join(other)
     assert "d" not in store
     assert_group(store.get("c"), pages(ord("c"), 2))
     assert_at_rest(store)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.states import captured, pageable
 from tests.faults.interrupting import Interrupter
 from tests.helpers.engine import core_of
 from tests.helpers.threads import hold_calls, start_thread
+from tests.helpers.torch_calls import BeforeEach
 from tests.lanes import by_lane
 from tests.store.helpers import (
     PAGE,
@@ -122,8 +124,7 @@ def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
     threads_of_copies: list[str], disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver makes such a copy while its caller waits."""
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
-    with in_ram(disk_dir) as store:
+    with pageable(), in_ram(disk_dir) as store:
         gate = hold_calls(monkeypatch, HostToDevice, "copy")
         store.prefetch("g1")
         assert gate.reached.wait(PATIENCE)
@@ -137,14 +138,7 @@ def test_nothing_is_queued_by_a_thread_whose_work_is_captured(
     threads_of_copies: list[str], pretend: Any, disk_dir: Path
 ) -> None:
     with in_ram(disk_dir) as store:
-        with pytest.MonkeyPatch.context() as patch:
-            captured = threading.get_ident()
-            patch.setattr(
-                pretend,
-                "is_current_stream_capturing",
-                lambda: threading.get_ident() == captured,
-                raising=False,
-            )
+        with captured():
             store.prefetch("g1")
             wait_until(lambda: bool(threads_of_copies), "nobody queued the copy")
         assert threads_of_copies == ["tierstore-onload-0"]
@@ -154,15 +148,14 @@ def test_nothing_is_queued_by_a_thread_whose_work_is_captured(
 def test_a_copy_that_cannot_be_queued_is_told_of_and_leaves_nothing(
     pretend: Any, disk_dir: Path
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
+    def fail() -> None:
         raise RuntimeError("the device is out of order")
 
     with in_ram(disk_dir, device_budget=2 * PAGE) as store:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", fail)
-            with pytest.raises(TransferError, match="out of order") as raised:
-                store.acquire("g1")
-            assert raised.value.key == "g1"
+        broken = BeforeEach("copy_", fail)
+        with broken, pytest.raises(TransferError, match="out of order") as raised:
+            store.acquire("g1")
+        assert raised.value.key == "g1"
         assert_at_rest(store)
         with store.acquire("g1"), store.acquire("g2") as lease:  # all room is there
             assert_same(lease.tensor.cpu(), pages(2))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.torch_calls import BeforeEach
 from tests.store.helpers import PAGE, assert_same, needs_pretend, open_store, pages
 from tierstore import Access, TierStore
 from tierstore.lease import make_revocable, resume
@@ -70,62 +71,50 @@ class TwoThreads:
 
 
 def test_threads_that_save_at_once_are_back_on_their_own_streams(
-    pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    pretend: Any, disk_dir: Path
 ) -> None:
-    device, two, copy = torch.device("pretend", 0), TwoThreads(), torch.Tensor.copy_
-
-    def meeting(*arguments: Any, **options: Any) -> torch.Tensor:
-        two.meet()
-        return copy(*arguments, **options)
+    device, two = torch.device("pretend", 0), TwoThreads()
 
     def save() -> None:
-        number, event = engine_of(store).saved_tensors.save(
-            torch.ones(NBYTES, dtype=torch.uint8, device=device)
-        )
+        with BeforeEach("copy_", two.meet):
+            number, event = engine_of(store).saved_tensors.save(
+                torch.ones(NBYTES, dtype=torch.uint8, device=device)
+            )
         assert event is not None
         event.synchronize()
         engine_of(store).saved_tensors.drop(number)
 
     with TierStore(8 * NBYTES, disk_dir, device=device, device_budget=8 * NBYTES) as store:
-        monkeypatch.setattr(torch.Tensor, "copy_", meeting)
         two.run(save, device)
     assert two.after == two.before
 
 
 def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams(
-    pretend: Any, monkeypatch: pytest.MonkeyPatch
+    pretend: Any,
 ) -> None:
-    device, two, empty = torch.device("pretend", 0), TwoThreads(), torch.empty
+    device, two = torch.device("pretend", 0), TwoThreads()
     stream = torch.Stream(device)
-
-    def meeting(*arguments: Any, **options: Any) -> torch.Tensor:
-        two.meet()
-        return empty(*arguments, **options)
 
     def make() -> None:
         arena = device_arena(None, device, stream)  # one for each: its own lock would part them
-        arena.fill(arena.take(NBYTES))
+        with BeforeEach("empty", two.meet):
+            arena.fill(arena.take(NBYTES))
 
-    monkeypatch.setattr(torch, "empty", meeting)
     two.run(make, device)
     assert two.after == two.before
 
 
-def test_a_stream_is_left_where_what_is_done_on_it_fails(
-    pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_left_where_what_is_done_on_it_fails(pretend: Any, disk_dir: Path) -> None:
     device = torch.device("pretend", 0)
     before = torch.accelerator.current_stream(device)
 
-    def failing(*_: Any, **__: Any) -> torch.Tensor:
+    def fail() -> None:
         raise RuntimeError("the copy fails")
 
     with TierStore(8 * NBYTES, disk_dir, device=device, device_budget=8 * NBYTES) as store:
         memory = torch.ones(NBYTES, dtype=torch.uint8, device=device)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", failing)
-            with pytest.raises(RuntimeError, match="the copy fails"):
-                engine_of(store).saved_tensors.save(memory)
+        with BeforeEach("copy_", fail), pytest.raises(RuntimeError, match="the copy fails"):
+            engine_of(store).saved_tensors.save(memory)
         assert torch.accelerator.current_stream(device) == before
 
 
