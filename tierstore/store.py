@@ -1,6 +1,8 @@
 """The store: one cache of named groups of tensors over device, RAM and disk.
 
-Only `put`, `acquire`, `get`, `flush`, `close` and their async twins may wait.
+`put`, `acquire`, `get`, `flush`, `close` and their async twins may wait; so do `register`, where it
+writes weights that no file holds, and `discard` and the release of a `TAKE` lease, for the removal
+of a file.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 GUARDED = [
-    "tierstore/checkpoints.py",
+    "tierstore/engine/checkpoints.py",
     "tierstore/model/header.py",
     "tierstore/model/objects.py",
     "tierstore/model/scanning.py",

@@ -72,11 +72,11 @@ FILES = [
     "tests/store/test_checkpoint_files.py",
 ]
 FILE_MODULES = (
-    "model/header model/objects model/scanning checkpoints "
-    "tiers/directory tiers/disk tiers/locking tiers/objects"
+    "model/header model/objects model/scanning engine/checkpoints "
+    "tiers/directory system/files system/locking system/objects"
 )
 PLAN_MODULES = (
-    "copies eviction fallback_orders fixpoint hint_events known_events lease_events movement "
+    "copies eviction fallback_orders hint_events known_events lease_events movement "
     "planner policy prefetch records requests retention schedule transfer_events use_history"
 )
 TARGETS: dict[str, list[str]] = {

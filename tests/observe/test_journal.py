@@ -39,7 +39,7 @@ def test_stretches_are_unions(told: list[Told]) -> None:
     stretches = Stretches()
     for kind, start, length in told:
         stretches.add(kind, start, start + length)
-    stretches.settle(float("inf"))
+    stretches.total_up_to(float("inf"))
     assert (stretches.seconds, stretches.moving, stretches.hidden) == by_hand(told)
     assert len(stretches) == 0
 
@@ -52,20 +52,20 @@ def test_settling_early_changes_nothing_that_was_told_before(
     for kind, start, length in told:
         stretches.add(kind, start, start + length)
     for time in sorted(times):
-        stretches.settle(time)
+        stretches.total_up_to(time)
     copy = stretches.copy()
-    copy.settle(float("inf"))
+    copy.total_up_to(float("inf"))
     assert (copy.seconds, copy.moving, copy.hidden) == by_hand(told)
-    stretches.settle(float("inf"))  # the copy took nothing from it
+    stretches.total_up_to(float("inf"))  # the copy took nothing from it
     assert (stretches.seconds, stretches.moving, stretches.hidden) == by_hand(told)
 
 
 def test_what_is_told_too_late_counts_from_then_on() -> None:
     stretches = Stretches()
-    stretches.settle(10)
+    stretches.total_up_to(10)
     stretches.add("DISK>HOST", 5, 15)
     stretches.add("DISK>HOST", 5, 9)
-    stretches.settle(20)
+    stretches.total_up_to(20)
     assert stretches.seconds == {"DISK>HOST": 5}
 
 

@@ -91,6 +91,24 @@ def test_an_index_says_which_files_are_meant(tmp_path: Path) -> None:
     assert checkpoint_files(path) == expected
 
 
+@pytest.mark.parametrize("bare", [False, True])
+def test_an_index_that_is_given_may_have_any_name_and_be_the_map_itself(
+    bare: bool, tmp_path: Path
+) -> None:
+    for name in "ab":
+        saved(tmp_path / f"{name}.safetensors", name)
+    named = {"a": "a.safetensors"}
+    path = tmp_path / "which.json"
+    path.write_text(json.dumps(named if bare else {"metadata": {}, "weight_map": named}))
+    assert checkpoint_files(path) == [str(tmp_path / "a.safetensors")]
+
+
+def test_an_index_of_pickles_that_is_given_is_refused(tmp_path: Path) -> None:
+    path = index(tmp_path, {"a": "pytorch_model.bin"}, "pytorch_model.bin")
+    with pytest.raises(TransferError, match="torch pickles are not supported"):
+        checkpoint_files(path)
+
+
 def test_an_index_of_pickles_is_passed_over(tmp_path: Path) -> None:
     path = saved(tmp_path / "model.safetensors", "a")
     index(tmp_path, {"a": "pytorch_model.bin"}, "pytorch_model.bin")

@@ -172,7 +172,10 @@ def test_after_a_fork_every_copy_of_a_lock_is_closed(tmp_path: Path) -> None:
         os._exit(len(locks) + (0 if is_open(other) else 100))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    os.close(other)
+    locking.give_back(other)  # nor is it held here
+    left = {other}
+    locking.leave_to_the_parent(left)  # what the child does, seen from where it can be looked at
+    assert not left and not is_open(other)
     for directory in directories:
         directory.close()
 

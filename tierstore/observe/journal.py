@@ -100,7 +100,7 @@ class Ring(Generic[T]):
 class Stretches:
     """For how long spans of each kind lasted, when they may overlap and are told in any order.
 
-    Time up to `settle` is added up and done with: what is told later of that time is left out.
+    Time up to `total_up_to` is added up and done with: what is told later of that time is left out.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Stretches:
         """The time before which half of what is not settled yet began or ended."""
         return sorted(self._edges)[len(self._edges) // 2][0]
 
-    def settle(self, until: float) -> None:
+    def total_up_to(self, until: float) -> None:
         """Add up the time until then."""
         while self._edges and self._edges[0][0] <= until:
             at, step, kind = heapq.heappop(self._edges)
@@ -207,7 +207,7 @@ class Journal:
             self._stalled += span.end - span.start
         if len(self.stretches) > _UNSETTLED:
             # Not yet the newest: what an accelerator did is told late.
-            self.stretches.settle(
+            self.stretches.total_up_to(
                 min([self.stretches.middle(), *(going.start for going in self._going)])
             )
 
@@ -233,7 +233,7 @@ class Journal:
         for span in self._going:
             stretches.add(span.kind, span.start, now)
             stalled += now - span.start if span.kind == STALL else 0.0
-        stretches.settle(float("inf"))
+        stretches.total_up_to(float("inf"))
         busy = {kind: s for kind, s in sorted(stretches.seconds.items()) if kind != STALL}
         overlap = stretches.hidden / stretches.moving if stretches.moving else 1.0
         rates = {kind: self._timed[kind] / s for kind, s in busy.items() if self._timed[kind]}

@@ -38,11 +38,10 @@ from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan import invariants
 from tierstore.plan.copies import CopyTable, budgets_of
 from tierstore.plan.eviction import Eviction
-from tierstore.plan.fixpoint import Fixpoint
 from tierstore.plan.hint_events import HintEvents
 from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.lease_events import HostLeaseEvents, LeaseEvents, Uses
-from tierstore.plan.movement import Movement
+from tierstore.plan.movement import Fixpoint, Movement
 from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import State

@@ -29,12 +29,13 @@ MAX_SHOWN = 64
 _held: set[int] = set()
 
 
-def _leave_to_the_parent() -> None:
-    while _held:
-        os.close(_held.pop())
+def leave_to_the_parent(held: set[int] = _held) -> None:
+    """Close the copies that a forked child has of its parent's locks."""
+    while held:
+        os.close(held.pop())
 
 
-os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=leave_to_the_parent)
 
 
 def take_lock(disk_dir: str) -> tuple[int, bool]:
