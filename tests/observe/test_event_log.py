@@ -146,9 +146,8 @@ def test_what_is_no_event_is_refused_and_why(row: Any, wrong: str) -> None:
     assert wrong in str(caught.value)
 
 
-def test_a_log_keeps_the_newest_and_counts_what_it_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierstore.observe.event_log.KEPT", 3)
-    log = EventLog()
+def test_a_log_keeps_the_newest_and_counts_what_it_dropped() -> None:
+    log = EventLog(kept=3)
     assert (list(log), log.dropped) == ([], 0)
     handled = [(float(number), events.BudgetChanged(number)) for number in range(5)]
     for count, one in enumerate(handled, 1):
