@@ -68,7 +68,7 @@ class Mixed(Engine):
             source = self.spill.save_in(place, largest.bytes()[:nbytes])
             spec, _ = one_tensor(nbytes)
             self.entries.append(
-                GroupEntry(GroupId(str(number), 0), spec, source, mutable=True, place=place)
+                GroupEntry(GroupId(str(number), 0), spec, source, mutable=True, spill_extent=place)
             )
         self._errors: list[BaseException] = []
 

@@ -185,8 +185,8 @@ class Ours(Stepping):
 
     def streaming(self) -> list[int]:
         """Bytes of the groups that do not stay in RAM."""
-        places = [place for tile in self._tiles for place in tile.places()]
-        return [place.nbytes for place in places if not place.stays]
+        buffers = [buffer for tile in self._tiles for buffer in tile.buffers()]
+        return [buffer.nbytes for buffer in buffers if not buffer.host_resident]
 
     def close(self) -> None:
         """End it."""

@@ -28,7 +28,7 @@ import torch
 
 from tests.device import pretend
 from tierstore import TierStore
-from tierstore.tiers.hop import HostToDevice
+from tierstore.tiers.hops import HostToDevice
 from tools.bench import machine
 from tools.bench.report import Claim, Page
 
