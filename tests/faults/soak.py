@@ -316,7 +316,7 @@ def assert_true(store: TierStore, place: Path) -> None:
     """The books agree with the memory and the files that there are. Nobody uses the store."""
     carrier, planner = core_of(store).mover, core_of(store).planner
     with core_of(store).lock:
-        entry = {c.key.key: c for c in carrier.entries()}
+        entry = {c.group.key: c for c in carrier.entries()}
         held = memory_held(store)["HOST"]
         arena = core_of(store).tiers.host.arena
         slots = [c.slots[Tier.HOST] for c in entry.values() if Tier.HOST in c.slots]
