@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,18 +95,18 @@ def make(place: Path, torch: str) -> None:
     print(f"torch {torch} was installed in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="more arguments for pytest")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch = oldest_torch((ROOT / "pyproject.toml").read_text())
     try:
-        make(PLACE, torch)
+        make(place, torch)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return NOT_INSTALLED
     files = marked_files(ROOT / "tests")
-    command = [PLACE / "bin" / "python", "-m", "pytest", "-q", "-m", "floor"]
+    command = [place / "bin" / "python", "-m", "pytest", "-q", "-m", "floor"]
     environment = {name: text for name, text in os.environ.items() if "XDIST" not in name}
     command += ["-p", "no:cacheprovider", *options.words, *files]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

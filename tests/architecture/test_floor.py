@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,22 +56,19 @@ def test_without_packages_to_reach_it_says_so_and_no_test_counts_as_passed(
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    monkeypatch.setattr(floor, "PLACE", tmp_path / "venv")
-    monkeypatch.setattr(sys, "argv", ["floor.py"])
-    assert floor.main() == floor.NOT_INSTALLED != 0
+    assert floor.main([], tmp_path / "venv") == floor.NOT_INSTALLED != 0
     assert "could not be installed" in capfd.readouterr().err
     assert not (tmp_path / "venv" / "complete").exists()
 
 
-def test_what_was_not_tested_is_listed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_tested_is_listed_apart() -> None:
     for status, passed, failed, left in (
         (0, 1, 0, 0),
         (1, 0, 1, 0),
         (floor.NOT_INSTALLED, 0, 0, 1),
     ):
         tally = check.Tally()
-        monkeypatch.setattr(check, "run_step", lambda name, command, status=status: status)
-        check.run_floor(tally)
+        check.run_floor(tally, lambda name, command, status=status: status)
         assert (len(tally.passed), len(tally.failed), len(tally.not_run)) == (passed, failed, left)
         assert any("NOT RUN" in line for line in tally.lines()) == bool(left)
 

@@ -85,11 +85,19 @@ def test_the_groups_that_a_mix_writes_are_written(tmp_path: Path) -> None:
     mixed = Mixed(tmp_path / "store", Mix([1 << 16] * 8, written=1.0))
     try:
         wanted = bytes(range(256)) * 256
-        before = {bytes(mixed.spill.show(c.place)) for c in mixed.entries if c.place is not None}
+        before = {
+            bytes(mixed.spill.show(c.spill_extent))
+            for c in mixed.entries
+            if c.spill_extent is not None
+        }
         assert wanted not in before
         mixed.written.bytes()[: len(wanted)] = wanted
         assert mixed.run(depth=4).speed > 0
-        after = [bytes(mixed.spill.show(c.place)) for c in mixed.entries if c.place is not None]
+        after = [
+            bytes(mixed.spill.show(c.spill_extent))
+            for c in mixed.entries
+            if c.spill_extent is not None
+        ]
         assert after == 8 * [wanted]
     finally:
         mixed.close()

@@ -14,7 +14,9 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from tests.helpers.system_calls import Call, system_call, until_the_end
 from tests.tiers.dying import DEAD, DONE, KEY, NEW, attempt, data_of, packing
 from tierstore.cli import quarantine
 from tierstore.cli.directories import only_user
@@ -31,25 +33,31 @@ def repair(directory: str) -> None:
         quarantine.put_away(directory, root, survey(directory).unusable)
 
 
-def by_copying(parent: int, leaf: str, room: int, name: str) -> None:
+def moved(call: Call) -> Any:
+    return call.go_on()
+
+
+def by_copying(call: Call) -> None:
     """What nobody should do: for a while there are two, or a part of one."""
-    descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=room)
+    leaf, name = call.args
+    descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=call.options["dst_dir_fd"])
     os.pwrite(descriptor, DAMAGED, 0)
     os.fsync(descriptor)
     os.close(descriptor)
-    os.unlink(leaf, dir_fd=parent)
+    os.unlink(leaf, dir_fd=call.options["src_dir_fd"])
 
 
-def by_deleting(parent: int, leaf: str, room: int, name: str) -> None:
+def by_deleting(call: Call) -> None:
     """What nobody should do either."""
-    os.unlink(leaf, dir_fd=parent)
+    os.unlink(call.args[0], dir_fd=call.options["src_dir_fd"])
 
 
-WAYS: dict[str, Callable[[int, str, int, str], None]] = {
-    "moving": quarantine._move,
+WAYS: dict[str, Callable[[Call], Any]] = {
+    "moving": moved,
     "copying": by_copying,
     "deleting": by_deleting,
 }
+"""What is done instead of renaming what is damaged."""
 
 
 def prepare(directory: Path) -> None:
@@ -82,9 +90,9 @@ def look(directory: Path) -> str:
 
 
 def main(directory: Path, way: str) -> None:
-    quarantine._move = WAYS[way]
     first = directory.with_name("first")
     prepare(first)
+    until_the_end(system_call("rename", answer=WAYS[way]))
     for number in range(1, 1000):
         shutil.rmtree(directory, ignore_errors=True)
         shutil.copytree(first, directory)

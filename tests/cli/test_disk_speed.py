@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from tests.helpers.files import open_files
-from tests.helpers.system_calls import refusing_opens, system_call
+from tests.helpers.system_calls import Call, refusing_opens, system_call
 from tests.system.test_files import knows_direct_reads
 from tierstore.cli.disk_speed import ROUNDS, SMALLEST, measure
-from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile
+from tierstore.system.files import DISK_THREADS, READ_BLOCK
 
 
 def test_reads_and_writes_are_measured(tmp_path: Path) -> None:
@@ -52,49 +52,44 @@ def test_as_many_bytes_are_moved_as_were_announced(tmp_path: Path) -> None:
     assert moved == dict(announced)
 
 
-def test_reads_fill_more_memory_than_a_processor_keeps_near(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_fill_more_memory_than_a_processor_keeps_near(tmp_path: Path) -> None:
     """Into the same few megabytes again and again, some disks are a third faster."""
     filled: set[int] = set()
-    read_at_least = DataFile.read_at_least
 
-    def noted(file: Any, room: memoryview, offset: int, needed: int) -> int:
-        assert len(room) == READ_BLOCK
+    def note(call: Call) -> Any:
+        (room,) = call.args[1]
         filled.add(ctypes.addressof(ctypes.c_char.from_buffer(room)))
-        return read_at_least(file, room, offset, needed)
+        return call.go_on()
 
-    monkeypatch.setattr(DataFile, "read_at_least", noted)
-    measure(str(tmp_path), SMALLEST)
+    with system_call("preadv", answer=note):
+        measure(str(tmp_path), SMALLEST)
     apart = sorted(filled)
     assert all(b - a >= READ_BLOCK for a, b in itertools.pairwise(apart))
     assert len(apart) * READ_BLOCK >= 256 << 20
 
 
-def test_reads_are_of_the_size_and_depth_that_they_are_told_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_are_of_the_size_and_depth_that_they_are_told_for(tmp_path: Path) -> None:
     """What is written is what is read: all of the file, over and over."""
     sizes: set[int] = set()
     together, most = set(), 0
     lock = threading.Lock()
-    preadv = os.preadv
 
-    def noted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+    def note(call: Call) -> Any:
         nonlocal most
+        (room,) = call.args[1]
         with lock:
-            sizes.add(len(buffers[0]))
+            sizes.add(len(room))
             together.add(threading.get_ident())
             most = max(most, len(together))
-        got = preadv(descriptor, buffers, offset)
-        assert got == len(buffers[0])
-        assert bytes(buffers[0][:4096]) != bytes(4096), "nothing was written there"
+        got = call.go_on()
+        assert got == len(room)
+        assert bytes(room[:4096]) != bytes(4096), "nothing was written there"
         with lock:
             together.discard(threading.get_ident())
         return got
 
-    monkeypatch.setattr(os, "preadv", noted)
-    measure(str(tmp_path), SMALLEST)
+    with system_call("preadv", answer=note):
+        measure(str(tmp_path), SMALLEST)
     assert sizes == {READ_BLOCK}
     assert 2 <= most <= DISK_THREADS
 

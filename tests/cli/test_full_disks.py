@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,32 +17,22 @@ from safetensors.torch import save_file
 
 from tests.cli.conftest import Inspect, command, environment
 from tests.helpers.events import before
+from tests.helpers.system_calls import system_call
 from tierstore import TierStore
-from tierstore.system import locking
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_keeps_nobody_from_removing(
-    number: int, store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_nobody_from_removing(number: int, store: Path, inspect: Inspect) -> None:
     """There is no room for the name of who has the lock."""
-
-    def full(*arguments: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(locking.os, "pwrite", full)
-    assert inspect("rm", store, "a", "-y").exit_code == 0
+    with system_call("pwrite", fails_with=number) as failed:
+        assert inspect("rm", store, "a", "-y").exit_code == 0
+    assert failed
     assert [group["key"] for group in inspect.json("ls", store)["groups"]] == ["b", "layers/0"]
 
 
-def test_a_lock_that_cannot_be_written_is_told_of(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*arguments: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(locking.os, "pwrite", broken)
-    result = inspect("rm", store, "a", "-y")
+def test_a_lock_that_cannot_be_written_is_told_of(store: Path, inspect: Inspect) -> None:
+    with system_call("pwrite", fails_with=errno.EIO):
+        result = inspect("rm", store, "a", "-y")
     assert result.exit_code == 1
     assert "LOCK failed" in result.stderr
     assert len(inspect.json("ls", store)["groups"]) == 3

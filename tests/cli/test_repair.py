@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from tests.cli.repairing import by_deleting
 from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tests.helpers.processes import output_of, run_python
+from tests.helpers.system_calls import Call, system_call
 from tierstore import TierStore, UnknownKeyError
 from tierstore.cli import checksums, quarantine
 from tierstore.model.errors import CorruptDataError, TransferError
@@ -228,13 +230,11 @@ def test_without_comparing_checksums_a_flipped_bit_is_not_noticed(
     assert inspect("verify", store, "--data").exit_code == 3
 
 
-def test_a_repair_that_deletes_is_noticed(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repair_that_deletes_is_noticed(store: Path, inspect: Inspect) -> None:
     flip_data(object_file(store, "b"), store)
     before = tree(store)
-    monkeypatch.setattr(quarantine, "_move", by_deleting)
-    assert inspect("verify", store, "--data", "--repair").exit_code == 0
+    with system_call("rename", answer=by_deleting):
+        assert inspect("verify", store, "--data", "--repair").exit_code == 0
     assert lost(before, tree(store)) == [f"objects/{object_name('b')}"]
 
 
@@ -471,22 +471,18 @@ def test_a_quarantine_that_others_may_enter_is_closed_to_them(
 
 @pytest.mark.parametrize("call", ["rename", "open", "fsync"])
 def test_what_could_not_be_put_away_is_told_of_and_the_rest_goes_on(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch, call: str
+    store: Path, inspect: Inspect, call: str
 ) -> None:
     for key in ("a", "b"):
         truncate(object_file(store, key), store)
-    original, before = getattr(os, call), tree(store)
-    failing: Iterator[bool] = iter([True])
+    before = tree(store)
 
-    def fail(*args: Any, **options: Any) -> Any:
-        noted = call != "open" or str(args[0]).endswith(quarantine.NOTE_SUFFIX)
-        started = (store / "quarantine").exists() and (call != "fsync" or notes(store))
-        if noted and started and next(failing, False):
-            raise OSError(28, "No space left on device")
-        return original(*args, **options)
+    def is_of_a_note(call: Call) -> bool:
+        noted = call.name != "open" or str(call.args[0]).endswith(quarantine.NOTE_SUFFIX)
+        started = (store / "quarantine").exists() and (call.name != "fsync" or notes(store))
+        return bool(noted and started)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
+    with system_call(call, fails_with=errno.ENOSPC, when=is_of_a_note, at=1):
         problems = inspect.json("verify", store, "--repair", code=3)["problems"]
     assert [problem["left"] for problem in problems] == [
         "moving it failed: No space left on device",

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli.conftest import Inspect, on_terminal, put, tree
 from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
-from tierstore.cli import report
-from tierstore.model.errors import CorruptDataError, TransferError
+from tests.helpers.system_calls import system_call
 from tierstore.system.locking import is_locked
-from tierstore.system.objects import FoundObject
 from tierstore.tiers.directory import ObjectDirectory
 
 LEFTOVER = "object-0123456789abcdef"
@@ -69,23 +67,21 @@ def test_damaged_objects_go_only_when_asked_for(store: Path, inspect: Inspect) -
     assert keys(inspect, store) == ["a", "layers/0"]
 
 
-@pytest.mark.parametrize(
-    ("error", "goes"), [(TransferError("no permission"), False), (CorruptDataError("rot"), True)]
-)
-def test_what_could_not_be_read_is_never_pruned(
-    store: Path,
-    inspect: Inspect,
-    monkeypatch: pytest.MonkeyPatch,
-    error: TransferError,
-    goes: bool,
-) -> None:
-    def fail(path: str, *_: Any) -> FoundObject:
-        return FoundObject(path, 1, 1.0, None, error)
-
-    monkeypatch.setattr(report, "read_object", fail)
-    assert inspect("verify", store).exit_code == 3
-    assert inspect("prune", store, "--damaged", "-y").exit_code == 0
-    assert object_file(store, "a").exists() is not goes
+@pytest.mark.parametrize("goes", [False, True], ids=["not read", "rotten"])
+def test_what_could_not_be_read_is_never_pruned(goes: bool, store: Path, inspect: Inspect) -> None:
+    path = object_file(store, "a")
+    if goes:
+        flip_bit(path, 60)
+    refuse = system_call(
+        "open",
+        fails_with=errno.EACCES,
+        when=lambda call: not goes and str(call.args[0]).endswith(path.name),
+    )
+    with refuse as refused:
+        assert inspect("verify", store).exit_code == 3
+        assert inspect("prune", store, "--damaged", "-y").exit_code == 0
+    assert bool(refused) is not goes
+    assert path.exists() is not goes
 
 
 def test_prune_leaves_alone_what_is_not_the_stores_own(

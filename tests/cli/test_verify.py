@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from tests.cli.conftest import Inspect, float_block, on_terminal, put, start
 from tests.cli.damage import empty, extend, flip_header, truncate
 from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
+from tests.helpers.system_calls import system_call
 from tierstore.cli import checksums
 from tierstore.cli.report import survey
 from tierstore.model.header import LENGTH_BYTES
@@ -192,18 +193,13 @@ def test_a_group_that_is_removed_meanwhile_is_no_damage(store: Path, inspect: In
         assert inspect.json("verify", store, "--data")["problems"] == []
 
 
-def test_an_error_of_the_disk_is_reported_but_is_no_damage(
-    store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(checksums.DataFile, "read_at_least", fail)
-    problems = inspect.json("verify", store, "--data", code=3)["problems"]
-    assert [problem["state"] for problem in problems] == ["unreadable"] * 3
-    assert all("Input/output error" in problem["reason"] for problem in problems)
-    object_file(store, "b").write_bytes(b"short")
-    result = inspect("verify", store, "--data")
+def test_an_error_of_the_disk_is_reported_but_is_no_damage(store: Path, inspect: Inspect) -> None:
+    with system_call("preadv", fails_with=errno.EIO):
+        problems = inspect.json("verify", store, "--data", code=3)["problems"]
+        assert [problem["state"] for problem in problems] == ["unreadable"] * 3
+        assert all("Input/output error" in problem["reason"] for problem in problems)
+        object_file(store, "b").write_bytes(b"short")
+        result = inspect("verify", store, "--data")
     assert result.stdout.endswith("3 groups: 1 damaged, 2 unreadable\n")
 
 

@@ -54,6 +54,8 @@ class Way:
 class HopConformance(ABC):
     """The rules of `tierstore.tiers.hop.Hop`, as tests. The way comes from a fixture `way`."""
 
+    patience = PATIENCE
+
     @abstractmethod
     def bring(self, way: Way, entry: GroupEntry, data: torch.Tensor) -> None:
         """Let a group with these packed bytes be in the tier that the hop comes from."""
@@ -136,7 +138,7 @@ class HopConformance(ABC):
         way.src.drop(entry)
         gone = weakref.ref(entry)
         del entry
-        for _ in range(PATIENCE * 10):  # the thread that has copied lets go of it in a moment
+        for _ in range(self.patience * 10):  # the thread that has copied lets go of it in a moment
             gc.collect()
             if gone() is None:
                 return

@@ -303,11 +303,9 @@ CONTROLS: dict[Callable[..., Copied], str] = {
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_a_hop_that_breaks_a_rule_is_caught(
-    control: Callable[..., Copied], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.conformance.hops.PATIENCE", 1)
+def test_a_hop_that_breaks_a_rule_is_caught(control: Callable[..., Copied], tmp_path: Path) -> None:
     rules = TestDiskToHost()
+    rules.patience = 1
     with tiers_in(tmp_path) as (rules.tiers, rules.mover, _):
         drivers, hop = rules.mover.drivers, rules.mover.hops[Tier.DISK, Tier.HOST]
         hop.copy = functools.partial(control, hop.copy)  # type: ignore[method-assign]

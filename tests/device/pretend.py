@@ -369,7 +369,22 @@ def set_memory_limit(nbytes: int | None, index: int = 0) -> None:
 
 def mem_get_info(index: int | str | torch.device | None = None) -> tuple[int, int]:
     """Free bytes and the limit of the device."""
+    if _index(index) in _memory_info:
+        return _memory_info[_index(index)]
+    if not hasattr(torch.accelerator, "get_memory_info"):
+        raise NotImplementedError("this torch does not tell")
     return torch.accelerator.get_memory_info(_index(index))
+
+
+_memory_info: dict[int, tuple[int, int]] = {}
+
+
+def set_memory_info(told: tuple[int, int] | None, index: int | None = None) -> None:
+    """What ``mem_get_info`` tells of a device from now on. None: of every device, the truth."""
+    if told is None:
+        _memory_info.clear()
+    else:
+        _memory_info[_index(index)] = told
 
 
 def pinned_bytes() -> int:
@@ -583,6 +598,7 @@ _EXPORTED = [
     reset_peak_memory_stats,
     set_memory_limit,
     mem_get_info,
+    set_memory_info,
     pinned_bytes,
     peak_pinned_bytes,
     reset_peak_pinned,

@@ -282,8 +282,6 @@ def test_a_missing_wait_is_noticed(
 def closes_with_copies_queued(seed: int, place: Path, patch: pytest.MonkeyPatch) -> int:
     """How often memory that a copy still used was let go of by a store that saved activations and
     was closed at once, in memory that is page-locked as CUDA does it."""
-    patch.setattr(torch.cuda, "cudart", pretend.cudart)
-    patch.setattr(torch.cuda, "check_error", pretend.check_error)
     patch.setattr(host_tier, "host_arena", registered_arena)
     choose = random.Random(seed)
     pretend.reset_counters()
@@ -305,7 +303,7 @@ def closes_with_copies_queued(seed: int, place: Path, patch: pytest.MonkeyPatch)
 
 def registered_arena(budget: int | None, device: torch.device) -> Arena:
     """As for a CUDA device."""
-    memory = RegisteredMemory()
+    memory = RegisteredMemory(pretend)
     return Arena(budget, memory.make, memory.unmake)
 
 

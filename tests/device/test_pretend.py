@@ -394,13 +394,9 @@ def test_unregistering_what_a_copy_still_uses_is_noticed(device: ModuleType) -> 
     assert torch.equal(moved.cpu(), slab)
 
 
-def test_an_arena_can_register_its_memory_here(
-    device: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_can_register_its_memory_here(device: ModuleType) -> None:
     """The path that otherwise only CUDA takes."""
-    monkeypatch.setattr(torch.cuda, "cudart", device.cudart)
-    monkeypatch.setattr(torch.cuda, "check_error", device.check_error)
-    registered = RegisteredMemory()
+    registered = RegisteredMemory(device)
     arena = Arena(3 * 4096, registered.make, registered.unmake)
     slot = arena.take(2 * 4096)
     memory = arena.fill(slot)

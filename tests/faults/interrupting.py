@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,3 +64,29 @@ class Interrupter:
             raise self._kind(self.where)
         self.count += 1
         return self._instruction
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def at_call(function: Callable[..., Any], act: Callable[[], object] = interrupt) -> Iterator[None]:
+    """Inside, on this thread: the first call of a function or method begins with `act`.
+
+    What it raises is raised there, as an interrupt is. Not for what is decorated: the code of all
+    that have the same decorator is one.
+    """
+    assert not hasattr(function, "__wrapped__")
+    code = getattr(function, "__func__", function).__code__
+
+    def enter(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is code:
+            sys.setprofile(None)
+            act()
+
+    sys.setprofile(enter)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

@@ -73,6 +73,7 @@ class _Search:
     """One history, in the order of its begins."""
 
     operations: list[Operation]
+    limit: int
     visited: set[tuple[int, int | None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -108,8 +109,8 @@ class _Search:
 
     def _note(self, done: int, value: int | None) -> None:
         self.visited.add((done, value))
-        if len(self.visited) > LIMIT:
-            raise Undecided(f"{len(self.operations)} operations, {LIMIT} positions visited")
+        if len(self.visited) > self.limit:
+            raise Undecided(f"{len(self.operations)} operations, {self.limit} positions visited")
 
     def _next(self, done: int, value: int | None) -> list[int]:
         """What can come now. Whatever changes nothing comes at once: that is never a mistake."""
@@ -145,12 +146,14 @@ class _Search:
         return bool(self.finders[value] & ~done) and not self.makers[value] & ~done
 
 
-def order(start: int | None, operations: Iterable[Operation]) -> list[Operation] | None:
+def order(
+    start: int | None, operations: Iterable[Operation], *, limit: int = LIMIT
+) -> list[Operation] | None:
     """An order that explains the history of one key that held `start`; None if there is none.
 
-    Raises Undecided.
+    Raises Undecided after having visited more than `limit` positions.
     """
-    return _Search(sorted(operations, key=lambda op: op.begin)).order(start)
+    return _Search(sorted(operations, key=lambda op: op.begin), limit).order(start)
 
 
 def assert_linearizable(key: str, start: int | None, operations: Sequence[Operation]) -> None:

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.faults.facilities import cut_power, loop_mounted, make_image
@@ -300,13 +301,10 @@ class Machine:
 @contextlib.contextmanager
 def without_doubts(without: str | None) -> Iterator[None]:
     """Nobody who opens a directory doubts what is there, if it is to be without `"doubts"`."""
-    true = ObjectDirectory._sync_everything
-    if without == "doubts":
-        ObjectDirectory._sync_everything = lambda _: None  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if without == "doubts":
+            patch.setattr(ObjectDirectory, "_sync_everything", lambda _: None)
         yield
-    finally:
-        ObjectDirectory._sync_everything = true  # type: ignore[method-assign]
 
 
 def main(plans: list[Plan]) -> None:

@@ -11,14 +11,15 @@ import os
 import random
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.helpers.files import damaged_objects
+from tests.helpers.system_calls import Call, system_call
 from tierstore import TierStore
 from tierstore.engine.adoption import WEIGHTS, content_hash
 from tierstore.model.errors import TierStoreError
@@ -215,36 +216,23 @@ def contents(disk_dir: Path) -> tuple[dict[str, Name | str], list[str]]:
 # What must go wrong -------------------------------------------------------------------------------
 
 
-@contextmanager
-def without_syncs(of: str | None) -> Iterator[None]:
+def without_syncs(of: str | None) -> AbstractContextManager[list[Call]]:
     """Nobody syncs `"files"`, or `"directories"`: negative controls. None: as always."""
-    true_fsync = os.fsync
 
-    def fsync(descriptor: int) -> None:
-        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        if of != ("directories" if is_directory else "files"):
-            true_fsync(descriptor)
+    def concerns(call: Call) -> bool:
+        is_directory = stat.S_ISDIR(os.fstat(call.args[0]).st_mode)
+        return of == ("directories" if is_directory else "files")
 
-    os.fsync = fsync
-    try:
-        yield
-    finally:
-        os.fsync = true_fsync
+    return system_call("fsync", returns=None, when=concerns)
 
 
-@contextmanager
-def syncing_again() -> Iterator[None]:
+def syncing_again() -> AbstractContextManager[list[Call]]:
     """What nobody should do: a sync that fails is tried once more."""
-    fsync = os.fsync
 
-    def twice(descriptor: int) -> None:
+    def twice(call: Call) -> None:
         try:
-            fsync(descriptor)
+            call.go_on()
         except OSError:
-            fsync(descriptor)
+            call.go_on()
 
-    os.fsync = twice
-    try:
-        yield
-    finally:
-        os.fsync = fsync
+    return system_call("fsync", answer=twice)

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from tests.faults.crash_states import (
     last,
     whole,
 )
+from tests.helpers.system_calls import Call, answered
 
 
 class Recorder:
@@ -39,6 +41,7 @@ class Recorder:
         self._syncs = 0
         self._lock = threading.RLock()
         self._true: dict[str, Callable[..., Any]] = {}
+        self._patched = ExitStack()
         self._known = {self._id(os.stat(root)): ROOT}
         self.events: list[Event] = [Made(ROOT, True)]
 
@@ -52,7 +55,7 @@ class Recorder:
             "posix_fallocate", "ftruncate", "fsync", "fdatasync",
         ):  # fmt: skip
             self._true[name] = getattr(os, name)
-            setattr(os, name, self._recorded(name))
+        self._patched.enter_context(answered(self._true, self._recorded))
         return self
 
     def __exit__(
@@ -61,8 +64,7 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for name, function in self._true.items():
-            setattr(os, name, function)
+        self._patched.close()
         if error is None:  # all that there is was recorded
             disk = Disk()
             for event in self.events:
@@ -70,14 +72,9 @@ class Recorder:
                     disk.happen(event)
             assert disk.tree(last, whole) == tree_of(self._root)
 
-    def _recorded(self, name: str) -> Callable[..., Any]:
-        note = getattr(self, f"_{name}")
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            with self._lock:
-                return note(*arguments, **options)
-
-        return call
+    def _recorded(self, call: Call) -> Any:
+        with self._lock:
+            return getattr(self, f"_{call.name}")(*call.args, **call.options)
 
     @staticmethod
     def _id(status: os.stat_result) -> tuple[int, int]:

@@ -11,7 +11,6 @@ memory of the process, its files and its threads are noted. Prints a line of JSO
 from __future__ import annotations
 
 import errno
-import functools
 import gc
 import itertools
 import json
@@ -31,6 +30,7 @@ import torch
 from tests.faults.crowds import Watch
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
 from tests.helpers.engine import core_of
+from tests.helpers.system_calls import Call, answered, until_the_end
 from tests.store.helpers import PAGE, assert_at_rest, memory_held, open_store
 from tierstore import Access, TierStore, TransferError
 from tierstore.model.sizes import round_up
@@ -85,8 +85,7 @@ class Faults:
         self._operations = operations
         self._next = 0
         self._lock = threading.Lock()
-        for name in CALLS:
-            setattr(os, name, functools.partial(self._call, name, getattr(os, name)))
+        until_the_end(answered(CALLS, self._answer))
 
     def begin(self) -> None:
         self._plan()
@@ -95,16 +94,16 @@ class Faults:
     def _plan(self) -> None:
         self._next = self._operations() + self._random.randint(1, 2 * FAULT_EVERY)
 
-    def _call(self, name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _answer(self, call: Call) -> Any:
         if self.broken and self._operations() >= self._next:
             with self._lock:
                 if self._operations() >= self._next:
                     self._plan()
-                    self.injected[name] += 1
-                    room = name in ("pwrite", "posix_fallocate")
+                    self.injected[call.name] += 1
+                    room = call.name in ("pwrite", "posix_fallocate")
                     number = self._random.choice([errno.EIO, errno.ENOSPC] if room else [errno.EIO])
-                    raise OSError(number, os.strerror(number))
-        return original(*args, **options)
+                    return call.fail(number)
+        return call.go_on()
 
 
 class Soak:
@@ -317,7 +316,7 @@ def assert_true(store: TierStore, place: Path) -> None:
     """The books agree with the memory and the files that there are. Nobody uses the store."""
     carrier, planner = core_of(store).mover, core_of(store).planner
     with core_of(store).lock:
-        entry = {c.key.key: c for c in carrier.entries()}
+        entry = {c.group.key: c for c in carrier.entries()}
         held = memory_held(store)["HOST"]
         arena = core_of(store).tiers.host.arena
         slots = [c.slots[Tier.HOST] for c in entry.values() if Tier.HOST in c.slots]

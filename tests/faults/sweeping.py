@@ -43,9 +43,18 @@ MOST = 1000
 
 
 class Sweep:
-    """One scenario, whose files are made once, in `scratch`. Any number of faults may meet it."""
+    """One scenario, whose files are made once, in `scratch`. Any number of faults may meet it.
 
-    def __init__(self, name: str, scratch: Path) -> None:
+    Of a control, `missing` takes a protection away while a fault is there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scratch: Path,
+        missing: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._missing = missing
         self.scenario: Scenario = SCENARIOS[name]
         self._scratch = Path(tempfile.mkdtemp(dir=scratch))
         self._runs = 0
@@ -65,7 +74,7 @@ class Sweep:
         world.durable = {key: set(values) for key, values in self._durable.items()}
         with nothing_left_behind():
             self.scenario.begin(world)
-            with fault(world) as met:
+            with fault(world) as met, self._missing():
                 self.scenario.act(world)
             assert not untold or world.errors == [], f"it was not made good: {world.errors}"
             if world.disk_dir.exists():

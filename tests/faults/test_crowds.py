@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import threading
 import time
@@ -14,6 +13,7 @@ import pytest
 from tests.faults.crowds import Throng, Watch
 from tests.faults.values import Torn, fill, group, tag_for, tag_of
 from tests.helpers.engine import core_of
+from tests.helpers.system_calls import system_call
 from tests.lanes import by_lane
 from tests.store.helpers import (
     PAGE,
@@ -53,7 +53,7 @@ def test_what_many_threads_see_has_an_order(
         throng.store.close()
 
 
-def held_after_failed_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def held_after_failed_reads(directory: Path) -> int:
     """Bytes of memory of a store with a budget of 8 pages, while the errors of reads are kept."""
     store, errors = open_store(directory, 8 * PAGE), []
     # Of different sizes: none can have the memory of another.
@@ -62,11 +62,7 @@ def held_after_failed_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
         store.put(key, tensor)
     push_out(store, *keys)
 
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, "broken")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", broken)
+    with system_call("preadv", fails_with=errno.EIO):
         for key in keys:
             with pytest.raises(TransferError) as caught:
                 store.get(key)
@@ -79,10 +75,8 @@ def held_after_failed_reads(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     return held
 
 
-def test_a_read_that_failed_keeps_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert held_after_failed_reads(tmp_path / "store", monkeypatch) <= 8 * PAGE
+def test_a_read_that_failed_keeps_no_memory(tmp_path: Path) -> None:
+    assert held_after_failed_reads(tmp_path / "store") <= 8 * PAGE
 
 
 def test_an_error_with_all_that_was_going_on_would_keep_it(
@@ -90,7 +84,7 @@ def test_an_error_with_all_that_was_going_on_would_keep_it(
 ) -> None:
     """The control."""
     monkeypatch.setattr(mover, "without_frames", lambda error: error)
-    assert held_after_failed_reads(tmp_path / "store", monkeypatch) > 8 * PAGE
+    assert held_after_failed_reads(tmp_path / "store") > 8 * PAGE
 
 
 # The controls: the same with one protection removed -----------------------------------------------

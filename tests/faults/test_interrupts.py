@@ -40,8 +40,9 @@ def value(number: float) -> torch.Tensor:
 class Scene:
     """A store with more than its memory holds, and what is done to it."""
 
-    def __init__(self, store: TierStore) -> None:
+    def __init__(self, store: TierStore, patience: float = PATIENCE) -> None:
         self.store = store
+        self.patience = patience
         self.turn = 0
         for number in range(GROUPS):
             store.put(f"group {number}", value(number))
@@ -111,12 +112,12 @@ class Scene:
             assert torch.equal(self.got("leaving"), value(self.turn))
         number = self.turn % GROUPS
         assert torch.equal(self.got(f"group {number}"), value(number))
-        with store.acquire("state", timeout=PATIENCE) as lease:
+        with store.acquire("state", timeout=self.patience) as lease:
             state = lease.tensors["a"].cpu()
             assert (state == state[0]).all()
         del lease, state  # whoever still looks at memory has the store wait for it
-        store.put("all there is", torch.zeros(BUDGET // 4), durable=False, timeout=PATIENCE)
-        with store.acquire("all there is", timeout=PATIENCE) as lease:
+        store.put("all there is", torch.zeros(BUDGET // 4), durable=False, timeout=self.patience)
+        with store.acquire("all there is", timeout=self.patience) as lease:
             assert not lease.tensor.any()
         store.discard("all there is")
         gc.collect()
@@ -127,7 +128,7 @@ class Scene:
             assert torch.equal(self.got(f"group {number}"), value(number))
 
     def got(self, key: str) -> torch.Tensor:
-        found = self.store.get(key, timeout=PATIENCE)
+        found = self.store.get(key, timeout=self.patience)
         assert isinstance(found, torch.Tensor)
         return found.cpu()
 
@@ -200,8 +201,7 @@ def test_without_mending_an_interrupt_leaves_it_torn(
     """The control: the same, with a store that does not mend what was cut short."""
     monkeypatch.setattr(Core, "rebuild", lambda self: None)
     store = TierStore(BUDGET, quick_dir, device="cpu")
-    scene = Scene(store)
-    monkeypatch.setattr("tests.faults.test_interrupts.PATIENCE", 1.0)
+    scene = Scene(store, patience=1.0)
     found = []
     for interrupter in turns(scene, Scene.acquire_and_release, STRIDE):
         try:

@@ -7,7 +7,8 @@ new one; nothing is left open; and when the fault is gone, the store works.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import pytest
 from tests.faults.injecting import FAULTS
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.sweeping import ONE_IN_THREE, Sweep
+from tests.helpers.system_calls import Call, system_call
 from tests.lanes import by_lane
 from tierstore.model.errors import TransferError
-from tierstore.system import files as disk
-from tierstore.system.files import DataFile, OpenForWriting
-from tierstore.tiers import spill
+from tierstore.system import files
 from tierstore.tiers.reading import DiskReader
+from tierstore.tiers.spill import Spill
+
+Missing = Callable[[], AbstractContextManager[Any]]
+"""What takes a protection away."""
 
 ALL = [(fault, once) for fault in FAULTS for once in (True, False)]
 BRIEF = [("EIO", True), ("short", False)]
@@ -41,111 +45,107 @@ def test_every_call_that_fails_is_told_or_made_good(name: str, quick_dir: Path) 
 # Controls: with a protection taken away, the same is noticed -------------------------------------
 
 
-def swallowed(patch: pytest.MonkeyPatch, name: str) -> None:
-    """Failures of a function of `os` are ignored where files are written."""
+def swallowed(name: str) -> Missing:
+    """Failures of a call are ignored."""
 
-    class Ignoring:
-        def __getattr__(self, wanted: str) -> Any:
-            if wanted != name:
-                return getattr(os, wanted)
+    def ignore(call: Call) -> Any:
+        with suppress(OSError):
+            return call.go_on()
 
-            def call(*args: Any, **options: Any) -> Any:
-                try:
-                    return getattr(os, name)(*args, **options)
-                except OSError:
-                    return None
-
-            return call
-
-    for module in ("tiers.directory", "system.files", "tiers.spill"):
-        patch.setattr(f"tierstore.{module}.os", Ignoring())
+    return lambda: system_call(name, answer=ignore)
 
 
-def one_read(self: DataFile, room: memoryview, offset: int, needed: int) -> int:
-    return self._read_once(room, offset)
+def all_was_read(call: Call) -> int:
+    """A read that has come in part is taken for whole."""
+    call.go_on()
+    return len(call.args[1][0])
 
 
-def hopeful(self: DiskReader, *_: object) -> None:
+def all_was_written(call: Call) -> int:
+    call.go_on()
+    return len(call.args[1])
+
+
+@contextmanager
+def patched(owner: object, name: str, value: object) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+@contextmanager
+def nothing_is_compared() -> Iterator[None]:
     """Bytes are taken for those that were written, whatever they are."""
+    with patched(DiskReader, "check", lambda *_: None), system_call("preadv", answer=all_was_read):
+        yield
 
 
-def half_closed(self: OpenForWriting) -> None:
-    os.close(self.cached)
-    if self._direct is not None:
-        os.close(self._direct)
+@contextmanager
+def one_close_only() -> Iterator[None]:
+    """Of a file that is written to, which has two descriptors, the second is left open if the
+    first could not be closed."""
+    left: set[str | None] = set()
+
+    def close(call: Call) -> None:
+        path = call.path
+        if path in left:
+            return
+        try:
+            call.go_on()
+        except OSError:
+            left.add(path)
+            raise
+
+    with system_call("close", answer=close, when=lambda call: "/tmp/object-" in str(call.path)):
+        yield
 
 
-def without_retries(descriptor: int, data: memoryview, offset: int) -> None:
-    os.pwrite(descriptor, data, offset)
-
-
-def failing_give_back(self: spill.Spill, offset: int, nbytes: int) -> None:
+def failing_give_back(self: Spill, offset: int, nbytes: int) -> None:
     if os.fstatvfs(self._file.cached).f_bavail == 0:
         self.trim()
 
 
-CONTROLS: dict[str, tuple[str, str, bool, Callable[[pytest.MonkeyPatch], None]]] = {
-    "failed syncs are ignored": ("putting", "EIO", True, lambda patch: swallowed(patch, "fsync")),
-    "failed renames are ignored": (
-        "replacing",
-        "EIO",
-        True,
-        lambda patch: swallowed(patch, "rename"),
-    ),
+CONTROLS: dict[str, tuple[str, str, bool, Missing]] = {
+    "failed syncs are ignored": ("putting", "EIO", True, swallowed("fsync")),
+    "failed renames are ignored": ("replacing", "EIO", True, swallowed("rename")),
     "short reads are taken for whole": (
         "getting what is on disk",
         "short",
         False,
-        lambda patch: patch.setattr(DataFile, "read_at_least", one_read),
+        lambda: system_call("preadv", answer=all_was_read),
     ),
     "short reads are taken for whole and nothing is compared": (
         "getting what is on disk",
         "short",
         False,
-        lambda patch: (
-            patch.setattr(DataFile, "read_at_least", one_read),
-            patch.setattr(DiskReader, "check", hopeful),
-        )[0],
+        nothing_is_compared,
     ),
     "short writes are taken for whole": (
         "putting",
         "short",
         False,
-        lambda patch: (
-            patch.setattr(disk, "write_all", without_retries),
-            patch.setattr("tierstore.tiers.directory.write_all", without_retries),
-        )[0],
+        lambda: system_call("pwrite", answer=all_was_written),
     ),
-    "the first close that fails is the last": (
-        "putting",
-        "EIO",
-        True,
-        lambda patch: patch.setattr(OpenForWriting, "close", half_closed),
-    ),
+    "the first close that fails is the last": ("putting", "EIO", True, one_close_only),
     "what gives room back may fail": (
         "spilling",
         "EIO",
         True,
-        lambda patch: patch.setattr(spill.Spill, "give_back", failing_give_back),
+        lambda: patched(Spill, "give_back", failing_give_back),
     ),
     "nobody is told what has failed": (
         "getting what is on disk",
         "EIO",
         True,
-        lambda patch: patch.setattr(
-            "tierstore.system.files.transfer_error", lambda *_, **__: TransferError("it failed")
-        ),
+        lambda: patched(files, "transfer_error", lambda *_, **__: TransferError("it failed")),
     ),
 }
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_protection_that_is_missing_is_noticed(
-    control: str, quick_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, fault, once, remove = CONTROLS[control]
-    sweep = Sweep(name, quick_dir)
-    remove(monkeypatch)
+def test_a_protection_that_is_missing_is_noticed(control: str, quick_dir: Path) -> None:
+    name, fault, once, missing = CONTROLS[control]
+    sweep = Sweep(name, quick_dir, missing)
     with pytest.raises(AssertionError):
         for _ in range(10):  # whether a fault meets what is missing may depend on threads
             sweep.every_call(fault, once=once)

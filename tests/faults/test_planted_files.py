@@ -15,6 +15,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.faults.watching import watched
 from tests.helpers.engine import core_of
 from tests.helpers.files import object_file, open_files
 from tests.helpers.processes import output_of
+from tests.helpers.system_calls import Call, no_chance, refusing_opens, system_call
 from tests.lanes import LONG, lane
 from tests.store.helpers import (
     PAGE,
@@ -231,7 +233,7 @@ def made(disk_dir: Path) -> None:
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("place", PLACES)
 def test_what_was_planted_is_refused_or_left_alone(
-    place: str, kind: str, disk_dir: Path, victims: Victims, monkeypatch: pytest.MonkeyPatch
+    place: str, kind: str, disk_dir: Path, victims: Victims
 ) -> None:
     made(disk_dir)
     planted = PLACES[place](disk_dir)
@@ -239,11 +241,9 @@ def test_what_was_planted_is_refused_or_left_alone(
     if planted.exists():
         shutil.move(planted, aside)
     KINDS[kind](planted, victims)
-    monkeypatch.setattr(os, "urandom", bytes)  # what was planted has the very name of a draft
     refused: list[TierStoreError] = []
-    with watched() as seen:
+    with no_chance(), watched() as seen:  # what was planted has the very name of a draft
         in_time(lambda: refused.extend(use(disk_dir)))
-    monkeypatch.undo()
     told = (str(disk_dir), "the store holds no group")
     assert all(any(part in str(error) for part in told) for error in refused), refused
     assert not seen.code()
@@ -293,15 +293,10 @@ def test_the_command_leaves_alone_what_was_planted(
     assert not [path for path in seen.opened() if path.startswith(str(victims.place))]
 
 
-def test_a_spill_file_that_needs_a_name_takes_no_other(
-    tmp_path: Path, victims: Victims, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spill_file_that_needs_a_name_takes_no_other(tmp_path: Path, victims: Victims) -> None:
     """Where there are no files without a name."""
-    monkeypatch.setattr(os, "urandom", bytes)
-    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR, raising=False)
     (tmp_path / f".spill-{os.getpid()}-{GUESSED}").symlink_to(victims.file)
-    with pytest.raises((OSError, TransferError)):
+    with no_chance(), refusing_opens(os.O_TMPFILE), pytest.raises((OSError, TransferError)):
         anonymous_file(str(tmp_path))
 
 
@@ -603,17 +598,21 @@ def test_without_the_stamp_the_change_is_served(
             assert_same(found, pages(7, 4))
 
 
-def test_without_the_flag_a_link_is_followed(
-    disk_dir: Path, victims: Victims, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_flag_a_link_is_followed(disk_dir: Path, victims: Victims) -> None:
     """The control: who watches sees it."""
     made(disk_dir)
     path = object_file(disk_dir, KEY)
     path.unlink()
     path.symlink_to(victims.file)
-    monkeypatch.setattr("tierstore.system.objects.READ", os.O_RDONLY | os.O_NONBLOCK)
-    monkeypatch.setattr("tierstore.system.objects.stat.S_ISREG", lambda mode: True)
-    with watched() as seen, TierStore("1MB", disk_dir, device="cpu") as store:
+
+    def follow(call: Call) -> Any:
+        if call.name == "stat":
+            return call.plain(*call.args, **{**call.options, "follow_symlinks": True})
+        name, flags, *rest = call.args
+        return call.plain(name, flags & ~os.O_NOFOLLOW, *rest, **call.options)
+
+    following = system_call("open", "stat", answer=follow)
+    with following, watched() as seen, TierStore("1MB", disk_dir, device="cpu") as store:
         assert store.keys() == [OTHER]
     assert [
         event

@@ -23,6 +23,7 @@ from tests.faults.facilities import cut_power, loop_mounted, make_image
 from tests.faults.power import HOW, Cut
 from tests.faults.promised import BUDGET, contents, syncing_again, value
 from tests.helpers.processes import output_of, results_in
+from tests.helpers.system_calls import system_call
 from tests.lanes import by_lane
 from tierstore import TierStore
 from tierstore.model.errors import TransferError
@@ -115,32 +116,24 @@ def test_who_does_not_doubt_what_a_killed_process_left_loses_what_he_saw(cuts: F
     assert any(each.startswith("lost: ") for cut in cuts["doubts"] for each in cut.broken)
 
 
-def cut_within_a_commit(directory: Path, patch: pytest.MonkeyPatch) -> TierStore:
+@contextmanager
+def cut_within_a_commit(directory: Path) -> Iterator[TierStore]:
     """A store whose power goes when the last group that was put is renamed."""
     store = TierStore(BUDGET, directory / "store", device="cpu")
     store.put("key", value("key", 1))
     store.flush()
     store.put("key", value("key", 2))
-    rename = os.rename
-
-    def last(*arguments: Any, **options: Any) -> None:
-        rename(*arguments, **options)
-        cut_power(directory)
-
-    patch.setattr(os, "rename", last)
-    return store
+    with system_call("rename", after=lambda: cut_power(directory)):
+        yield store
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ON_EACH]
 )
-def test_a_directory_that_could_not_be_synced_is_told_of(
-    kind: str, quick_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_could_not_be_synced_is_told_of(kind: str, quick_dir: Path) -> None:
     image, at = quick_dir / f"told-{kind}", quick_dir / "at"
     make_image(image, kind)
-    with loop_mounted(image, at) as directory:
-        store = cut_within_a_commit(directory, monkeypatch)
+    with loop_mounted(image, at) as directory, cut_within_a_commit(directory) as store:
         for end in (store.flush, store.close):
             with pytest.raises(TransferError, match="Input/output error"):
                 end()
@@ -155,8 +148,7 @@ def test_who_believes_a_sync_of_xfs_that_has_shut_down_loses_what_it_acknowledge
     image, at = quick_dir / "believed", quick_dir / "at"
     make_image(image, "xfs")
     monkeypatch.setattr(directory_module, "sync_names", os.fsync)
-    with loop_mounted(image, at) as directory:
-        store = cut_within_a_commit(directory, monkeypatch)
+    with loop_mounted(image, at) as directory, cut_within_a_commit(directory) as store:
         store.flush()
         store.close()
     with loop_mounted(image, at) as directory:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 Act = Callable[..., object]
 
@@ -57,3 +58,25 @@ def failing(number: int) -> Act:
         raise OSError(number, os.strerror(number))
 
     return fail
+
+
+@contextmanager
+def calls_of(*functions: Callable[..., object]) -> Iterator[list[tuple[str, str]]]:
+    """Inside, for each call of these functions of Python: its qualified name, and the thread's.
+
+    Of this thread, and of those that begin inside.
+    """
+    codes = {function.__code__ for function in functions}
+    calls: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, what: str, _: object) -> None:
+        if what == "call" and frame.f_code in codes:
+            calls.append((frame.f_code.co_qualname, threading.current_thread().name))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)

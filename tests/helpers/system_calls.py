@@ -23,19 +23,24 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.helpers.threads import Gate
 from tierstore.system.mapping import FAILED, libc
 
+T = TypeVar("T")
+
 SYNCING = frozenset({"fsync", "fdatasync"})
 IN_PARTS = frozenset({"read", "pread", "preadv", "write", "pwrite", "pwritev"})
-OF_LIBC = {"mmap of libc": FAILED, "mremap": FAILED, "statx": -1}
+OF_LIBC = {
+    **{"mmap of libc": FAILED, "munmap": -1, "mremap": FAILED},
+    **{"madvise": -1, "statx": -1, "renameat2": -1},
+}
 """Functions that Python does not offer, and what each returns where it fails."""
 BY_TWO_NAMES = ("rename", "replace", "link")
 AS_IT_IS = object()
@@ -223,6 +228,14 @@ def _answered_maps(answer: Callable[[Call], Any]) -> type[mmap.mmap]:
             return found
 
     return Answered
+
+
+_until_the_end = ExitStack()
+
+
+def until_the_end(fault: AbstractContextManager[T]) -> T:
+    """Enter it for as long as this process, or a fork of it, lives."""
+    return _until_the_end.enter_context(fault)
 
 
 def refusing_opens(flag: int, number: int = errno.EOPNOTSUPP) -> AbstractContextManager[list[Call]]:

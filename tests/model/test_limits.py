@@ -15,6 +15,7 @@ from tierstore.model.header import (
     MAX_HEADER_BYTES,
     MAX_METADATA,
     MAX_RANK,
+    MAX_TENSORS,
     check_text,
     header_length,
     parse_header,
@@ -22,23 +23,23 @@ from tierstore.model.header import (
 )
 
 
-def parsed(document: Any, data_bytes: int = 0) -> header_module.Header:
+def parsed(document: Any, data_bytes: int = 0, most: int = MAX_TENSORS) -> header_module.Header:
     body = json.dumps(document).encode()
-    return parse_header(body, LENGTH_BYTES + len(body) + data_bytes, "m.st")
+    return parse_header(body, LENGTH_BYTES + len(body) + data_bytes, "m.st", most=most)
 
 
 def empty(shape: list[int]) -> dict[str, Any]:
     return {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}
 
 
-def test_as_many_tensors_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(header_module, "MAX_TENSORS", 3)  # with all of them it takes seconds
+def test_as_many_tensors_as_there_may_be() -> None:
+    """With all of them it takes seconds."""
     tensors = {name: empty([0]) for name in "abcd"}
     three = {name: tensors[name] for name in "abc"}
-    assert len(parsed(three).entries) == 3
-    assert len(parsed(three | {"__metadata__": {"by": "us"}}).entries) == 3
+    assert len(parsed(three, most=3).entries) == 3
+    assert len(parsed(three | {"__metadata__": {"by": "us"}}, most=3).entries) == 3
     with pytest.raises(InvalidHeaderError, match="more than 3 tensors"):
-        parsed(tensors)
+        parsed(tensors, most=3)
 
 
 def test_as_much_metadata_as_there_may_be() -> None:

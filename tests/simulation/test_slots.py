@@ -7,7 +7,8 @@ groups have: the planner decides on a virtual clock, and arenas keep the slots t
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -71,20 +72,26 @@ def made_in_each_pass(groups: Mapping[str, int], budgets: Budgets, passes: int) 
     return np.diff(made).tolist()
 
 
+@contextmanager
+def any_size_goes() -> Iterator[None]:
+    """The control: nobody looks for a slot of the size that is needed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eviction, "SAME_SIZE_AMONG", 0)
+        yield
+
+
 def budgets_of(groups: Mapping[str, int], device: float, host: float) -> Budgets:
     total = sum(groups.values())
     return {Tier.DEVICE: int(total * device), Tier.HOST: int(total * host), Tier.DISK: None}
 
 
-def test_slots_of_several_sizes_are_not_made_anew_in_a_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_slots_of_several_sizes_are_not_made_anew_in_a_loop() -> None:
     sizes = [70, 40, 100] * 12 + [30, 90] * 14
     groups = {f"{i}": nbytes << 20 for i, nbytes in enumerate(sizes)}
     budgets = budgets_of(groups, 0.25, 0.4)
     steady = made_in_each_pass(groups, budgets, 14)[-4:]
-    monkeypatch.setattr(eviction, "SAME_SIZE_AMONG", 0)
-    control = made_in_each_pass(groups, budgets, 14)[-4:]
+    with any_size_goes():
+        control = made_in_each_pass(groups, budgets, 14)[-4:]
     assert sum(steady) <= 4
     assert min(control) >= 5, "otherwise they are"
 
@@ -126,13 +133,13 @@ def cut(name: str, device: float, host: float) -> dict[str, int]:
 @pytest.mark.parametrize("shares", [(0.1, 0.3), (0.25, 0.4), (0.5, 0.3)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_real_models_make_hardly_any_slots_anew_in_their_steady_state(
-    name: str, shares: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+    name: str, shares: tuple[float, float]
 ) -> None:
     groups = cut(name, *shares)
     budgets = budgets_of(groups, *shares)
     steady = made_in_each_pass(groups, budgets, 14)[-4:]
-    monkeypatch.setattr(eviction, "SAME_SIZE_AMONG", 0)
-    control = made_in_each_pass(groups, budgets, 8)[-4:]
+    with any_size_goes():
+        control = made_in_each_pass(groups, budgets, 8)[-4:]
     print(name, shares, len(groups), "groups", steady, control)
     assert sum(steady) / 4 <= 0.05 * len(groups)
     assert 4 * sum(steady) <= sum(control)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -18,9 +19,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.faults.interrupting import at_call
 from tests.helpers.engine import core_of
 from tests.helpers.files import flip_bit, object_file, open_files
 from tests.helpers.processes import output_of
+from tests.helpers.system_calls import system_call
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -59,7 +62,6 @@ from tierstore import (
 )
 from tierstore.model.locks import AutoResetEvent
 from tierstore.store import engine_of
-from tierstore.tiers.spill import Spill
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -716,11 +718,9 @@ def test_room_that_is_discarded_can_be_used_again(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_room_that_is_kept_for_spilling_is_given_up_for_what_must_survive(
-    kept: bool, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    kept: bool, small_disk: Path
 ) -> None:
     subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
-    if not kept:  # the control: with nothing to give up, the disk is full
-        monkeypatch.setattr(Spill, "trim", lambda spill: 0)
     store = open_store(small_disk, 512 * PAGE)
     store.put("spilled", pages(1, 200), durable=False)
     push_out(store, "spilled")
@@ -730,8 +730,13 @@ def test_room_that_is_kept_for_spilling_is_given_up_for_what_must_survive(
         store.flush()
         assert_group(store.get("key"), pages(2, 400))
     else:
-        with pytest.raises(DiskFullError):
+        # The control: with nothing to give up, the disk is full.
+        with (
+            system_call("ftruncate", fails_with=errno.EIO) as refused,
+            pytest.raises(DiskFullError),
+        ):
             store.flush()
+        assert refused
         store.discard("key")
     assert_at_rest(store)
     store.close()
@@ -1172,23 +1177,23 @@ def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Pat
     store.close()
 
 
-def test_an_interrupt_while_waiting_leaves_nothing(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_waiting_leaves_nothing(disk_dir: Path) -> None:
     store = full_store(disk_dir)
+    taken, may_go = threading.Event(), threading.Event()
 
-    def interrupted(seconds: float) -> bool:
-        raise KeyboardInterrupt
+    def hold() -> None:
+        with store.acquire("a"), store.acquire("b"):
+            taken.set()
+            may_go.wait(PATIENCE)
 
-    with store.acquire("a"):
-        thread_holds = store.acquire("b")
-        monkeypatch.setattr(AutoResetEvent, "wait", lambda bell, seconds: interrupted(seconds))
-        monkeypatch.setattr(core_of(store).queue, "tried_in_vain", lambda request: None)
-        for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
-            with pytest.raises(KeyboardInterrupt):
-                call()
-        monkeypatch.undo()
-        thread_holds.release()
+    other = threading.Thread(target=hold, daemon=True)
+    other.start()
+    assert taken.wait(PATIENCE)
+    for call in (lambda: store.get("c"), lambda: store.put("d", pages(1, 2))):
+        with at_call(AutoResetEvent.wait), pytest.raises(KeyboardInterrupt):
+            call()
+    may_go.set()
+    join(other)
     assert "d" not in store
     assert_group(store.get("c"), pages(ord("c"), 2))
     assert_at_rest(store)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.device.states import captured
 from tests.store.helpers import PAGE, assert_at_rest, assert_same, open_store, pages
 from tierstore import (
     CaptureError,
@@ -24,14 +23,6 @@ from tierstore.lease import make_revocable, resume
 pytestmark = pytest.mark.floor
 
 
-@contextmanager
-def captured(accelerator: Any) -> Iterator[None]:
-    """As if what is done inside went into a graph."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerator, "is_current_stream_capturing", lambda: True, raising=False)
-        yield
-
-
 def test_a_store_refuses_to_be_captured_and_goes_on_afterwards(
     pretend: Any, disk_dir: Path
 ) -> None:
@@ -39,7 +30,7 @@ def test_a_store_refuses_to_be_captured_and_goes_on_afterwards(
         store.put("a", pages(1))
         resting, open_lease = store.acquire("a"), store.acquire("a")
         assert make_revocable(resting)
-        with captured(pretend):
+        with captured():
             for act in (
                 lambda: store.put("b", pages(2)),
                 lambda: store.acquire("a"),
@@ -72,7 +63,7 @@ def test_a_model_on_a_store_refuses_to_be_captured(how: Any, pretend: Any, disk_
         model = attached if how is OffloadModel else net
         for _ in range(2):
             assert torch.equal(model(given), expected)
-            with captured(pretend), pytest.raises(CaptureError):
+            with captured(), pytest.raises(CaptureError):
                 model(given)
         assert torch.equal(model(given), expected)
 
@@ -82,7 +73,7 @@ def test_saved_activations_refuse_to_be_captured(pretend: Any, disk_dir: Path) -
     with (
         open_store(disk_dir, device="pretend") as store,
         offload_activations(store, min_size=1),
-        captured(pretend),
+        captured(),
         pytest.raises(CaptureError),
     ):
         net(given)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.helpers.events import before, failing
 from tierstore.engine import checkpoints
 from tierstore.engine.checkpoints import (
     CheckpointFile,
@@ -189,27 +190,23 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
     assert "it has no weight_map" in refused(path)
 
 
-def test_an_index_that_is_too_large_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     path = index(tmp_path, {"a": "a.safetensors"})
     saved(tmp_path / "a.safetensors", "a")
-    size = path.stat().st_size
-    monkeypatch.setattr(checkpoints, "MAX_INDEX_BYTES", size)
+    path.write_text(path.read_text().ljust(checkpoints.MAX_INDEX_BYTES))
     assert checkpoint_files(path) == [str(tmp_path / "a.safetensors")]
-    monkeypatch.setattr(checkpoints, "MAX_INDEX_BYTES", size - 1)
+    with path.open("a") as file:
+        file.write(" ")
     assert "too large to be one" in refused(path)
 
 
-def test_an_index_of_too_many_files_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoints, "MAX_SHARDS", 2)
-    names = [f"{number}.safetensors" for number in range(3)]
-    path = index(tmp_path, {name: name for name in names[:2]} | {"again": names[0]})
-    assert len(checkpoint_files(path)) == 2
+def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
+    most = checkpoints.MAX_SHARDS
+    names = [f"{number}.safetensors" for number in range(most + 1)]
+    path = index(tmp_path, {name: name for name in names[:most]} | {"again": names[0]})
+    assert len(checkpoint_files(path)) == most
     path = index(tmp_path, {name: name for name in names})
-    assert "names more than 2 files" in refused(path)
+    assert f"names more than {most} files" in refused(path)
 
 
 # Files that cannot be read -----------------------------------------------------------------------
@@ -243,16 +240,12 @@ def test_an_index_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
         checkpoint_files(tmp_path)
 
 
-def test_an_index_that_cannot_be_read_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     path = index(tmp_path, {"a": "a.safetensors"})
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(checkpoints, "_open_at_once", fail)
-    with pytest.raises(TransferError, match="Input/output") as error:
+    with (
+        before("open", failing(errno.EIO)),
+        pytest.raises(TransferError, match="Input/output") as error,
+    ):
         checkpoint_files(path)
     assert error.value.path == str(path)
 

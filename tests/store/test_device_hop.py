@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.states import captured, pageable
 from tests.faults.interrupting import Interrupter
 from tests.helpers.engine import core_of
+from tests.helpers.events import calls_of
 from tests.helpers.threads import hold_calls, start_thread
+from tests.helpers.torch_calls import BeforeEach
 from tests.lanes import by_lane
 from tests.store.helpers import (
     PAGE,
@@ -34,6 +37,7 @@ from tierstore.tiers.hops import HostToDevice
 from tierstore.tiers.workers import SerialExecutor, Workers
 
 MIB = 1 << 20
+COPY = HostToDevice.copy.__qualname__
 
 
 def in_ram(disk_dir: Path, count: int = 4, size: int = 1, **options: Any) -> TierStore:
@@ -44,73 +48,57 @@ def in_ram(disk_dir: Path, count: int = 4, size: int = 1, **options: Any) -> Tie
     return store
 
 
+class Work:
+    """Who queues copies to the device, and what threads give to others."""
+
+    def __init__(self, calls: list[tuple[str, str]]) -> None:
+        self.calls = calls
+
+    @property
+    def threads_of_copies(self) -> list[str]:
+        """The names of the threads that queue them."""
+        return [thread for name, thread in self.calls if name == COPY]
+
+    @property
+    def handed_on(self) -> int:
+        """How often something is given to another thread."""
+        return len(self.calls) - len(self.threads_of_copies)
+
+
 @pytest.fixture
-def threads_of_copies(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the threads that queue copies to the device."""
-    names: list[str] = []
-    onload = HostToDevice.copy
-
-    def noting(hop: HostToDevice, *arguments: Any) -> Any:
-        names.append(threading.current_thread().name)
-        return onload(hop, *arguments)
-
-    monkeypatch.setattr(HostToDevice, "copy", noting)
-    return names
+def work(pretend: Any) -> Iterator[Work]:
+    with calls_of(HostToDevice.copy, SerialExecutor.give, Workers.submit) as calls:
+        yield Work(calls)
 
 
-@pytest.fixture
-def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What is given to other threads."""
-    jobs: list[object] = []
-
-    def noting(kind: type, name: str) -> None:
-        original = getattr(kind, name)
-
-        def handing_on(self: object, *arguments: Any) -> Any:
-            jobs.append(arguments[-1])
-            return original(self, *arguments)
-
-        monkeypatch.setattr(kind, name, handing_on)
-
-    noting(SerialExecutor, "give")
-    noting(Workers, "submit")
-    return jobs
-
-
-def test_who_acquires_what_is_in_ram_queues_the_copy_itself(
-    threads_of_copies: list[str], handed_on: list[object], disk_dir: Path
-) -> None:
+def test_who_acquires_what_is_in_ram_queues_the_copy_itself(work: Work, disk_dir: Path) -> None:
     here = threading.current_thread().name
     with in_ram(disk_dir, device_budget=2 * PAGE) as store:
         for number in (0, 1, 2, 3, 0):  # two of them make others leave the device
-            handed_on.clear()
+            before = work.handed_on
             with store.acquire(f"g{number}") as lease:
-                assert not handed_on, "another thread had to do something"
+                assert work.handed_on == before, "another thread had to do something"
                 assert_same(lease.tensor.cpu(), pages(number))
         assert store.stats().bytes_onloaded >= 5 * PAGE
         assert store.stats().misses >= 3
-        assert set(threads_of_copies) == {here}
+        assert set(work.threads_of_copies) == {here}
 
 
-def test_who_reads_what_is_on_disk_queues_its_copy(
-    threads_of_copies: list[str], disk_dir: Path
-) -> None:
+def test_who_reads_what_is_on_disk_queues_its_copy(work: Work, disk_dir: Path) -> None:
     with open_store(disk_dir, device="pretend") as store:
         store.put("g", pages(1))
     with open_store(disk_dir, device="pretend") as store:
         assert_same(store.get("g").cpu(), pages(1))
-    (name,) = threads_of_copies
+    (name,) = work.threads_of_copies
     assert name.startswith("tierstore-disk")
 
 
-def test_a_hint_queues_copies_at_once(
-    threads_of_copies: list[str], handed_on: list[object], disk_dir: Path
-) -> None:
+def test_a_hint_queues_copies_at_once(work: Work, disk_dir: Path) -> None:
     with in_ram(disk_dir) as store:
-        handed_on.clear()
+        before = work.handed_on
         store.prefetch(["g1", "g2"])
-        assert len(threads_of_copies) == 2
-        assert not handed_on
+        assert len(work.threads_of_copies) == 2
+        assert work.handed_on == before
         hits = store.stats().hits
         for number in (1, 2):
             with store.acquire(f"g{number}") as lease:
@@ -119,50 +107,41 @@ def test_a_hint_queues_copies_at_once(
 
 
 def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
-    threads_of_copies: list[str], disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    work: Work, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver makes such a copy while its caller waits."""
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
-    with in_ram(disk_dir) as store:
+    with pageable(), in_ram(disk_dir) as store:
         gate = hold_calls(monkeypatch, HostToDevice, "copy")
         store.prefetch("g1")
         assert gate.reached.wait(PATIENCE)
         gate.open()
         with store.acquire("g1") as lease:
             assert_same(lease.tensor.cpu(), pages(1))
-    assert threads_of_copies == ["tierstore-onload-0"]
+    assert work.threads_of_copies == ["tierstore-onload-0"]
 
 
 def test_nothing_is_queued_by_a_thread_whose_work_is_captured(
-    threads_of_copies: list[str], pretend: Any, disk_dir: Path
+    work: Work, pretend: Any, disk_dir: Path
 ) -> None:
     with in_ram(disk_dir) as store:
-        with pytest.MonkeyPatch.context() as patch:
-            captured = threading.get_ident()
-            patch.setattr(
-                pretend,
-                "is_current_stream_capturing",
-                lambda: threading.get_ident() == captured,
-                raising=False,
-            )
+        with captured():
             store.prefetch("g1")
-            wait_until(lambda: bool(threads_of_copies), "nobody queued the copy")
-        assert threads_of_copies == ["tierstore-onload-0"]
+            wait_until(lambda: bool(work.threads_of_copies), "nobody queued the copy")
+        assert work.threads_of_copies == ["tierstore-onload-0"]
         assert_same(store.get("g1").cpu(), pages(1))
 
 
 def test_a_copy_that_cannot_be_queued_is_told_of_and_leaves_nothing(
     pretend: Any, disk_dir: Path
 ) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
+    def fail() -> None:
         raise RuntimeError("the device is out of order")
 
     with in_ram(disk_dir, device_budget=2 * PAGE) as store:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", fail)
-            with pytest.raises(TransferError, match="out of order") as raised:
-                store.acquire("g1")
-            assert raised.value.key == "g1"
+        broken = BeforeEach("copy_", fail)
+        with broken, pytest.raises(TransferError, match="out of order") as raised:
+            store.acquire("g1")
+        assert raised.value.key == "g1"
         assert_at_rest(store)
         with store.acquire("g1"), store.acquire("g2") as lease:  # all room is there
             assert_same(lease.tensor.cpu(), pages(2))

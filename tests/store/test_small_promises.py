@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.interrupting import at_call
 from tests.helpers.engine import core_of, mutable
 from tests.helpers.system_calls import held_calls, system_call
 from tests.helpers.threads import Gate
@@ -72,8 +73,10 @@ def wait_for_a_request(store: TierStore) -> None:
     wait_until(lambda: bool(core_of(store).queue.requests()), "nobody waits")
 
 
-def interrupted(*args: Any, **options: Any) -> None:
-    raise KeyboardInterrupt
+@pytest.fixture
+def must_be_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits looks by itself only after a long time."""
+    monkeypatch.setattr("tierstore.engine.request_loop.LOOK_AGAIN", 100 * PATIENCE)
 
 
 # Groups that change ------------------------------------------------------------------------------
@@ -179,11 +182,8 @@ def test_who_would_change_what_is_held_for_good_is_told(device: str, disk_dir: P
 
 @needs_pretend
 def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    disk_dir: Path, must_be_woken: None
 ) -> None:
-    monkeypatch.setattr(
-        "tierstore.engine.request_loop.LOOK_AGAIN", 100 * PATIENCE
-    )  # so that it must be woken
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
         store.put("filler", pages(0, 4))
         mutable(store).create("key", {"a": pages(1, 2)})
@@ -239,9 +239,7 @@ def test_only_what_is_held_for_good_makes_the_largest_group_smaller(
             assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE
 
 
-def test_after_an_interrupt_it_is_known_what_is_held_for_good(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_interrupt_it_is_known_what_is_held_for_good(disk_dir: Path) -> None:
     with open_store(disk_dir, ram=16 * PAGE) as store:
         for key, count in (("kept", 3), ("held", 2), ("lent", 1)):
             mutable(store).create(key, {"a": pages(1, count)})
@@ -250,10 +248,9 @@ def test_after_an_interrupt_it_is_known_what_is_held_for_good(
             mutable(store).lease_in_host("held", HostAccess.READ),
             store.acquire("lent"),
         ):
-            with monkeypatch.context() as patch:
-                patch.setattr(core_of(store).planner, "handle", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    store.prefetch("lent")
+            interrupt = at_call(core_of(store).planner.handle)
+            with interrupt, pytest.raises(KeyboardInterrupt):
+                store.prefetch("lent")
             assert sorted(store.keys()) == ["held", "kept", "lent"]
             assert engine_of(store).saved_tensors.largest_possible() == 13 * PAGE
         assert engine_of(store).saved_tensors.largest_possible() == 16 * PAGE
@@ -398,66 +395,50 @@ def test_a_release_says_that_the_file_of_what_was_taken_stays(disk_dir: Path) ->
         assert_at_rest(store)
 
 
-def test_a_release_that_was_interrupted_happens_all_the_same(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_was_interrupted_happens_all_the_same(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         lease = store.acquire("key")
-        with monkeypatch.context() as patch:
-            patch.setattr(engine_of(store).lease_table, "release", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                lease.release()
+        interrupt = at_call(engine_of(store).lease_table.release)
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            lease.release()
         assert lease.released
         store.acquire("key", Access.UPDATE, timeout=PATIENCE).release()
         assert_at_rest(store)
 
 
-def test_who_is_interrupted_while_it_takes_a_group_has_not_taken_it(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_interrupted_while_it_takes_a_group_has_not_taken_it(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(core_of(store).observer, "granted", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                store.acquire("key", Access.TAKE)
+        interrupt = at_call(core_of(store).observer.granted)
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            store.acquire("key", Access.TAKE)
         assert_group(store.get("key"), pages(1))
         assert_at_rest(store)
 
 
-def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         mutable(store).create("key", {"a": pages(1)})
-        with monkeypatch.context() as patch:
-            patch.setattr(core_of(store).tiers.host, "view_for_caller", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                mutable(store).lease_in_host("key", HostAccess.UPDATE)
+        interrupt = at_call(core_of(store).tiers.host.view_for_caller)
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            mutable(store).lease_in_host("key", HostAccess.UPDATE)
         assert_at_rest(store)
         assert_group(store.get("key"), {"a": pages(1)})
 
 
-def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(disk_dir: Path) -> None:
     others: list[Caller] = []
     with open_store(disk_dir) as store:
         mutable(store).create("key", {"a": pages(1)})
+
+        def interrupt() -> None:
+            others.append(Caller(lambda: mutable(store).lease_in_host("key", HostAccess.UPDATE)))
+            wait_for_a_request(store)
+            raise KeyboardInterrupt
+
         view = core_of(store).tiers.host.view_for_caller
-
-        def interrupted_once(entry: Any) -> Any:
-            if not others:
-                others.append(
-                    Caller(lambda: mutable(store).lease_in_host("key", HostAccess.UPDATE))
-                )
-                wait_for_a_request(store)
-                raise KeyboardInterrupt
-            return view(entry)
-
-        monkeypatch.setattr(core_of(store).tiers.host, "view_for_caller", interrupted_once)
-        with pytest.raises(KeyboardInterrupt):
+        with at_call(view, interrupt), pytest.raises(KeyboardInterrupt):
             mutable(store).lease_in_host("key", HostAccess.UPDATE)
         with others[0].ended() as lease:
             assert_same(lease.tensors["a"], pages(1))
@@ -465,9 +446,7 @@ def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(
 
 
 @needs_pretend
-def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(disk_dir: Path) -> None:
     """It was put by then, and only the file of what it replaced was waited for."""
     others: list[Caller] = []
     with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
@@ -476,15 +455,14 @@ def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(
         store.flush()
         filler = store.acquire("filler")
 
-        def interrupted_later(removal: object) -> None:
+        def interrupt() -> None:
             others.append(Caller(lambda: store.get("key").cpu()))
             wait_for_a_request(store)
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(core_of(store), "wait_for_removal", interrupted_later)
-            with pytest.raises(KeyboardInterrupt):
-                store.put("key", pages(2, 2), durable=False)
+        later = at_call(core_of(store).wait_for_removal, interrupt)
+        with later, pytest.raises(KeyboardInterrupt):
+            store.put("key", pages(2, 2), durable=False)
         filler.release()
         assert_group(others[0].ended(), pages(2, 2))
 
@@ -513,11 +491,8 @@ def test_a_flush_ends_when_its_time_is_over(disk_dir: Path) -> None:
 
 
 def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
-    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    disk_dir: Path, must_be_woken: None
 ) -> None:
-    monkeypatch.setattr(
-        "tierstore.engine.request_loop.LOOK_AGAIN", 100 * PATIENCE
-    )  # so that it must be woken
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()

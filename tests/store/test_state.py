@@ -6,11 +6,13 @@ import errno
 import gc
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.device.states import pageable
 from tests.helpers.engine import core_of, mutable
 from tests.helpers.system_calls import system_call
 from tests.helpers.threads import Gate, hold_calls, start_thread
@@ -575,10 +577,9 @@ def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
     device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then it takes room. Nothing else is waited for: not what is there, nor what is not."""
-    if device != "cpu":  # from such memory, a thread of the store's queues the copy
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
     last_hop = DiskToHost if device == "cpu" else HostToDevice
-    with open_store(disk_dir, device=device) as store:
+    memory = nullcontext() if device == "cpu" else pageable()
+    with memory, open_store(disk_dir, device=device) as store:  # who queues copies is the store's
         for key in ("there", "away", "coming"):
             settled(store, key, {"a": pages(1)})
         with store.acquire("there"):

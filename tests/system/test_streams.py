@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.states import pageable
+from tests.helpers.torch_calls import BeforeEach
 from tests.store.helpers import PAGE, assert_same, needs_pretend, open_store, pages
 from tierstore import Access, TierStore
 from tierstore.lease import make_revocable, resume
 from tierstore.store import engine_of
 from tierstore.system.streams import on
-from tierstore.tiers import arena
 from tierstore.tiers.arena import device_arena
 
 pytestmark = pytest.mark.floor
@@ -70,90 +71,72 @@ class TwoThreads:
 
 
 def test_threads_that_save_at_once_are_back_on_their_own_streams(
-    pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+    pretend: Any, disk_dir: Path
 ) -> None:
-    device, two, copy = torch.device("pretend", 0), TwoThreads(), torch.Tensor.copy_
-
-    def meeting(*arguments: Any, **options: Any) -> torch.Tensor:
-        two.meet()
-        return copy(*arguments, **options)
+    device, two = torch.device("pretend", 0), TwoThreads()
 
     def save() -> None:
-        number, event = engine_of(store).saved_tensors.save(
-            torch.ones(NBYTES, dtype=torch.uint8, device=device)
-        )
+        with BeforeEach("copy_", two.meet):
+            number, event = engine_of(store).saved_tensors.save(
+                torch.ones(NBYTES, dtype=torch.uint8, device=device)
+            )
         assert event is not None
         event.synchronize()
         engine_of(store).saved_tensors.drop(number)
 
     with TierStore(8 * NBYTES, disk_dir, device=device, device_budget=8 * NBYTES) as store:
-        monkeypatch.setattr(torch.Tensor, "copy_", meeting)
         two.run(save, device)
     assert two.after == two.before
 
 
 def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams(
-    pretend: Any, monkeypatch: pytest.MonkeyPatch
+    pretend: Any,
 ) -> None:
-    device, two, empty = torch.device("pretend", 0), TwoThreads(), torch.empty
+    device, two = torch.device("pretend", 0), TwoThreads()
     stream = torch.Stream(device)
-
-    def meeting(*arguments: Any, **options: Any) -> torch.Tensor:
-        two.meet()
-        return empty(*arguments, **options)
 
     def make() -> None:
         arena = device_arena(None, device, stream)  # one for each: its own lock would part them
-        arena.fill(arena.take(NBYTES))
+        with BeforeEach("empty", two.meet):
+            arena.fill(arena.take(NBYTES))
 
-    monkeypatch.setattr(torch, "empty", meeting)
     two.run(make, device)
     assert two.after == two.before
 
 
-def test_a_stream_is_left_where_what_is_done_on_it_fails(
-    pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_left_where_what_is_done_on_it_fails(pretend: Any, disk_dir: Path) -> None:
     device = torch.device("pretend", 0)
     before = torch.accelerator.current_stream(device)
 
-    def failing(*_: Any, **__: Any) -> torch.Tensor:
+    def fail() -> None:
         raise RuntimeError("the copy fails")
 
     with TierStore(8 * NBYTES, disk_dir, device=device, device_budget=8 * NBYTES) as store:
         memory = torch.ones(NBYTES, dtype=torch.uint8, device=device)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "copy_", failing)
-            with pytest.raises(RuntimeError, match="the copy fails"):
-                engine_of(store).saved_tensors.save(memory)
+        with BeforeEach("copy_", fail), pytest.raises(RuntimeError, match="the copy fails"):
+            engine_of(store).saved_tensors.save(memory)
         assert torch.accelerator.current_stream(device) == before
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_threads_of_a_store_work_on_its_device(
-    index: int, pretend: Any, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_a_store_work_on_its_device(index: int, pretend: Any, disk_dir: Path) -> None:
     """Page-locking, for one, is done for the current device of the thread."""
-    device, new_event = torch.device("pretend", index), torch.Event
-    current: dict[str, int] = {}
+    device = torch.device("pretend", index)
+    current: dict[str, set[int]] = {}
 
     def note() -> None:
-        name = threading.current_thread().name
-        current[name.rstrip("-_0123456789")] = torch.accelerator.current_device_index()
+        name = threading.current_thread().name.rstrip("-_0123456789")
+        current.setdefault(name, set()).add(torch.accelerator.current_device_index())
 
-    def make(nbytes: int) -> torch.Tensor:
-        note()
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    def look(_: Any, what: str, called: Any) -> None:
+        if what == "c_call" and called.__name__ in ("empty", "copy_", "record"):
+            note()
 
-    def event(*arguments: Any, **options: Any) -> torch.Event:
-        note()
-        return new_event(*arguments, **options)
-
-    monkeypatch.setattr(arena, "pinned_memory", make)
-    with TierStore(2 * NBYTES, disk_dir, device=device, device_budget=2 * NBYTES) as store:
-        monkeypatch.setattr(torch, "Event", event)
-        # Then copies to the device are queued by a thread of the store's, too.
-        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    threading.setprofile(look)  # of threads that begin from now on
+    # Of pageable memory, copies to the device are queued by a thread of the store's, too.
+    store = TierStore(2 * NBYTES, disk_dir, device=device, device_budget=2 * NBYTES)
+    threading.setprofile(None)
+    with pageable(), store:
         for key in "abcd":
             store.put(key, torch.ones(NBYTES, dtype=torch.uint8))
         store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # others are made anew
@@ -162,8 +145,7 @@ def test_threads_of_a_store_work_on_its_device(
                 lease.tensor.add_(1)
         assert store.get("a").sum() == 2 * NBYTES
         asyncio.run(engine_of(store).copy_threads.run(note))
-    del current["MainThread"]
-    assert current == dict.fromkeys(("tierstore-" + kind for kind in KINDS), index)
+    assert current == {"tierstore-" + kind: {index} for kind in KINDS}
 
 
 @pytest.mark.parametrize("rested", [False, True])

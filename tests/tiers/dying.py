@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.system_calls import Call, answered, until_the_end
 from tierstore.model.groups import Block, Packing, TensorSpec, contiguous_stride, pack
 from tierstore.model.header import build_header, digest
 from tierstore.model.sizes import PAGE, round_up
@@ -136,26 +137,21 @@ def die_at(number: int, report: int) -> None:
     """From now on the `number`-th call in CALLS does not happen: a write happens half."""
     calls = 0
 
-    def deadly(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                if name == "pwrite":
-                    descriptor, data, offset = args
-                    # A direct write takes whole pages only.
-                    half = len(data) // 2 // PAGE * PAGE or len(data) // 2
-                    with contextlib.suppress(OSError):
-                        original(descriptor, data[:half], offset)
-                plain_write(report, name.encode())
-                os._exit(DEAD)
-            return original(*args, **options)
-
-        return call
+    def deadly(call: Call) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            if call.name == "pwrite":
+                nbytes = len(call.args[1])
+                # A direct write takes whole pages only.
+                with contextlib.suppress(OSError):
+                    call.in_part(nbytes // 2 // PAGE * PAGE or nbytes // 2)
+            plain_write(report, call.name.encode())
+            os._exit(DEAD)
+        return call.go_on()
 
     plain_write = os.write
-    for name in CALLS:
-        setattr(os, name, deadly(name, getattr(os, name)))
+    until_the_end(answered(CALLS, deadly))
 
 
 def attempt(do: Callable[[], object], number: int) -> tuple[int, str]:

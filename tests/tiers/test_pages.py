@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import random
 import threading
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.system_calls import system_call
 from tierstore.model.sizes import PAGE
-from tierstore.tiers import pages as pages_module
 from tierstore.tiers.pages import HUGE_PAGE, PATIENCE, RecycledPages, fresh_memory
 
 BUDGET = 64 * 1024**2
@@ -111,18 +112,14 @@ def test_threads_share_nothing_and_stay_within_the_budget() -> None:
     assert resident() - before < 4 * 1024**2, "pages were lost"
 
 
-def test_a_slot_like_an_earlier_one_has_its_pages_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_like_an_earlier_one_has_its_pages_as_they_are() -> None:
     pages = RecycledPages(BUDGET)
     sizes = (3 * HUGE_PAGE + PAGE, 5 * HUGE_PAGE, 2 * PAGE)
     slots = {nbytes: pages.allocate(nbytes).fill_(1) for nbytes in sizes}
     addresses = {nbytes: memory.data_ptr() for nbytes, memory in slots.items()}
     slots.clear()
-    changes: list[str] = []
-    for change in ("_map", "_unmap", "_move_huge_page", "_populate_on_touch", "_vacate"):
-        monkeypatch.setattr(pages_module, change, lambda *_, name=change: changes.append(name))
-    again = {nbytes: pages.allocate(nbytes) for nbytes in reversed(sizes)}
+    with system_call("mmap of libc", "munmap", "mremap", "madvise") as changes:
+        again = {nbytes: pages.allocate(nbytes) for nbytes in reversed(sizes)}
     assert {nbytes: memory.data_ptr() for nbytes, memory in again.items()} == addresses
     assert changes == []
 
@@ -202,11 +199,10 @@ def test_a_view_that_outlives_its_slot_keeps_its_bytes() -> None:
     assert view.tolist() == [7] * 10
 
 
-def test_pages_that_are_just_coming_back_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_are_just_coming_back_are_waited_for() -> None:
     # Long enough for the other thread to come to its turn on a busy machine.
-    monkeypatch.setattr(pages_module, "PATIENCE", 10 * PATIENCE)
     before = resident()
-    pages = RecycledPages(8 * HUGE_PAGE)
+    pages = RecycledPages(8 * HUGE_PAGE, patience=10 * PATIENCE)
     going = [pages.allocate(8 * HUGE_PAGE).fill_(1)]
     timer = threading.Timer(PATIENCE / 5, going.clear)
     timer.start()
@@ -248,12 +244,13 @@ def test_the_end_gives_up_what_a_slot_in_use_has_to_spare() -> None:
     assert_holds(memory, 7)
 
 
-def test_pages_that_cannot_be_moved_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_cannot_be_moved_are_made_anew() -> None:
     """A process may have only so many maps (vm.max_map_count); then `mremap` refuses."""
-    monkeypatch.setattr(pages_module, "_move_huge_page", lambda start, address: False)
     before = resident()
     pages = RecycledPages(BUDGET)
-    churn(pages.allocate, 200)
+    with system_call("mremap", fails_with=errno.ENOMEM) as refused:
+        churn(pages.allocate, 200)
+    assert refused
     assert resident() - before < BUDGET + 2 * 1024**2
     pages.close()
     assert resident() - before < 2 * 1024**2

@@ -6,6 +6,7 @@ There is no such driver here: `Driver` stands for the two of its functions that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import warnings
 from array import array
@@ -14,14 +15,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.system_calls import system_call
+from tests.helpers.torch_calls import BeforeEach
 from tierstore.model.sizes import PAGE
-from tierstore.tiers import pinned
 from tierstore.tiers.arena import Arena, host_arena
+from tierstore.tiers.pinned import RegisteredMemory
 
 pytestmark = pytest.mark.floor
 
 NBYTES = 3 << 20
-CUDA = torch.device("cuda", 0)
+MADV_POPULATE_WRITE = 23
 
 
 class Driver:
@@ -45,21 +48,28 @@ class Driver:
         self.calls.append("unregister")
         return 0 if self.locked.pop(address, None) else 713
 
+    def cudart(self) -> SimpleNamespace:
+        return SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    driver = Driver(limit=1 << 40)
-    functions = SimpleNamespace(
-        cudaHostRegister=driver.register, cudaHostUnregister=driver.unregister
-    )
-
-    def check_error(result: int) -> None:
+    def check_error(self, result: int) -> None:
         if result:
             raise RuntimeError(f"error {result}")
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: functions)
-    monkeypatch.setattr(torch.cuda, "check_error", check_error)
-    return driver
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver(limit=1 << 40)
+
+
+def arena_of(driver: Driver, budget: int = 12 * PAGE) -> Arena:
+    """As for a CUDA device that has this driver."""
+    registered = RegisteredMemory(driver)
+    return Arena(budget, registered.make, registered.unmake)
+
+
+def test_memory_for_cuda_is_registered() -> None:
+    arena = host_arena(12 * PAGE, torch.device("cuda", 0))
+    assert isinstance(arena.make.__self__, RegisteredMemory)
 
 
 def filled(arena: Arena, *sizes: int) -> list[torch.Tensor]:
@@ -71,7 +81,7 @@ def filled(arena: Arena, *sizes: int) -> list[torch.Tensor]:
 
 
 def test_memory_is_locked_when_it_is_made_and_unlocked_before_it_goes(driver: Driver) -> None:
-    arena = host_arena(12 * PAGE, CUDA)
+    arena = arena_of(driver)
     (memory,) = filled(arena, 4 * PAGE)
     assert driver.locked == {memory.data_ptr(): 4 * PAGE}
     assert not memory.any()
@@ -85,7 +95,7 @@ def test_memory_that_cannot_be_locked_stays_pageable_and_one_warning_says_so(
     driver: Driver,
 ) -> None:
     driver.limit = 4 * PAGE
-    arena = host_arena(12 * PAGE, CUDA)
+    arena = arena_of(driver)
     with pytest.warns(RuntimeWarning, match=r"12,288 bytes.*error 2.*ram_budget") as warned:
         first, second, third = filled(arena, 4 * PAGE, 3 * PAGE, 2 * PAGE)
     assert len(warned) == 1
@@ -108,13 +118,17 @@ def resident(memory: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("kernel_knows_how", [True, False])
 def test_memory_is_populated_before_it_is_registered_and_zeroed_once(
-    kernel_knows_how: bool, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    kernel_knows_how: bool, driver: Driver
 ) -> None:
-    if kernel_knows_how:
-        monkeypatch.setattr(torch.Tensor, "fill_", None)
-    else:
-        monkeypatch.setattr(pinned, "populate", lambda address, nbytes: False)
-    memory = pinned.RegisteredMemory().make(NBYTES)
+    filled: list[None] = []
+    refused = system_call(
+        "madvise",
+        fails_with=errno.EINVAL,
+        when=lambda call: not kernel_knows_how and call.args[2] == MADV_POPULATE_WRITE,
+    )
+    with refused, BeforeEach("fill_", lambda: filled.append(None)):
+        memory = RegisteredMemory(driver).make(NBYTES)
+    assert len(filled) == (not kernel_knows_how)
     assert resident(memory) == NBYTES
     assert driver.locked == {memory.data_ptr(): NBYTES}
     assert not memory.any()
@@ -136,7 +150,7 @@ def in_a_fork(address: int) -> bool:
 def test_forked_processes_have_no_copy_of_locked_memory(driver: Driver) -> None:
     """The kernel would make it at the fork, of every page."""
     driver.limit = 4 * PAGE
-    arena = host_arena(12 * PAGE, CUDA)
+    arena = arena_of(driver)
     with pytest.warns(RuntimeWarning, match="page-lock"):
         locked, pageable = filled(arena, 4 * PAGE, 3 * PAGE)
     for page in range(4):
@@ -148,7 +162,7 @@ def test_forked_processes_have_no_copy_of_locked_memory(driver: Driver) -> None:
 
 def test_memory_that_is_made_later_is_locked_again(driver: Driver) -> None:
     driver.limit = 4 * PAGE
-    arena = host_arena(8 * PAGE, CUDA)
+    arena = arena_of(driver, 8 * PAGE)
     with pytest.warns(RuntimeWarning, match="page-lock"):
         filled(arena, 4 * PAGE, 3 * PAGE)
     (memory,) = filled(arena, 2 * PAGE)  # after one of the others had to go

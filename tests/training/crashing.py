@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from torch import nn
 from torch.utils._pytree import tree_structure
 
 from tests.helpers.processes import Tell, forked
+from tests.helpers.system_calls import Call, lacking, system_call, until_the_end
 from tests.helpers.tensors import assert_same
 from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, save_training
-from tierstore.adapters.training import directory_swap
 
 STEPS = 4
 LAYERS = 4
@@ -216,14 +217,13 @@ class BetweenRenames(Killer):
         super().__init__("two renames", only_saves=True)
 
     def __enter__(self) -> None:
-        sync = directory_swap.sync_names
-
-        def die_between(directory: int) -> None:
-            if ".run.previous" in os.listdir(directory):
+        def die_between(call: Call) -> Any:
+            directory = call.args[0]
+            if S_ISDIR(os.fstat(directory).st_mode) and ".run.previous" in os.listdir(directory):
                 os.kill(os.getpid(), signal.SIGKILL)
-            sync(directory)
+            return call.go_on()
 
-        directory_swap.sync_names = die_between
+        until_the_end(system_call("fsync", answer=die_between))
 
 
 def done_in_a_child(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
@@ -260,7 +260,7 @@ def main(told: dict[str, Any]) -> None:
     assert code == 0, said
     for way, points in told["points"].items():
         if way == "two renames":
-            directory_swap._exchange = lambda *_: False  # as where the file system cannot
+            until_the_end(lacking("renameat2"))  # as where the file system cannot
         chosen = random.Random(way)
         (root / way).mkdir()
         code, said = done_in_a_child(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import tierstore
 from tests.helpers.files import flip_bit
 from tests.helpers.processes import output_of, results_in, with_the_usual_allocator
+from tests.helpers.system_calls import Call, system_call
 from tests.helpers.tensors import assert_same
 from tests.training import models
 from tests.training.conftest import (
@@ -44,7 +46,6 @@ from tests.training.conftest import (
 )
 from tests.training.saving_limited import CHUNK, NBYTES, STATE_BYTES
 from tierstore import OffloadModel, OffloadOptimizer, load_training, save_training
-from tierstore.adapters.training import directory_swap
 from tierstore.model.errors import (
     CorruptDataError,
     DiskFullError,
@@ -825,15 +826,15 @@ def names_in(place: Path) -> list[str]:
 
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_save_replaces_the_last_one_and_leaves_nothing_beside_it(
-    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    can_exchange: bool, tmp_path: Path
 ) -> None:
-    if not can_exchange:  # as on file systems that know no RENAME_EXCHANGE
-        monkeypatch.setattr(directory_swap, "_exchange", lambda *_: False)
     one, two = plain(), plain(seed=1)
     (tmp_path / "link").symlink_to(tmp_path / "deep" / "er" / "run")
     for number in range(3):
         go_on(*one, number, 1)
-        save_training(tmp_path / "link", *one, extra=number)
+        # As on file systems that know no RENAME_EXCHANGE.
+        with system_call("renameat2", fails_with=errno.EINVAL, when=lambda _: not can_exchange):
+            save_training(tmp_path / "link", *one, extra=number)
 
         assert load_training(tmp_path / "deep" / "er" / "run", *two) == number
         assert_same(copied(two[1].state_dict()), copied(one[1].state_dict()))
@@ -936,20 +937,18 @@ def test_saves_and_loads_at_the_same_time_are_each_whole(tmp_path: Path) -> None
     assert load_training(path, filled(-1)) == 3
 
 
-def test_a_draft_that_another_save_takes_for_left_behind_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_another_save_takes_for_left_behind_is_made_again(tmp_path: Path) -> None:
     """Another save looks between the moment it is made and that in which it is locked."""
-    mkdir, removed = os.mkdir, list[str]()
 
-    def made(name: str, *arguments: Any, **options: Any) -> None:
-        mkdir(name, *arguments, **options)
-        if ".saving-" in name and not removed:
-            removed.append(name)
-            os.rmdir(name, dir_fd=options["dir_fd"])
+    def make_and_remove(call: Call) -> None:
+        call.go_on()
+        os.rmdir(call.args[0], dir_fd=call.options["dir_fd"])
 
-    monkeypatch.setattr(os, "mkdir", made)
-    save_training(tmp_path / "run", filled(1))
+    draft = system_call(
+        "mkdir", answer=make_and_remove, when=lambda call: ".saving-" in call.args[0], at=1
+    )
+    with draft as removed:
+        save_training(tmp_path / "run", filled(1))
     assert removed
     assert names_in(tmp_path) == ["run"]
 

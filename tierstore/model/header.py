@@ -100,10 +100,11 @@ def header_length(prefix: bytes, file_size: int, path: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, file_size: int, path: str) -> Header:
+def parse_header(raw: bytes, file_size: int, path: str, *, most: int = MAX_TENSORS) -> Header:
     """Validate the header bytes `raw` (without the length) of a file of `file_size` bytes.
 
-    Raises InvalidHeaderError, naming the file and the rule that is broken.
+    It may list `most` tensors. Raises InvalidHeaderError, naming the file and the rule that is
+    broken.
     """
 
     def refuse(why: str) -> NoReturn:
@@ -117,14 +118,14 @@ def parse_header(raw: bytes, file_size: int, path: str) -> Header:
     scanner = Scanner(raw, refuse)
     metadata: dict[str, str] = {}
     entries = []
-    for name in scanner.members(MAX_TENSORS + 1):
+    for name in scanner.members(most + 1):
         if name == "__metadata__":
             metadata = _metadata(scanner, refuse)
         else:
             entries.append(_entry(name, scanner, refuse))
     scanner.end()
-    if len(entries) > MAX_TENSORS:
-        refuse(f"it lists more than {MAX_TENSORS} tensors")
+    if len(entries) > most:
+        refuse(f"it lists more than {most} tensors")
     entries.sort(key=lambda e: (e.begin, e.end))
     data_start = LENGTH_BYTES + len(raw)
     _check_cover(entries, file_size - data_start, refuse)

@@ -33,8 +33,9 @@ TYPES = {kind.__name__: kind for kind in Event.__args__}
 class EventLog(Ring[tuple[float, Event]]):
     """The newest events of a planner, and when they happened, in seconds."""
 
-    def __init__(self) -> None:
-        super().__init__(KEPT)
+    def __init__(self, kept: int = KEPT) -> None:
+        super().__init__(kept)
+        self._kept = kept
 
     def add(self, handled: tuple[float, Event]) -> None:
         """Note an event that was handled, and when. Of an error, the text is kept."""
@@ -47,7 +48,7 @@ class EventLog(Ring[tuple[float, Event]]):
 
     def clear(self) -> None:
         """A new planner begins."""
-        super().__init__(KEPT)
+        super().__init__(self._kept)
 
     def __iter__(self) -> Iterator[tuple[float, Event]]:
         return iter(self._events)

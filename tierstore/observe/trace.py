@@ -124,11 +124,14 @@ def read_trace(path: str | os.PathLike[str]) -> Recorded:
         raise InvalidTraceError(str(path), str(damage)) from damage
 
 
-def load(path: str | os.PathLike[str]) -> Document:
-    """Any Chrome trace, unpacked if need be. Raises InvalidTraceError or OSError."""
+def load(path: str | os.PathLike[str], *, largest: int = _LARGEST) -> Document:
+    """Any Chrome trace, unpacked if need be, to `largest` bytes at most.
+
+    Raises InvalidTraceError or OSError.
+    """
     raw = Path(path).read_bytes()
     try:
-        text = _unpacked(raw, str(path)) if raw.startswith(_GZIP) else raw
+        text = _unpacked(raw, str(path), largest) if raw.startswith(_GZIP) else raw
         document = json.loads(text, parse_constant=_refuse_number)
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
         raise InvalidTraceError(str(path), f"it is no whole JSON file ({error})") from error
@@ -143,11 +146,11 @@ def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number in JSON")
 
 
-def _unpacked(raw: bytes, path: str) -> bytes:
+def _unpacked(raw: bytes, path: str, largest: int) -> bytes:
     with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
-        found = file.read(_LARGEST + 1)
-    if len(found) > _LARGEST:
-        raise InvalidTraceError(path, f"it unpacks to more than {_LARGEST:,} bytes")
+        found = file.read(largest + 1)
+    if len(found) > largest:
+        raise InvalidTraceError(path, f"it unpacks to more than {largest:,} bytes")
     return found
 
 

@@ -135,7 +135,8 @@ class RecycledPages:
     the bytes of memory that there are.
     """
 
-    def __init__(self, budget: int | None) -> None:
+    def __init__(self, budget: int | None, *, patience: float = PATIENCE) -> None:
+        self._patience = patience
         self._budget = budget
         self.held = 0
         self._used = 0  # those of slots
@@ -193,7 +194,7 @@ class RecycledPages:
         Another thread may be about to let go of such a view. If it keeps it, there is nothing to
         wait for: that much is above the budget for as long as it does.
         """
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + self._patience
         while True:
             self._sort_in()
             if self._budget is None:
@@ -202,7 +203,7 @@ class RecycledPages:
             if above <= self._overdue or time.monotonic() > until:
                 self._overdue = max(above, 0)
                 return
-            time.sleep(PATIENCE / 1000)
+            time.sleep(self._patience / 1000)
 
     def _sort_in(self) -> None:
         with contextlib.suppress(IndexError):

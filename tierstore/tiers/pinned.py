@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from typing import Any
 
 import torch
 
@@ -19,9 +20,12 @@ class RegisteredMemory:
 
     A fork would copy every locked page at once, as a device may write to it: each worker of a
     DataLoader could take the whole budget. So forked processes do not get them.
+
+    `cuda` has the driver's functions: torch.cuda, or what stands for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
         self._registered: set[int] = set()  # addresses
         self._warned = False
         self._lock = threading.Lock()
@@ -36,9 +40,9 @@ class RegisteredMemory:
         leave_to_forks(address, nbytes, False)
         # An error stays the last one of this thread, where a launch of a kernel would look for its
         # own. No kernel is launched by the threads that make memory.
-        result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        result = self._cuda.cudart().cudaHostRegister(address, nbytes, 0)
         try:
-            torch.cuda.check_error(int(result))
+            self._cuda.check_error(int(result))
         except RuntimeError as error:
             leave_to_forks(address, nbytes, True)
             self._warn(nbytes, error)
@@ -63,7 +67,7 @@ class RegisteredMemory:
         address = memory.data_ptr()
         if address in self._registered:
             self._registered.remove(address)
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+            self._cuda.check_error(int(self._cuda.cudart().cudaHostUnregister(address)))
             leave_to_forks(address, memory.nbytes, True)
 
 

@@ -19,6 +19,7 @@ from tests.faults.kills.exiting import Tell
 from tests.faults.kills.late import LATE
 from tests.helpers.engine import core_of
 from tests.helpers.files import damaged_objects
+from tests.helpers.system_calls import system_call, until_the_end
 from tierstore import Access, TierStore
 from tierstore.model.errors import ClosedError
 from tierstore.system.locking import is_locked
@@ -48,15 +49,13 @@ def number_of(group: Any) -> int:
 
 def slowed(name: str, seconds: float) -> threading.Event:
     """Make a call of the system slow. The event is set when it is made the next time."""
-    original = getattr(os, name)
     made = threading.Event()
 
-    def call(*args: Any) -> Any:
+    def wait() -> None:
         made.set()
         time.sleep(seconds)
-        return original(*args)
 
-    setattr(os, name, call)
+    until_the_end(system_call(name, before=wait))
     return made
 
 

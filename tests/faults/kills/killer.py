@@ -9,13 +9,13 @@ directory is told, too.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import signal
 from collections.abc import Callable
 from typing import Any
 
+from tests.helpers.system_calls import Call, answered, until_the_end
 from tierstore.model.sizes import PAGE
 
 Tell = Callable[..., None]
@@ -47,9 +47,7 @@ class Killer:
         self._calls = itertools.count(1)  # whichever thread asks
         self._target: int | None = None
         self._when, self._names = BEFORE, CALLS
-        for name in CALLS:
-            setattr(os, name, self._wrapped(name, getattr(os, name)))
-        fcntl.flock = self._wrapped("flock", fcntl.flock)
+        until_the_end(answered((*CALLS, "flock"), self._answer))
 
     def arm(self, target: int, when: str, only: str = "") -> None:
         """From now on: die at call number `target` of all, or of `only` those of one name."""
@@ -57,24 +55,21 @@ class Killer:
         self._target, self._when = target, when
         self._names = (only,) if only else (*CALLS, "flock")
 
-    def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            self._look_where(name, args, options)
-            if not self._is_due(name):
-                return original(*args, **options)
-            if self._when == BEFORE:
-                self._die(BEFORE, name)
-            if self._when == HALF and name == "pwrite":
-                half = len(args[1]) // 2 // PAGE * PAGE or len(args[1]) // 2
-                with contextlib.suppress(OSError):  # direct writes take whole pages only
-                    original(args[0], args[1][:half], args[2])
-                self._die(HALF, name)
-            try:
-                return original(*args, **options)
-            finally:
-                self._die(AFTER, name)
-
-        return call
+    def _answer(self, call: Call) -> Any:
+        self._look_where(call.name, call.args, call.options)
+        if not self._is_due(call.name):
+            return call.go_on()
+        if self._when == BEFORE:
+            self._die(BEFORE, call.name)
+        if self._when == HALF and call.name == "pwrite":
+            nbytes = len(call.args[1])
+            with contextlib.suppress(OSError):  # direct writes take whole pages only
+                call.in_part(nbytes // 2 // PAGE * PAGE or nbytes // 2)
+            self._die(HALF, call.name)
+        try:
+            return call.go_on()
+        finally:
+            self._die(AFTER, call.name)
 
     def _is_due(self, name: str) -> bool:
         return (

@@ -1,60 +1,62 @@
-"""Ways to do it worse. The same kills that find nothing wrong with the store find each of them."""
+"""Ways to do it worse. The same kills that find nothing wrong with the store find each of them.
+
+Most are done at the boundary to the system: the store asks for what is right, and gets less.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
+from tests.helpers.system_calls import Call, system_call, until_the_end
 from tierstore.store import TierStore
-from tierstore.system.files import OpenForWriting
-from tierstore.system.objects import object_name
-from tierstore.tiers.directory import ObjectDirectory, Staged, _Writing
-from tierstore.tiers.disk_tier import DiskTier
-from tierstore.tiers.workers import RunParallel, one_by_one
 
-# mypy: disable-error-code="method-assign,assignment"
+# mypy: disable-error-code="method-assign"
+
+
+def is_of_a_group(call: Call) -> bool:
+    """Whether it is about the file that a group is written to before it counts."""
+    return str(call.args[0]).startswith("object-")
 
 
 def write_in_place() -> None:
-    """A group is written over the one that it replaces: no temporary file, no rename."""
+    """A group is written over the one that it replaces: no rename."""
 
-    def stage(
-        self: ObjectDirectory,
-        key: str,
-        packing: object,
-        data: memoryview,
-        *,
-        single: bool,
-        run_parallel: RunParallel = one_by_one,
-    ) -> Staged:
-        writing = _Writing(key, packing, data, single)  # type: ignore[arg-type]
-        with self._shard(object_name(key).partition("/")[0]):
-            path = self.path_of(key)
-        file = OpenForWriting(os.open(path, os.O_CREAT | os.O_RDWR, 0o600), path)
-        os.ftruncate(file.cached, writing.nbytes)
-        run_parallel(writing.jobs(file))
-        writing.finish(file.cached)
-        file.close()
-        return Staged("", writing.stored())
+    def write(call: Call) -> None:
+        name, target = call.args
+        new = os.open(name, os.O_RDONLY, dir_fd=call.options["src_dir_fd"])
+        data = os.pread(new, os.fstat(new).st_size, 0)
+        flags = os.O_CREAT | os.O_RDWR
+        old = os.open(target, flags, 0o600, dir_fd=call.options["dst_dir_fd"])
+        os.ftruncate(old, len(data))
+        os.pwrite(old, data, 0)
+        os.fsync(old)
+        os.close(old)
+        os.close(new)
+        os.unlink(name, dir_fd=call.options["src_dir_fd"])
 
-    ObjectDirectory.stage = stage
-    ObjectDirectory.commit = lambda self, staged: staged.stored
+    until_the_end(system_call("rename", answer=write, when=is_of_a_group))
 
 
 def remove_before_the_rename() -> None:
     """For a moment there is neither the old group nor the new one."""
-    usual = ObjectDirectory.commit
 
-    def commit(self: ObjectDirectory, staged: Staged) -> object:
-        self.remove(staged.stored.key)
-        return usual(self, staged)
+    def rename(call: Call) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(call.args[1], dir_fd=call.options["dst_dir_fd"])
+        call.go_on()
 
-    ObjectDirectory.commit = commit
+    until_the_end(system_call("rename", answer=rename, when=is_of_a_group))
 
 
 def never_clean_up() -> None:
     """Opening leaves what a killed process left half-written."""
-    ObjectDirectory._clean_up = lambda self: None
+
+    def is_looked_for(call: Call) -> bool:
+        return isinstance(call.args[0], int) and str(call.path).endswith("/tmp")
+
+    until_the_end(system_call("listdir", returns=[], when=is_looked_for))
 
 
 def flush_nothing() -> None:
@@ -64,18 +66,24 @@ def flush_nothing() -> None:
 
 def remove_nothing() -> None:
     """Files stay when their groups are discarded, taken or replaced by what does not last."""
-    DiskTier._remove = lambda self, key, order, durable: None
+    until_the_end(
+        system_call("unlink", returns=None, when=lambda call: "/objects/" in str(call.path))
+    )
 
 
 def write_elsewhere() -> None:
     """A file is made beside the store's directory."""
-    usual = ObjectDirectory._new_file
 
-    def new_file(self: ObjectDirectory, name: str) -> int:
-        os.close(os.open(f"{self.path}.{name}", os.O_CREAT | os.O_WRONLY, 0o600))
-        return usual(self, name)
+    def make_two(call: Call) -> int:
+        store = os.path.dirname(os.path.dirname(str(call.path)))
+        beside = f"{store}.{call.args[0]}"
+        os.close(os.open(beside, os.O_CREAT | os.O_WRONLY, 0o600))
+        return int(call.go_on())
 
-    ObjectDirectory._new_file = new_file
+    def makes_one(call: Call) -> bool:
+        return bool(call.flags & os.O_CREAT) and is_of_a_group(call)
+
+    until_the_end(system_call("open", answer=make_two, when=makes_one))
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

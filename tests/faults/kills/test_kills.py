@@ -34,7 +34,7 @@ IN_MEMORY = Path("/dev/shm")
 # What must be said of each way to do it worse, and the calls where that is looked for.
 SIGNS = {
     "write in place": ("damaged|a mixture|CorruptDataError|InvalidHeaderError", "pwrite"),
-    "remove before the rename": (": None is found", "rename"),
+    "remove before the rename": (": None is found", "unlink"),
     "never clean up": ("left behind", ""),
     "flush nothing": (" is found, and not one of", ""),
     "remove nothing": (r"and not one of \[None", ""),

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from tierstore.model.errors import TransferError
 from tierstore.system.files import sync_names, transfer_error
 from tierstore.system.locking import try_lock
+from tierstore.system.mapping import libc
 from tierstore.system.objects import READ
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux
@@ -191,7 +192,7 @@ def _make_directories(path: str) -> None:
 
 def _exchange(parent: int, one: str, other: str) -> bool:
     """Exchange two names at once. False where the system or the file system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    rename = getattr(libc, "renameat2", None)
     if rename is None:
         return False
     if rename(parent, os.fsencode(one), parent, os.fsencode(other), _EXCHANGE) == 0:
