@@ -115,6 +115,7 @@ def test_files_that_may_not_grow_are_told(name: str, tmp_path: Path) -> None:
 
 FEW = """
 import resource, sys, torch
+from tests.helpers.engine import mutable
 from tierstore import TierStore
 from tierstore.model.tiers import HostAccess
 store = TierStore("64MB", sys.argv[1], device="cpu")
