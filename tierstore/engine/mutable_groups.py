@@ -13,7 +13,6 @@ The store learns nothing from the uses of these groups. In training, who uses th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -118,17 +117,16 @@ class MutableGroups:
         access = Access.READ if purpose is HostAccess.READ else Access.UPDATE
         request = Request(key, RequestKind.HOST_LEASE, access, purpose)
         try:
-            record = self._requests.wait(
-                request, functools.partial(self._try_to_lease, purpose=purpose)
-            )
+            record = self._requests.wait(request, self._try_to_lease)
             tensors = core.tiers.host.view_for_caller(core.mover.entry(record.group))
             return OpenLease(key, record.group, tensors, self._lease_table, record)
         except BaseException:
             self._requests.give_up(request)
             raise
 
-    def _try_to_lease(self, request: Request, *, purpose: HostAccess) -> LeaseRecord | None:
-        core = self.core
+    def _try_to_lease(self, request: Request) -> LeaseRecord | None:
+        core, purpose = self.core, request.purpose
+        assert purpose is not None, "it is a request for a lease in host memory"
         core.check_open()
         core.collect_garbage()
         if core.current.get(request.key) != request.group:

@@ -8,10 +8,9 @@ import itertools
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tierstore.model.locks import AutoResetEvent
 
@@ -242,14 +241,3 @@ class _Parts:
                 self._over.wait()
         if self._error is not None:
             raise self._error
-
-
-def weakly(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    """The method, while its object is there: threads must not keep what is forgotten alive."""
-
-    def call(*arguments: Any) -> None:
-        found = method()
-        if found is not None:
-            found(*arguments)
-
-    return call
