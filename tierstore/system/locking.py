@@ -134,4 +134,4 @@ def is_locked(disk_dir: str | Path) -> str | None:
     except OSError:
         return None  # the file system knows no locks
     finally:
-        os.close(descriptor)
+        close_quietly(descriptor)

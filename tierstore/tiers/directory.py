@@ -28,6 +28,7 @@ from tierstore.progress import bar
 from tierstore.system.files import (
     WRITE_BLOCK,
     OpenForWriting,
+    close_quietly,
     parts,
     sync_names,
     transfer_errors,
@@ -329,7 +330,7 @@ def _open_directory(path: str, dir_fd: int | None = None) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        close_quietly(descriptor)
 
 
 def _sync_directory(path: str) -> None:
