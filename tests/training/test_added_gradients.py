@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -82,3 +83,23 @@ def test_a_weight_that_is_used_twice(disk_dir: Path) -> None:
         run(OffloadModel(tied, store))
         for name, gradient in gradients(tied).items():  # added in another order
             torch.testing.assert_close(gradient, gradients(plain)[name])
+
+
+@NEEDS_PRETEND
+@pytest.mark.parametrize("share", [4.0, 0.5])
+def test_what_gradients_move_is_counted(disk_dir: Path, share: float) -> None:
+    """Each pass moves all of them to the host; to add to them, what is stored goes up before."""
+    model = build()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with store_for(nbytes, disk_dir, "pretend", share=share) as store:
+        offloaded = OffloadModel(model, store, num_slices=3)
+        up = []
+        for seed in range(3):
+            before, copied = store.stats(), pretend.copied("d2h")
+            offloaded(given(seed)).square().sum().backward()
+            after = store.stats()
+            assert after.bytes_offloaded - before.bytes_offloaded == nbytes
+            assert pretend.copied("d2h") - copied == nbytes
+            up.append(after.bytes_onloaded - before.bytes_onloaded)
+        if share > 1:
+            assert up[1] == up[2] == up[0] + nbytes

@@ -154,6 +154,22 @@ class MutableGroups:
         request.group = NO_GROUP
         return record
 
+    def fill(
+        self, key: str, target: torch.Tensor, source: torch.Tensor, *, add: bool
+    ) -> torch.Event | None:
+        """Copy `source` to `target`, or add it to that: a tensor of a group that the caller has
+        leased to change it, or of its view on disk.
+
+        What is on the store's device is moved beside what that does next, and an event is returned:
+        before it has passed, nothing may change `source` nor get its memory, and nobody may read
+        `target`. None: it is done.
+        """
+        return self.core.tiers.host.fill_part(self._entry(key), target, source, add=add)
+
+    @transaction
+    def _entry(self, key: str) -> GroupEntry:
+        return self.core.mover.entry(self.core.lookup(key))
+
     # On disk -------------------------------------------------------------------------------------
 
     @transaction
@@ -202,7 +218,7 @@ class MutableGroups:
         """
         core = self.core
         core.check_open()
-        return core.tiers.disk.view(core.mover.entry(core.lookup(key)))
+        return core.tiers.disk.view(self._entry(key))
 
     # What comes next -----------------------------------------------------------------------------
 

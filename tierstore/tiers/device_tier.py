@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,23 @@ from tierstore.system.streams import on
 from tierstore.tiers.arena import Slot, device_arena
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
+
+Places = list[tuple[torch.Tensor, torch.Tensor]]
+"""Parts of host slots, and the tensors of the device that go there."""
+
+
+def copy_all(places: Places) -> None:
+    """Copy each tensor to its place."""
+    for target, source in places:
+        target.copy_(source, non_blocking=True)
+
+
+def add_all(places: Places) -> None:
+    """Add each tensor to what its place holds, on the device: the processor is left to others, and
+    nobody waits. For that moment it takes as much memory there as the tensor itself."""
+    for target, source in places:
+        total = target.to(source.device, non_blocking=True).add_(source)
+        target.copy_(total, non_blocking=True)
 
 
 class DeviceTier(MemoryTier):
@@ -49,9 +66,14 @@ class DeviceTier(MemoryTier):
         self.arena.give(slot, keep=not entry.mutable)
 
     def fill(
-        self, slot: Slot, places: list[tuple[torch.Tensor, torch.Tensor]], *, behind: bool
+        self,
+        slot: Slot,
+        places: Places,
+        *,
+        behind: bool,
+        move: Callable[[Places], None] = copy_all,
     ) -> tuple[Mark, Mark]:
-        """Have the device fill parts of a host slot, each from a tensor of its own.
+        """Have the device fill parts of a host slot, each from a tensor of its own, by `move`.
 
         In order with the current stream; or `behind` it, while that goes on. Who reads the slot
         waits for what is pending there.
@@ -64,7 +86,7 @@ class DeviceTier(MemoryTier):
             stream.wait_event(event)
         began = self.times.mark(stream)
         try:
-            on(stream, lambda: _copy_all(places))
+            on(stream, lambda: move(places))
             ended = self.times.mark(stream)
             slot.pending.append(ended.event)
         except BaseException:
@@ -109,8 +131,3 @@ def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
     """Some bytes of a slot's memory: mostly all of them, and then no view has to be made."""
     whole = offset == 0 and nbytes == memory.numel()
     return memory if whole else memory[offset : offset + nbytes]
-
-
-def _copy_all(places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for target, source in places:
-        target.copy_(source, non_blocking=True)

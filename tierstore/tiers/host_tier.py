@@ -11,13 +11,16 @@ import torch
 from tierstore.model.groups import GroupSpec
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
+from tierstore.observe.device_times import Mark
 from tierstore.observe.journal import Journal, Span, hop
 from tierstore.system.views import view_all
 from tierstore.tiers.arena import Slot, host_arena
-from tierstore.tiers.device_tier import DeviceTier
+from tierstore.tiers.device_tier import DeviceTier, add_all, copy_all
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.workers import SerialExecutor, Workers
+
+UP, DOWN = hop(Tier.HOST, Tier.DEVICE), hop(Tier.DEVICE, Tier.HOST)
 
 
 class HostTier(MemoryTier):
@@ -80,12 +83,43 @@ class HostTier(MemoryTier):
             for target, source in places:
                 target.copy_(source)
             return None
-        began, ended = device.fill(slot, places, behind=behind)
         nbytes = sum(source.nbytes for _, source in places)
-        span = Span(hop(device.tier, self.tier), entry.group.key, nbytes)
-        self._journal.count(span.kind, span.nbytes)
-        device.times.tell(functools.partial(self._journal.end_between, span), began, ended)
-        return ended.event
+        return self._timed(entry, nbytes, [DOWN], device.fill(slot, places, behind=behind))
+
+    def fill_part(
+        self, entry: GroupEntry, target: torch.Tensor, source: torch.Tensor, *, add: bool
+    ) -> torch.Event | None:
+        """Copy `source` to `target`, or add it to what is there.
+
+        `target` is a tensor of a group that the caller may change now, in its memory or in a map of
+        its file. What is returned means the same as for `fill`, with `behind`.
+        """
+        slot, device = entry.slots.get(self.tier), self._device
+        if slot is not None and device is not None and source.device == device.device:
+            move, hops = (add_all, [UP, DOWN]) if add else (copy_all, [DOWN])
+            marks = device.fill(slot, [(target, source)], behind=True, move=move)
+            return self._timed(entry, source.nbytes, hops, marks)
+        if slot is not None:
+            slot.wait()
+        if source.device.type != "cpu":  # to a map: there is no room for the group in memory
+            span = Span(DOWN, entry.group.key, source.nbytes)
+            self._journal.begin(span)
+            source = source.cpu()
+            self._journal.count(span.kind, span.nbytes)
+            self._journal.end(span)
+        target.add_(source) if add else target.copy_(source)
+        return None
+
+    def _timed(
+        self, entry: GroupEntry, nbytes: int, kinds: list[str], marks: tuple[Mark, Mark]
+    ) -> torch.Event:
+        """Count what the device moves between two marks. Returns the event that ends it."""
+        assert self._device is not None
+        for kind in kinds:
+            span = Span(kind, entry.group.key, nbytes)
+            self._journal.count(kind, nbytes)
+            self._device.times.tell(functools.partial(self._journal.end_between, span), *marks)
+        return marks[1].event
 
     def _room(self, entry: GroupEntry) -> tuple[Slot, torch.Tensor]:
         """The memory of a group, for a caller: made by a thread of ours."""

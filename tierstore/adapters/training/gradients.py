@@ -24,7 +24,6 @@ from torch import nn
 
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import HostAccess
-from tierstore.system.streams import entered
 from tierstore.torch_private import after_backward
 
 if TYPE_CHECKING:
@@ -38,12 +37,11 @@ OPEN = 1
 
 @dataclass(slots=True)
 class _Copy:
-    """A gradient that is being copied from the device to `target`, kept until it is `copied`.
+    """A gradient that is being copied from the device, kept until it is `copied`.
 
     `made_on` is the stream on which it was made; `gradient` is None once that waits for the copy.
     """
 
-    target: torch.Tensor
     copied: torch.Event
     made_on: torch.Stream
     gradient: torch.Tensor | None
@@ -91,33 +89,14 @@ class Gradients:
                 f"{target.dtype}: set grad_dtype={gradient.dtype} for this parameter before its "
                 "first gradient"
             )
+        assert self.buffer is not None
         with torch.no_grad():
-            if gradient.device.type != "cpu":
-                self._fetch(target, gradient, add=add)
-            else:
-                self._wait_for_copies()
-                target.add_(gradient) if add else target.copy_(gradient)
-        self._stored.add(name)
-
-    def _fetch(self, target: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
-        """Have the device copy it, or add it to what is stored, beside what it does next.
-
-        To add, the device fetches what is stored: so nobody here waits, and the processor is left
-        to the optimizer. For that moment, it takes as much memory there as the gradient itself.
-        """
-        made_on = torch.accelerator.current_stream(gradient.device)
-        beside = _stream_beside(gradient.device, threading.get_ident())
-        beside.wait_stream(made_on)
-        for copy in self._copies:
-            if copy.target is target:  # a weight that is used twice gets its second gradient soon
-                beside.wait_event(copy.copied)
-        with entered(beside):
-            total = gradient.detach()
-            if add:
-                total = target.to(gradient.device, non_blocking=True).add_(total)
-            target.copy_(total, non_blocking=True)
+            copied = self.buffer.fill(target, gradient.detach(), add=add)
         self.release_copied(wait=False)
-        self._copies.append(_Copy(target, beside.record_event(), made_on, gradient))
+        if copied is not None:
+            made_on = torch.accelerator.current_stream(gradient.device)
+            self._copies.append(_Copy(copied, made_on, gradient))
+        self._stored.add(name)
 
     def release_copied(self, *, wait: bool = True) -> None:
         """Keep no gradients on the device that are copied; if others are to `wait`, none at all.
@@ -223,12 +202,6 @@ def _afterwards(streamer: GradientStreamer, weights: Weights, name: str) -> Call
             streamer.add(weights, name, parameter)
 
     return add
-
-
-@functools.cache
-def _stream_beside(device: torch.device, thread: int) -> torch.Stream:
-    """The stream on which a thread has a device copy beside its work."""
-    return torch.Stream(device)
 
 
 class GradientStreamer:

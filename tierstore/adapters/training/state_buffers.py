@@ -163,6 +163,11 @@ class StateBuffer:
         if purpose is not HostAccess.READ:
             engine_of(self.store).mutable_groups.write_back(self.key)
 
+    def fill(self, target: torch.Tensor, source: torch.Tensor, *, add: bool) -> torch.Event | None:
+        """Copy `source` to one of the tensors that `enter` returned, or add it to that. For the
+        event that is returned see `MutableGroups.fill`."""
+        return engine_of(self.store).mutable_groups.fill(self.key, target, source, add=add)
+
     def read(self) -> ViewLease:
         """The tensors on the device, to be read there."""
         self._in_ram = True
