@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         undispatch,
     )
     from tierstore.adapters.onloading import onloaded
+    from tierstore.adapters.pretrained import from_pretrained, from_single_file
     from tierstore.adapters.training import OffloadModel, OffloadOptimizer
     from tierstore.adapters.training.saving import load_training, save_training
     from tierstore.lease import Lease
@@ -66,6 +67,8 @@ _LAZY = {
     "load_checkpoint_and_dispatch": "tierstore.adapters.dispatch",
     "undispatch": "tierstore.adapters.dispatch",
     "onloaded": "tierstore.adapters.onloading",
+    "from_pretrained": "tierstore.adapters.pretrained",
+    "from_single_file": "tierstore.adapters.pretrained",
     "OffloadModel": "tierstore.adapters.training",
     "OffloadOptimizer": "tierstore.adapters.training",
     "load_training": "tierstore.adapters.training.saving",
@@ -105,6 +108,8 @@ __all__ = [
     "disk_offload",
     "dispatch_model",
     "enable_group_offload",
+    "from_pretrained",
+    "from_single_file",
     "load_checkpoint_and_dispatch",
     "load_training",
     "offload_activations",

@@ -49,8 +49,8 @@ from tierstore import (
 from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.engine.checkpoints import read_checkpoint
+from tierstore.system.files import anonymous_file
 from tierstore.system.objects import MARKER
-from tierstore.tiers.spill import anonymous_file
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, OTHER = "key", "other"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,23 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.codecs.plain import assign
-from tierstore.adapters.owners import Owner
+from tierstore.adapters.owners import Owner, owner_of
 from tierstore.adapters.unit_use import StandIn, same
 from tierstore.adapters.weight_groups import Change
 from tierstore.torch_private import call_first_of_state_dict_hooks, like
+
+
+def cast_weights(root: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
+    """Give parameters and buffers (by id) of a model other dtypes: those that are offloaded group
+    by group, the others where they are."""
+    owner = owner_of(root)
+    offloaded: Collection[int] = ()
+    if owner is not None and dtypes:
+        owner.weights.cast(dtypes)
+        offloaded = owner.weights.tensor_ids()
+    for tensor in [*root.parameters(), *root.buffers()]:
+        if id(tensor) in dtypes and id(tensor) not in offloaded:
+            assign(tensor, tensor.detach().to(dtypes[id(tensor)]))
 
 
 class Conversion:

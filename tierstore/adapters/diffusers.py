@@ -29,6 +29,15 @@ _REPLACED = {
     "offload_to_disk_path": "the store's disk_dir: TierStore(ram_budget, disk_dir)",
     "offload_device": "the store, which decides between RAM and disk by its budgets",
 }
+OFFLOAD_ARGUMENTS = (
+    "offload_type",
+    "num_blocks_per_group",
+    "group_size",
+    "exclude_modules",
+    "exclude_kwargs",
+    "block_modules",
+)
+"""What `enable_group_offload` can be told, apart from what it is about."""
 _HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 
 # A handle does not hold its target, so that an entry goes with it.
@@ -228,13 +237,18 @@ def _refuse_replaced(arguments: dict[str, Any]) -> None:
             raise TypeError(f"enable_group_offload() got an unexpected keyword argument {name!r}")
 
 
-def _check_settings(
-    settings: dict[str, Any], store: TierStore, onload_device: str | torch.device | None
-) -> None:
+def check_store(store: Any) -> None:
+    """Raise TypeError for what is no store."""
     if not isinstance(store, TierStore):
         raise TypeError(
             f"store is a {type(store).__name__}: pass a TierStore(ram_budget, disk_dir)"
         )
+
+
+def _check_settings(
+    settings: dict[str, Any], store: TierStore, onload_device: str | torch.device | None
+) -> None:
+    check_store(store)
     if settings["offload_type"] not in OFFLOAD_TYPES:
         raise ValueError(
             f"offload_type={settings['offload_type']!r} is not one of {', '.join(OFFLOAD_TYPES)}"

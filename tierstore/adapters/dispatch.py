@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs.memory import unique_bytes
-from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
@@ -220,12 +220,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     dispatch_model(
         model, store, device_map, skip_keys=skip_keys, preload_module_classes=preload_module_classes
     )
-    owner = owner_of(model)
-    if owner is not None and casts:
-        owner.weights.convert(lambda tensor: tensor.to(casts.get(id(tensor), tensor.dtype)))
-        for tensor in _state(model):
-            if id(tensor) not in owner.weights.tensor_ids():
-                assign(tensor, tensor.detach().to(casts.get(id(tensor), tensor.dtype)))
+    cast_weights(model, casts)
     return model
 
 

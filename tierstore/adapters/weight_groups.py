@@ -15,6 +15,7 @@ from tierstore.adapters.bindings import Binding
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.grouping import Cutting, GroupPlan, unused
+from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, ClosedError
 from tierstore.model.tiers import Tier
@@ -183,12 +184,38 @@ class WeightGroups:
                     give_back_free_memory()
             self.watch()
 
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def cast(self, dtypes: Mapping[int, torch.dtype]) -> None:
+        """Give tensors (by id) other dtypes, group by group. What was cast from the same files
+        before is neither read nor written."""
+        with self._renewing:
+            self.renew([b for b in self._bindings.values() if b.edited])
+            space = AddressSpace()
+            for key in bar(list(self.groups), "Converting", "groups"):
+                members = self._members(key)
+                casts = {
+                    b.name: dtypes[id(b.tensor)]
+                    for b in members
+                    if dtypes.get(id(b.tensor), b.tensor.dtype) is not b.tensor.dtype
+                }
+                if casts:
+                    values = {b.name: b.tensor.detach() for b in members}
+                    self._store_anew(key, members, values, space, casts)
+                    give_back_free_memory()
+            self.watch()
+
     def _store_anew(
-        self, old: str, members: list[Binding], values: Mapping[str, torch.Tensor]
+        self,
+        old: str,
+        members: list[Binding],
+        values: Mapping[str, torch.Tensor],
+        space: AddressSpace | None = None,
+        casts: Mapping[str, torch.dtype] = NO_CASTS,
     ) -> None:
         named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
         key = next(key for key in named if key not in self.groups)
-        homes = self.store.register(key, values)
+        homes = engine_of(self.store).groups.register(key, values, space, casts)
         self._know(key, self.groups.pop(old))
         with self.lock:
             self.renewals += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -31,7 +32,41 @@ WEIGHTS = "weights/"
 """Objects under this prefix hold weights that no checkpoint holds, named by their content."""
 
 
-WriteOnce = Callable[[Mapping[str, torch.Tensor]], tuple[str, StoredObject]]
+CASTS = "casts/"
+"""Objects under this prefix tell the content of what was cast from a checkpoint's bytes, so that it
+is found again without those being read."""
+
+
+@dataclass(frozen=True)
+class Unadopted:
+    """Tensors that are not in files as they are wanted.
+
+    `casts` has the dtypes that some of them are wanted in. `derivation` names the bytes of files
+    that all of them come from, and what they are cast to; None if some come from elsewhere.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    casts: Mapping[str, torch.dtype]
+    derivation: str | None
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is wanted in."""
+        return self.casts.get(name, self.tensors[name].dtype)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The tensors as they are wanted."""
+        return {name: tensor.to(self.dtype_of(name)) for name, tensor in self.tensors.items()}
+
+    def is_as(self, stored: StoredObject) -> bool:
+        """Whether a file holds tensors like these."""
+        views = [view for block in stored.packing.blocks for view in block.views]
+        return {v.name: (DTYPES[v.dtype], v.shape) for v in views} == {
+            name: (self.dtype_of(name), tuple(tensor.shape))
+            for name, tensor in self.tensors.items()
+        }
+
+
+WriteOnce = Callable[[Unadopted], tuple[str, StoredObject]]
 
 
 @dataclass(frozen=True)
@@ -69,20 +104,22 @@ def checkpoint_groups(
 
 
 def adopt(
-    tensors: Mapping[str, torch.Tensor], space: AddressSpace, write_once: WriteOnce
+    tensors: Mapping[str, torch.Tensor],
+    space: AddressSpace,
+    write_once: WriteOnce,
+    casts: Mapping[str, torch.dtype],
 ) -> Adoption:
-    """Find the file bytes behind each tensor; have `write_once` put the rest into a file."""
-    in_files: list[FileTensor] = []
-    rest: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        found = _file_tensor(name, tensor, space)
-        if found is None:
-            rest[name] = tensor.detach()
-        else:
-            in_files.append(found)
-    if rest and in_files:
+    """Find the file bytes behind each tensor; have `write_once` put the rest into a file, and what
+    is to be cast."""
+    found = {name: _file_tensor(name, tensor, space) for name, tensor in tensors.items()}
+    rest = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if found[name] is None or name in casts
+    }
+    if rest and len(rest) < len(tensors):
         _take_what_overlaps(tensors, rest)
-        in_files = [found for found in in_files if found.name not in rest]
+    in_files = [file for name, file in found.items() if file is not None and name not in rest]
     homes = {name: tensor.detach() for name, tensor in tensors.items() if name not in rest}
     stamps = {path: _stamp(path) for path in {t.extent.path for t in in_files}}
     placement = place(in_files)
@@ -90,7 +127,8 @@ def adopt(
     checks: tuple[Check, ...] = ()
     end = placement.end
     if rest:
-        path, stored = write_once(rest)
+        derivation = _derivation([found[name] for name in rest], casts) if casts else None
+        path, stored = write_once(Unadopted(rest, casts, derivation))
         written = stored.source(path, end)
         specs += stored.packing.specs(end)
         segments, moves = segments + written.segments, moves + written.moves
@@ -108,6 +146,19 @@ def _take_what_overlaps(tensors: Mapping[str, torch.Tensor], rest: dict[str, tor
         names = [view.name for view in block.views]
         if not rest.keys().isdisjoint(names):
             rest.update({name: tensors[name].detach() for name in names})
+
+
+def _derivation(
+    sources: Iterable[FileTensor | None], casts: Mapping[str, torch.dtype]
+) -> str | None:
+    """A name for what these bytes of files, as the files are now, are when they are cast."""
+    described = []
+    for source in sources:
+        if source is None:
+            return None
+        stamp = dataclasses.astuple(_stamp(source.extent.path))
+        described.append((dataclasses.astuple(source), stamp, str(casts.get(source.name))))
+    return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()[:32]
 
 
 def _stamp(path: str) -> FileStamp:

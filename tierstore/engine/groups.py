@@ -7,7 +7,16 @@ from functools import partial
 
 import torch
 
-from tierstore.engine.adoption import WEIGHTS, Adoption, adopt, checkpoint_groups, content_hash
+from tierstore.engine.adoption import (
+    CASTS,
+    WEIGHTS,
+    Adoption,
+    Unadopted,
+    adopt,
+    checkpoint_groups,
+    content_hash,
+    object_views,
+)
 from tierstore.engine.checkpoints import CheckpointFile
 from tierstore.engine.core import Core
 from tierstore.engine.keys import check_callers_key
@@ -19,10 +28,14 @@ from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier
 from tierstore.system.files import FileStamp
-from tierstore.system.maps import AddressSpace
+from tierstore.system.maps import AddressSpace, nameless_file_memory
 from tierstore.system.objects import intact_object
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.workers import Future
+
+NO_CASTS: Mapping[str, torch.dtype] = {}
+CONTENT = "content"
+"""The name of the one tensor in objects under `CASTS`."""
 
 
 class Groups:
@@ -67,18 +80,23 @@ class Groups:
             self._know(key, spec, source, stamps, single=single)
 
     def register(
-        self, key: str, tensors: Mapping[str, torch.Tensor], space: AddressSpace | None = None
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        space: AddressSpace | None = None,
+        casts: Mapping[str, torch.dtype] = NO_CASTS,
     ) -> dict[str, torch.Tensor]:
         """See `TierStore.register`.
 
         `space` saves time where many groups are registered in a row: what is mapped where, looked
-        up once.
+        up once. `casts` has the dtypes of those tensors that the group is to hold cast. What was
+        cast from the same files before, as they are still, is neither read nor written again.
         """
         core = self.core
         check_callers_key(key)
         core.check_open()
         core.refuse_duplicate(key)
-        adoption = adopt(tensors, space or AddressSpace(), self._write_once)
+        adoption = adopt(tensors, space or AddressSpace(), self._write_once, casts)
         self._know_adopted(key, adoption)
         return adoption.homes
 
@@ -109,16 +127,47 @@ class Groups:
         core.tell(events.Registered(group, spec.nbytes, backing=True))
         core.current[key] = group
 
-    def _write_once(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, StoredObject]:
+    def _write_once(self, wanted: Unadopted) -> tuple[str, StoredObject]:
         """The object file with exactly these tensors: found by their content, or written."""
-        core = self.core
-        key = WEIGHTS + content_hash(tensors)
-        if key not in core.current:
+        content = self._cast_before(wanted)
+        if content is None:
+            values = wanted.values()
+            content = content_hash(values)
+            self._put_once(WEIGHTS + content, values)
+            del values
+            if wanted.derivation is not None:
+                told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
+                self._put_once(CASTS + wanted.derivation, {CONTENT: told})
+        path = self.core.directory.path_of(WEIGHTS + content)
+        return path, intact_object(path)
+
+    def _put_once(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        if key not in self.core.current:
             self._puts.put(key, tensors, durable=True)
         self._saves.flush_key(key)  # another thread may have put it, or a write may have failed
         self.offload(key)
-        path = core.directory.path_of(key)
-        return path, intact_object(path)
+
+    def _cast_before(self, wanted: Unadopted) -> str | None:
+        """The content of what was cast from the same bytes before; None if that is not there."""
+        current = self.core.current
+        key = CASTS + str(wanted.derivation)
+        if key not in current:
+            return None
+        self._saves.flush_key(key)
+        path = self.core.directory.path_of(key)
+        told = object_views(path, intact_object(path)).get(CONTENT)
+        content = "" if told is None else bytes(told.tolist()).hex()
+        if WEIGHTS + content not in current:
+            return None
+        self._saves.flush_key(WEIGHTS + content)
+        path = self.core.directory.path_of(WEIGHTS + content)
+        return content if wanted.is_as(intact_object(path)) else None
+
+    def file_memory(self, nbytes: int) -> memoryview:
+        """Memory for what is going to be registered, if it is too much for RAM: in a file without
+        a name, beside the budgets. Raises DiskFullError or TransferError."""
+        self.core.check_open()
+        return nameless_file_memory(self.core.directory.path, nbytes)
 
     # Hints -------------------------------------------------------------------------------------
 

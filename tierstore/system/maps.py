@@ -23,7 +23,13 @@ import numpy.typing as npt
 from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
-from tierstore.system.files import close_quietly, read_fully, transfer_error, transfer_errors
+from tierstore.system.files import (
+    anonymous_file,
+    close_quietly,
+    read_fully,
+    transfer_error,
+    transfer_errors,
+)
 from tierstore.system.mapping import libc, map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
@@ -226,6 +232,21 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
         finally:
             close_quietly(descriptor)
     return mapped[lead:]
+
+
+def nameless_file_memory(directory: str, nbytes: int) -> memoryview:
+    """Memory of `nbytes` bytes, all zero, that lies in a file of its own in `directory`: the system
+    may write it there, and it goes with the last who looks at it.
+
+    Raises DiskFullError or TransferError.
+    """
+    with transfer_errors("making room in", path=directory):
+        descriptor = anonymous_file(directory)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # a map of what has no room would kill
+            return map_open_file(descriptor, 0, nbytes, mmap.MAP_SHARED)
+        finally:
+            close_quietly(descriptor)
 
 
 _malloc_trim = getattr(libc, "malloc_trim", lambda _: 0)

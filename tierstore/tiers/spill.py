@@ -25,7 +25,13 @@ from tierstore.model import shares
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.system.files import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
+from tierstore.system.files import (
+    WRITE_BLOCK,
+    OpenForWriting,
+    anonymous_file,
+    parts,
+    transfer_errors,
+)
 from tierstore.system.mapping import map_open_file
 from tierstore.tiers.workers import RunParallel, one_by_one
 
@@ -234,17 +240,3 @@ class Spill:
         """Give everything back."""
         with contextlib.suppress(OSError):  # nobody will read what it was to hold
             self._file.close()
-
-
-def anonymous_file(directory: str) -> int:
-    """A file in `directory` that has no name, open for reading and writing."""
-    with contextlib.suppress(OSError):
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.unlink(path)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor

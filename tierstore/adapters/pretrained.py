@@ -1,0 +1,202 @@
+"""Pretrained models and pipelines, loaded by their own library straight into a store.
+
+The library does all of it: it finds and downloads files, renames, converts and ties weights, and
+chooses dtypes. Only where the bytes are is different, so that a model of any size can be loaded:
+
+- A weight that would be cast stays the checkpoint's own bytes, mapped, until it is in a group of
+  the store. Then it is cast, group by group; if it was before, it is found again.
+- What the library makes of weights (fused experts, a single file's queries, keys and values) lies
+  in files without names in the store's directory until it is in the store.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from tierstore.adapters.changing import cast_weights
+from tierstore.adapters.codecs.memory import has_address, span, tensor_bytes
+from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.diffusers import OFFLOAD_ARGUMENTS, check_store, enable_group_offload
+from tierstore.store import TierStore, engine_of
+from tierstore.system.maps import AddressSpace
+
+LARGE = 1 << 20
+"""Bytes: smaller tensors that a library makes stay in ordinary memory."""
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Tells transformers to convert weights on the thread that loads, one after the other."""
+
+
+def from_pretrained(
+    cls: Any,
+    pretrained_model_name_or_path: str | os.PathLike[str],
+    store: TierStore,
+    **kwargs: Any,
+) -> Any:
+    """`cls.from_pretrained`, with all weights in `store`, in little memory.
+
+    Args:
+        cls: a pipeline or model of diffusers, or a model of transformers, such as
+            `DiffusionPipeline` or `AutoModelForCausalLM`.
+        kwargs: what `enable_group_offload` takes goes there (`exclude_modules`, `offload_type`);
+            the rest to `cls.from_pretrained` (`dtype`, `variant`, `subfolder`, `revision`,
+            components that are there already).
+
+    Whatever the checkpoint's dtype and size, the process takes the store's budget, and the largest
+    group twice while it is cast. Weights at the checkpoint's own dtype are read from its files;
+    others are written to the store once, and found there when the same files are loaded again.
+
+    Raises what `cls.from_pretrained` and `enable_group_offload` raise, and TypeError for
+    `device_map`, which the store replaces.
+    """
+    return _load(cls.from_pretrained, pretrained_model_name_or_path, store, kwargs)
+
+
+def from_single_file(
+    cls: Any,
+    pretrained_model_link_or_path: str | os.PathLike[str],
+    store: TierStore,
+    **kwargs: Any,
+) -> Any:
+    """`cls.from_single_file` of diffusers, with all weights in `store`. See `from_pretrained`."""
+    return _load(cls.from_single_file, pretrained_model_link_or_path, store, kwargs)
+
+
+def _load(
+    load: Callable[..., Any],
+    source: str | os.PathLike[str],
+    store: TierStore,
+    kwargs: dict[str, Any],
+) -> Any:
+    check_store(store)
+    if kwargs.get("device_map") is not None:
+        raise TypeError(
+            "device_map is replaced by the store, which decides between device, RAM and disk by "
+            "its budgets; leave it out"
+        )
+    options = {name: kwargs.pop(name) for name in OFFLOAD_ARGUMENTS if name in kwargs}
+    with _one_by_one(), LoadingMode(engine_of(store).groups.file_memory) as mode:
+        loaded = load(source, **kwargs)
+    pending = {name: mode.pending(model) for name, model in _models_of(loaded).items()}
+    enable_group_offload(loaded, store, **options)
+    for name, model in _models_of(loaded).items():
+        cast_weights(model, pending[name])
+    return loaded
+
+
+def _models_of(loaded: Any) -> dict[str, nn.Module]:
+    if isinstance(loaded, nn.Module):
+        return {"": loaded}
+    return {n: m for n, m in loaded.components.items() if isinstance(m, nn.Module)}
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    before = os.environ.get(_ONE_BY_ONE)
+    os.environ[_ONE_BY_ONE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ONE_BY_ONE]
+        else:
+            os.environ[_ONE_BY_ONE] = before
+
+
+class LoadingMode(TorchDispatchMode):
+    """Inside, on this thread, casts of a file's bytes are put off, and large results go to files.
+
+    Whatever is computed from a tensor whose cast was put off is computed from what it was cast to.
+    `file_memory` makes memory of so many bytes in a file.
+    """
+
+    def __init__(self, file_memory: Callable[[int], memoryview]) -> None:
+        super().__init__()
+        self._file_memory = file_memory
+        self._space: AddressSpace | None = None
+        self._starts: list[int] = []  # addresses of what is to be cast
+        self._casts: dict[int, tuple[int, torch.dtype]] = {}  # by start: where it ends, and to what
+
+    def pending(self, model: nn.Module) -> dict[int, torch.dtype]:
+        """The dtypes that parameters and buffers (by id) are to be cast to."""
+        tensors = [*model.parameters(), *model.buffers()]
+        found = {id(tensor): self._dtype_of(tensor) for tensor in tensors}
+        return {number: dtype for number, dtype in found.items() if dtype is not None}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is torch.ops.aten._to_copy.default and self._put_off(*args, **kwargs):
+            return args[0].detach()
+        returned = function._schema.returns
+        if any(value.alias_info is not None for value in returned):  # a view, or changed in place
+            return function(*args, **kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        return tree_map_only(torch.Tensor, self._moved, function(*args, **kwargs))
+
+    def _put_off(
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        **options: Any,
+    ) -> bool:
+        """Whether this is no more than a cast of a file's bytes: then it is noted."""
+        if dtype is None or not dtype.is_floating_point or not tensor.is_floating_point():
+            return False
+        if (device is not None and torch.device(device).type != "cpu") or not _is_plain(tensor):
+            return False
+        if not tensor.is_contiguous() or any(options.get(n) for n in ("pin_memory", "layout")):
+            return False
+        if self._dtype_of(tensor) is not None or not self._is_in_file(tensor):
+            return False
+        start = tensor.data_ptr()
+        bisect.insort(self._starts, start)
+        self._casts[start] = start + tensor_bytes(tensor), dtype
+        return True
+
+    def _is_in_file(self, tensor: torch.Tensor) -> bool:
+        for space in (self._space, None):
+            if space is None:
+                self._space = space = AddressSpace()  # files were mapped since
+            if space.extent_at(tensor.data_ptr(), tensor_bytes(tensor)) is not None:
+                return True
+        return False
+
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype | None:
+        """What a tensor is to be cast to; None if it is what it should be."""
+        if not self._starts or not _is_plain(tensor):
+            return None
+        at = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        end, dtype = self._casts[self._starts[at]] if at >= 0 else (0, tensor.dtype)
+        return dtype if tensor.data_ptr() < end and dtype is not tensor.dtype else None
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype_of(tensor)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What was just made, in a file if it is large."""
+        nbytes = tensor_bytes(tensor) if _is_plain(tensor) else 0
+        if nbytes < LARGE or span(tensor) != nbytes:
+            return tensor
+        memory = torch.frombuffer(self._file_memory(nbytes), dtype=torch.uint8)
+        return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()).copy_(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and has_address(tensor)
+        and not is_wrapper(tensor)
+        and tensor.numel() > 0
+    )
