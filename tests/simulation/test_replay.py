@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.conformance.archive import ARCHIVE, archive
 from tests.helpers.engine import core_of
 from tests.histories import logs
 from tests.store.helpers import PAGE, on_both, open_store, pages, wait_until_idle
 from tierstore import Access, BudgetError, TierStore
+from tierstore.engine.engine import Engine
+from tierstore.engine.settings import Settings
 from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Tier
-from tierstore.observe.event_log import EventRecord, Handled
+from tierstore.observe.event_log import EventRecord, Handled, from_document, to_document
 from tierstore.observe.trace import KINDS
 from tierstore.simulation import Difference, first_difference, replay
 from tierstore.store import engine_of
@@ -206,3 +210,20 @@ def test_a_record_of_too_many_events_says_so(tmp_path: Path) -> None:
     assert (record.dropped, len(record.handled)) == (1, 1 << 16)
     with pytest.raises(ValueError, match="lacks its 1 oldest event"):
         replay(record)
+
+
+def test_a_tier_of_somebody_elses_is_in_the_record(tmp_path: Path) -> None:
+    budgets = {Tier.HOST: 8 * PAGE, Tier.DISK: 8 * PAGE, ARCHIVE: None}
+    directory = str(tmp_path / "store")
+    cpu = torch.device("cpu")
+    settings = Settings(cpu, budgets, directory, "next-use", "first", extra_tiers=(archive,))
+    engine = Engine(settings)
+    for n in range(6):
+        engine.puts.put(f"made.{n}", pages(n, 4), durable=False, timeout=None)
+    with engine.core.lock:
+        record = engine.core.events.record()
+        assert engine.core.planner.used[ARCHIVE] > 0
+    engine.close()
+    read = from_document(json.loads(json.dumps(to_document(record))))
+    assert read == record
+    assert first_difference(read) is None
