@@ -4,6 +4,8 @@ A list of uses is played against the real planner. Moves take time on their hops
 other and urgent ones first, as on a disk or a link that is busy; computing takes the seconds that
 each use says. Nothing is read, and no thread runs, so that results are exact and the same each
 time. The command line predicts with it, tests assert with it, and benchmarks compare with it.
+
+The events of a real run can be played, too, with their own times: see `replay`.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.model.events import Arrived, Demanded, Event, Leased, Registered, Released
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
+from tierstore.observe.event_log import EventRecord, Handled, replayed
 from tierstore.plan.matching import Numbers
-from tierstore.plan.planner import Planner
+from tierstore.plan.planner import Planner, planner_for
 from tierstore.plan.policy import policy_named
 from tierstore.plan.records import State
 from tierstore.plan.schedule import LearnedOrder
@@ -117,6 +120,45 @@ def play(
     for use in uses:
         run.use(use)
     return run.outcome()
+
+
+def replay(record: EventRecord) -> Iterator[tuple[Event, list[Instruction]]]:
+    """Each event of a record, and what a new planner instructs after it.
+
+    Raises ValueError for a record that is not whole, or from which no planner can be made. Events
+    that do not follow from the instructions before them may raise anything.
+    """
+    if record.dropped:
+        raise ValueError(f"the record lacks its {record.dropped:,} oldest events")
+    planner = planner_for(record.budgets, record.policy, timed_by_device=record.timed_by_device)
+    return replayed(((one.now, one.event) for one in record.handled), planner)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Event `number` of a record, counted from 0, is the first after which today's planner
+    instructs something else. `error` tells why it could not go on, if that is so."""
+
+    number: int
+    recorded: Handled
+    instructions: tuple[Instruction, ...] = ()
+    error: str | None = None
+
+
+def first_difference(record: EventRecord) -> Difference | None:
+    """Where a replay of a record goes another way than the run did; None if it never does.
+
+    Raises ValueError for a record that is not whole, or from which no planner can be made.
+    """
+    answers = replay(record)
+    for number, one in enumerate(record.handled):
+        try:
+            _, instructions = next(answers)
+        except Exception as error:  # a planner trusts its events: these may have been edited
+            return Difference(number, one, error=f"{type(error).__name__}: {error}")
+        if tuple(instructions) != one.instructions:
+            return Difference(number, one, tuple(instructions))
+    return None
 
 
 class _NoPrefetcher(LearnedOrder):

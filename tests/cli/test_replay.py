@@ -55,6 +55,12 @@ def edited(trace: Path, place: Path, **fields: Any) -> Path:
     return place
 
 
+def record_in(trace: Path) -> dict[str, Any]:
+    """The record of events of a trace, to be edited."""
+    record: dict[str, Any] = json.loads(trace.read_text())["tierstore"]["events"]
+    return record
+
+
 def test_the_recorded_run_stands_first(inspect: Inspect, recorded: tuple[Path, Stats]) -> None:
     trace, stats = recorded
     first, *others = inspect.json("replay", trace)["runs"]
@@ -135,11 +141,95 @@ def test_a_recorded_device_keeps_its_budget(inspect: Inspect, trace: Path, tmp_p
 def test_the_table_is_for_people(inspect: Inspect, trace: Path) -> None:
     result = inspect("replay", trace, "--ram", "600KB", "--policy", "lru")
     assert result.exit_code == 0
-    head, first, second = (line.split() for line in result.stdout.splitlines())
+    head, first, second, _, checked = (line.split() for line in result.stdout.splitlines())
     assert head == ["RUN", "RAM", "READ", "STALLED", "SECONDS", "HITS", "LATE", "MISSES"]
     assert (first[0], second[0]) == ("recorded", "lru")
     assert second[1:3] == ["584.0", "KiB"]
+    assert checked[:3] == ["same", "decisions", "at"]
+    assert checked[3] == checked[5] != "0"
     assert result.stderr == ""
+
+
+def test_the_planner_is_compared_with_the_recorded_run(
+    inspect: Inspect, trace: Path, tmp_path: Path
+) -> None:
+    count = len(record_in(trace)["handled"])
+    assert count > 2 * PASSES * GROUPS
+    same = {"count": count, "agreed": count, "problem": None}
+    assert inspect.json("replay", trace)["events"] == same
+    record = record_in(trace)
+    number, followed = next((n, rows) for n, rows in enumerate(record["handled"]) if len(rows) > 1)
+    del followed[1:]
+    path = edited(trace, tmp_path / "edited.json", events=record)
+    told = inspect.json("replay", path)["events"]
+    assert (told["count"], told["agreed"]) == (count, number)
+    assert f"From event {number + 1} on" in told["problem"]
+    assert "it instructed nothing; now: Copy(" in told["problem"]
+    result = inspect("replay", path)
+    assert result.exit_code == 0
+    assert f"same decisions at {number:,} of {count:,} events" in result.stdout
+    assert f"From event {number + 1} on" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"dropped": 3}, "the record lacks its 3 oldest events"),
+        ({"policy": "fifo"}, "there is no policy 'fifo'"),
+        ({"tiers": []}, "no memory above something persistent"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(
+    inspect: Inspect, trace: Path, tmp_path: Path, fields: dict[str, Any], problem: str
+) -> None:
+    record = {**record_in(trace), "handled": [], **fields}
+    path = edited(trace, tmp_path / "edited.json", events=record)
+    result = inspect("replay", path)
+    assert result.exit_code == 0
+    assert "same decisions at 0 of 0 events" in result.stdout
+    assert problem in result.stderr
+    assert problem in inspect.json("replay", path)["events"]["problem"]
+
+
+def test_events_that_follow_from_nothing_are_told_and_harm_nothing(
+    inspect: Inspect, trace: Path, tmp_path: Path
+) -> None:
+    record = record_in(trace)
+    record["handled"][0] = [[0.0, "Released", ["x" * 10_000, 1], "read", False]]
+    result = inspect("replay", edited(trace, tmp_path / "edited.json", events=record))
+    assert result.exit_code == 0
+    assert "From event 1 on" in result.stderr and "KeyError" in result.stderr
+    assert len(result.stderr) < 2000
+
+
+@pytest.mark.parametrize("events", [None, "left out"])
+def test_a_trace_without_events_is_replayed_as_well(
+    inspect: Inspect, trace: Path, tmp_path: Path, events: str | None
+) -> None:
+    document = json.loads(trace.read_text())
+    document["tierstore"]["events"] = None
+    if events is not None:
+        del document["tierstore"]["events"]
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(document))
+    told = inspect.json("replay", path)
+    assert told["events"] is None
+    assert told["runs"] == inspect.json("replay", trace)["runs"]
+    result = inspect("replay", path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "decisions" not in result.stdout
+
+
+@pytest.mark.parametrize("row", [5, [], [[]], [[0, "Leasd", ["a", 1]]], [["noon", "Filled", 5]]])
+def test_a_row_that_is_no_event_is_told(
+    inspect: Inspect, trace: Path, tmp_path: Path, row: Any
+) -> None:
+    record = {**record_in(trace), "handled": [row]}
+    path = edited(trace, tmp_path / "edited.json", events=record)
+    for command in ("replay", "trace"):
+        result = inspect(command, path)
+        assert result.exit_code == 2
+        assert "'events' is no record of events: event 1: " in result.stderr
 
 
 def test_a_budget_below_a_group_is_told_beside_the_others(inspect: Inspect, trace: Path) -> None:

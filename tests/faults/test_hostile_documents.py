@@ -37,6 +37,7 @@ from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.errors import InvalidTraceError
 from tierstore.observe.trace import load
+from tierstore.simulation import first_difference
 from tierstore.system.locking import describe_owner
 from tierstore.system.objects import STORE_FORMAT, read_marker
 from tierstore.trace import read_trace
@@ -275,6 +276,43 @@ def test_a_trace_is_whole_or_refused(tmp_path: Path) -> None:
     outcomes = tried(variants(whole, by_lane(60, 200, 10_000), rnd), use, tmp_path)
     assert min(outcomes["accepted"], outcomes["refused"]) > 10, outcomes
     tried(variants(whole, by_lane(6, 30, 1000), rnd), run, tmp_path, cache_file())
+
+
+@pytest.mark.timeout(1800)
+def test_a_record_of_events_is_played_or_refused(tmp_path: Path) -> None:
+    """Whatever its events are, the planner that they are played to harms nobody."""
+    whole = trace_of(tmp_path)
+    events = json.loads(whole)["tierstore"]["events"]
+    path = tmp_path / "changed.json"
+
+    def use(content: bytes) -> str:
+        path.write_bytes(content)
+        try:
+            record = read_trace(path).events
+            assert record is not None
+            return "differs" if first_difference(record) else "same"
+        except InvalidTraceError as error:
+            assert str(path) in str(error) and len(str(error)) < 2000
+            return "refused"
+
+    def changed(rnd: random.Random) -> bytes:
+        """With one event changed, or in the place of another, or gone."""
+        rows = [json.dumps(row).encode() for row in events["handled"]]
+        at = rnd.randrange(len(rows))
+        if rnd.random() < 0.5:
+            rows[at] = _structure(rows[at], rnd)
+        else:
+            rows[at : at + rnd.choice([0, 1])] = rnd.choices(rows, k=rnd.choice([0, 1]))
+        others = json.dumps({**events, "handled": []}).encode()
+        return whole.replace(
+            json.dumps(events, separators=(",", ":")).encode(),
+            others.replace(b"[]", b"[" + b",".join(rows) + b"]"),
+        )
+
+    assert use(whole) == "same"
+    rnd = random.Random(SEED)
+    outcomes = tried([changed(rnd) for _ in range(by_lane(200, 400, 20_000))], use, tmp_path)
+    assert min(outcomes["same"], outcomes["refused"], outcomes["differs"]) > 10, outcomes
 
 
 @pytest.mark.timeout(1800)

@@ -18,15 +18,25 @@ from tierstore.model import events
 from tierstore.model.errors import TransferError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
-from tierstore.model.moves import Instruction
+from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
-from tierstore.observe.event_log import EventLog, from_row, replayed, to_row
+from tierstore.observe.event_log import (
+    EventLog,
+    EventRecord,
+    Handled,
+    from_document,
+    from_row,
+    replayed,
+    to_document,
+    to_row,
+)
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import policy_named
 from tierstore.plan.schedule import LearnedOrder
 
 A, B = GroupId("a\x00é", 1), GroupId("b", 2)
 HOST, DISK = Tier.HOST, Tier.DISK
+BUDGETS = {HOST: 10, DISK: None}
 
 BARE = events.RecoveredGroup(A, 5, ())
 WHOLE = events.RecoveredGroup(
@@ -149,17 +159,93 @@ def test_what_is_no_event_is_refused_and_why(row: Any, wrong: str) -> None:
 
 
 def test_a_log_keeps_the_newest_and_counts_what_it_dropped() -> None:
-    log = EventLog(kept=3)
-    assert (list(log), log.dropped) == ([], 0)
-    handled = [(float(number), events.BudgetChanged(number)) for number in range(5)]
-    for count, one in enumerate(handled, 1):
-        log.add(one)
-        assert list(log) == handled[max(0, count - 3) : count]
-        assert log.dropped == max(0, count - 3)
-    log.clear()
-    assert (list(log), log.dropped) == ([], 0)
-    log.add(handled[0])
-    assert (list(log), log.dropped) == ([handled[0]], 0)
+    log = EventLog(BUDGETS, "lru", kept=3)
+    assert log.record() == EventRecord(BUDGETS, "lru", False, 0, ())
+    drop = Drop(A, 5, HOST)
+    handled = tuple(Handled(float(n), events.BudgetChanged(n), (drop,) * n) for n in range(5))
+    for count, (now, event, instructions) in enumerate(handled, 1):
+        log.note(now, event, list(instructions))
+        assert log.record().handled == handled[max(0, count - 3) : count]
+        assert log.record().dropped == max(0, count - 3)
+
+
+def test_a_record_is_of_its_moment() -> None:
+    log = EventLog(BUDGETS, "lru")
+    before = log.record()
+    log.note(1.0, events.Filled(A), [])
+    assert (len(before.handled), len(log.record().handled)) == (0, 1)
+
+
+RECORD = EventRecord(
+    {Tier.DEVICE: 10, HOST: 20, DISK: None, REMOTE: 30},
+    "next-use",
+    True,
+    7,
+    (
+        Handled(0.5, events.Registered(A, 5, tier=REMOTE), ()),
+        Handled(
+            1.5,
+            events.Demanded(A),
+            (Copy(A, 5, REMOTE, DISK, urgent=True), Drop(A, 5, DISK), Reserve(B, 6, HOST)),
+        ),
+        Handled(2.5, events.Discarded(A), (Forget(A),)),
+    ),
+)
+
+
+def document() -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(json.dumps(to_document(RECORD)))
+    return read
+
+
+def test_a_record_goes_through_json_unchanged() -> None:
+    read = from_document(document())
+    assert read == RECORD
+    assert [(tier.name, tier.persistent) for tier in read.budgets] == [
+        (tier.name, tier.persistent) for tier in RECORD.budgets
+    ]
+    assert {type(i) for one in read.handled for i in one.instructions} == set(get_args(Instruction))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wrong"),
+    [
+        ("tiers", None, "it has no 'tiers'"),
+        ("tiers", [5], "5 is no tier"),
+        ("tiers", [[1, "HOST", False]], "is no tier: ValueError: not enough values"),
+        ("tiers", [[1, "HOST", False, 0.5]], "0.5 is no int"),
+        ("tiers", [[1, ["HOST"], False, 5]], "is no str"),
+        ("tiers", [[2, "HOST", False, 5]], "HOST is another tier"),
+        ("tiers", [[1, "HOST", True, 5]], "HOST is another tier"),
+        ("tiers", [[1, "HOST", False, 5], [1, "HOST", False, 5]], "lists a tier twice"),
+        ("tiers", [[1, "HOST", False, 5], [1, "ATTIC", False, 5]], "lists a tier twice"),
+        ("tiers", [[3, "ATTIC", True, 5], [4, "ATTIC", True, 5]], "lists a tier twice"),
+        ("policy", 5, "it has no 'policy'"),
+        ("timed_by_device", 1, "it has no 'timed_by_device'"),
+        ("dropped", "7", "it has no 'dropped'"),
+        ("dropped", -1, "it has no 'dropped'"),
+        ("handled", {}, "it has no 'handled'"),
+        ("handled", [5], "event 1: TypeError: 5 is no list"),
+        ("handled", [[]], "event 1: ValueError: not enough values"),
+        ("handled", [[[0, "DeviceVacated"]], [[0, "Leasd"]]], "event 2: .* is no event"),
+        ("handled", [[[0, "DeviceVacated"], 5]], "5 is no instruction"),
+        ("handled", [[[0, "DeviceVacated"], ["Burn", ["a", 1]]]], "KeyError: 'Burn'"),
+        ("handled", [[[0, "DeviceVacated"], ["Forget", ["a", 1], 5]]], "longer"),
+        ("handled", [[[0, "DeviceVacated"], ["Drop", ["a", 1], 1 << 63, "HOST"]]], "too large"),
+        ("handled", [[["x" * 100_000, "x" * 100_000]]], "is no event"),
+        ("handled", [[[0, "x" * 100_000]]], "is no event"),
+    ],
+)
+def test_what_is_no_record_is_refused_and_why(field: str, value: Any, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong) as caught:
+        from_document({**document(), field: value})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("value", [None, 5, [], {}, "tiers"])
+def test_what_is_no_object_is_no_record(value: Any) -> None:
+    with pytest.raises(ValueError, match="it has no 'tiers'"):
+        from_document(value)
 
 
 def replay_rows(world: World, policy: str, rows: list[list[Any]]) -> Iterator[list[Instruction]]:
@@ -280,11 +366,11 @@ def test_an_event_that_raises_is_in_the_file(tmp_path: Path) -> None:
 
 def test_of_an_error_only_the_text_is_kept() -> None:
     """Its traceback would keep everything alive that it came through."""
-    log = EventLog()
+    log = EventLog(BUDGETS, "lru")
     try:
         raise TransferError("no room")
     except TransferError as error:
-        log.add((1.0, events.Failed(A, HOST, DISK, error)))
-    [(_, event)] = log
+        log.note(1.0, events.Failed(A, HOST, DISK, error), [])
+    [(_, event, _)] = log.record().handled
     assert isinstance(event, events.Failed)
     assert str(event.error) == "no room" and event.error.__traceback__ is None

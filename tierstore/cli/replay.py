@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tierstore.cli import options, words
-from tierstore.cli.output import Column, Document, Failure, draw, print_json, remark
+from tierstore.cli.output import Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.trace import recorded_in
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import TIERS, Tier
 
 if TYPE_CHECKING:  # they bring numpy: only who replays shall wait for that
+    from tierstore.model.moves import Instruction
+    from tierstore.observe.event_log import EventRecord
     from tierstore.observe.trace import Recorded
 
 POLICIES = ("next-use", "lru")
+_LONGEST = 300
+"""Characters that are told of an event, or of instructions."""
 _COUNTED = ("stalled_seconds", "hits", "late", "misses")
 _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
 
@@ -63,13 +67,22 @@ def replay(
     TRACE is a file that `store.trace(path)` wrote. The groups, the order of their uses, the time
     between uses and the speed of each hop are the recorded ones; the planner is the real one. All
     groups begin on disk, and nothing is written.
+
+    First the recorded events are played to the planner, to see whether it still decides as it did
+    in the recorded run.
     """
     recorded = _read(trace)
+    events = None if recorded.events is None else _checked(recorded.events)
     rows = [_recorded_row(recorded), *_replayed(recorded, ram, device, policy)]
     if as_json:
-        print_json({"trace": os.path.abspath(trace), "runs": rows})
+        print_json({"trace": os.path.abspath(trace), "runs": rows, "events": events})
         return
     _draw(rows)
+    if events is not None:
+        data("")
+        data(f"same decisions at {events['agreed']:,} of {words.count(events['count'], 'event')}")
+        if events["problem"]:
+            remark(events["problem"])
     if recorded.dropped:
         remark(
             f"The trace is not whole: its {words.count(recorded.dropped, 'oldest event')} were "
@@ -85,6 +98,37 @@ def _read(path: str) -> Recorded:
             "Record a run in which groups are used.",
         )
     return recorded
+
+
+def _checked(record: EventRecord) -> Document:
+    """At how many recorded events the planner decides as it did; `problem` tells what came next."""
+    from tierstore.simulation import first_difference
+
+    count = len(record.handled)
+    try:
+        difference = first_difference(record)
+    except ValueError as error:
+        problem = f"The recorded decisions cannot be compared: {error}."
+        return {"count": count, "agreed": 0, "problem": problem}
+    if difference is None:
+        return {"count": count, "agreed": count, "problem": None}
+    one = difference.recorded
+    then = _told(one.instructions)
+    now = _told(difference.instructions) if difference.error is None else difference.error
+    problem = (
+        f"From event {difference.number + 1:,} on the planner decides otherwise, or the trace was "
+        f"edited. After {_shortened(one.event)} it instructed {then}; now: {_shortened(now)}"
+    )
+    return {"count": count, "agreed": difference.number, "problem": problem}
+
+
+def _told(instructions: Sequence[Instruction]) -> str:
+    return _shortened(", ".join(map(str, instructions)) or "nothing")
+
+
+def _shortened(what: object) -> str:
+    text = str(what)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _row(

@@ -41,9 +41,7 @@ from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.observe.event_log import EventLog
 from tierstore.observe.observer import Observer
-from tierstore.plan.planner import Planner
-from tierstore.plan.policy import policy_named
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.planner import planner_for
 from tierstore.system.objects import object_name
 from tierstore.system.streams import is_captured
 from tierstore.tiers.assembly import build
@@ -76,11 +74,10 @@ class Core:
         self.deferred: deque[Callable[[], object]] = deque()
         self.permanent_host_bytes = 0  # bytes leased in host memory by who never gives them back
         self.largest = 0  # bytes of the largest group that was leased or saved for autograd so far
-        self.events = EventLog()
         self.measurements = Measurements()
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
-        self.planner = self._new_planner()
+        self._begin_planning()
         self.queue = WaitQueue(self._ready, lambda: self.planner.idle(), self._refuse_the_hopeless)
         self.directory = ObjectDirectory(settings.disk_dir)
         try:
@@ -107,11 +104,12 @@ class Core:
             self.finalizer()
             raise
 
-    def _new_planner(self) -> Planner:
-        schedule = LearnedOrder()
-        policy = policy_named(self.settings.policy, schedule)
+    def _begin_planning(self) -> None:
+        """Have a planner that knows nothing yet, and the log of what it is told."""
+        budgets, policy = self.settings.budgets, self.settings.policy
         on_device = self.device.type != "cpu"
-        return Planner(self.settings.budgets, policy, schedule, timed_by_device=on_device)
+        self.planner = planner_for(budgets, policy, timed_by_device=on_device)
+        self.events = EventLog(budgets, policy, timed_by_device=on_device)
 
     def _recover(self) -> None:
         """Know the groups that the directory holds."""
@@ -207,7 +205,7 @@ class Core:
         """Tell the planner what happened. Returns its instructions, for `deliver`."""
         now = time.monotonic()
         instructions = self.planner.handle(event, now)
-        self.events.add((now, event))
+        self.events.note(now, event, instructions)
         return instructions
 
     def deliver(self, instructions: list[Instruction]) -> None:
@@ -305,8 +303,8 @@ class Core:
         self.mover.rebuild()
         for demand in self.queue.lost_demands():
             self.unseen.pop(demand.group, None)
-        peak, self.planner = self.planner.peak, self._new_planner()
-        self.events.clear()
+        peak = self.planner.peak
+        self._begin_planning()
         instructions = self.handled(events.Recovered(tuple(self._existing_groups())))
         for tier, nbytes in peak.items():
             self.planner.peak[tier] = max(self.planner.peak[tier], nbytes)

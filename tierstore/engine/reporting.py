@@ -60,6 +60,7 @@ class Reporting:
             journal.dropped,
             journal.number,
             time.monotonic(),
+            core.events.record(),
         )
 
     @transaction

@@ -1,19 +1,31 @@
 """The record of all events of a planner, from which every decision can be made again.
 
-A log that is whole (`dropped` is 0) and is played to a planner of the same budgets and policy
-(`replayed`) gives the same instructions, event by event: a decision that looks wrong, in a failing
-test or in a report of somebody's run, can be looked at as often as one likes.
+A store keeps an `EventLog`: each event, and the instructions that followed. `EventLog.record` is
+what it holds, with all that a new planner has to know to begin as that one did; a trace has it as a
+document. A record that is whole (`dropped` is 0) gives the same instructions again, event by event
+(`tierstore.simulation.replay`): a decision that looks wrong, in a failing test or in a report of
+somebody's run, can be looked at as often as one likes.
 
-As JSON an event is a row `[seconds, type, field, ...]`, in the order of `tierstore.model.events`. A
-group is `[key, generation]`, a tier its name, a way of use its value; an error is its text.
+As JSON a record is an object:
+
+    tiers            [[rank, name, persistent, budget in bytes, or null for no limit], ...]
+    policy           its name
+    timed_by_device  see `Planner`
+    dropped          events that were forgotten because there were too many; the newest were kept
+    handled          [[event, instruction, ...], ...] in the order in which they happened
+
+An event is a row `[seconds, type, field, ...]`, in the order of `tierstore.model.events`, an
+instruction a row `[type, field, ...]`, in that of `tierstore.model.moves`. A group is
+`[key, generation]`, a tier its name, a way of use its value; an error is its text.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tierstore.model import events
 from tierstore.model.errors import TransferError
@@ -26,32 +38,72 @@ from tierstore.observe.journal import Ring
 KEPT = 1 << 16
 """Events that are kept; of more, the oldest are dropped."""
 
+LARGEST = 1 << 63
+"""No number in a record is as large."""
+
 PLAIN = {"int": int, "bool": bool}
-TYPES = {kind.__name__: kind for kind in Event.__args__}
+EVENTS = {kind.__name__: kind for kind in Event.__args__}
+INSTRUCTIONS = {kind.__name__: kind for kind in Instruction.__args__}
+_TYPED: dict[type, tuple[tuple[str, str], ...]] = {
+    kind: tuple((field.name, str(field.type)) for field in fields(kind))
+    for kind in (*EVENTS.values(), *INSTRUCTIONS.values(), events.RecoveredGroup)
+}
+"""The fields of each type of row, and their annotations."""
 
 
-class EventLog(Ring[tuple[float, Event]]):
-    """The newest events of a planner, and when they happened, in seconds."""
+class Handled(NamedTuple):
+    """An event, when it happened (in seconds), and what the planner instructed after it."""
 
-    def __init__(self, kept: int = KEPT) -> None:
+    now: float
+    event: Event
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """What a planner was told, and what it instructed: the newest events, without `dropped` ones.
+
+    It was made with these `budgets` (bytes; None for no limit), `policy` and `timed_by_device`.
+    """
+
+    budgets: Mapping[Tier, int | None]
+    policy: str
+    timed_by_device: bool
+    dropped: int
+    handled: tuple[Handled, ...]
+
+
+class EventLog(Ring[tuple[float, Event, tuple[Instruction, ...]]]):
+    """The newest events of a planner, which begins with these budgets. See `EventRecord`."""
+
+    def __init__(
+        self,
+        budgets: Mapping[Tier, int | None],
+        policy: str,
+        *,
+        timed_by_device: bool = False,
+        kept: int = KEPT,
+    ) -> None:
         super().__init__(kept)
-        self._kept = kept
+        self._budgets = dict(budgets)
+        self._policy = policy
+        self._timed_by_device = timed_by_device
 
-    def add(self, handled: tuple[float, Event]) -> None:
+    def note(self, now: float, event: Event, instructions: Iterable[Instruction]) -> None:
         """Note an event that was handled, and when. Of an error, the text is kept."""
-        now, event = handled
         if isinstance(event, events.Failed):
             # The error itself would keep the frames alive that it came through, and their tensors.
-            handled = now, replace(event, error=TransferError(str(event.error)))
+            event = replace(event, error=TransferError(str(event.error)))
         self._added += 1
-        self._events.append(handled)
+        # A plain tuple is made in a quarter of the time, and callers wait for it.
+        self._events.append((now, event, tuple(instructions)))
 
-    def clear(self) -> None:
-        """A new planner begins."""
-        super().__init__(self._kept)
-
-    def __iter__(self) -> Iterator[tuple[float, Event]]:
-        return iter(self._events)
+    def record(self) -> EventRecord:
+        """What there is to tell by now."""
+        handled = tuple(map(Handled._make, self._events))
+        return EventRecord(
+            self._budgets, self._policy, self._timed_by_device, self.dropped, handled
+        )
 
 
 class Handler(Protocol):
@@ -73,24 +125,110 @@ def replayed(
         yield event, planner.handle(event, now)
 
 
+# As JSON -----------------------------------------------------------------------------------------
+
+
+def to_document(record: EventRecord) -> dict[str, Any]:
+    """A record as JSON knows it."""
+    return {
+        "tiers": [[int(t), t.name, t.persistent, size] for t, size in record.budgets.items()],
+        "policy": record.policy,
+        "timed_by_device": record.timed_by_device,
+        "dropped": record.dropped,
+        "handled": [
+            [to_row(one.now, one.event), *map(_row, one.instructions)] for one in record.handled
+        ],
+    }
+
+
+def from_document(document: Any) -> EventRecord:
+    """The record of a document. Raises ValueError, which says what is wrong, for what is none."""
+    found = {name: _field(document, name, kind) for name, kind in _FIELDS.items()}
+    tiers, budgets = dict(TIERS), dict[Tier, int | None]()
+    for row in found["tiers"]:
+        tier, budget = _tier(row)
+        budgets[tiers.setdefault(tier.name, tier)] = budget
+    if len({int(tier) for tier in budgets}) != len(found["tiers"]):
+        raise ValueError("it lists a tier twice")
+    handled = tuple(
+        _handled(number, rows, tiers) for number, rows in enumerate(found["handled"], 1)
+    )
+    return EventRecord(
+        budgets, found["policy"], found["timed_by_device"], found["dropped"], handled
+    )
+
+
+_FIELDS = {"tiers": list, "policy": str, "timed_by_device": bool, "dropped": int, "handled": list}
+
+
+def _field(document: Any, name: str, kind: type) -> Any:
+    try:
+        found = _checked(document[name], kind)
+        if kind is int and found < 0:
+            raise ValueError(f"{found} is no count")
+        return found
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"it has no {name!r}: {_said(error)}") from error
+
+
+def _tier(row: Any) -> tuple[Tier, int | None]:
+    try:
+        rank, name, persistent, budget = _checked(row, list)
+        of = _checked(rank, int), _checked(name, str), _checked(persistent, bool)
+        tier = TIERS.get(name, Tier(rank, name, persistent=persistent))
+        if (int(tier), tier.name, tier.persistent) != of:
+            raise ValueError(f"{name} is another tier")
+        return tier, None if budget is None else _checked(budget, int)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{reprlib.repr(row)} is no tier: {_said(error)}") from error
+
+
+def _handled(number: int, rows: Any, tiers: Mapping[str, Tier]) -> Handled:
+    try:
+        event, *instructions = _checked(rows, list)
+        followed = tuple(_instruction(row, tiers) for row in instructions)
+        return Handled(*from_row(event, tiers), followed)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"event {number:,}: {_said(error)}") from error
+
+
 def to_row(now: float, event: Event) -> list[Any]:
     """An event as JSON knows it."""
-    return [now, type(event).__name__, *(_plain(getattr(event, f.name)) for f in fields(event))]
+    return [now, *_row(event)]
+
+
+def _row(event: Any) -> list[Any]:
+    kind = type(event)
+    return [kind.__name__, *[_plain(getattr(event, name)) for name, _ in _TYPED[kind]]]
 
 
 def from_row(row: list[Any], tiers: Mapping[str, Tier] = TIERS) -> tuple[float, Event]:
     """The event of a row, on these `tiers`, by name. Raises ValueError for what is none."""
     try:
         now, name, *values = row
-        return _value("float", now, tiers), _made(TYPES[name], values, tiers)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{row!r} is no event: {type(error).__name__}: {error}") from error
+        return _value("float", now, tiers), _made(EVENTS[name], values, tiers)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{reprlib.repr(row)} is no event: {_said(error)}") from error
+
+
+def _instruction(row: Any, tiers: Mapping[str, Tier]) -> Instruction:
+    try:
+        name, *values = _checked(row, list)
+        made: Instruction = _made(INSTRUCTIONS[name], values, tiers)
+        return made
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{reprlib.repr(row)} is no instruction: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """In a few words: what is wrong may be as large as a file."""
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def _made(kind: type[Any], values: list[Any], tiers: Mapping[str, Tier]) -> Any:
     """A dataclass of the values of its fields."""
-    pairs = zip(fields(kind), values, strict=True)
-    return kind(*(_value(str(field.type), value, tiers) for field, value in pairs))
+    pairs = zip(_TYPED[kind], values, strict=True)
+    return kind(*[_value(of, value, tiers) for (_, of), value in pairs])
 
 
 def _plain(value: Any) -> Any:
@@ -103,7 +241,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BaseException):
         return str(value)
     if isinstance(value, events.RecoveredGroup):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
+        return _row(value)[1:]
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
     return value
@@ -111,16 +249,6 @@ def _plain(value: Any) -> Any:
 
 def _value(kind: str, value: Any, tiers: Mapping[str, Tier]) -> Any:  # noqa: C901 - a table
     """`value` of a row as what a field of this annotation holds."""
-    if kind.endswith(" | None"):
-        return None if value is None else _value(kind.removesuffix(" | None"), value, tiers)
-    if kind.startswith("tuple["):
-        listed = _checked(value, list)
-        kinds = kind.removeprefix("tuple[").removesuffix("]")
-        if kinds.endswith(", ..."):
-            of = kinds.removesuffix(", ...")
-            return tuple(_value(of, one, tiers) for one in listed)
-        pairs = zip(kinds.split(", "), listed, strict=True)
-        return tuple(_value(of, one, tiers) for of, one in pairs)
     match kind:
         case "GroupId":
             key, generation = _checked(value, list)
@@ -137,11 +265,23 @@ def _value(kind: str, value: Any, tiers: Mapping[str, Tier]) -> Any:  # noqa: C9
             return _made(events.RecoveredGroup, _checked(value, list), tiers)
         case "float":
             return float(_checked(value, int, float))
-    return _checked(value, PLAIN[kind])
+        case "int" | "bool":
+            return _checked(value, PLAIN[kind])
+    if kind.endswith(" | None"):
+        return None if value is None else _value(kind.removesuffix(" | None"), value, tiers)
+    listed = _checked(value, list)
+    kinds = kind.removeprefix("tuple[").removesuffix("]")
+    if kinds.endswith(", ..."):
+        of = kinds.removesuffix(", ...")
+        return tuple(_value(of, one, tiers) for one in listed)
+    pairs = zip(kinds.split(", "), listed, strict=True)
+    return tuple(_value(of, one, tiers) for of, one in pairs)
 
 
 def _checked(value: Any, *kinds: type) -> Any:
     if type(value) not in kinds:
         names = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{value!r} is no {names}")
+        raise TypeError(f"{reprlib.repr(value)} is no {names}")
+    if type(value) in (int, float) and not -LARGEST < value < LARGEST:
+        raise ValueError(f"{reprlib.repr(value)} is too large")
     return value

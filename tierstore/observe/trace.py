@@ -14,6 +14,8 @@ Viewers skip the object `tierstore`, which says the same for programs:
     dropped    events that were forgotten because there were too many; the newest were kept
     device     where leases were, such as "cpu"
     stats      what `store.stats()` said at the end, as a dict
+    events     what the planner was told and instructed, as `tierstore.observe.event_log` describes
+               it; older traces have none
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any, NoReturn
 
 from tierstore.model.errors import InvalidTraceError
 from tierstore.model.tiers import TIERS
+from tierstore.observe.event_log import EventRecord, from_document
 from tierstore.observe.stats import Stats
 
 VERSION = 1
@@ -91,7 +94,8 @@ class Recorded:
     """What a trace file holds. Field by field as described at the top of this module.
 
     `stats` has every field of `Stats`. `counters` has, for each name, (seconds after the first
-    event, value) in order of time: such as `HOST used` and `HOST budget`, in bytes.
+    event, value) in order of time: such as `HOST used` and `HOST budget`, in bytes. `events` is
+    None for a trace that has none.
     """
 
     groups: tuple[tuple[str, int], ...]
@@ -103,6 +107,7 @@ class Recorded:
     stats: dict[str, Any]
     slices: tuple[TraceSlice, ...]
     counters: dict[str, list[tuple[float, float]]]
+    events: EventRecord | None = None
 
     @property
     def seconds(self) -> float:
@@ -195,6 +200,7 @@ def _recorded(document: Document) -> Recorded:
         stats,
         slices,
         counters,
+        _record(ours),
     )
 
 
@@ -222,6 +228,13 @@ def _mapping(
     for name, value in found.items():
         _expect(is_name(name) and is_valid(value), f"{field!r} holds {name!r}: {value!r}")
     return found
+
+
+def _record(ours: Document) -> EventRecord | None:
+    try:
+        return None if ours.get("events") is None else from_document(ours["events"])
+    except ValueError as error:
+        raise _Damaged(f"'events' is no record of events: {error}") from error
 
 
 def _stats(ours: Document) -> dict[str, Any]:

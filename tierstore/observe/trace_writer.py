@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tierstore.observe.event_log import EventRecord, to_document
 from tierstore.observe.journal import LeaseUse, Span, Summary
 from tierstore.observe.stats import BYTES_MOVED, Stats
 from tierstore.observe.trace import CATEGORY, COMPUTE, KINDS, STALLS, VERSION, Document
@@ -48,6 +49,7 @@ class Notes:
     dropped: int
     number: int
     now: float
+    events: EventRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,7 @@ def _in_words(notes: Notes) -> Document:
         "dropped": notes.dropped,
         "device": notes.device,
         "stats": notes.stats.as_dict(),
+        "events": to_document(notes.events),
     }
 
 

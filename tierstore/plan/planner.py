@@ -42,11 +42,11 @@ from tierstore.plan.hint_events import HintEvents
 from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.lease_events import HostLeaseEvents, LeaseEvents, Uses
 from tierstore.plan.movement import Fixpoint, Movement
-from tierstore.plan.policy import Policy
+from tierstore.plan.policy import Policy, policy_named
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import MEMORY, LearnedOrder
 from tierstore.plan.transfer_events import TransferEvents
 
 
@@ -226,3 +226,20 @@ class Planner:
     def error_of(self, group: GroupId) -> BaseException | None:
         """Why the group could not be brought or saved; None while all is well."""
         return self.copies.groups[group].error
+
+
+def planner_for(
+    budgets: Mapping[Tier, int | None],
+    policy: str,
+    *,
+    timed_by_device: bool = False,
+    memory: int = MEMORY,
+) -> Planner:
+    """A planner with the policy of this name, and a schedule that remembers `memory` uses.
+
+    Raises ValueError for a policy that there is not, and for budgets without memory above something
+    persistent.
+    """
+    schedule = LearnedOrder(memory)
+    ranking = policy_named(policy, schedule, budgets_of(budgets))
+    return Planner(budgets, ranking, schedule, timed_by_device=timed_by_device)
