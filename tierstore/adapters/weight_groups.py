@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, KeysView
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -20,7 +20,8 @@ from tierstore.model.errors import BudgetError, ClosedError
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
-from tierstore.system.maps import AddressSpace, WriteWatch, give_back_free_memory
+from tierstore.system.allocator import FreedMemory
+from tierstore.system.maps import AddressSpace, WriteWatch
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -69,6 +70,7 @@ class WeightGroups:
         self._renewing = renewing
         self._bindings: dict[int, Binding] = {}
         self._in_ram: set[str] = set()  # names of tensors
+        self._freed = FreedMemory()
         self._watched: list[Binding] = []
         self._watch = WriteWatch([])
 
@@ -85,6 +87,8 @@ class WeightGroups:
             self._know(key, list(plan.tensors))
             for name, tensor in plan.tensors.items():
                 self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
+            self._freed.add(sum(map(tensor_bytes, homes.values())))
+        self._freed.give_back()
 
     def _know(self, key: str, names: list[str]) -> None:
         self.groups[key] = names
@@ -166,6 +170,7 @@ class WeightGroups:
                     # Aliases: on another thread, the tensors may show leased memory soon.
                     values = {b.name: b.tensor.detach() for b in members}
                 self._store_anew(key, members, values)
+            self._freed.give_back()
             self.watch()
 
     @torch.inference_mode(mode=False)
@@ -178,22 +183,24 @@ class WeightGroups:
                 members = self._members(key)
                 values = {b.name: change(b.tensor) for b in members}
                 if any(values[b.name] is not b.tensor for b in members):
-                    self._store_anew(key, members, {n: v.detach() for n, v in values.items()})
-                    del values
-                    give_back_free_memory()
+                    self._store_anew(key, members, values)
+            self._freed.give_back()
             self.watch()
 
     def _store_anew(
-        self, old: str, members: list[Binding], values: Mapping[str, torch.Tensor]
+        self, old: str, members: list[Binding], values: dict[str, torch.Tensor]
     ) -> None:
+        """Replace a group by one of these values, which are taken out of the dict."""
         named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
         key = next(key for key in named if key not in self.groups)
         homes = self.store.register(key, values)
+        values.clear()
         self._know(key, self.groups.pop(old))
         with self.lock:
             self.renewals += 1
             for binding in members:
                 binding.move_to(key, homes[binding.name])
+        self._freed.add(sum(map(tensor_bytes, homes.values())))
         self.store.discard(old)
 
     # The end -----------------------------------------------------------------------------------

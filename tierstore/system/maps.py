@@ -24,7 +24,7 @@ from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
 from tierstore.system.files import close_quietly, read_fully, transfer_error, transfer_errors
-from tierstore.system.mapping import libc, map_open_file
+from tierstore.system.mapping import map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
 
@@ -226,15 +226,3 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
         finally:
             close_quietly(descriptor)
     return mapped[lead:]
-
-
-_malloc_trim = getattr(libc, "malloc_trim", lambda _: 0)
-
-
-def give_back_free_memory() -> None:
-    """Let the system have what this process freed, if its C library keeps it (glibc does).
-
-    Blocks of tensors that come and go rarely fit where the last ones were: without this, who
-    changes a model group by group ends with nearly all of it in memory that is free but taken.
-    """
-    _malloc_trim(0)
