@@ -53,6 +53,15 @@ def results_in(output: str, word: str = "RESULT") -> list[Any]:
     return [json.loads(line.removeprefix(f"{word} ")) for line in lines]
 
 
+def without_kept_addresses(threads: int = 1) -> dict[str, str]:
+    """An environment for processes under RLIMIT_DATA, which counts addresses.
+
+    glibc's heap keeps the addresses of freed blocks, also where it gave their memory back. With a
+    threshold of its own, a block of 128 KiB is a map, and its addresses go with it.
+    """
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": str(threads)}
+
+
 def with_the_usual_allocator(threads: int | None = None) -> dict[str, str]:
     """An environment in which the allocator is as users have it. `threads` is how many torch has,
     if not its default."""

@@ -45,6 +45,10 @@ class HeldLease(threading.local):
             self.lease = None
 
 
+def _watch_of(bindings: list[Binding]) -> WriteWatch:
+    return WriteWatch([(address_of(b.home), tensor_bytes(b.home)) for b in bindings])
+
+
 class WeightGroups:
     """The groups of one model, from when it was cut into groups until it is so no more.
 
@@ -69,10 +73,11 @@ class WeightGroups:
         self.held = HeldLease()
         self._renewing = renewing
         self._bindings: dict[int, Binding] = {}
+        self._members: dict[str, list[Binding]] = {}
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
         self._watched: list[Binding] = []
-        self._watch = WriteWatch([])
+        self._watch: WriteWatch | None = None
 
     # Which there are ---------------------------------------------------------------------------
 
@@ -85,8 +90,9 @@ class WeightGroups:
             key = unused(f"{self.prefix}/{plan.name}", names)
             homes = engine_of(self.store).groups.register(key, plan.tensors, space)
             self._know(key, list(plan.tensors))
-            for name, tensor in plan.tensors.items():
-                self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
+            members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
+            self._members[key] = members
+            self._bindings.update({id(binding.tensor): binding for binding in members})
             self._freed.add(sum(map(tensor_bytes, homes.values())))
         self._freed.give_back()
 
@@ -125,9 +131,6 @@ class WeightGroups:
         held = [*module.parameters(recurse), *module.buffers(recurse)]
         return self.bindings(dict.fromkeys(map(id, held)))
 
-    def _members(self, key: str) -> list[Binding]:
-        return [binding for binding in self._bindings.values() if binding.key == key]
-
     @property
     def in_use(self) -> bool:
         """Whether anything of them is shown at this moment."""
@@ -135,22 +138,22 @@ class WeightGroups:
 
     # Changed weights ---------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Notice from now on what is written to the tensors while they are away."""
-        self._watched = list(self._bindings.values())
-        self._watch = WriteWatch(
-            [(address_of(b.home), tensor_bytes(b.home)) for b in self._watched]
-        )
-
     def renew_written(self) -> None:
         """Store the groups anew that were written to since the last time."""
+        if self._watch is None:  # it looks at all that was written since there are these homes
+            self._watched = list(self._bindings.values())
+            self._watch = _watch_of(self._watched)
         written = [self._watched[i] for i in self._watch.written()]
         if written:
             self.renew(written)
 
     def renew_edited(self, keys: set[str]) -> None:
-        """Of these groups, store those anew that were edited."""
-        self.renew([b for b in self._bindings.values() if b.key in keys and b.edited])
+        """Of these groups, store those anew that were edited in any way, if they are not in use."""
+        members = [b for key in keys for b in self._members.get(key, ())]
+        written = {members[i] for i in _watch_of(members).written()}
+        edited = [b for b in members if b.edited or (b in written and b.user is None)]
+        if edited:
+            self.renew(edited)
 
     def wait_until_renewed(self) -> None:
         """Returns when the model is not being cut anew, or made an ordinary one."""
@@ -163,7 +166,7 @@ class WeightGroups:
         """Store the groups of changed tensors anew; what did not change in them is not written."""
         with self._renewing:
             for key in dict.fromkeys(binding.key for binding in edited):
-                members = self._members(key)
+                members = self._members.get(key, [])
                 with self.lock:
                     if not members or any(b.user is not None for b in members):
                         continue  # they are in use: noticed again before the next one
@@ -171,7 +174,6 @@ class WeightGroups:
                     values = {b.name: b.tensor.detach() for b in members}
                 self._store_anew(key, members, values)
             self._freed.give_back()
-            self.watch()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -180,12 +182,11 @@ class WeightGroups:
         with self._renewing:
             self.renew([b for b in self._bindings.values() if b.edited])
             for key in bar(list(self.groups), "Converting", "groups"):
-                members = self._members(key)
+                members = self._members[key]
                 values = {b.name: change(b.tensor) for b in members}
                 if any(values[b.name] is not b.tensor for b in members):
                     self._store_anew(key, members, values)
             self._freed.give_back()
-            self.watch()
 
     def _store_anew(
         self, old: str, members: list[Binding], values: dict[str, torch.Tensor]
@@ -196,6 +197,8 @@ class WeightGroups:
         homes = self.store.register(key, values)
         values.clear()
         self._know(key, self.groups.pop(old))
+        self._members[key] = self._members.pop(old)
+        self._watch = None
         with self.lock:
             self.renewals += 1
             for binding in members:
@@ -222,6 +225,7 @@ class WeightGroups:
             if not binding.edited:  # otherwise it shows what somebody gave it
                 assign(binding.tensor, binding.home)
         self._bindings.clear()
+        self._members.clear()
         with suppress(ClosedError):  # in a child process, too, where the store is of no use
             for key in self.groups:
                 if key in self.store:

@@ -12,15 +12,17 @@ import torch
 import xxhash
 
 from tierstore.engine.checkpoints import CheckpointFile
-from tierstore.model.errors import UnknownKeyError
+from tierstore.model.errors import StaleCheckpointError, UnknownKeyError
 from tierstore.model.groups import (
     Check,
     FileTensor,
     GroupSpec,
     Source,
     TensorSpec,
+    file_ranges,
     group_of,
     place,
+    placed,
 )
 from tierstore.model.objects import StoredObject
 from tierstore.system.files import FileStamp, transfer_error
@@ -83,8 +85,15 @@ def adopt(
     if rest and in_files:
         _take_what_overlaps(tensors, rest)
         in_files = [found for found in in_files if found.name not in rest]
-    homes = {name: tensor.detach() for name, tensor in tensors.items() if name not in rest}
     stamps = {path: _stamp(path) for path in {t.extent.path for t in in_files}}
+    homes = _maps_of(in_files)
+    for path, stamp in stamps.items():
+        if _stamp(path) != stamp:
+            raise StaleCheckpointError(
+                f"{path} was changed while it was put on a store: load it again when it is "
+                "complete",
+                path=path,
+            )
     placement = place(in_files)
     specs, segments, moves = list(placement.specs), placement.segments, placement.moves
     checks: tuple[Check, ...] = ()
@@ -108,6 +117,35 @@ def _take_what_overlaps(tensors: Mapping[str, torch.Tensor], rest: dict[str, tor
         names = [view.name for view in block.views]
         if not rest.keys().isdisjoint(names):
             rest.update({name: tensors[name].detach() for name in names})
+
+
+def _maps_of(found: list[FileTensor]) -> dict[str, torch.Tensor]:
+    """The tensors as copy-on-write maps of their files that nobody else has.
+
+    A page that is written to is copied, and the copy stays as long as the map. These go when the
+    group does; what a checkpoint was loaded as is often one map for all groups.
+    """
+    homes = {}
+    for path, start, stop, members in file_ranges(found):
+        mapped = map_file(path, start, stop - start)
+        for block in _overlapping(members):
+            first = block[0].extent.offset
+            specs = [placed(tensor, tensor.extent.offset - first) for tensor in block]
+            homes.update(show_block(specs, mapped, first - start))
+    return homes
+
+
+def _overlapping(members: list[FileTensor]) -> list[list[FileTensor]]:
+    """Tensors of a file, in their order there, those together that share bytes."""
+    blocks: list[list[FileTensor]] = []
+    end = -1
+    for tensor in members:
+        if tensor.extent.offset < end:
+            blocks[-1].append(tensor)
+        else:
+            blocks.append([tensor])
+        end = max(end, tensor.extent.offset + tensor.extent.nbytes)
+    return blocks
 
 
 def _stamp(path: str) -> FileStamp:
