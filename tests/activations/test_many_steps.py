@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.activations import stepping
-from tests.helpers.processes import results_in, without_kept_memory
+from tests.helpers.processes import results_in, with_the_usual_allocator
 from tests.store.helpers import PATIENCE, files_below, on_both, open_store
 
 STEPS = 200
@@ -29,7 +29,7 @@ def started(device: str, disk_dir: Path, steps: int, what: str) -> Iterator[subp
         [sys.executable, "-m", "tests.activations.stepping", *arguments],
         stdout=subprocess.PIPE,
         text=True,
-        env=without_kept_memory(),
+        env=with_the_usual_allocator(threads=1),
     )
     try:
         yield process

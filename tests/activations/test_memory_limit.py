@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.activations import limited
-from tests.helpers.processes import results_in, run_python, without_kept_memory
+from tests.helpers.processes import results_in, run_python, without_kept_addresses
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,7 +21,7 @@ pytestmark = [
 
 def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
     words = ["-m", "tests.activations.limited", how, place / "store"]
-    return run_python(*words, environment=without_kept_memory(), timeout=300)
+    return run_python(*words, environment=without_kept_addresses(), timeout=300)
 
 
 def test_a_step_of_five_times_the_memory_finishes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import pipelines
-from tests.helpers.processes import results_in, run_python, without_kept_memory
+from tests.helpers.processes import results_in, run_python, with_the_usual_allocator
 
 pytestmark = pytest.mark.full(
     "20 steps of 500 MB; tests/dispatch/test_memory.py has a small model, under a limit"
@@ -20,7 +20,7 @@ BUDGET = "128MB"
 
 def denoise(checkpoint: Path, place: Path, budget: str, policy: str = "next-use") -> dict[str, Any]:
     arguments = [checkpoint, place / "store", budget, policy]
-    environment = without_kept_memory(threads=2)
+    environment = with_the_usual_allocator(threads=2)
     done = run_python(
         "-m", "tests.budget.denoise", *arguments, environment=environment, timeout=500
     )

@@ -53,17 +53,20 @@ def results_in(output: str, word: str = "RESULT") -> list[Any]:
     return [json.loads(line.removeprefix(f"{word} ")) for line in lines]
 
 
-def without_kept_memory(threads: int = 1) -> dict[str, str]:
-    """An environment in which the allocator gives freed memory back at once.
+def without_kept_addresses(threads: int = 1) -> dict[str, str]:
+    """An environment for processes under RLIMIT_DATA, which counts addresses.
 
-    Without a threshold of its own it keeps some, which would be counted, or limited.
+    glibc's heap keeps the addresses of freed blocks, also where it gave their memory back. With a
+    threshold of its own, a block of 128 KiB is a map, and its addresses go with it.
     """
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": str(threads)}
 
 
-def with_the_usual_allocator() -> dict[str, str]:
-    """An environment in which the allocator is as users have it."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+def with_the_usual_allocator(threads: int | None = None) -> dict[str, str]:
+    """An environment in which the allocator is as users have it. `threads` is how many torch has,
+    if not its default."""
+    usual = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    return usual if threads is None else {**usual, "OMP_NUM_THREADS": str(threads)}
 
 
 def data_bytes() -> int:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.device import pretend
-from tests.helpers.processes import results_in, run_python, without_kept_memory
+from tests.helpers.processes import results_in, run_python, without_kept_addresses
 from tests.helpers.tensors import parameter_bytes
 from tests.training import limited
 from tierstore import TierStore
@@ -262,7 +262,7 @@ needs_the_limit = pytest.mark.skipif(
 
 def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
     words = ["-m", "tests.training.limited", how, place / how]
-    return run_python(*words, environment=without_kept_memory(), timeout=600)
+    return run_python(*words, environment=without_kept_addresses(), timeout=600)
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

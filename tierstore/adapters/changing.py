@@ -142,6 +142,52 @@ class Hook:
         return same, (nothing,)
 
 
+class Walking:
+    """What stands in for `named_modules` and `apply`, by which users walk through a model and
+    change it (`modules()` and `parameters()` call the first): stores what they changed as they go.
+
+    What was changed in a group is stored when the walk has come to another one.
+    """
+
+    def __init__(self, offloaded: Owner) -> None:
+        self._offloaded = offloaded
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+        walk = self._apply if method.name == "apply" else self._named_modules
+        return walk(method.original, *args, **kwargs)
+
+    def _named_modules(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pending: set[str] = set()
+        for name, module in original(*args, **kwargs):
+            yield name, module
+            pending = self._pass(module, pending)
+        self._store(pending)
+
+    def _apply(self, original: Callable[..., Any], fn: Callable[[nn.Module], Any]) -> Any:
+        pending: set[str] = set()
+
+        def fn_and_pass(module: nn.Module) -> None:
+            nonlocal pending
+            fn(module)
+            pending = self._pass(module, pending)
+
+        result = original(fn_and_pass)
+        self._store(pending)
+        return result
+
+    def _pass(self, module: nn.Module, pending: set[str]) -> set[str]:
+        own = {b.key for b in self._offloaded.weights.bindings_of(module, recurse=False)}
+        if not own:
+            return pending
+        self._store(pending - own)
+        return own
+
+    def _store(self, keys: set[str]) -> None:
+        if keys and self._offloaded.weights.held.run is None:
+            self._offloaded.weights.renew_edited(keys)
+
+
 class Loading:
     """Called whenever a module of the model has loaded its part of a state dict: stores what came.
 

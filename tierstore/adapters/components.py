@@ -31,8 +31,6 @@ logger = logging.getLogger("tierstore")
 _CHANGES_WEIGHTS = (
     "load_lora_weights",
     "unload_lora_weights",
-    "fuse_lora",
-    "unfuse_lora",
     "delete_adapters",
     "load_lora_adapter",
     "unload_lora",
@@ -43,7 +41,6 @@ _CHANGES_WEIGHTS = (
     "load_attn_procs",
     "fuse_qkv_projections",
     "unfuse_qkv_projections",
-    "load_state_dict",
     "enable_layerwise_casting",
     "add_adapter",
     "enable_cache",

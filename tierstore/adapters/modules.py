@@ -22,6 +22,7 @@ from tierstore.adapters.changing import (
     Copying,
     Hook,
     Loading,
+    Walking,
     after_state_dict,
     tell_true_values,
 )
@@ -113,11 +114,12 @@ class OffloadedModule:
         self.weights.register(*self._plans(units))
         self.weights.refuse_what_never_fits(self._cutting)
         self._keep_the_rest()
-        self.weights.watch()
         for unit in units:
             self._wrap(unit)
         self._wrap_entries({unit.module for unit in units})
         self._attachment.stand_in(self.root, "_apply", Conversion(self))
+        for name in ("named_modules", "apply"):
+            self._attachment.stand_in(self.root, name, Walking(self))
         self._attachment.add(Copying(self))
         loading = Hook(Loading(self))
         saving = Hook(functools.partial(tell_true_values, self))

@@ -157,7 +157,9 @@ class LoadingMode(TorchDispatchMode):
             return False
         if not tensor.is_contiguous() or any(options.get(n) for n in ("pin_memory", "layout")):
             return False
-        if self._dtype_of(tensor) is not None or not self._is_in_file(tensor):
+        if (before := self._dtype_of(tensor)) is not None:
+            return before is dtype  # it is asked again, as it does not look like that yet
+        if not self._is_in_file(tensor):
             return False
         start = tensor.data_ptr()
         bisect.insort(self._starts, start)

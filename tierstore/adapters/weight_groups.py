@@ -21,7 +21,8 @@ from tierstore.model.errors import BudgetError, ClosedError
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
-from tierstore.system.maps import AddressSpace, WriteWatch, give_back_free_memory
+from tierstore.system.allocator import FreedMemory
+from tierstore.system.maps import AddressSpace, WriteWatch
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,6 +44,10 @@ class HeldLease(threading.local):
         if self.lease is not None:
             self.lease.release()
             self.lease = None
+
+
+def _watch_of(bindings: list[Binding]) -> WriteWatch:
+    return WriteWatch([(address_of(b.home), tensor_bytes(b.home)) for b in bindings])
 
 
 class WeightGroups:
@@ -69,9 +74,11 @@ class WeightGroups:
         self.held = HeldLease()
         self._renewing = renewing
         self._bindings: dict[int, Binding] = {}
+        self._members: dict[str, list[Binding]] = {}
         self._in_ram: set[str] = set()  # names of tensors
+        self._freed = FreedMemory()
         self._watched: list[Binding] = []
-        self._watch = WriteWatch([])
+        self._watch: WriteWatch | None = None
 
     # Which there are ---------------------------------------------------------------------------
 
@@ -84,8 +91,11 @@ class WeightGroups:
             key = unused(f"{self.prefix}/{plan.name}", names)
             homes = engine_of(self.store).groups.register(key, plan.tensors, space)
             self._know(key, list(plan.tensors))
-            for name, tensor in plan.tensors.items():
-                self._bindings[id(tensor)] = Binding(tensor, key, name, homes[name])
+            members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
+            self._members[key] = members
+            self._bindings.update({id(binding.tensor): binding for binding in members})
+            self._freed.add(sum(map(tensor_bytes, homes.values())))
+        self._freed.give_back()
 
     def _know(self, key: str, names: list[str]) -> None:
         self.groups[key] = names
@@ -122,9 +132,6 @@ class WeightGroups:
         held = [*module.parameters(recurse), *module.buffers(recurse)]
         return self.bindings(dict.fromkeys(map(id, held)))
 
-    def _members(self, key: str) -> list[Binding]:
-        return [binding for binding in self._bindings.values() if binding.key == key]
-
     @property
     def in_use(self) -> bool:
         """Whether anything of them is shown at this moment."""
@@ -132,22 +139,22 @@ class WeightGroups:
 
     # Changed weights ---------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """Notice from now on what is written to the tensors while they are away."""
-        self._watched = list(self._bindings.values())
-        self._watch = WriteWatch(
-            [(address_of(b.home), tensor_bytes(b.home)) for b in self._watched]
-        )
-
     def renew_written(self) -> None:
         """Store the groups anew that were written to since the last time."""
+        if self._watch is None:  # it looks at all that was written since there are these homes
+            self._watched = list(self._bindings.values())
+            self._watch = _watch_of(self._watched)
         written = [self._watched[i] for i in self._watch.written()]
         if written:
             self.renew(written)
 
     def renew_edited(self, keys: set[str]) -> None:
-        """Of these groups, store those anew that were edited."""
-        self.renew([b for b in self._bindings.values() if b.key in keys and b.edited])
+        """Of these groups, store those anew that were edited in any way, if they are not in use."""
+        members = [b for key in keys for b in self._members.get(key, ())]
+        written = {members[i] for i in _watch_of(members).written()}
+        edited = [b for b in members if b.edited or (b in written and b.user is None)]
+        if edited:
+            self.renew(edited)
 
     def wait_until_renewed(self) -> None:
         """Returns when the model is not being cut anew, or made an ordinary one."""
@@ -160,14 +167,14 @@ class WeightGroups:
         """Store the groups of changed tensors anew; what did not change in them is not written."""
         with self._renewing:
             for key in dict.fromkeys(binding.key for binding in edited):
-                members = self._members(key)
+                members = self._members.get(key, [])
                 with self.lock:
                     if not members or any(b.user is not None for b in members):
                         continue  # they are in use: noticed again before the next one
                     # Aliases: on another thread, the tensors may show leased memory soon.
                     values = {b.name: b.tensor.detach() for b in members}
                 self._store_anew(key, members, values)
-            self.watch()
+            self._freed.give_back()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -176,13 +183,11 @@ class WeightGroups:
         with self._renewing:
             self.renew([b for b in self._bindings.values() if b.edited])
             for key in bar(list(self.groups), "Converting", "groups"):
-                members = self._members(key)
+                members = self._members[key]
                 values = {b.name: change(b.tensor) for b in members}
                 if any(values[b.name] is not b.tensor for b in members):
-                    self._store_anew(key, members, {n: v.detach() for n, v in values.items()})
-                    del values
-                    give_back_free_memory()
-            self.watch()
+                    self._store_anew(key, members, values)
+            self._freed.give_back()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -193,7 +198,7 @@ class WeightGroups:
             self.renew([b for b in self._bindings.values() if b.edited])
             space = AddressSpace()
             for key in bar(list(self.groups), "Converting", "groups"):
-                members = self._members(key)
+                members = self._members[key]
                 casts = {
                     b.name: dtypes[id(b.tensor)]
                     for b in members
@@ -202,25 +207,29 @@ class WeightGroups:
                 if casts:
                     values = {b.name: b.tensor.detach() for b in members}
                     self._store_anew(key, members, values, space, casts)
-                    give_back_free_memory()
-            self.watch()
+            self._freed.give_back()
 
     def _store_anew(
         self,
         old: str,
         members: list[Binding],
-        values: Mapping[str, torch.Tensor],
+        values: dict[str, torch.Tensor],
         space: AddressSpace | None = None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
     ) -> None:
+        """Replace a group by one of these values, which are taken out of the dict."""
         named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
         key = next(key for key in named if key not in self.groups)
         homes = engine_of(self.store).groups.register(key, values, space, casts)
+        values.clear()
         self._know(key, self.groups.pop(old))
+        self._members[key] = self._members.pop(old)
+        self._watch = None
         with self.lock:
             self.renewals += 1
             for binding in members:
                 binding.move_to(key, homes[binding.name])
+        self._freed.add(sum(map(tensor_bytes, homes.values())))
         self.store.discard(old)
 
     # The end -----------------------------------------------------------------------------------
@@ -242,6 +251,7 @@ class WeightGroups:
             if not binding.edited:  # otherwise it shows what somebody gave it
                 assign(binding.tensor, binding.home)
         self._bindings.clear()
+        self._members.clear()
         with suppress(ClosedError):  # in a child process, too, where the store is of no use
             for key in self.groups:
                 if key in self.store:

@@ -13,15 +13,17 @@ import torch
 import xxhash
 
 from tierstore.engine.checkpoints import CheckpointFile
-from tierstore.model.errors import UnknownKeyError
+from tierstore.model.errors import StaleCheckpointError, UnknownKeyError
 from tierstore.model.groups import (
     Check,
     FileTensor,
     GroupSpec,
     Source,
     TensorSpec,
+    file_ranges,
     group_of,
     place,
+    placed,
 )
 from tierstore.model.objects import StoredObject
 from tierstore.system.files import FileStamp, transfer_error
@@ -120,8 +122,15 @@ def adopt(
     if rest and len(rest) < len(tensors):
         _take_what_overlaps(tensors, rest)
     in_files = [file for name, file in found.items() if file is not None and name not in rest]
-    homes = {name: tensor.detach() for name, tensor in tensors.items() if name not in rest}
     stamps = {path: _stamp(path) for path in {t.extent.path for t in in_files}}
+    homes = _maps_of(in_files)
+    for path, stamp in stamps.items():
+        if _stamp(path) != stamp:
+            raise StaleCheckpointError(
+                f"{path} was changed while it was put on a store: load it again when it is "
+                "complete",
+                path=path,
+            )
     placement = place(in_files)
     specs, segments, moves = list(placement.specs), placement.segments, placement.moves
     checks: tuple[Check, ...] = ()
@@ -159,6 +168,35 @@ def _derivation(
         stamp = dataclasses.astuple(_stamp(source.extent.path))
         described.append((dataclasses.astuple(source), stamp, str(casts.get(source.name))))
     return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()[:32]
+
+
+def _maps_of(found: list[FileTensor]) -> dict[str, torch.Tensor]:
+    """The tensors as copy-on-write maps of their files that nobody else has.
+
+    A page that is written to is copied, and the copy stays as long as the map. These go when the
+    group does; what a checkpoint was loaded as is often one map for all groups.
+    """
+    homes = {}
+    for path, start, stop, members in file_ranges(found):
+        mapped = map_file(path, start, stop - start)
+        for block in _overlapping(members):
+            first = block[0].extent.offset
+            specs = [placed(tensor, tensor.extent.offset - first) for tensor in block]
+            homes.update(show_block(specs, mapped, first - start))
+    return homes
+
+
+def _overlapping(members: list[FileTensor]) -> list[list[FileTensor]]:
+    """Tensors of a file, in their order there, those together that share bytes."""
+    blocks: list[list[FileTensor]] = []
+    end = -1
+    for tensor in members:
+        if tensor.extent.offset < end:
+            blocks[-1].append(tensor)
+        else:
+            blocks.append([tensor])
+        end = max(end, tensor.extent.offset + tensor.extent.nbytes)
+    return blocks
 
 
 def _stamp(path: str) -> FileStamp:

@@ -255,12 +255,12 @@ def place(tensors: Sequence[FileTensor], base: int = 0) -> Placement:
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
     here = base
-    for path, start, stop, members in _file_ranges(tensors):
+    for path, start, stop, members in file_ranges(tensors):
         at = here + start % PAGE
         segments.append(Segment(Extent(path, start, stop - start), at))
-        specs += [_placed(tensor, at + tensor.extent.offset - start) for tensor in members]
+        specs += [placed(tensor, at + tensor.extent.offset - start) for tensor in members]
         here = round_up(at + stop - start, PAGE)
-    specs += [_placed(tensor, base) for tensor in tensors if not tensor.extent.nbytes]
+    specs += [placed(tensor, base) for tensor in tensors if not tensor.extent.nbytes]
     moves = []
     for i, spec in enumerate(specs):
         if spec.offset % DTYPE_SIZES[spec.dtype]:
@@ -270,14 +270,16 @@ def place(tensors: Sequence[FileTensor], base: int = 0) -> Placement:
     return Placement(tuple(specs), tuple(segments), tuple(moves), round_up(here, PAGE))
 
 
-def _placed(tensor: FileTensor, offset: int) -> TensorSpec:
+def placed(tensor: FileTensor, offset: int) -> TensorSpec:
+    """The tensor from byte `offset` of a group on."""
     stride = contiguous_stride(tensor.shape)
     return TensorSpec(tensor.name, tensor.dtype, tensor.shape, stride, offset)
 
 
-def _file_ranges(
+def file_ranges(
     tensors: Sequence[FileTensor],
 ) -> list[tuple[str, int, int, list[FileTensor]]]:
+    """Neighbours in a file (less than a page apart) together: path, start, end, and those."""
     ranges: list[tuple[str, int, int, list[FileTensor]]] = []
     filled = [t for t in tensors if t.extent.nbytes]
     for tensor in sorted(filled, key=lambda t: (t.extent.path, t.extent.offset)):

@@ -30,7 +30,7 @@ from tierstore.system.files import (
     transfer_error,
     transfer_errors,
 )
-from tierstore.system.mapping import libc, map_open_file
+from tierstore.system.mapping import map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
 
@@ -247,15 +247,3 @@ def nameless_file_memory(directory: str, nbytes: int) -> memoryview:
             return map_open_file(descriptor, 0, nbytes, mmap.MAP_SHARED)
         finally:
             close_quietly(descriptor)
-
-
-_malloc_trim = getattr(libc, "malloc_trim", lambda _: 0)
-
-
-def give_back_free_memory() -> None:
-    """Let the system have what this process freed, if its C library keeps it (glibc does).
-
-    Blocks of tensors that come and go rarely fit where the last ones were: without this, who
-    changes a model group by group ends with nearly all of it in memory that is free but taken.
-    """
-    _malloc_trim(0)

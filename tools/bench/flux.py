@@ -25,6 +25,7 @@ warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarnin
 IMAGE_TOKENS, TEXT_TOKENS = 64, 32
 CHANNELS = 64
 RECIPE = "recipe.json"
+CLASS = diffusers.FluxTransformer2DModel
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Shape:
     def build(self) -> Any:
         """The transformer, its weights not set to anything useful."""
         rope = {16: (4, 4, 8), 32: (8, 12, 12), 128: (16, 56, 56)}[self.head_dim]
-        return diffusers.FluxTransformer2DModel(
+        return CLASS(
             in_channels=CHANNELS,
             num_layers=self.double,
             num_single_layers=self.single,
@@ -76,7 +77,7 @@ def save(shape: Shape, directory: Path) -> Path:
 def load(checkpoint: Path) -> Any:
     """As a user loads it, at the dtype in which it was saved: its weights are maps of the files."""
     dtype = getattr(torch, json.loads((checkpoint / RECIPE).read_text())["dtype"])
-    return diffusers.FluxTransformer2DModel.from_pretrained(checkpoint, torch_dtype=dtype)
+    return CLASS.from_pretrained(checkpoint, torch_dtype=dtype)
 
 
 def weight_bytes(model: Any) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
 from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.codecs.memory import tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
@@ -31,7 +32,7 @@ from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
-from tierstore.system.maps import give_back_free_memory
+from tierstore.system.allocator import FreedMemory
 from tierstore.torch_private import in_backward
 
 # Models that torch spreads over processes cannot be trained on a store as well.
@@ -111,7 +112,6 @@ class OffloadModel(nn.Module):
         engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in module.parameters():
             _models[id(parameter)] = self
-        give_back_free_memory()
 
     # Standing for the module -------------------------------------------------------------------
 
@@ -184,6 +184,7 @@ class OffloadModel(nn.Module):
         """Put the parameters into the store, and let them show what they are there."""
         groups: list[Weights] = []
         waiting: list[Weights] = []
+        freed = FreedMemory()
         plans = [(slice_, plan) for slice_ in self.slices for plan in slice_.groups]
         budget = state_budget_of(self.store)
         for _, plan in plans:
@@ -195,9 +196,10 @@ class OffloadModel(nn.Module):
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
-                _move_in(waiting.pop(0))
+                _move_in(waiting.pop(0), freed)
         for weights in waiting:
-            _move_in(weights)
+            _move_in(weights, freed)
+        freed.give_back()
         rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
         rest |= {n: p for n, p in self.module.named_parameters() if not is_movable(p)}
         self._attachment.keep_on_device(self._key, rest, budget.target)
@@ -319,10 +321,11 @@ class Pass:
             self.leave()
 
 
-def _move_in(weights: Weights) -> None:
+def _move_in(weights: Weights, freed: FreedMemory) -> None:
     weights.buffer.ready()
     for name, parameter in weights.parameters.items():
         assign(parameter, weights.buffer.tensors[name])
+    freed.add(sum(map(tensor_bytes, weights.parameters.values())))
 
 
 def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slice]:
