@@ -18,7 +18,8 @@ from tierstore.adapters.attachment import Attachment
 from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
-from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
+from tierstore.adapters.other_offloading import refuse_other_offloading
+from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
