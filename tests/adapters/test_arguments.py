@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,42 @@ def test_the_budget_that_is_too_small_is_named(disk_dir: Path, tmp_path: Path) -
         with pytest.raises(BudgetError, match="raise ram_budget") as caught:
             enable_group_offload(Tower(), store)
         assert caught.value.tier == "HOST"
+
+
+class Counting(Tower):
+    """A tower with small buffers, which stay on the device: 32 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(8):
+            self.register_buffer(f"counts{number}", torch.ones(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.counts7.sum()
+
+
+@NEEDS_PRETEND
+@torch.no_grad()
+def test_a_budget_below_the_largest_group_and_what_stays(disk_dir: Path) -> None:
+    """The error says what would do, and so it does."""
+    model = Counting()
+    expected = Counting().to("pretend")(given().to("pretend")).cpu()
+    budget = BLOCK_BYTES + 16384
+    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=budget) as store:
+        for _ in range(2):
+            with pytest.raises(BudgetError, match="raise device_budget") as caught:
+                enable_group_offload(model, store, num_blocks_per_group=1)
+            assert caught.value.tier == "DEVICE"
+        found = re.search(r"to at least ([\d,]+) bytes", str(caught.value))
+        assert found is not None
+        enough = int(found[1].replace(",", ""))
+        assert enough >= BLOCK_BYTES + 8 * 4000
+        assert store.stats().used_bytes["DEVICE"] == 0
+    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=enough) as store:
+        enable_group_offload(model, store, num_blocks_per_group=1)
+        for _ in range(2):
+            assert torch.equal(model(given()).cpu(), expected)
+        assert store.stats().bytes_onloaded > 2 * 8 * BLOCK_BYTES - enough
 
 
 @ON_BOTH

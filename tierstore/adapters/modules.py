@@ -111,8 +111,8 @@ class OffloadedModule:
             make_ordinary(tensor)
         units = self._cutting.units(self.root)
         self.weights.register(*self._plans(units))
-        self.weights.refuse_what_never_fits(self._cutting)
         self._keep_the_rest()
+        self.weights.refuse_what_never_fits(self._cutting)
         self.weights.watch()
         for unit in units:
             self._wrap(unit)
