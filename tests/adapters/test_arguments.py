@@ -304,6 +304,38 @@ def test_moving_an_offloaded_pipeline_moves_nothing(
         assert torch.equal(output, reference("flux").output)
 
 
+@pytest.mark.parametrize("way", ("alone", "with a device", "by name"))
+def test_an_offloaded_pipeline_is_converted(
+    way: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    """diffusers passes over models that are offloaded."""
+    plain, pipe = (pipelines.load("flux", checkpoint("flux")) for _ in range(2))
+    plain.to(torch.float32)
+    with a_third_of(pipe, disk_dir, "cpu") as store:
+        handle = enable_group_offload(pipe, store)
+        match way:
+            case "alone":
+                assert pipe.to(torch.float32) is pipe
+            case "with a device":
+                pipe.to("cpu", torch.float32)
+            case "by name":
+                pipe.to(dtype=torch.float32)
+        assert pipe.dtype is torch.float32
+        written, read = store.stats().bytes_written, store.stats().bytes_read
+        assert written > 0
+        if way == "alone":
+            expected = pipelines.run("flux", plain)
+            assert torch.allclose(pipelines.run("flux", pipe), expected, rtol=1e-4, atol=1e-5)
+            assert store.stats().bytes_read > read
+        handle.disable()
+        for (name, found), (_, value) in zip(
+            pipelines.weights(pipe), pipelines.weights(plain), strict=True
+        ):
+            assert torch.equal(found, value), name
+        assert pipe.to(torch.bfloat16).dtype is torch.bfloat16
+        assert "to" not in vars(pipe)
+
+
 @ON_BOTH
 @pytest.mark.parametrize("other", ("enable_model_cpu_offload", "enable_sequential_cpu_offload"))
 def test_diffusers_refuses_other_offloading_on_top(

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.modules import OffloadedModule
 from tierstore.adapters.other_offloading import mark, refuse_other_offloading, unmark
+from tierstore.adapters.owners import owner_of
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")
@@ -227,17 +229,36 @@ class SuspendingMethod:
         return getattr, (self._owner(), self._name)  # of an owner whose attributes come later
 
 
+class ConvertingMethod(SuspendingMethod):
+    """Stands in for `to` of a pipeline, which passes over the models that are offloaded: a dtype is
+    theirs, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner()
+        result = self._function(owner, *args, **kwargs)
+        models = [m for m in getattr(owner, "components", {}).values() if isinstance(m, nn.Module)]
+        for given in (*args, *kwargs.values()):
+            for model in models if isinstance(given, torch.dtype) else ():
+                if owner_of(model) is not None:
+                    model.to(given)
+        return result
+
+
 def wrap_changes(owner: Any, by: Suspending) -> None:
     """Have the methods that change weights run suspended, those for which this is not done yet."""
-    for name in _CHANGES_WEIGHTS:
+    stand_ins: dict[str, type[SuspendingMethod]]
+    stand_ins = dict.fromkeys(_CHANGES_WEIGHTS, SuspendingMethod)
+    if not isinstance(owner, nn.Module):
+        stand_ins["to"] = ConvertingMethod
+    for name, kind in stand_ins.items():
         method = getattr(owner, name, None)
         if inspect.ismethod(method):
-            object.__setattr__(owner, name, SuspendingMethod(by, name, method))
+            object.__setattr__(owner, name, kind(by, name, method))
 
 
 def unwrap(owner: Any, by: Suspending) -> None:
     """Give the owner its own methods back."""
-    for name in _CHANGES_WEIGHTS:
+    for name in (*_CHANGES_WEIGHTS, "to"):
         method = owner.__dict__.get(name)
         if isinstance(method, SuspendingMethod) and method.by is by:
             del owner.__dict__[name]
