@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -108,6 +110,7 @@ class OffloadModel(nn.Module):
         if num_microbatches > 1:
             run = Microbatches(module, num_microbatches, self._gradient_streamer.begin)
         self.__dict__["_run"] = run
+        self.__class__ = _with_signature_of(type(module))
         claim(module.modules(), self)
         engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in module.parameters():
@@ -318,6 +321,19 @@ class Pass:
         if self.inside:
             self.inside = False
             self.leave()
+
+
+def _with_signature_of(kind: type[nn.Module]) -> type[OffloadModel]:
+    """A class of its own, whose `forward` tells of the arguments of another: trainers choose by
+    their names what to pass, and which of it are labels."""
+
+    def forward(self: OffloadModel, *args: Any, **kwargs: Any) -> Any:
+        return OffloadModel.forward(self, *args, **kwargs)
+
+    with contextlib.suppress(TypeError, ValueError):  # of a forward that tells nothing of itself
+        vars(forward)["__signature__"] = inspect.signature(kind.forward)
+    own = {"forward": forward, "__doc__": OffloadModel.__doc__, "__module__": __name__}
+    return type(OffloadModel.__name__, (OffloadModel,), own)
 
 
 def _move_in(weights: Weights) -> None:
