@@ -7,6 +7,7 @@ of a file.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -124,13 +125,16 @@ class TierStore(AbstractContextManager["TierStore"]):
 
         `path` is a file or a directory (sharded or not). Every tensor becomes a group of its own
         under `prefix` + its name; or `groups` maps keys to the names of tensors that move
-        together. Returns the keys. From now on a change of a file raises StaleCheckpointError.
+        together. Returns the keys. From now on a change in a file raises StaleCheckpointError; one
+        that is removed or replaced is read on, as far as there are descriptors to keep it open.
 
         Raises InvalidHeaderError, TransferError, DuplicateKeyError, UnknownKeyError for a name in
         `groups` that the checkpoint does not hold, or ValueError for a name that cannot be a key or
         is there twice; then nothing was registered.
         """
-        return list(self._engine.groups.register_files(read_checkpoint(path), prefix, groups))
+        known = self._engine.groups
+        files = read_checkpoint(path)
+        return list(known.register_files(files, known.hold(files), prefix, groups))
 
     async def aregister_checkpoint(
         self,
@@ -140,8 +144,10 @@ class TierStore(AbstractContextManager["TierStore"]):
         groups: Mapping[str, Iterable[str]] | None = None,
     ) -> list[str]:
         """`register_checkpoint` for coroutines: headers are read off the event loop's thread."""
+        known = self._engine.groups
         files = await aread_checkpoint(path)
-        return list(self._engine.groups.register_files(files, prefix, groups))
+        held = await asyncio.to_thread(known.hold, files)
+        return list(known.register_files(files, held, prefix, groups))
 
     def register(self, key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Take tensors as a group without copying what a file already holds.

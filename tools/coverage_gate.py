@@ -28,6 +28,7 @@ GUARDED = [
     "tierstore/model/scanning.py",
     "tierstore/plan/*.py",
     "tierstore/tiers/directory.py",
+    "tierstore/system/file_table.py",
     "tierstore/system/files.py",
     "tierstore/system/locking.py",
     "tierstore/system/objects.py",

@@ -73,7 +73,7 @@ FILES = [
 ]
 FILE_MODULES = (
     "model/header model/objects model/scanning engine/checkpoints "
-    "tiers/directory system/files system/locking system/objects"
+    "tiers/directory system/files system/file_table system/locking system/objects"
 )
 PLAN_MODULES = (
     "copies eviction fallback_orders hint_events known_events lease_events movement "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,38 @@ def test_moving_an_offloaded_pipeline_moves_nothing(
         assert torch.equal(output, reference("flux").output)
 
 
+@pytest.mark.parametrize("way", ("alone", "with a device", "by name"))
+def test_an_offloaded_pipeline_is_converted(
+    way: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    """diffusers passes over models that are offloaded."""
+    plain, pipe = (pipelines.load("flux", checkpoint("flux")) for _ in range(2))
+    plain.to(torch.float32)
+    with a_third_of(pipe, disk_dir, "cpu") as store:
+        handle = enable_group_offload(pipe, store)
+        match way:
+            case "alone":
+                assert pipe.to(torch.float32) is pipe
+            case "with a device":
+                pipe.to("cpu", torch.float32)
+            case "by name":
+                pipe.to(dtype=torch.float32)
+        assert pipe.dtype is torch.float32
+        written, read = store.stats().bytes_written, store.stats().bytes_read
+        assert written > 0
+        if way == "alone":
+            expected = pipelines.run("flux", plain)
+            assert torch.allclose(pipelines.run("flux", pipe), expected, rtol=1e-4, atol=1e-5)
+            assert store.stats().bytes_read > read
+        handle.disable()
+        for (name, found), (_, value) in zip(
+            pipelines.weights(pipe), pipelines.weights(plain), strict=True
+        ):
+            assert torch.equal(found, value), name
+        assert pipe.to(torch.bfloat16).dtype is torch.bfloat16
+        assert "to" not in vars(pipe)
+
+
 @ON_BOTH
 @pytest.mark.parametrize("other", ("enable_model_cpu_offload", "enable_sequential_cpu_offload"))
 def test_diffusers_refuses_other_offloading_on_top(
@@ -384,6 +417,42 @@ def test_the_budget_that_is_too_small_is_named(disk_dir: Path, tmp_path: Path) -
         with pytest.raises(BudgetError, match="raise ram_budget") as caught:
             enable_group_offload(Tower(), store)
         assert caught.value.tier == "HOST"
+
+
+class Counting(Tower):
+    """A tower with small buffers, which stay on the device: 32 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(8):
+            self.register_buffer(f"counts{number}", torch.ones(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.counts7.sum()
+
+
+@NEEDS_PRETEND
+@torch.no_grad()
+def test_a_budget_below_the_largest_group_and_what_stays(disk_dir: Path) -> None:
+    """The error says what would do, and so it does."""
+    model = Counting()
+    expected = Counting().to("pretend")(given().to("pretend")).cpu()
+    budget = BLOCK_BYTES + 16384
+    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=budget) as store:
+        for _ in range(2):
+            with pytest.raises(BudgetError, match="raise device_budget") as caught:
+                enable_group_offload(model, store, num_blocks_per_group=1)
+            assert caught.value.tier == "DEVICE"
+        found = re.search(r"to at least ([\d,]+) bytes", str(caught.value))
+        assert found is not None
+        enough = int(found[1].replace(",", ""))
+        assert enough >= BLOCK_BYTES + 8 * 4000
+        assert store.stats().used_bytes["DEVICE"] == 0
+    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=enough) as store:
+        enable_group_offload(model, store, num_blocks_per_group=1)
+        for _ in range(2):
+            assert torch.equal(model(given()).cpu(), expected)
+        assert store.stats().bytes_onloaded > 2 * 8 * BLOCK_BYTES - enough
 
 
 @ON_BOTH

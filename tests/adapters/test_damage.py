@@ -6,6 +6,7 @@ carry none: there, any change of the file itself is refused.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable
@@ -140,6 +141,50 @@ def test_6_a_changed_checkpoint_is_an_error(
         assert caught.value.path == str(path)
         assert caught.value.key in handle.groups
         assert str(path) in str(caught.value)
+
+
+def assert_runs_on(model: Any, store: TierStore, expected: torch.Tensor) -> None:
+    for _ in range(2):
+        read = store.stats().bytes_read
+        assert torch.equal(pipelines.run("llama", model), expected)
+        assert store.stats().bytes_read > read
+
+
+def test_a_checkpoint_that_is_removed_is_read_on(own_copy: Path, disk_dir: Path) -> None:
+    """A temporary directory, or a cache that somebody clears: what is mapped is there, too."""
+    model = pipelines.load("llama", own_copy)
+    expected = pipelines.run("llama", model)
+    with store_at(disk_dir) as store:
+        with enable_group_offload(model, store):
+            shutil.rmtree(own_copy)
+            assert_runs_on(model, store, expected)
+            assert store.stats().bytes_written == 0
+            copied = copy.deepcopy(model)
+        assert torch.equal(pipelines.run("llama", model), expected)
+        with enable_group_offload(model, store):  # there is no file for the weights any more
+            assert_runs_on(model, store, expected)
+        assert store.stats().bytes_written > 0
+    assert torch.equal(pipelines.run("llama", copied), expected)
+
+
+def test_a_model_that_is_saved_where_it_came_from_runs_on(own_copy: Path, disk_dir: Path) -> None:
+    """Its weights lie in the file that was there before, as they do in plain torch."""
+    pipelines.load("llama", own_copy).save_pretrained(own_copy)  # in one file
+    model = pipelines.load("llama", own_copy)
+    expected = pipelines.run("llama", model)
+    [path] = own_copy.glob("*.safetensors")
+    with store_at(disk_dir) as store, enable_group_offload(model, store):
+        before = path.stat().st_ino
+        model.save_pretrained(own_copy)
+        assert path.stat().st_ino != before
+        assert_runs_on(model, store, expected)
+        model.model.embed_tokens.weight.data.mul_(2)
+        changed = pipelines.run("llama", model)
+        assert not torch.equal(changed, expected)
+        model.save_pretrained(own_copy)
+        assert_runs_on(model, store, changed)
+    again = pipelines.load("llama", own_copy)
+    assert torch.equal(pipelines.run("llama", again), changed)
 
 
 def test_a_checkpoint_that_was_cut_off_is_an_error(own_copy: Path, disk_dir: Path) -> None:

@@ -238,12 +238,54 @@ def test_after_an_exception_the_edit_is_kept(device: str, model: Any, store: Tie
 
 
 @ON_BOTH
-def test_a_layer_that_is_onloaded_already(device: str, model: Any) -> None:
+@pytest.mark.parametrize("first", ("the layer", "what is around it"))
+def test_it_nests(first: str, device: str, model: Any, store: TierStore) -> None:
+    """The inner one uses what is there already; what the outermost brought leaves with it."""
+    plain = models.build("parts")
     weights = Weights.of(model)
-    with onloaded(model.blocks[1]), onloaded(model.blocks[2]):
+    around, layer = model.blocks[1:3], model.blocks[1]
+    outer, inner = (layer, around) if first == "the layer" else (around, layer)
+    written = store.stats().bytes_written
+    with onloaded(outer):
+        shown = layer.weight.data_ptr()
+        with onloaded(inner), onloaded(inner):
+            assert {p.device.type for p in around.parameters()} == {device}
+            assert layer.weight.data_ptr() == shown
+            in_place(layer)
+            in_place(around[1])
+        assert {p.device.type for p in outer.parameters()} == {device}
+        assert layer.weight.data_ptr() == shown
+        merged(layer)
+        run = models.run("parts", model)
+    assert store.stats().bytes_written > written
+    for block in plain.blocks[1:3]:
+        in_place(block)
+    merged(plain.blocks[1])
+    Weights.of(plain).assert_equal_to(model)
+    assert Weights.of(model).objects == weights.objects
+    evict(store)
+    expected = models.run("parts", plain.to(device), device)
+    assert_same(run, expected)
+    assert_same(models.run("parts", model), expected)
+    assert not [key for key in store if "onloaded" in key]
+
+
+@ON_BOTH
+def test_a_layer_that_another_thread_has_onloaded(device: str, model: Any) -> None:
+    weights = Weights.of(model)
+    refused: list[BaseException] = []
+
+    def edit(layer: nn.Module) -> None:
+        with pytest.raises(LeaseError, match="in use") as raised, onloaded(layer):
+            pytest.fail("its weights are in use")
+        refused.append(raised.value)
+
+    with onloaded(model.blocks[1]):
         for layer in (model.blocks[1], model.blocks):
-            with pytest.raises(LeaseError, match="in use"), onloaded(layer):
-                pytest.fail("twice")
+            thread = threading.Thread(target=edit, args=(layer,))
+            thread.start()
+            thread.join()
+    assert len(refused) == 2
     weights.assert_at_home(model)
 
 

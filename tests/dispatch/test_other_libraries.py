@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.helpers.tensors import assert_same
 from tierstore import (
     BudgetError,
     dispatch_model,
+    enable_group_offload,
     load_checkpoint_and_dispatch,
     onloaded,
     undispatch,
@@ -205,6 +207,49 @@ def test_a_model_of_inference_tensors(device: str, disk_dir: Path) -> None:
             expected = plain(models.rows().to(device)).cpu()
             assert torch.equal(model(models.rows()), expected)
             assert store.stats().bytes_read > 0
+
+
+class Turned(nn.Module):
+    """Of what does not lie in order, torch computes a product in one of two ways: it looks at
+    whether the weight, seen as a matrix that is turned, requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.norm = nn.BatchNorm1d(7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.transpose(0, 1)).transpose(0, 1)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("way", (dispatch_model, enable_group_offload), ids=lambda f: f.__name__)
+def test_inference_tensors_compute_the_same_bits(way: Any, disk_dir: Path) -> None:
+    """They are inference tensors again afterwards, the same objects."""
+    with torch.inference_mode():
+        torch.manual_seed(4)
+        model = Turned().eval()
+        plain, x = copy.deepcopy(model), torch.randn(3, 7, 64)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    objects = Weights.of(model).objects
+
+    def assert_equal() -> None:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(model(x), plain(x))
+
+    with store_for(model, disk_dir, "cpu", SHARE) as store:
+        offloaded = way(model, store)
+        for _ in range(2):
+            assert_equal()
+        assert store.stats().bytes_read > 0
+        undispatch(model) if offloaded is model else offloaded.disable()
+    assert_equal()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        assert tensor.is_inference()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert Weights.of(model).objects == objects
 
 
 class Recurrent(nn.Module):

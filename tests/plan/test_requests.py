@@ -15,6 +15,7 @@ from tests.plan.in_words import (
     lend,
     planner_of,
     put,
+    raise_up,
     register,
     told,
 )
@@ -118,9 +119,30 @@ def test_only_what_may_come_back_is_waited_for(permanent: bool) -> None:
     error = planner.error_of("a")
     assert isinstance(error, BudgetError) == permanent
     if isinstance(error, BudgetError):
-        assert (error.tier, error.budget, error.nbytes) == ("DISK", 0, 5)
+        assert (error.tier, error.budget, error.nbytes) == ("HOST", 10, 5)
     planner.release("lent", Access.READ, permanent=permanent)
     assert told(planner) == ([] if permanent else ["lent leaves HOST", "a gets room on HOST"])
+
+
+@pytest.mark.parametrize("device", [None, 10])
+def test_who_finds_no_room_beside_what_is_leased_for_good_is_told_on_which_tier(
+    device: int | None,
+) -> None:
+    planner = planner_of(100, device) if device else planner_of(10)
+    if device:
+        raise_up(planner, "kept", 6)
+    else:
+        bring(planner, "kept", 6)
+        planner.demand("kept")
+    assert planner.lease("kept", Access.READ, permanent=True)
+    register(planner, "a", 5)
+    planner.demand("a")
+    error = planner.error_of("a")
+    assert isinstance(error, BudgetError)
+    tier, name = ("DEVICE", "device_budget") if device else ("HOST", "ram_budget")
+    assert (error.tier, error.budget, error.nbytes) == (tier, 10, 5)
+    assert "6 bytes are in use there for good" in str(error)
+    assert f"raise {name} to at least 11 bytes" in str(error)
 
 
 def test_a_hope_gets_the_room_that_a_put_was_withdrawn_from_at_the_next_change() -> None:

@@ -8,7 +8,7 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,14 @@ from tests.helpers.files import open_files
 from tests.helpers.system_calls import Call, lacking, refusing_opens, statx_tells, system_call
 from tierstore.model.errors import (
     DiskFullError,
-    StaleCheckpointError,
     TransferError,
     TruncatedFileError,
 )
 from tierstore.model.groups import Extent, Segment, Source
 from tierstore.model.sizes import PAGE, round_up
+from tierstore.system.file_table import MAX_OPEN_FILES, FileTable
 from tierstore.system.files import (
-    MAX_OPEN_FILES,
     DataFile,
-    FileStamp,
-    FileTable,
     direct_alignment,
     parts,
     pieces,
@@ -349,61 +346,6 @@ def test_links_in_the_stores_own_directory_are_not_followed(path: str, tmp_path:
     with pytest.raises(OSError) as error:
         table.get(str(own / "link"))
     assert error.value.errno == errno.ELOOP
-
-
-def stamp(path: str) -> FileStamp:
-    return FileStamp.of(os.stat(path))
-
-
-def touch(path: str) -> None:
-    os.utime(path, ns=(1, 1))
-
-
-def rewrite(path: str) -> None:
-    times = os.stat(path)
-    Path(path).write_bytes(content(SIZE, 2))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
-def replace(path: str) -> None:
-    Path(path + ".new").write_bytes(content(SIZE))
-    os.replace(path + ".new", path)
-
-
-@pytest.mark.parametrize("change", [touch, rewrite, replace, os.unlink])
-@pytest.mark.parametrize("opened", [False, True])
-def test_a_file_that_is_not_what_it_was(
-    change: Callable[[str], None], opened: bool, path: str
-) -> None:
-    table = FileTable("/nowhere")
-    expected = stamp(path)
-    table.check(path, expected)
-    if not opened:
-        table.forget(path)
-    change(path)
-    with pytest.raises((StaleCheckpointError, FileNotFoundError)) as error:
-        table.check(path, expected)
-    if opened or change is not os.unlink:
-        assert isinstance(error.value, StaleCheckpointError)
-        assert error.value.path == path
-
-
-def test_a_file_that_nobody_registered_may_change(path: str) -> None:
-    table = FileTable("/nowhere")
-    table.check(path, None)
-    rewrite(path)
-    table.check(path, None)
-
-
-def test_the_header_must_be_the_one_that_was_registered(path: str) -> None:
-    table = FileTable("/nowhere")
-    table.expect(path, "0" * 16)
-    with pytest.raises(StaleCheckpointError):
-        table.get(path)
-    table.expect(path, open_file(path).header_digest())
-    assert read(table.get(path), 0, 9) == content(SIZE)[:9]
-    table.expect(path)  # any header will do
-    table.get(path)
 
 
 def test_many_threads_share_a_table(many: list[str], tmp_path: Path) -> None:

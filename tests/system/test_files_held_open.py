@@ -17,7 +17,8 @@ from tests.helpers.system_calls import free_room, system_call
 from tests.helpers.threads import Gate
 from tests.store.helpers import PATIENCE, join
 from tierstore.model.sizes import PAGE
-from tierstore.system.files import FileTable, OpenForWriting, close_all, read_fully, write_all
+from tierstore.system.file_table import FileTable
+from tierstore.system.files import OpenForWriting, close_all, read_fully, write_all
 from tierstore.tiers.spill import Spill
 
 

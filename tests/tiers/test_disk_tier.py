@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tierstore.model.groups import GroupId
-from tierstore.system.files import FileTable
+from tierstore.system.file_table import FileTable
 from tierstore.system.views import laid_out, packed
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.disk_tier import DiskTier

@@ -24,7 +24,8 @@ from tierstore.model.header import digest
 from tierstore.model.moves import Copy
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
-from tierstore.system.files import READ_BLOCK, FileTable
+from tierstore.system.file_table import FileTable
+from tierstore.system.files import READ_BLOCK
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import explained
 from tierstore.tiers.pages import fresh_memory

@@ -5,7 +5,6 @@ Methods of it that change weights run while its offloading is suspended.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
@@ -13,8 +12,6 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +20,8 @@ from torch import nn
 from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.modules import OffloadedModule
-from tierstore.adapters.owners import MARKER, refuse_other_offloading
+from tierstore.adapters.other_offloading import mark, refuse_other_offloading, unmark
+from tierstore.adapters.owners import owner_of
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")
@@ -163,7 +161,7 @@ class Component:
         )
         offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
         self._offloaded = weakref.ref(offloaded)
-        _mark(module, self.store.device)
+        mark(module, self.store.device)
         logger.info(
             "%s: %d groups, %d bytes of weights; %d bytes written",
             self._prefix,
@@ -175,7 +173,7 @@ class Component:
     def _make_ordinary(self, module: nn.Module) -> None:
         offloaded = self._now()
         if offloaded is not None:
-            _unmark(module)
+            unmark(module)
             offloaded.disable()
             self._offloaded = None
 
@@ -228,80 +226,36 @@ class SuspendingMethod:
         return getattr, (self._owner(), self._name)  # of an owner whose attributes come later
 
 
+class ConvertingMethod(SuspendingMethod):
+    """Stands in for `to` of a pipeline, which passes over the models that are offloaded: a dtype is
+    theirs, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner()
+        result = self._function(owner, *args, **kwargs)
+        models = [m for m in getattr(owner, "components", {}).values() if isinstance(m, nn.Module)]
+        for given in (*args, *kwargs.values()):
+            for model in models if isinstance(given, torch.dtype) else ():
+                if owner_of(model) is not None:
+                    model.to(given)
+        return result
+
+
 def wrap_changes(owner: Any, by: Suspending) -> None:
     """Have the methods that change weights run suspended, those for which this is not done yet."""
-    for name in _CHANGES_WEIGHTS:
+    stand_ins: dict[str, type[SuspendingMethod]]
+    stand_ins = dict.fromkeys(_CHANGES_WEIGHTS, SuspendingMethod)
+    if not isinstance(owner, nn.Module):
+        stand_ins["to"] = ConvertingMethod
+    for name, kind in stand_ins.items():
         method = getattr(owner, name, None)
         if inspect.ismethod(method):
-            object.__setattr__(owner, name, SuspendingMethod(by, name, method))
+            object.__setattr__(owner, name, kind(by, name, method))
 
 
 def unwrap(owner: Any, by: Suspending) -> None:
     """Give the owner its own methods back."""
-    for name in _CHANGES_WEIGHTS:
+    for name in (*_CHANGES_WEIGHTS, "to"):
         method = owner.__dict__.get(name)
         if isinstance(method, SuspendingMethod) and method.by is by:
             del owner.__dict__[name]
-
-
-def _mark(module: nn.Module, device: torch.device) -> None:
-    """Let diffusers see that the model is offloaded, and to where."""
-    try:
-        from diffusers.hooks import HookRegistry
-    except ImportError:
-        return  # without diffusers nobody asks
-    _keep_diffusers_from_offloading()
-    # Not register_hook: its wrapper around forward would make a deep copy run this model's weights.
-    registry = HookRegistry.check_if_exists_or_initialize(module)
-    registry.hooks = _Marked(registry.hooks, _MarkConfig(device, torch.device("cpu")))
-
-
-def _unmark(module: nn.Module) -> None:
-    registry = getattr(module, "_diffusers_hook", None)
-    if registry is not None and isinstance(registry.hooks, _Marked):
-        registry.hooks = dict(registry.hooks)
-
-
-@dataclass(frozen=True)
-class _MarkConfig:
-    """What diffusers asks the hook of an offloaded model for."""
-
-    onload_device: torch.device
-    offload_device: torch.device
-
-
-class _Marked(dict[str, Any]):
-    """The hooks of a model, where the mark is found by `get` only: nobody can remove it.
-
-    A copy or a pickle of the model is an ordinary model: its hooks are the others.
-    """
-
-    def __init__(self, others: dict[str, Any], config: _MarkConfig) -> None:
-        super().__init__(others)
-        self._mark = SimpleNamespace(config=config)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The hook of that name, as `HookRegistry.get_hook` asks for it."""
-        return self._mark if name == MARKER else super().get(name, default)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(dict(self), memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-@functools.cache
-def _keep_diffusers_from_offloading() -> None:
-    """After it loaded a LoRA, diffusers applies its own offloading anew to every model of the
-    pipeline that has a hook of that name. Ours sees changes by itself, and stays."""
-    from diffusers.hooks import group_offloading
-
-    apply = group_offloading._apply_group_offloading
-
-    @functools.wraps(apply)
-    def apply_unless_marked(module: nn.Module, config: Any) -> None:
-        if not isinstance(config, _MarkConfig):
-            apply(module, config)
-
-    group_offloading._apply_group_offloading = apply_unless_marked

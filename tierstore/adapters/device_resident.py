@@ -21,6 +21,11 @@ from tierstore.model.tiers import Access
 from tierstore.store import TierStore, engine_of
 
 
+def is_resident(key: str) -> bool:
+    """Whether a group of a store is one of tensors that stay on the device."""
+    return key.endswith("/resident")
+
+
 class DeviceResident:
     """Tensors on the device of a store, and where they were before."""
 

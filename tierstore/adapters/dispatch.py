@@ -24,7 +24,8 @@ from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
-from tierstore.adapters.owners import Owner, owner_of, refuse_other_offloading
+from tierstore.adapters.other_offloading import refuse_other_offloading
+from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
 from tierstore.store import TierStore
 

@@ -26,7 +26,7 @@ from tierstore.adapters.changing import (
     after_state_dict,
     tell_true_values,
 )
-from tierstore.adapters.codecs.plain import make_ordinary
+from tierstore.adapters.codecs.plain import make_inference, make_ordinary
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
 from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
@@ -76,6 +76,7 @@ class OffloadedModule:
         self.groups = self._attachment.groups
         self.changed = False
         self.has_run = False
+        self._inference: list[tuple[torch.Tensor, bool]] = []
         self._prefix = prefix
         self._cutting = cutting
         self._skip = skip
@@ -109,11 +110,13 @@ class OffloadedModule:
     def _take(self) -> None:
         self.changed = False
         for tensor in [*self.root.parameters(), *self.root.buffers()]:
-            make_ordinary(tensor)
+            if tensor.is_inference():
+                self._inference.append((tensor, tensor.requires_grad))
+                make_ordinary(tensor)
         units = self._cutting.units(self.root)
         self.weights.register(*self._plans(units))
-        self.weights.refuse_what_never_fits(self._cutting)
         self._keep_the_rest()
+        self.weights.refuse_what_never_fits(self._cutting)
         for unit in units:
             self._wrap(unit)
         self._wrap_entries({unit.module for unit in units})
@@ -273,6 +276,9 @@ class OffloadedModule:
         disown(self)
         self._attachment.resident.give_back()
         self.weights.discard()
+        while self._inference:
+            tensor, requires_grad = self._inference.pop()
+            make_inference(tensor, requires_grad=requires_grad)
 
 
 def _use_of(owner: Owner, tensors: set[int]) -> WeightUse | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -24,22 +26,32 @@ def onloaded(module: nn.Module) -> Iterator[nn.Module]:
 
     They are copies within the budget of the store, and what they are at the end reaches the tier
     that holds them: that is what merging a LoRA needs. The model may run inside, too. Nothing
-    happens to a module that is not offloaded. The idea is PEFT's `onload_layer`.
+    happens to a module that is not offloaded. It nests: on the same thread, an inner one uses what
+    an outer one has brought, and what is changed reaches its tier when the outermost ends. The idea
+    is PEFT's `onload_layer`.
 
-    Raises LeaseError if the module is running at this moment, BudgetError if it does not fit.
+    Raises LeaseError if the module is running at this moment, or is onloaded on another thread;
+    BudgetError if it does not fit.
     """
     owners = {owner for part in module.modules() if (owner := owner_of(part)) is not None}
     with ExitStack() as stack:
         for owner in owners:
-            bindings = owner.weights.bindings_of(module)
+            bindings = [b for b in owner.weights.bindings_of(module) if not _is_here(b)]
             if bindings:
                 stack.enter_context(_onloaded(owner.weights, bindings))
         yield module
 
 
+@dataclass(eq=False)
+class _Onloading:
+    """The use of weights that lasts as long as the outermost `onloaded` of a thread."""
+
+    thread: int = field(default_factory=threading.get_ident)
+
+
 @contextmanager
 def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
-    store, lock, use = groups.store, groups.lock, object()
+    store, lock, use = groups.store, groups.lock, _Onloading()
     key = f"{groups.prefix}/onloaded-{next(_numbers)}"
     with lock:
         _refuse_if_busy(bindings)
@@ -63,16 +75,22 @@ def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
                         b.give(copy)
     finally:
         store.discard(key)
-    if changed:
-        groups.renew(changed)
+    # What an inner one changed in the same groups had to wait for this.
+    groups.renew_edited({b.key for b in bindings})
 
 
 def _refuse_if_busy(bindings: list[Binding]) -> None:
     if any(binding.user is not None for binding in bindings):
         raise LeaseError(
-            "these weights are in use: the module runs, or is onloaded already; edit them before "
-            "or after that"
+            "these weights are in use: the module runs, or another thread has onloaded it; edit "
+            "them before or after that"
         )
+
+
+def _is_here(binding: Binding) -> bool:
+    """Whether this thread has onloaded a tensor already."""
+    user = binding.user
+    return isinstance(user, _Onloading) and user.thread == threading.get_ident()
 
 
 def _as_at_home(binding: Binding) -> bool:

@@ -48,9 +48,6 @@ class Owner(Protocol):
         """Make it an ordinary module again."""
 
 
-MARKER = "group_offloading"
-"""The name of the hook by which diffusers knows an offloaded model."""
-
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
 _active: weakref.WeakSet[Owner] = weakref.WeakSet()
 _claimed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
@@ -104,38 +101,17 @@ def others_tensors(offloaded: Owner) -> set[int]:
     }
 
 
-def refuse_other_offloading(name: str, module: nn.Module) -> None:
-    """Raise ValueError if somebody else brings the weights of a model to where it runs."""
-    owner = owner_of(module)
-    if owner is not None and owner.root is module:
-        raise ValueError(
-            f"{name} is offloaded already, to a store: undo that first with handle.disable() or "
-            "tierstore.undispatch(model)"
-        )
-    for part in module.modules():
-        claimed = _claimed.get(part)
-        if claimed is not None and claimed() is not None:
-            raise ValueError(
-                f"{name} is in training on a store: call disable() of its OffloadModel first"
-            )
-        if hasattr(part, "_hf_hook"):
-            raise ValueError(
-                f"{name} is offloaded by accelerate already: undo that first with "
-                "pipe.remove_all_hooks() or accelerate.hooks.remove_hook_from_module"
-            )
-        registry = getattr(part, "_diffusers_hook", None)
-        if registry is not None and registry.get_hook(MARKER) is not None:
-            raise ValueError(
-                f"{name} is offloaded already (by diffusers, or to another store): load it again, "
-                "or disable that first"
-            )
-
-
 def claim(modules: Iterable[nn.Module], owner: object) -> None:
     """Somebody else sees to the weights of these modules, as long as there is an `owner`."""
     reference = weakref.ref(owner)
     for module in modules:
         _claimed[module] = reference
+
+
+def is_claimed(module: nn.Module) -> bool:
+    """Whether somebody else sees to its weights."""
+    claimed = _claimed.get(module)
+    return claimed is not None and claimed() is not None
 
 
 def give_up(modules: Iterable[nn.Module]) -> None:

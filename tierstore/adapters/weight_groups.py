@@ -14,6 +14,7 @@ from torch import nn
 from tierstore.adapters.bindings import Binding
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.device_resident import is_resident
 from tierstore.adapters.grouping import Cutting, GroupPlan, unused
 from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
@@ -103,17 +104,21 @@ class WeightGroups:
             self.store.keep(key)
 
     def refuse_what_never_fits(self, cutting: Cutting) -> None:
-        """Raise BudgetError if a group is larger than a budget."""
+        """Raise BudgetError if a group has no room beside what stays on the device."""
         snapshot = {group.key: group.nbytes for group in self.store.snapshot().groups}
+        staying = sum(nbytes for key, nbytes in snapshot.items() if is_resident(key))
         for tier, budget in self.store.stats().budget_bytes.items():
             if tier == Tier.DISK.name or budget is None:
                 continue
-            key = max(self.groups, key=lambda k: snapshot[k], default=None)
-            if key is not None and snapshot[key] > budget:
+            keys = (key for key in self.groups if not is_resident(key))
+            key = max(keys, key=lambda k: snapshot[k], default=None)
+            beside = staying if tier == Tier.DEVICE.name else 0
+            if key is not None and snapshot[key] + beside > budget:
                 name = "ram_budget" if tier == Tier.HOST.name else "device_budget"
                 advice = (
-                    f"raise {name} to at least {snapshot[key]:,} bytes (three times that for "
-                    "prefetch)"
+                    f"raise {name} to at least {snapshot[key] + beside:,} bytes ("
+                    + (f"{beside:,} are in use there for good; " if beside else "")
+                    + f"{3 * snapshot[key] + beside:,} for prefetch)"
                 )
                 if cutting.block_limit is None or cutting.block_limit > budget:
                     advice += ", or cut the model finer with offload_type='leaf_level'"

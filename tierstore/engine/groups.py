@@ -27,7 +27,7 @@ from tierstore.model import events
 from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier
-from tierstore.system.files import FileStamp
+from tierstore.system.file_table import HeldFile
 from tierstore.system.maps import AddressSpace, nameless_file_memory
 from tierstore.system.objects import intact_object
 from tierstore.tiers.entry import GroupEntry
@@ -48,9 +48,15 @@ class Groups:
 
     # By reference ------------------------------------------------------------------------------
 
+    def hold(self, files: Iterable[CheckpointFile]) -> dict[str, HeldFile]:
+        """Open the files of a checkpoint. Waits for the disk."""
+        table = self.core.tiers.disk.files
+        return {f.path: table.hold(f.path, f.stamp, f.header_digest) for f in files}
+
     def register_files(
         self,
         files: list[CheckpointFile],
+        held: Mapping[str, HeldFile],
         prefix: str,
         groups: Mapping[str, Iterable[str]] | None,
     ) -> dict[str, tuple[GroupSpec, Source]]:
@@ -58,13 +64,13 @@ class Groups:
         found = checkpoint_groups(files, prefix, groups)
         for key in found:
             check_callers_key(key)
-        self._know_files(files, found, single=groups is None)
+        self._know_files(held, found, single=groups is None)
         return found
 
     @transaction
     def _know_files(
         self,
-        files: list[CheckpointFile],
+        held: Mapping[str, HeldFile],
         found: Mapping[str, tuple[GroupSpec, Source]],
         *,
         single: bool,
@@ -73,11 +79,8 @@ class Groups:
         core.check_open()
         for key in found:
             core.refuse_duplicate(key)
-        for file in files:
-            core.tiers.disk.files.expect(file.path, file.header_digest)
-        stamps = {file.path: file.stamp for file in files}
         for key, (spec, source) in found.items():
-            self._know(key, spec, source, stamps, single=single)
+            self._know(key, spec, source, held, single=single)
 
     def register(
         self,
@@ -97,32 +100,33 @@ class Groups:
         core.check_open()
         core.refuse_duplicate(key)
         adoption = adopt(tensors, space or AddressSpace(), self._write_once, casts)
-        self._know_adopted(key, adoption)
+        files = core.tiers.disk.files
+        held = {path: files.hold(path, stamp) for path, stamp in adoption.stamps.items()}
+        self._know_adopted(key, adoption, held)
         return adoption.homes
 
     @transaction
-    def _know_adopted(self, key: str, adoption: Adoption) -> None:
+    def _know_adopted(self, key: str, adoption: Adoption, held: Mapping[str, HeldFile]) -> None:
         core = self.core
         core.check_open()
         core.refuse_duplicate(key)
-        for path in adoption.stamps:
-            core.tiers.disk.files.expect(path)
-        self._know(key, adoption.spec, adoption.source, adoption.stamps, single=False)
+        self._know(key, adoption.spec, adoption.source, held, single=False)
 
     def _know(
         self,
         key: str,
         spec: GroupSpec,
         source: Source,
-        stamps: Mapping[str, FileStamp],
+        held: Mapping[str, HeldFile],
         *,
         single: bool,
     ) -> None:
         core = self.core
         group = core.new_group(key)
         order = core.newest()
+        files = {path: held[path] for path in source.paths if path in held}
         core.mover.add(
-            GroupEntry(group, spec, source, single=single, stamps=stamps, order=order, backed=True)
+            GroupEntry(group, spec, source, single=single, files=files, order=order, backed=True)
         )
         core.tell(events.Registered(group, spec.nbytes, backing=True))
         core.current[key] = group

@@ -84,7 +84,7 @@ class InvalidHeaderError(CorruptDataError):
 
 
 class StaleCheckpointError(TransferError):
-    """A checkpoint file was changed after it was registered."""
+    """A checkpoint file was changed after it was registered, or is gone and was not kept open."""
 
 
 class DiskFullError(TransferError):

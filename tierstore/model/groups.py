@@ -224,6 +224,11 @@ class Source:
         """Bytes to read, without the rounding to pages."""
         return sum(segment.extent.nbytes for segment in self.segments)
 
+    @property
+    def paths(self) -> set[str]:
+        """The files that it reads."""
+        return {segment.extent.path for segment in self.segments}
+
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:

@@ -301,8 +301,16 @@ class Fixpoint:
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
         copies = self._copies
-        tier = copies.host
-        kept = sum(g.nbytes for g in copies.groups.values() if g.host_lease is HostAccess.PERMANENT)
+        tier, needed = copies.top, self._kept(copies.top) + group.nbytes
+        budget = copies.budgets[tier]
+        if group in self._requests.demands and budget is not None and needed > budget:
+            name = "ram_budget" if tier is copies.host else f"{tier.name.lower()}_budget"
+            advice = (
+                f"{needed - group.nbytes:,} bytes are in use there for good; raise {name} to at "
+                f"least {needed:,} bytes, or use smaller groups"
+            )
+            return BudgetError(group.id.key, tier.name, group.nbytes, budget, advice)
+        tier, kept = copies.host, self._kept(copies.host)
         stuck = max(self._may_need_host_memory(group), key=lambda g: g.nbytes)
         if kept and not copies.has_room(tier, stuck.nbytes):
             advice = f"{kept:,} bytes are in use there for good"
@@ -318,6 +326,15 @@ class Fixpoint:
         budget = copies.budgets[tier]
         limit = copies.used[tier] if budget is None else budget
         return BudgetError(group.id.key, tier.name, group.nbytes, limit, advice)
+
+    def _kept(self, tier: Tier) -> int:
+        """The bytes that somebody has on a tier for good. Nothing else is leased."""
+        top, host = tier is self._copies.top, tier is self._copies.host
+        return sum(
+            group.nbytes
+            for group in self._copies.groups.values()
+            if (top and group.leases) or (host and group.host_lease is HostAccess.PERMANENT)
+        )
 
     def _may_need_host_memory(self, group: GroupRecord) -> Iterator[GroupRecord]:
         """The group, and what is only on the device."""

@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import os
 import struct
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tierstore.model.errors import (
-    DiskFullError,
-    StaleCheckpointError,
-    TransferError,
-    TruncatedFileError,
-)
+from tierstore.model.errors import DiskFullError, TransferError, TruncatedFileError
 from tierstore.model.groups import Source
 from tierstore.model.header import LENGTH_BYTES, MAX_HEADER_BYTES, digest
 from tierstore.model.sizes import PAGE, round_up
@@ -46,7 +41,6 @@ CHUNK = 8 << 20
 WRITE_BLOCK = 16 << 20
 """Bytes per system call of writes: while one part is written, the next one is summed."""
 
-MAX_OPEN_FILES = 64
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
@@ -131,6 +125,14 @@ class DataFile:
         """The stamp of the open file, whatever its name leads to by now."""
         return FileStamp.of(os.fstat(self._cached))
 
+    def is_as(self, stamp: FileStamp) -> bool:
+        """Whether it is what it was. To lose its last name changes nothing but the time of that."""
+        status = os.fstat(self._cached)
+        found = FileStamp.of(status)
+        if status.st_nlink == 0:
+            found = dataclasses.replace(found, changed_ns=stamp.changed_ns)
+        return found == stamp
+
     def header_digest(self) -> str:
         """The checksum of the safetensors header that the file has now."""
         length = int.from_bytes(read_fully(self._cached, LENGTH_BYTES, 0), "little")
@@ -169,96 +171,6 @@ class DataFile:
         with contextlib.suppress(OSError):  # it is advice; the bytes are there
             os.posix_fadvise(self._cached, offset, got, os.POSIX_FADV_DONTNEED)
         return got
-
-
-class FileTable:
-    """The files that are being read, a bounded number of them held open.
-
-    `expect` records which header a registered checkpoint has; a file with another one, and one that
-    does not have the stamp that `check` is told of, raise StaleCheckpointError. Files in `own` (the
-    store's directory) are opened without following links.
-    """
-
-    def __init__(self, own: str) -> None:
-        self._own = own
-        self._open: OrderedDict[str, DataFile] = OrderedDict()
-        self._headers: dict[str, str] = {}  # path -> the checksum that its header must have
-        self._age = 0  # counts the names that were said to lead elsewhere
-        self._lock = threading.Lock()
-
-    def expect(self, path: str, header_digest: str | None = None) -> None:
-        """From now on the safetensors header of `path` must have this checksum, or may have any."""
-        with self._lock:
-            self._age += 1
-            self._open.pop(path, None)  # the name may lead to another file than it did
-            self._headers.pop(path, None)
-            if header_digest is not None:
-                self._headers[path] = header_digest
-
-    def get(self, path: str) -> DataFile:
-        """The file, opened if it is not open. Nobody else waits while a disk does not answer."""
-        with self._lock:
-            file = self._open.get(path)
-            if file is not None:
-                self._open.move_to_end(path)
-                return file
-            age, expected = self._age, self._headers.get(path)
-        try:
-            file = self._opened(path)
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.close():
-                raise
-            file = self._opened(path)
-        if expected is not None and file.header_digest() != expected:
-            raise stale(path)
-        return self._keep_open(path, file, age)
-
-    def _opened(self, path: str) -> DataFile:
-        return DataFile(path, follow_links=not path.startswith(self._own + os.sep))
-
-    def _keep_open(self, path: str, file: DataFile, age: int) -> DataFile:
-        with self._lock:
-            if age != self._age:
-                return file  # it may be what the name led to before: for who asked then, no longer
-            file = self._open.setdefault(path, file)
-            while len(self._open) > MAX_OPEN_FILES:
-                self._open.popitem(last=False)
-            return file
-
-    def forget(self, path: str) -> None:
-        """The name now leads to another file: open it anew next time."""
-        with self._lock:
-            self._age += 1
-            self._open.pop(path, None)
-
-    def close(self) -> bool:
-        """Let go of every file. Returns whether there were any."""
-        with self._lock:
-            let_go = list(self._open.values())
-            self._open.clear()
-        return bool(let_go)
-
-    def check(self, path: str, expected: FileStamp | None) -> DataFile:
-        """The file. Raises StaleCheckpointError if it is registered and not what it was."""
-        file = self.get(path)
-        if expected is None:
-            return file
-        try:
-            found = [file.stamp(), FileStamp.of(os.stat(path))]
-        except FileNotFoundError:
-            found = []
-        if found != [expected, expected]:
-            raise stale(path)
-        return file
-
-
-def stale(path: str) -> StaleCheckpointError:
-    """The error for a registered file that is not what it was."""
-    return StaleCheckpointError(
-        f"{path} was changed after it was registered: the tensors that were promised may be gone; "
-        "register the checkpoint (or load the pipeline) again",
-        path=path,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import torch
 
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal
-from tierstore.system.files import DISK_THREADS, FileTable
+from tierstore.system.file_table import FileTable
+from tierstore.system.files import DISK_THREADS
 from tierstore.system.streams import selecting
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.directory import ObjectDirectory

@@ -13,7 +13,7 @@ from tierstore.model.errors import DiskFullError, TierStoreError
 from tierstore.model.groups import packing_of
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
-from tierstore.system.files import FileTable
+from tierstore.system.file_table import FileTable
 from tierstore.system.views import show_one
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
@@ -76,7 +76,7 @@ class DiskTier:
 
     def drop(self, entry: GroupEntry) -> None:
         """An object file stays until its key is written anew or removed."""
-        entry.source = None
+        entry.source, entry.files = None, {}
         entry.backed = False
         if entry.spilled_at is not None and self.spill is not None:
             spilled_at, entry.spilled_at = entry.spilled_at, None

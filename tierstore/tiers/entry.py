@@ -8,6 +8,7 @@ from typing import Any
 
 from tierstore.model.groups import GroupId, GroupSpec, Packing, Source
 from tierstore.model.tiers import Tier
+from tierstore.system.file_table import HeldFile
 from tierstore.system.files import FileStamp
 from tierstore.tiers.arena import Slot
 from tierstore.tiers.spill import SpillExtent
@@ -20,11 +21,12 @@ class GroupEntry:
     `slots` is its memory, by tier. `arrival` is an event of the device that has passed once the
     copy there has come. `source` says how to read it from disk; None while it is not there.
     `packing` is how to write it; None for what came from checkpoints, which is written only once it
-    was changed. `durable` groups are written as object files, others into the spill. `stamps` is
-    what the checkpoint files in `source` must look like. Of two versions of one key, the disk keeps
-    the one of the higher `order`. Its checksums were right when its files had the stamps in
-    `verified`. Of a `mutable` group, the spilled copy always lies in the same `spill_extent`, where
-    it can be viewed. `backed`, `caller_scheduled` and `sticky` are what the planner was told of it.
+    was changed. `durable` groups are written as object files, others into the spill. `files` are
+    the checkpoint files in `source`, by path, which stay open because of that. Of two versions of
+    one key, the disk keeps the one of the higher `order`. Its checksums were right when its files
+    had the stamps in `verified`. Of a `mutable` group, the spilled copy always lies in the same
+    `spill_extent`, where it can be viewed. `backed`, `caller_scheduled` and `sticky` are what the
+    planner was told of it.
     """
 
     group: GroupId
@@ -33,7 +35,7 @@ class GroupEntry:
     packing: Packing | None = None
     durable: bool = True
     single: bool = False
-    stamps: Mapping[str, FileStamp] = field(default_factory=dict)
+    files: Mapping[str, HeldFile] = field(default_factory=dict)
     order: int = 0
     verified: Mapping[str, FileStamp] | None = None
     spilled_at: int | None = None

@@ -11,7 +11,8 @@ from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import Source
 from tierstore.model.header import digest
 from tierstore.model.tiers import Tier
-from tierstore.system.files import FileStamp, FileTable, ReadPiece, pieces, transfer_errors
+from tierstore.system.file_table import FileTable
+from tierstore.system.files import DataFile, FileStamp, ReadPiece, pieces, transfer_errors
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied
 from tierstore.tiers.host_tier import HostTier
@@ -37,28 +38,38 @@ class DiskReader:
         """
         source = entry.source
         assert source is not None
-        self._check_files(entry, source)
-        todo = (functools.partial(self._read, entry, room, piece) for piece in pieces(source))
+        files = {path: self._open(entry, path) for path in source.paths}
+        todo = (
+            functools.partial(self._read, entry, room, piece, files[piece.path])
+            for piece in pieces(source)
+        )
         self.workers.run_parallel(todo, ending)
-        stamps = self._check_files(entry, source)  # what changed meanwhile is no good either
+        stamps = self._stamps(entry, files)
         self.check(entry, room, source, stamps)
         return source.nbytes
 
-    def _check_files(self, entry: GroupEntry, source: Source) -> dict[str, FileStamp]:
-        """See that the files are what they were. Returns the stamps of those that others could
-        change."""
+    def _open(self, entry: GroupEntry, path: str) -> DataFile:
+        """The file, if it is what it was."""
+        held = entry.files.get(path)
+        with transfer_errors("reading", key=entry.group.key, path=path):
+            return self.files.get(path) if held is None else self.files.open(held)
+
+    def _stamps(self, entry: GroupEntry, files: Mapping[str, DataFile]) -> dict[str, FileStamp]:
+        """See that the files are still what they were: what changed meanwhile is no good either.
+        Returns the stamps of those that others could change."""
         stamps = {}
-        for path in {segment.extent.path for segment in source.segments}:
+        for path, file in files.items():
             with transfer_errors("reading", key=entry.group.key, path=path):
-                file = self.files.check(path, entry.stamps.get(path))
+                if path in entry.files:
+                    self.files.check(file, entry.files[path])
                 if entry.spilled_at is None and entry.spill_extent is None:
                     stamps[path] = file.stamp()  # what is spilled, nobody else can open
         return stamps
 
-    def _read(self, entry: GroupEntry, room: memoryview, piece: ReadPiece) -> None:
+    def _read(self, entry: GroupEntry, room: memoryview, piece: ReadPiece, file: DataFile) -> None:
         part = room[piece.at : piece.at + piece.nbytes]
         with transfer_errors("reading", key=entry.group.key, path=piece.path):
-            self.files.get(piece.path).read_at_least(part, piece.offset, piece.needed)
+            file.read_at_least(part, piece.offset, piece.needed)
 
     def check(
         self, entry: GroupEntry, data: memoryview, source: Source, stamps: Mapping[str, FileStamp]

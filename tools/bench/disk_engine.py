@@ -29,7 +29,8 @@ from tierstore.model.groups import (
     place,
 )
 from tierstore.model.header import digest, parse_header
-from tierstore.system.files import DISK_THREADS, FileTable
+from tierstore.system.file_table import FileTable
+from tierstore.system.files import DISK_THREADS
 from tierstore.tiers.arena import Slot, host_arena
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -51,16 +52,27 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, like(tensor, value))
 
 
+@torch.inference_mode(mode=False)
 def make_ordinary(tensor: torch.Tensor) -> None:
     """Let a tensor that was made in inference mode be one as any other, of the same memory.
 
-    Call it outside of inference mode. It stays the same object.
+    It stays the same object. It requires no gradient, so that torch computes as with the tensor
+    that it was, whose views never do: whether they do decides which kernels torch chooses.
     """
-    if not tensor.is_inference():
-        return
-    memory = tensor.untyped_storage()
+    _swap(tensor, requires_grad=False)
+
+
+@torch.inference_mode()
+def make_inference(tensor: torch.Tensor, *, requires_grad: bool) -> None:
+    """Let a tensor be as if made in inference mode, if nothing else refers to it weakly."""
+    with contextlib.suppress(RuntimeError):
+        _swap(tensor, requires_grad=requires_grad)
+
+
+def _swap(tensor: torch.Tensor, *, requires_grad: bool) -> None:
+    """Let it be a tensor of the mode that is on, over the memory that it has."""
     alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    alike.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    alike.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     if isinstance(tensor, torch.nn.Parameter):
-        alike = torch.nn.Parameter(alike, requires_grad=tensor.requires_grad)
+        alike = torch.nn.Parameter(alike, requires_grad=requires_grad)
     torch.utils.swap_tensors(tensor, alike)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
@@ -19,7 +21,8 @@ from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.memory import tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
-from tierstore.adapters.owners import claim, give_up, refuse_other_offloading
+from tierstore.adapters.other_offloading import refuse_other_offloading
+from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
@@ -108,6 +111,7 @@ class OffloadModel(nn.Module):
         if num_microbatches > 1:
             run = Microbatches(module, num_microbatches, self._gradient_streamer.begin)
         self.__dict__["_run"] = run
+        self.__class__ = _with_signature_of(type(module))
         claim(module.modules(), self)
         engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in module.parameters():
@@ -319,6 +323,19 @@ class Pass:
         if self.inside:
             self.inside = False
             self.leave()
+
+
+def _with_signature_of(kind: type[nn.Module]) -> type[OffloadModel]:
+    """A class of its own, whose `forward` tells of the arguments of another: trainers choose by
+    their names what to pass, and which of it are labels."""
+
+    def forward(self: OffloadModel, *args: Any, **kwargs: Any) -> Any:
+        return OffloadModel.forward(self, *args, **kwargs)
+
+    with contextlib.suppress(TypeError, ValueError):  # of a forward that tells nothing of itself
+        vars(forward)["__signature__"] = inspect.signature(kind.forward)
+    own = {"forward": forward, "__doc__": OffloadModel.__doc__, "__module__": __name__}
+    return type(OffloadModel.__name__, (OffloadModel,), own)
 
 
 def _move_in(weights: Weights, freed: FreedMemory) -> None:
