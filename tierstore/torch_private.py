@@ -17,9 +17,13 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# What every operation on tensors passes through, in the innermost place.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 # Containers of any kind as a list of leaves and a structure. Public only in later versions.
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 TensorType = TypeVar("TensorType", bound=torch.Tensor)
@@ -56,6 +60,16 @@ def like(tensor: TensorType, memory: torch.Tensor) -> TensorType:
     other = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
     other.__dict__.update(tensor.__dict__)
     return other
+
+
+def is_conversion(function: Any) -> bool:
+    """Whether an operation is the one that copies a tensor to another dtype or device."""
+    return function is torch.ops.aten._to_copy.default
+
+
+def may_share_memory(function: Any) -> bool:
+    """Whether what an operation returns may be one of its arguments, or a view of one."""
+    return any(value.alias_info is not None for value in function._schema.returns)
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:

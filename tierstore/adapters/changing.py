@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.adapters.unit_use import StandIn, same
 from tierstore.adapters.weight_groups import Change
+from tierstore.model.errors import ClosedError
 from tierstore.torch_private import call_first_of_state_dict_hooks, like
 
 
@@ -185,7 +187,8 @@ class Walking:
 
     def _store(self, keys: set[str]) -> None:
         if keys and self._offloaded.weights.held.run is None:
-            self._offloaded.weights.renew_edited(keys)
+            with suppress(ClosedError):  # weights stay what they are; a run says so
+                self._offloaded.weights.renew_edited(keys)
 
 
 class Loading:

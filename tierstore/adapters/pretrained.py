@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs.memory import has_address, span, tensor_bytes
@@ -28,6 +26,12 @@ from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.diffusers import OFFLOAD_ARGUMENTS, check_store, enable_group_offload
 from tierstore.store import TierStore, engine_of
 from tierstore.system.maps import AddressSpace
+from tierstore.torch_private import (
+    TorchDispatchMode,
+    is_conversion,
+    may_share_memory,
+    tree_map_only,
+)
 
 LARGE = 1 << 20
 """Bytes: smaller tensors that a library makes stay in ordinary memory."""
@@ -135,10 +139,9 @@ class LoadingMode(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if function is torch.ops.aten._to_copy.default and self._put_off(*args, **kwargs):
+        if is_conversion(function) and self._put_off(*args, **kwargs):
             return args[0].detach()
-        returned = function._schema.returns
-        if any(value.alias_info is not None for value in returned):  # a view, or changed in place
+        if may_share_memory(function):  # a view, or changed in place
             return function(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         return tree_map_only(torch.Tensor, self._moved, function(*args, **kwargs))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, KeysView, Mapping
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -64,7 +63,7 @@ class WeightGroups:
         store: TierStore,
         prefix: str,
         groups: dict[str, list[str]],
-        renewing: AbstractContextManager[Any],
+        renewing: threading.RLock,
     ) -> None:
         self.store = store
         self.prefix = prefix
@@ -154,12 +153,18 @@ class WeightGroups:
             self.renew(written)
 
     def renew_edited(self, keys: set[str]) -> None:
-        """Of these groups, store those anew that were edited in any way, if they are not in use."""
+        """Of these groups, store those anew that were edited in any way, if they are not in use.
+
+        If somebody else renews any at this moment, it is left to the next run: nobody waits.
+        """
         members = [b for key in keys for b in self._members.get(key, ())]
         written = {members[i] for i in _watch_of(members).written()}
         edited = [b for b in members if b.edited or (b in written and b.user is None)]
-        if edited:
-            self.renew(edited)
+        if edited and self._renewing.acquire(blocking=False):
+            try:
+                self.renew(edited)
+            finally:
+                self._renewing.release()
 
     def wait_until_renewed(self) -> None:
         """Returns when the model is not being cut anew, or made an ordinary one."""
