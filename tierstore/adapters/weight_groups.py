@@ -192,7 +192,7 @@ class WeightGroups:
         """Apply `change` to every tensor, group by group: of what changes, one is in memory."""
         with self._renewing:
             self.renew([b for b in self._bindings.values() if b.edited])
-            for key in bar(list(self.groups), "Converting", "groups"):
+            for key in bar(list(self._members), "Converting", "groups"):
                 members = self._members[key]
                 values = {b.name: change(b.tensor) for b in members}
                 if any(values[b.name] is not b.tensor for b in members):
@@ -207,7 +207,7 @@ class WeightGroups:
         with self._renewing:
             self.renew([b for b in self._bindings.values() if b.edited])
             space = AddressSpace()
-            for key in bar(list(self.groups), "Converting", "groups"):
+            for key in bar(list(self._members), "Converting", "groups"):
                 members = self._members[key]
                 casts = {
                     b.name: dtypes[id(b.tensor)]
