@@ -87,7 +87,7 @@ def _load(
             "its budgets; leave it out"
         )
     options = {name: kwargs.pop(name) for name in OFFLOAD_ARGUMENTS if name in kwargs}
-    with _one_by_one(), LoadingMode(engine_of(store).groups.file_memory) as mode:
+    with loading(engine_of(store).groups.file_memory) as mode:
         loaded = load(source, **kwargs)
     pending = {name: mode.pending(model) for name, model in _models_of(loaded).items()}
     enable_group_offload(loaded, store, **options)
@@ -103,11 +103,13 @@ def _models_of(loaded: Any) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def _one_by_one() -> Iterator[None]:
+def loading(file_memory: Callable[[int], memoryview]) -> Iterator[LoadingMode]:
+    """Inside, libraries load as `LoadingMode` says, on the calling thread alone."""
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"
     try:
-        yield
+        with LoadingMode(file_memory) as mode:
+            yield mode
     finally:
         if before is None:
             del os.environ[_ONE_BY_ONE]
