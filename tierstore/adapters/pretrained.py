@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.changing import cast_weights
-from tierstore.adapters.codecs.memory import has_address, span, tensor_bytes
+from tierstore.adapters.codecs.memory import address_of, has_address, span, tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.diffusers import OFFLOAD_ARGUMENTS, check_store, enable_group_offload
 from tierstore.store import TierStore, engine_of
@@ -166,7 +166,7 @@ class LoadingMode(TorchDispatchMode):
             return before is dtype  # it is asked again, as it does not look like that yet
         if not self._is_in_file(tensor):
             return False
-        start = tensor.data_ptr()
+        start = address_of(tensor)
         bisect.insort(self._starts, start)
         self._casts[start] = start + tensor_bytes(tensor), dtype
         return True
@@ -175,7 +175,7 @@ class LoadingMode(TorchDispatchMode):
         for space in (self._space, None):
             if space is None:
                 self._space = space = AddressSpace()  # files were mapped since
-            if space.extent_at(tensor.data_ptr(), tensor_bytes(tensor)) is not None:
+            if space.extent_at(address_of(tensor), tensor_bytes(tensor)) is not None:
                 return True
         return False
 
@@ -183,9 +183,9 @@ class LoadingMode(TorchDispatchMode):
         """What a tensor is to be cast to; None if it is what it should be."""
         if not self._starts or not _is_plain(tensor):
             return None
-        at = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1
+        at = bisect.bisect_right(self._starts, address_of(tensor)) - 1
         end, dtype = self._casts[self._starts[at]] if at >= 0 else (0, tensor.dtype)
-        return dtype if tensor.data_ptr() < end and dtype is not tensor.dtype else None
+        return dtype if address_of(tensor) < end and dtype is not tensor.dtype else None
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype_of(tensor)
