@@ -14,6 +14,8 @@ WEIGHTS = LAYERS * WIDTH * WIDTH * 4
 MARGIN = 2 * 4 * MB + 8 * MB
 """Bytes: two groups, and what Python and torch take while they work."""
 
+pytestmark = pytest.mark.full("a process for each way, which imports torch and measures itself")
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,7 +31,6 @@ def run(how: str, checkpoint: Path, place: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.full("a process for each way", keep=["layer by layer", "load_state_dict", "modules"])
 @pytest.mark.parametrize("how", [how for how in EDITS if how != "at once"])
 def test_all_weights_are_edited_within_the_budget(
     how: str, checkpoint: Path, tmp_path: Path

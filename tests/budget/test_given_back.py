@@ -21,9 +21,7 @@ KEPT = 2 * 32 * MB
 
 WAYS = ("as is", "cast", "in memory", "dispatched", "dispatched, cast")
 
-pytestmark = pytest.mark.full(
-    "processes with models of diffusers; tests/budget/test_edited.py has a small one"
-)
+pytestmark = pytest.mark.full("processes with models of diffusers")
 
 
 @pytest.fixture(scope="module", params=["flux", "sd3", "sdxl", "wan", "llama"])

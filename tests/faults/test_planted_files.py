@@ -49,7 +49,7 @@ from tierstore import (
 from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.engine.checkpoints import read_checkpoint
-from tierstore.system.files import anonymous_file
+from tierstore.system.mapping import anonymous_file
 from tierstore.system.objects import MARKER
 
 ROOT = Path(__file__).resolve().parents[2]

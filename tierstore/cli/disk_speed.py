@@ -36,8 +36,8 @@ from tierstore.system.files import (
     READ_BLOCK,
     DataFile,
     OpenForWriting,
-    anonymous_file,
 )
+from tierstore.system.mapping import anonymous_file
 from tierstore.system.objects import READ
 from tierstore.tiers.workers import Workers
 

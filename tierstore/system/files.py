@@ -233,20 +233,6 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
         done += written
 
 
-def anonymous_file(directory: str) -> int:
-    """A file in `directory` that has no name, open for reading and writing."""
-    with contextlib.suppress(OSError):
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.unlink(path)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 def close_quietly(descriptor: int) -> None:
     """Close what was only read. If that fails it is closed as well, and nothing is lost."""
     with contextlib.suppress(OSError):

@@ -1,7 +1,9 @@
-"""Maps of open files that hold no descriptor: there may be as many of them as there are groups."""
+"""Maps of open files that hold no descriptor: there may be as many of them as there are groups. And
+files without names, to be mapped."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -14,6 +16,20 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = c_void_p
 libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
 libc.munmap.argtypes = [c_void_p, c_size_t]
+
+
+def anonymous_file(directory: str) -> int:
+    """A file in `directory` that has no name, open for reading and writing."""
+    with contextlib.suppress(OSError):
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.unlink(path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def map_open_file(

@@ -24,13 +24,12 @@ from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
 from tierstore.system.files import (
-    anonymous_file,
     close_quietly,
     read_fully,
     transfer_error,
     transfer_errors,
 )
-from tierstore.system.mapping import map_open_file
+from tierstore.system.mapping import anonymous_file, map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"
 

@@ -28,11 +28,10 @@ from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.files import (
     WRITE_BLOCK,
     OpenForWriting,
-    anonymous_file,
     parts,
     transfer_errors,
 )
-from tierstore.system.mapping import map_open_file
+from tierstore.system.mapping import anonymous_file, map_open_file
 from tierstore.tiers.workers import RunParallel, one_by_one
 
 GROWTH = 64 << 20
