@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy.ma  # by libraries, the first time that they need it
+import numpy.ctypeslib  # by libraries, the first time that they need it: this and the next
+import numpy.ma
 import torch
 import tqdm.auto  # by bars of progress, the first time that something takes long
 from click.testing import CliRunner
