@@ -394,10 +394,16 @@ def load(
         pipeline = diffusers.DiffusionPipeline.from_pretrained(
             directory, torch_dtype=torch_dtype, **kwargs
         )
-    pipeline.set_progress_bar_config(disable=True)
-    for module in components(pipeline).values():
+    return quiet(pipeline)
+
+
+def quiet(pipe: Any) -> Any:
+    """The same pipeline or model, silent and in eval mode."""
+    if hasattr(pipe, "set_progress_bar_config"):
+        pipe.set_progress_bar_config(disable=True)
+    for module in components(pipe).values():
         module.eval()
-    return pipeline
+    return pipe
 
 
 @torch.no_grad()

@@ -281,3 +281,11 @@ class TierStore(AbstractContextManager["TierStore"]):
 def engine_of(store: TierStore) -> Engine:
     """What serves a store, for adapters and tests."""
     return store._engine
+
+
+def check_store(store: object) -> None:
+    """Raise TypeError for what is no store."""
+    if not isinstance(store, TierStore):
+        raise TypeError(
+            f"store is a {type(store).__name__}: pass a TierStore(ram_budget, disk_dir)"
+        )

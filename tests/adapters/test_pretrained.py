@@ -35,15 +35,6 @@ def class_of(kind: str) -> Any:
     return transformers.LlamaForCausalLM if kind == "llama" else diffusers.DiffusionPipeline
 
 
-def quiet(pipe: Any) -> Any:
-    """In eval mode, as `pipelines.load` leaves it."""
-    for part in pipelines.components(pipe).values():
-        part.eval()
-    if hasattr(pipe, "set_progress_bar_config"):
-        pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @pytest.fixture
 def in_float32(checkpoint: Checkpoints, tmp_path: Path) -> Any:
     """`in_float32(kind)`: a checkpoint in float32, and the pipeline as its library casts it."""
@@ -73,7 +64,9 @@ def test_a_cast_is_that_of_the_library_and_is_done_once(
         output = pipelines.run(kind, plain.to(device), device=device)
     for start in ("first", "second"):
         with open_store(disk_dir, int(weights * 0.4), device) as store:
-            pipe = quiet(from_pretrained(class_of(kind), checkpoint, store, dtype=pipelines.DTYPE))
+            pipe = pipelines.quiet(
+                from_pretrained(class_of(kind), checkpoint, store, dtype=pipelines.DTYPE)
+            )
             assert_same(values_of(pipe), expected)
             assert torch.equal(pipelines.run(kind, pipe, device=device), output)
             stats = store.stats()
@@ -123,7 +116,9 @@ def test_what_fits_is_not_written(
     expected = reference(kind)
     with open_store(disk_dir, int(expected.weights * 0.4), "cpu") as store:
         dtype = pipelines.DTYPE
-        pipe = quiet(from_pretrained(class_of(kind), checkpoint(kind), store, dtype=dtype))
+        pipe = pipelines.quiet(
+            from_pretrained(class_of(kind), checkpoint(kind), store, dtype=dtype)
+        )
         assert torch.equal(pipelines.run(kind, pipe), expected.output)
         assert store.stats().bytes_written == 0
         assert store.stats().bytes_read > 0

@@ -233,12 +233,19 @@ class ConvertingMethod(SuspendingMethod):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner()
         result = self._function(owner, *args, **kwargs)
-        models = [m for m in getattr(owner, "components", {}).values() if isinstance(m, nn.Module)]
+        models = models_in(owner).values()
         for given in (*args, *kwargs.values()):
             for model in models if isinstance(given, torch.dtype) else ():
                 if owner_of(model) is not None:
                     model.to(given)
         return result
+
+
+def models_in(target: Any) -> dict[str, nn.Module]:
+    """The models of a pipeline by name; of a module, itself under the name ""."""
+    if isinstance(target, nn.Module):
+        return {"": target}
+    return {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
 
 
 def wrap_changes(owner: Any, by: Suspending) -> None:

@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.adapters.components import Component, component_of, unwrap, wrap_changes
+from tierstore.adapters.components import (
+    Component,
+    component_of,
+    models_in,
+    unwrap,
+    wrap_changes,
+)
 from tierstore.engine.settings import resolve_device
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
 from tierstore.observe.stats import Stats
-from tierstore.store import TierStore
+from tierstore.store import TierStore, check_store
 
 logger = logging.getLogger("tierstore")
 
@@ -29,15 +35,6 @@ _REPLACED = {
     "offload_to_disk_path": "the store's disk_dir: TierStore(ram_budget, disk_dir)",
     "offload_device": "the store, which decides between RAM and disk by its budgets",
 }
-OFFLOAD_ARGUMENTS = (
-    "offload_type",
-    "num_blocks_per_group",
-    "group_size",
-    "exclude_modules",
-    "exclude_kwargs",
-    "block_modules",
-)
-"""What `enable_group_offload` can be told, apart from what it is about."""
 _HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 
 # A handle does not hold its target, so that an entry goes with it.
@@ -237,14 +234,6 @@ def _refuse_replaced(arguments: dict[str, Any]) -> None:
             raise TypeError(f"enable_group_offload() got an unexpected keyword argument {name!r}")
 
 
-def check_store(store: Any) -> None:
-    """Raise TypeError for what is no store."""
-    if not isinstance(store, TierStore):
-        raise TypeError(
-            f"store is a {type(store).__name__}: pass a TierStore(ram_budget, disk_dir)"
-        )
-
-
 def _check_settings(
     settings: dict[str, Any], store: TierStore, onload_device: str | torch.device | None
 ) -> None:
@@ -269,15 +258,12 @@ def _models(
     target: Any, settings: dict[str, Any]
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The models in a target that are to be offloaded, and those that stay on the device."""
-    if isinstance(target, nn.Module):
-        if not getattr(target, "_supports_group_offloading", True):
-            raise ValueError(
-                f"{type(target).__name__} does not support group offloading: it says so with "
-                "_supports_group_offloading=False. Run it on the device as it is"
-            )
-        found: dict[str, nn.Module] = {"": target}
-    else:
-        found = {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
+    if isinstance(target, nn.Module) and not getattr(target, "_supports_group_offloading", True):
+        raise ValueError(
+            f"{type(target).__name__} does not support group offloading: it says so with "
+            "_supports_group_offloading=False. Run it on the device as it is"
+        )
+    found = models_in(target)
     excluded = settings["exclude_modules"] or []
     unknown = [name for name in excluded if name not in found]
     if unknown:

@@ -27,7 +27,7 @@ from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedMod
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
-from tierstore.store import TierStore
+from tierstore.store import TierStore, check_store
 
 logger = logging.getLogger("tierstore")
 
@@ -353,10 +353,7 @@ def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> No
             f"a {type(model).__name__} cannot be dispatched: pass a torch module (for a pipeline "
             "of diffusers there is enable_group_offload)"
         )
-    if not isinstance(store, TierStore):
-        raise TypeError(
-            f"store is a {type(store).__name__}: pass a TierStore(ram_budget, disk_dir)"
-        )
+    check_store(store)
     if device is not None and _device(device) != store.device:
         raise ValueError(
             f"{name}={device!r}, but the store serves {store.device}: make the store with "

@@ -12,6 +12,7 @@ chooses dtypes. Only where the bytes are is different, so that a model of any si
 from __future__ import annotations
 
 import bisect
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from torch import nn
 from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs.memory import address_of, has_address, span, tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
-from tierstore.adapters.diffusers import OFFLOAD_ARGUMENTS, check_store, enable_group_offload
-from tierstore.store import TierStore, engine_of
+from tierstore.adapters.components import models_in
+from tierstore.adapters.diffusers import enable_group_offload
+from tierstore.store import TierStore, check_store, engine_of
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import (
     TorchDispatchMode,
@@ -86,20 +88,16 @@ def _load(
             "device_map is replaced by the store, which decides between device, RAM and disk by "
             "its budgets; leave it out"
         )
-    options = {name: kwargs.pop(name) for name in OFFLOAD_ARGUMENTS if name in kwargs}
+    known = inspect.signature(enable_group_offload).parameters.values()
+    named = {each.name for each in known if each.kind is each.KEYWORD_ONLY}
+    options = {name: kwargs.pop(name) for name in named & kwargs.keys()}
     with loading(engine_of(store).groups.file_memory) as mode:
         loaded = load(source, **kwargs)
-    pending = {name: mode.pending(model) for name, model in _models_of(loaded).items()}
+    pending = {name: mode.pending(model) for name, model in models_in(loaded).items()}
     enable_group_offload(loaded, store, **options)
-    for name, model in _models_of(loaded).items():
+    for name, model in models_in(loaded).items():
         cast_weights(model, pending[name])
     return loaded
-
-
-def _models_of(loaded: Any) -> dict[str, nn.Module]:
-    if isinstance(loaded, nn.Module):
-        return {"": loaded}
-    return {n: m for n, m in loaded.components.items() if isinstance(m, nn.Module)}
 
 
 @contextmanager
@@ -172,12 +170,11 @@ class LoadingMode(TorchDispatchMode):
         return True
 
     def _is_in_file(self, tensor: torch.Tensor) -> bool:
-        for space in (self._space, None):
-            if space is None:
-                self._space = space = AddressSpace()  # files were mapped since
-            if space.extent_at(address_of(tensor), tensor_bytes(tensor)) is not None:
-                return True
-        return False
+        where = address_of(tensor), tensor_bytes(tensor)
+        if self._space is not None and self._space.extent_at(*where) is not None:
+            return True
+        self._space = AddressSpace()  # files may have been mapped since
+        return self._space.extent_at(*where) is not None
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype | None:
         """What a tensor is to be cast to; None if it is what it should be."""

@@ -31,12 +31,7 @@ from typing import Any
 
 from tierstore.cli.directories import read_document
 from tierstore.model.sizes import round_up
-from tierstore.system.files import (
-    DISK_THREADS,
-    READ_BLOCK,
-    DataFile,
-    OpenForWriting,
-)
+from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile, OpenForWriting
 from tierstore.system.mapping import anonymous_file
 from tierstore.system.objects import READ
 from tierstore.tiers.workers import Workers

@@ -162,11 +162,14 @@ def _derivation(
 ) -> str | None:
     """A name for what these bytes of files, as the files are now, are when they are cast."""
     described = []
+    stamps: dict[str, FileStamp] = {}
     for source in sources:
         if source is None:
             return None
-        stamp = dataclasses.astuple(_stamp(source.extent.path))
-        described.append((dataclasses.astuple(source), stamp, str(casts.get(source.name))))
+        path = source.extent.path
+        stamp = stamps[path] if path in stamps else stamps.setdefault(path, _stamp(path))
+        row = dataclasses.astuple(source), dataclasses.astuple(stamp), str(casts.get(source.name))
+        described.append(row)
     return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()[:32]
 
 

@@ -133,39 +133,43 @@ class Groups:
 
     def _write_once(self, wanted: Unadopted) -> tuple[str, StoredObject]:
         """The object file with exactly these tensors: found by their content, or written."""
-        content = self._cast_before(wanted)
-        if content is None:
-            values = wanted.values()
-            content = content_hash(values)
-            self._put_once(WEIGHTS + content, values)
-            del values
-            if wanted.derivation is not None:
-                told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
-                self._put_once(CASTS + wanted.derivation, {CONTENT: told})
-        path = self.core.directory.path_of(WEIGHTS + content)
-        return path, intact_object(path)
+        found = self._cast_before(wanted)
+        if found is not None:
+            return found
+        values = wanted.values()
+        content = content_hash(values)
+        found = self._put_once(WEIGHTS + content, values)
+        del values
+        if wanted.derivation is not None:
+            told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
+            self._put_once(CASTS + wanted.derivation, {CONTENT: told})
+        return found
 
-    def _put_once(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _put_once(self, key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, StoredObject]:
         if key not in self.core.current:
             self._puts.put(key, tensors, durable=True)
-        self._saves.flush_key(key)  # another thread may have put it, or a write may have failed
+        stored = self._stored(key)
         self.offload(key)
+        return stored
 
-    def _cast_before(self, wanted: Unadopted) -> str | None:
-        """The content of what was cast from the same bytes before; None if that is not there."""
+    def _stored(self, key: str) -> tuple[str, StoredObject]:
+        """The object file of a group that is there."""
+        self._saves.flush_key(key)  # another thread may have put it, or a write may have failed
+        path = self.core.directory.path_of(key)
+        return path, intact_object(path)
+
+    def _cast_before(self, wanted: Unadopted) -> tuple[str, StoredObject] | None:
+        """The object file of what was cast from the same bytes before; None if there is none."""
         current = self.core.current
         key = CASTS + str(wanted.derivation)
         if key not in current:
             return None
-        self._saves.flush_key(key)
-        path = self.core.directory.path_of(key)
-        told = object_views(path, intact_object(path)).get(CONTENT)
+        told = object_views(*self._stored(key)).get(CONTENT)
         content = "" if told is None else bytes(told.tolist()).hex()
         if WEIGHTS + content not in current:
             return None
-        self._saves.flush_key(WEIGHTS + content)
-        path = self.core.directory.path_of(WEIGHTS + content)
-        return content if wanted.is_as(intact_object(path)) else None
+        found = self._stored(WEIGHTS + content)
+        return found if wanted.is_as(found[1]) else None
 
     def file_memory(self, nbytes: int) -> memoryview:
         """Memory for what is going to be registered, if it is too much for RAM: in a file without

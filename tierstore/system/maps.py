@@ -23,12 +23,7 @@ import numpy.typing as npt
 from tierstore.model.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
-from tierstore.system.files import (
-    close_quietly,
-    read_fully,
-    transfer_error,
-    transfer_errors,
-)
+from tierstore.system.files import close_quietly, read_fully, transfer_error, transfer_errors
 from tierstore.system.mapping import anonymous_file, map_open_file
 
 MAPS, PAGEMAP = "/proc/self/maps", "/proc/self/pagemap"

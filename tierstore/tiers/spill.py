@@ -25,12 +25,7 @@ from tierstore.model import shares
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.system.files import (
-    WRITE_BLOCK,
-    OpenForWriting,
-    parts,
-    transfer_errors,
-)
+from tierstore.system.files import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
 from tierstore.system.mapping import anonymous_file, map_open_file
 from tierstore.tiers.workers import RunParallel, one_by_one
 
