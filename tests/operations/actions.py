@@ -1,0 +1,109 @@
+"""What the operations are made of: loading a model, offloading it, and computing with it.
+
+The same calls are made twice: where `share` is none the model is an ordinary one on the device, and
+otherwise it is on a store whose budgets are that share of its weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests import pipelines
+from tests.device import pretend
+from tests.store.helpers import open_store
+from tierstore import TierStore, dispatch_model, enable_group_offload
+
+
+class Actions:
+    """What one operation does, once. Tensors that it computes are in `outputs`."""
+
+    def __init__(
+        self,
+        device: str,
+        share: float | None,
+        checkpoint: Callable[..., Path],
+        folder: Path,
+    ) -> None:
+        self.device = device
+        self.folder = folder
+        """For what the operation itself writes."""
+        self.outputs: list[torch.Tensor] = []
+        self.read: list[int] = []
+        """Bytes that were read for each of them."""
+        self._share = share
+        self._checkpoint = checkpoint
+        self._store: TierStore | None = None
+        self._budget = 0
+        self._pinned_before = 0
+
+    def load(self, kind: str) -> Any:
+        """A pipeline or model of `tests.pipelines`, on the CPU."""
+        return pipelines.load(kind, self._checkpoint(kind))
+
+    def offload(self, target: Any, **arguments: Any) -> None:
+        """Put a pipeline or model on the store: the first one says how large the budgets are."""
+        self._offload(enable_group_offload, target, arguments)
+
+    def dispatch(self, model: nn.Module, **arguments: Any) -> None:
+        """The same by `dispatch_model`."""
+        self._offload(dispatch_model, model, arguments)
+
+    def _offload(self, way: Callable[..., Any], target: Any, arguments: dict[str, Any]) -> None:
+        if self._share is None:
+            target.to(self.device)
+            return
+        if self._store is None:
+            self._budget = int(self._share * pipelines.weight_bytes(target))
+            self._store = open_store(self.folder / "store", self._budget, self.device)
+            pretend.reset_peak_pinned()
+            self._pinned_before = pretend.pinned_bytes()
+        way(target, self._store, **arguments)
+
+    @contextmanager
+    def on_the_cpu(self, target: Any) -> Iterator[None]:
+        """Inside, weights are on the CPU, where offloaded ones are anyway while nothing runs.
+
+        Edits that compute (fusing, for instance) give other bits on an accelerator.
+        """
+        if self._share is None:
+            target.to("cpu")
+        yield
+        if self._share is None:
+            target.to(self.device)
+
+    def run(self, kind: str, pipe: Any, **arguments: Any) -> None:
+        """Compute a pipeline's output, for comparison (see `tests.pipelines.run`)."""
+        self.compute(functools.partial(pipelines.run, kind, pipe, device=self.device, **arguments))
+
+    def compute(self, work: Callable[[], torch.Tensor]) -> None:
+        """Compute anything for comparison that uses weights of the model."""
+        before = self._bytes_read()
+        self.outputs.append(work().detach().cpu().clone())
+        self.read.append(self._bytes_read() - before)
+
+    def check_that_it_changed(self) -> None:
+        """Assert that the latest output is not the one before: that the operation had an effect."""
+        assert not torch.equal(*self.outputs[-2:])
+
+    def _bytes_read(self) -> int:
+        return 0 if self._store is None else self._store.stats().bytes_read
+
+    def check_budgets(self) -> None:
+        """Assert that no tier held more than its budget at any time."""
+        assert self._store is not None, "the operation offloads nothing"
+        peaks = self._store.stats().peak_bytes
+        assert 0 < peaks["HOST"] <= self._budget
+        if self.device == "pretend":
+            assert 0 < peaks["DEVICE"] <= self._budget
+            assert pretend.peak_pinned_bytes() - self._pinned_before <= self._budget
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()

@@ -1,0 +1,59 @@
+"""What users do with a model, one row of the documentation each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.operations.actions import Actions
+
+Do = Callable[[Actions], None]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An operation that raises on an offloaded model, with advice, and leaves it as it was."""
+
+    error: type[Exception]
+    says: str
+    """A regular expression that the message matches."""
+    advice: str
+    """What to do instead, as the documentation says it."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row: `do` works the same on an ordinary model, or is refused."""
+
+    table: str
+    name: str
+    do: Do
+    refusal: Refusal | None
+    note: str
+
+    @property
+    def identifier(self) -> str:
+        """The name of its tests."""
+        return self.do.__name__
+
+
+class Table:
+    """Rows of the documentation that belong together, in their order."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.operations: list[Operation] = []
+
+    def row(
+        self, name: str, *, refusal: Refusal | None = None, note: str = ""
+    ) -> Callable[[Do], Do]:
+        """Say what a function does with a model, as the documentation names it.
+
+        `note` is what a reader should know besides.
+        """
+
+        def add(do: Do) -> Do:
+            self.operations.append(Operation(self.title, name, do, refusal, note))
+            return do
+
+        return add

@@ -1,0 +1,43 @@
+"""The tables of docs/guides/operations.md, made of the operations that the tests do.
+
+python -m tests.operations.tables
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.operations.loras import LORAS
+from tests.operations.operation import Operation, Table
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
+BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+
+TABLES: tuple[Table, ...] = (LORAS,)
+OPERATIONS = [operation for table in TABLES for operation in table.operations]
+
+
+def line_of(operation: Operation) -> str:
+    refusal = operation.refusal
+    result = "the same" if refusal is None else f"{refusal.error.__name__}: {refusal.advice}"
+    return f"| {operation.name} | {result} | {operation.note} |\n"
+
+
+def tables() -> str:
+    """All of them, as the page has them."""
+    return "\n".join(
+        f"### {table.title}\n\n| operation | result | besides |\n|---|---|---|\n"
+        + "".join(map(line_of, table.operations))
+        for table in TABLES
+    )
+
+
+def page_with(text: str, found: str) -> str:
+    """The page `text` with the tables `found` in the place of those that it has."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return before + begin + found + end + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
