@@ -134,6 +134,15 @@ def saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | 
 # Modules ------------------------------------------------------------------------------------------
 
 
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute in which `module.compile()` leaves what calls of the module call from then on."""
+
+
+def call_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
+    """Call a module, hooks and all, as if `compile()` had not been called."""
+    return module._call_impl(*args, **kwargs)
+
+
 def has_forward_hooks(module: Any) -> bool:
     """Whether anything is registered to be called before or after a module's forward."""
     return bool(module._forward_hooks) or bool(module._forward_pre_hooks)

@@ -87,7 +87,7 @@ def test_blocks_are_whole_units(kind: str, device_gb: float) -> None:
 
 def test_a_small_budget_cuts_blocks_into_leaves() -> None:
     size = sizes(2, 64, "flux")
-    assert size == GroupSizes(64 * 10**6 * 125 // 128, 250_000_000)
+    assert size == GroupSizes(64 * 10**6 * 125 // 128, 250_000_000, 1_000_000_000)
     assert any("attn" in name for name, _ in cut("flux", size))
 
 

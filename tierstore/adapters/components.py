@@ -158,6 +158,7 @@ class Component:
             tuple(blocks),
             settings["num_blocks_per_group"],
             largest_block=0 if settings["group_size"] else sizes.block,
+            largest_compiled=sizes.compiled,
         )
         offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
         self._offloaded = weakref.ref(offloaded)

@@ -140,6 +140,7 @@ def _dispatched(model: nn.Module, store: TierStore, settings: DispatchSettings) 
         tuple(getattr(model, "_group_offload_block_modules", None) or ()),
         whole=settings.whole,
         largest_block=sizes.block,
+        largest_compiled=sizes.compiled,
     )
     return OffloadedModule(
         model,

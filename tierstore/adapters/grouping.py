@@ -30,6 +30,7 @@ from tierstore.model.outline import (
 )
 from tierstore.model.tiers import TIERS
 from tierstore.store import TierStore
+from tierstore.torch_private import COMPILED_CALL
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -50,7 +51,8 @@ class Cutting:
 
     Groups have up to `target` bytes, or `blocks_per_group` blocks. Blocks of up to `largest_block`
     bytes are not cut into leaves, but may be in several groups. Modules whose class is named in
-    `whole` use the weights of their children without calling them.
+    `whole` use the weights of their children without calling them. Modules of up to
+    `largest_compiled` bytes that are compiled by themselves are not cut either.
     """
 
     offload_type: str
@@ -59,6 +61,7 @@ class Cutting:
     blocks_per_group: int | None = None
     whole: frozenset[str] = frozenset()
     largest_block: int = 0
+    largest_compiled: int = 0
 
     @property
     def block_limit(self) -> int | None:
@@ -67,7 +70,7 @@ class Cutting:
 
     def units(self, root: nn.Module) -> list[Unit]:
         """The units of a model, in the order in which its modules were registered. See `cut`."""
-        branch = ModuleBranch(root, "", self.whole)
+        branch = ModuleBranch(root, "", self)
         pieces = cut(branch, self.offload_type, self.block_limit, set(self.block_modules))
         return [
             Unit(b.name, b.module, b.tensors(whole=piece.whole), piece.block, piece.encloses)
@@ -113,10 +116,10 @@ class GroupPlan:
 class ModuleBranch:
     """A module of a model at hand."""
 
-    def __init__(self, module: nn.Module, name: str, classes: frozenset[str] = frozenset()) -> None:
+    def __init__(self, module: nn.Module, name: str, cutting: Cutting) -> None:
         self.module = module
         self.name = name
-        self._classes = classes
+        self._cutting = cutting
 
     @property
     def nbytes(self) -> int:
@@ -129,10 +132,15 @@ class ModuleBranch:
         module = self.module
         return (
             isinstance(module, _ATOMIC)
-            or type(module).__name__ in self._classes
+            or type(module).__name__ in self._cutting.whole
             or hasattr(module, "parametrizations")
             or _is_adapter(module)
         )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its forward is compiled by itself, and all of it may come at once."""
+        return is_compiled(self.module) and self.nbytes <= self._cutting.largest_compiled
 
     @property
     def holds_blocks(self) -> bool:
@@ -155,7 +163,7 @@ class ModuleBranch:
             return []
         prefix = f"{self.name}." if self.name else ""
         named = self.module.named_children()
-        return [ModuleBranch(child, prefix + name, self._classes) for name, child in named]
+        return [ModuleBranch(child, prefix + name, self._cutting) for name, child in named]
 
     def tensors(self, *, whole: bool) -> dict[str, torch.Tensor]:
         """Its own tensors that can be offloaded, by full name; all in it if `whole`."""
@@ -185,6 +193,12 @@ class ModuleBranch:
 def _is_adapter(module: nn.Module) -> bool:
     """A layer of PEFT may use its base layer's weight without calling it (DoRA does)."""
     return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward was compiled by itself: `module.compile()`, or
+    `torch.compile(module)`."""
+    return getattr(module, COMPILED_CALL, None) is not None or "_orig_mod" in module._modules
 
 
 def _own_persistent(module: nn.Module) -> set[str]:

@@ -9,8 +9,9 @@ nothing stays leased.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -26,18 +27,24 @@ from tierstore.adapters.changing import (
     after_state_dict,
     tell_true_values,
 )
+from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.codecs.plain import make_inference, make_ordinary
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
+from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
-from tierstore.adapters.unit_use import Arguments, UnitForward, has_method
+from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.model.errors import LeaseError
 from tierstore.store import TierStore, engine_of
+from tierstore.torch_private import COMPILED_CALL, call_uncompiled
 
-ENTRIES = ("forward", "encode", "decode")
+logger = logging.getLogger("tierstore")
+
+CALLS = ("forward", COMPILED_CALL)
+"""How a module is called. What it needs comes outside of what is compiled."""
+ENTRIES = (*CALLS, "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
 
 MANY_UNITS = 8
@@ -114,12 +121,19 @@ class OffloadedModule:
                 self._inference.append((tensor, tensor.requires_grad))
                 make_ordinary(tensor)
         units = self._cutting.units(self.root)
+        _tell_what_is_compiled_in_parts(self.root, units)
         self.weights.register(*self._plans(units))
         self._keep_the_rest()
         self.weights.refuse_what_never_fits(self._cutting)
         for unit in units:
             self._wrap(unit)
         self._wrap_entries({unit.module for unit in units})
+        for module in self.root.modules():
+            if owner_of(module) is self:
+                self._attachment.stand_in(module, "compile", self._compile)
+        self._watch_changes()
+
+    def _watch_changes(self) -> None:
         self._attachment.stand_in(self.root, "_apply", Conversion(self))
         for name in ("named_modules", "apply"):
             self._attachment.stand_in(self.root, name, Walking(self))
@@ -178,7 +192,7 @@ class OffloadedModule:
     def _wrap_with(self, unit: Unit, owner: Owner, use: Callable[[], WeightUse | None]) -> None:
         move = self._move if self._aligned else None
         call = None if self.store.device.type == "cpu" else OnceMore(unit.module, self.store)
-        for name in self._entries() if unit.module is self.root else ["forward"]:
+        for name in ENTRIES if unit.module is self.root else CALLS:
             if has_method(unit.module, name):
                 forward = UnitForward(use, owner.look, before=move, call=call)
                 self._attachment.stand_in(unit.module, name, forward)
@@ -195,12 +209,15 @@ class OffloadedModule:
                 and len(units.intersection(module.modules())) >= MANY_UNITS
                 and type(module).forward is not nn.Module.forward
             ):
-                forward = UnitForward(self._run, self.look, before=move)
-                self._attachment.stand_in(module, "forward", forward)
+                self._wrap_run(module, CALLS, before=move)
         align = self._align if self._aligned else None
-        for name in self._entries():
-            forward = UnitForward(self._run, self.look, before=self._move, after=align)
-            self._attachment.stand_in(self.root, name, forward)
+        self._wrap_run(self.root, ENTRIES, before=self._move, after=align)
+
+    def _wrap_run(self, module: nn.Module, names: Collection[str], **around: Any) -> None:
+        for name in names:
+            if has_method(module, name):
+                forward = UnitForward(self._run, self.look, **around)
+                self._attachment.stand_in(module, name, forward)
 
     def _run(self) -> ModelRun | None:
         return ModelRun(self.weights.held, self._over) if self.weights.held.run is None else None
@@ -218,8 +235,18 @@ class OffloadedModule:
         held = [[*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in ours]
         return {id(tensor) for tensors in held for tensor in tensors}
 
-    def _entries(self) -> list[str]:
-        return [name for name in ENTRIES if has_method(self.root, name)]
+    def _compile(self, method: StandIn, args: Any, kwargs: Any) -> None:
+        """A part of the model is compiled by itself: its weights have to come before all of it, and
+        the model is cut anew when it is called next."""
+        method.original(*args, **kwargs)
+        self._attachment.stand_in(method.module, COMPILED_CALL, self._call_compiled)
+        self.changed = True
+
+    def _call_compiled(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+        self.look()
+        if getattr(method.module, COMPILED_CALL) is method:  # not cut anew: it is in use
+            return call_uncompiled(method.module, args, kwargs)
+        return method.module(*args, **kwargs)
 
     # Around a run ------------------------------------------------------------------------------
 
@@ -279,6 +306,23 @@ class OffloadedModule:
         while self._inference:
             tensor, requires_grad = self._inference.pop()
             make_inference(tensor, requires_grad=requires_grad)
+
+
+def _tell_what_is_compiled_in_parts(root: nn.Module, units: list[Unit]) -> None:
+    whole = {unit.module for unit in units if unit.block}
+    whole = {part for module in whole for part in module.modules()}
+    cut = [module for module in root.modules() if module not in whole and is_compiled(module)]
+    if cut:
+        nbytes = max(unique_bytes(module.parameters()) for module in cut)
+        logger.warning(
+            "%s: a %s that is compiled takes %s bytes, more than half of the smallest budget. Its "
+            "parts come one by one, and break its graph (with fullgraph=True, torch raises); with "
+            "a budget of %s bytes they would not",
+            type(root).__name__,
+            type(cut[0]).__name__,
+            f"{nbytes:,}",
+            f"{nbytes * 5 // 2:,}",
+        )
 
 
 def _use_of(owner: Owner, tensors: set[int]) -> WeightUse | None:

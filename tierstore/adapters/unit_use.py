@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.nested import tensors_in
+from tierstore.torch_private import COMPILED_CALL
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -53,7 +54,24 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run
-        return self.original(*args, **kwargs) if run is None else run(self, args, kwargs)
+        # What is exported is the ordinary model, with its weights as they are.
+        if run is None or torch.compiler.is_exporting() or self._is_compiled():
+            return self.original(*args, **kwargs)
+        return run(self, args, kwargs)
+
+    def _is_compiled(self) -> bool:
+        """Whether the module is being compiled by itself: what stands in for the compiled call does
+        all that is to be done, outside of what is compiled."""
+        if not torch.compiler.is_dynamo_compiling() or self.name == COMPILED_CALL:
+            return False
+        entry = getattr(self.module, COMPILED_CALL)
+        return isinstance(entry, StandIn) and isinstance(entry.run, UnitForward)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """That of the method: torch.export looks where it is."""
+        code: types.CodeType = self.original.__code__
+        return code
 
     def remove(self) -> None:
         """Give the module its own method back; where others wrapped this one, only pass through."""

@@ -26,6 +26,9 @@ DEEPEST = 64
 class NamedBranch:
     """A module that is known by the names of its tensors."""
 
+    compiled = False
+    """Files do not tell."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self._own: list[FileTensor] = []

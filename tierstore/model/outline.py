@@ -31,13 +31,15 @@ LARGEST_LEAF_GROUP = 32 << 20
 
 
 class GroupSizes(NamedTuple):
-    """Bytes: of groups, and of blocks that are not cut into leaves, at most.
+    """Bytes: of groups, of blocks that are not cut into leaves, and of modules that are compiled as
+    a whole, at most.
 
     A block that is larger than a group is in several. They are in use together.
     """
 
     group: int
     block: int
+    compiled: int
 
 
 def usual_sizes(
@@ -49,9 +51,9 @@ def usual_sizes(
     on_device = budgets.get(Tier.DEVICE)
     if on_device is None:
         group = target_bytes(offload_type, smallest, model_bytes)
-        return GroupSizes(group, group)
+        return GroupSizes(group, group, smallest // 2)
     group = min(target_bytes(offload_type, smallest, model_bytes), LINK_GROUP)
-    return GroupSizes(group, max(group, on_device // shares.LARGE_GROUP))
+    return GroupSizes(group, max(group, on_device // shares.LARGE_GROUP), smallest // 2)
 
 
 def target_bytes(offload_type: str, smallest_budget: int, model_bytes: int) -> int:
@@ -78,6 +80,10 @@ class Branch(Protocol):
     @property
     def atomic(self) -> bool:
         """Whether it uses tensors of the modules in it without calling them."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its forward is compiled by itself: nothing can come in the middle of it."""
 
     @property
     def holds_blocks(self) -> bool:
@@ -119,7 +125,8 @@ def cut(
 
     `"leaf_level"` makes every module with tensors of its own a unit. `"block_level"` keeps blocks
     of up to `block_limit` bytes whole (None: however large) and cuts larger ones into leaves;
-    the modules that are named in `block_modules` are blocks too.
+    the modules that are named in `block_modules` are blocks too. So are those that are compiled
+    by themselves, however large.
     """
     return _walk(root, offload_type == "block_level", block_limit, block_modules)
 
@@ -127,8 +134,8 @@ def cut(
 def _walk(
     branch: BranchType, blocks: bool, limit: int | None, extra: Collection[str]
 ) -> Iterator[OutlinePiece[BranchType]]:
-    if branch.atomic:
-        yield OutlinePiece(branch, whole=True)
+    if branch.atomic or branch.compiled:
+        yield OutlinePiece(branch, whole=True, block=branch.compiled)
         return
     children: Sequence[BranchType] = branch.children()  # type: ignore[assignment]
     if branch.has_own:
@@ -182,7 +189,8 @@ def portions(
         own = [piece for piece in dict.fromkeys(unit.memory) if piece not in claimed]
         needed = sum(nbytes[piece] for piece in own)
         if unit.block and needed > target and not blocks_per_group:
-            groups += [Portion(unit.name, p) for p in in_portions(own, nbytes.__getitem__, target)]
+            name = unit.name or "root"
+            groups += [Portion(name, p) for p in in_portions(own, nbytes.__getitem__, target)]
             claimed.update(own)
             of_blocks = None
             continue
