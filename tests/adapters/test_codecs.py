@@ -9,46 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from tests.architecture.test_layers import PACKAGE, parsed_files
-from tests.conformance.codecs import CodecConformance
-from tierstore.adapters.codecs import codec_of, is_movable, is_storable
+from tests.conformance.codecs import CodecConformance, value_of
+from tests.helpers.wrappers import Scaled, scaled
+from tierstore.adapters.codecs import codec_of, is_movable, leaves_of, movable_leaves, rebuilt
 from tierstore.adapters.codecs.plain import PlainCodec
 from tierstore.adapters.codecs.wrapper import WrapperCodec
-
-
-class Scaled(torch.Tensor):
-    """Rows of small numbers, each row with a scale: as quantised weights are."""
-
-    numbers: torch.Tensor
-    scales: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, numbers: torch.Tensor, scales: torch.Tensor) -> Scaled:
-        made = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scales.dtype)
-        made.numbers, made.scales = numbers, scales
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["numbers", "scales"], None
-
-    @classmethod
-    def __tensor_unflatten__(
-        cls, parts: Mapping[str, torch.Tensor], context: None, size: Any, stride: Any
-    ) -> Scaled:
-        return cls(parts["numbers"], parts["scales"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].numbers, args[0].scales)
-        plain = tree_map(lambda x: x.numbers * x.scales if isinstance(x, cls) else x, args)
-        return function(*plain, **(kwargs or {}))
-
-
-def scaled() -> Scaled:
-    return Scaled(torch.arange(12, dtype=torch.int8).view(3, 4) + 2, torch.rand(3, 1) + 2)
 
 
 class Noted(nn.Parameter):
@@ -90,13 +57,37 @@ class TestWrapper(CodecConformance):
 )
 def test_what_no_store_can_hold_has_no_codec(tensor: torch.Tensor) -> None:
     assert codec_of(tensor) is None
-    assert not is_storable(tensor)
+    assert not leaves_of(tensor)
 
 
 def test_what_is_stored_and_what_has_bytes_to_move() -> None:
-    assert is_storable(torch.empty(0)) and not is_movable(torch.empty(0))
-    assert is_storable(torch.ones(1, device="meta")) and not is_movable(torch.ones(1).to("meta"))
-    assert is_movable(torch.ones(1)) and not is_storable(scaled())
+    for nothing in (torch.empty(0), torch.ones(1, device="meta")):
+        assert leaves_of(nothing) and not is_movable(nothing)
+    assert is_movable(torch.ones(1))
+    assert movable_leaves(scaled()) and not is_movable(scaled())
+
+
+def test_leaves_are_the_very_tensors_that_a_wrapper_wraps() -> None:
+    plain, inner = torch.ones(3, 1), scaled()
+    outer = Scaled(inner, plain)
+    leaves = leaves_of(outer)
+    assert leaves.keys() == {"numbers.numbers", "numbers.scales", "scales"}
+    assert leaves["numbers.scales"] is inner.scales
+    assert leaves["scales"] is plain
+    assert leaves_of(plain)[""] is plain
+
+
+def test_of_other_leaves_a_wrapper_in_a_wrapper_is_made() -> None:
+    outer = Scaled(scaled(), torch.rand(3, 1))
+    leaves = {name: leaf.clone() for name, leaf in leaves_of(outer).items()}
+    made = rebuilt(outer, leaves)
+    assert torch.equal(value_of(made), value_of(outer))
+    leaves["numbers.numbers"].zero_()
+    assert not value_of(made).any() and value_of(outer).all()
+
+
+def test_a_wrapper_around_what_no_codec_knows_has_no_leaves() -> None:
+    assert not leaves_of(Scaled(torch.eye(3).to_sparse(), torch.ones(3, 1)))
 
 
 # Controls ----------------------------------------------------------------------------------------

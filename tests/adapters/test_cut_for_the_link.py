@@ -109,8 +109,13 @@ def test_every_group_fits_every_budget(kind: str, ram_gb: float, device_gb: floa
 
 
 def test_without_an_accelerator_nothing_is_different() -> None:
-    assert sizes(None, 64, "flux") == (256 * MIB, 256 * MIB)
-    assert sizes(None, 1, "flux") == (32 * MIB, 32 * MIB)
+    assert sizes(None, 64, "flux")[:2] == (256 * MIB, 256 * MIB)
+    assert sizes(None, 1, "flux")[:2] == (32 * MIB, 32 * MIB)
+
+
+def test_what_is_compiled_is_whole_in_half_of_the_smallest_budget() -> None:
+    assert sizes(None, 64, "flux").compiled == 32 * GB
+    assert sizes(2, 64, "flux").compiled == GB
 
 
 # In several groups --------------------------------------------------------------------------------

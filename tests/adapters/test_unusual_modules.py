@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.adapters.conftest import DEVICES
 from tests.adapters.models import WIDTH, Tower
+from tests.helpers.wrappers import Scaled
 from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
@@ -72,21 +73,35 @@ def test_unusual_use(
         assert store.stats().bytes_read > 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS, ids=("block_level", "leaf_level"))
 @torch.no_grad()
-def test_weights_that_wrap_others_stay_where_they_are(
-    level: dict[str, Any], disk_dir: Path
+def test_weights_that_wrap_others_move_as_what_they_wrap(
+    level: dict[str, Any], device: str, disk_dir: Path
 ) -> None:
-    """Quantised weights are such: two tensors that look like one."""
+    """Quantised weights are such."""
     model, x = Tower(), torch.randn(2, 7, WIDTH)
+    for block in model.blocks:
+        numbers = (block.weight * 200).round().to(torch.int8)
+        quantised = Scaled(numbers, torch.full((WIDTH, 1), 0.005))
+        block.weight = nn.Parameter(quantised, requires_grad=False)
     expected = model(x)
-    wrapped = TwoTensor(model.blocks[1].weight.detach(), model.blocks[1].weight.detach().clone())
-    model.blocks[1].weight = nn.Parameter(wrapped, requires_grad=False)
+    weights = [block.weight for block in model.blocks]
+    nbytes = sum(weight.numbers.nbytes + weight.scales.nbytes for weight in weights)
     with (
-        open_store(disk_dir, PLENTY, "cpu") as store,
+        open_store(disk_dir, PLENTY, device) as store,
         enable_group_offload(model, store, **level) as handle,
     ):
-        named = [name for names in handle.groups.values() for name in names]
-        assert "blocks.1.weight" not in named and "blocks.2.weight" in named
+        named = {name for names in handle.groups.values() for name in names}
+        assert {"blocks.1.weight.numbers", "blocks.1.weight.scales"} <= named
         for _ in range(2):
-            assert torch.equal(model(x).a, expected)
+            assert torch.equal(model(x.to(device)).cpu(), expected)
+        assert all(w is block.weight for w, block in zip(weights, model.blocks, strict=True))
+        assert all(weight.device.type == "cpu" for weight in weights)
+        assert store.stats().bytes_read >= nbytes
+        weights[1].scales.mul_(2)
+        changed = model(x.to(device)).cpu()
+        assert not torch.equal(changed, expected)
+        copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), changed)
+    assert torch.equal(model(x), changed)

@@ -49,8 +49,7 @@ class Attachment:
 
     def keep_on_device(self, prefix: str, tensors: Mapping[str, torch.Tensor], target: int) -> None:
         """Have these on the store's device for as long as this lasts: see `DeviceResident`."""
-        if self._store.device.type != "cpu":
-            self.resident.take(prefix, tensors, target, self.groups)
+        self.resident.take(prefix, tensors, target, self.groups)
 
     def outdate(self, kind: type) -> list[StandIn]:
         """Leave it to the caller to remove the stand-ins that run a `kind`: others take their

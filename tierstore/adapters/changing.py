@@ -16,7 +16,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from tierstore.adapters.codecs import leaves_of, rebuilt
+from tierstore.adapters.codecs.memory import geometry_at
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.adapters.unit_use import StandIn, same
 from tierstore.adapters.weight_groups import Change
@@ -62,20 +65,38 @@ class Conversion:
         if not recurse:  # then a change is noticed as any other
             return original(change, recurse)
         offloaded.weights.convert(change)
-        stays = offloaded.weights.tensor_ids()
+        return original(self._change_of_the_rest(change), recurse)
+
+    def _change_of_the_rest(self, change: Change) -> Change:
+        """How tensors that were not converted are changed, and all others left as they are."""
+        offloaded = self._offloaded
+        wrapped = offloaded.weights.wrapped.keys()
+        stays = offloaded.weights.tensor_ids() - wrapped
         residents = {id(tensor) for tensor in offloaded.residents}
 
         def change_the_rest(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in stays:
                 return tensor
             changed = change(tensor)
+            if id(tensor) in wrapped and not _is_same(tensor, changed):
+                offloaded.changed = True  # it consists of others now
+            elif id(tensor) in wrapped:
+                return tensor
             if id(tensor) not in residents:
                 return changed
             if changed.dtype is not tensor.dtype or changed.stride() != tensor.stride():
                 assign(tensor, changed.detach().to(tensor.device))
             return tensor  # it is where it should be
 
-        return original(change_the_rest, recurse)
+        return change_the_rest
+
+
+def _is_same(tensor: torch.Tensor, changed: torch.Tensor) -> bool:
+    """Whether two wrapped tensors are of one dtype and of the same memory."""
+    before, after = leaves_of(tensor), leaves_of(changed)
+    return changed.dtype is tensor.dtype and {n: geometry_at(t) for n, t in before.items()} == {
+        n: geometry_at(t) for n, t in after.items()
+    }
 
 
 class Copying:
@@ -115,6 +136,10 @@ class Copying:
             if isinstance(tensor, nn.Parameter):
                 alike = nn.Parameter(alike, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = alike
+        for wrapped in self._offloaded.weights.wrapped.values():
+            values = self._offloaded.weights.values_of(wrapped)
+            made_of = {name: made(value) for name, value in values.items()}
+            memo[id(wrapped.tensor)] = rebuilt(wrapped.tensor, made_of)
         for binding in self._offloaded.weights.bindings_of(self._root, recurse=True):
             if id(binding.tensor) not in memo:
                 with self._offloaded.weights.lock:
@@ -224,7 +249,12 @@ def tell_true_values(
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         binding = bound.get(id(tensor))
         shown = state.get(prefix + name)
-        if binding is not None and shown is not None and shown is not tensor:
+        if tensor is None or shown is None or shown is tensor:
+            continue
+        wrapped = offloaded.weights.wrapped.get(id(tensor))
+        if wrapped is not None and is_wrapper(tensor):
+            state[prefix + name] = rebuilt(tensor, offloaded.weights.values_of(wrapped)).detach()
+        elif binding is not None:
             state[prefix + name] = binding.value(shown)
 
 

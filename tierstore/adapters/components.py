@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.modules import OffloadedModule
 from tierstore.adapters.other_offloading import mark, refuse_other_offloading, unmark
@@ -167,7 +167,7 @@ class Component:
             "%s: %d groups, %d bytes of weights; %d bytes written",
             self._prefix,
             len(self.groups),
-            unique_bytes(module.parameters()),
+            weight_bytes(module.parameters()),
             self.store.stats().bytes_written - before,
         )
 

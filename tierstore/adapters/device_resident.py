@@ -1,24 +1,28 @@
 """Tensors of a model that stay on the device for as long as the model is offloaded.
 
-They are small, or their place is there. What they take is counted in the budget: it is a leased
-group of the store.
+They are small, or their place is there: then they are in a group of the store that is leased. Or no
+codec knows their kind: then they lie outside of the store, and its budget is smaller by as much.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from tierstore.adapters.codecs import is_storable
+from tierstore.adapters.codecs import leaves_of, weight_bytes
 from tierstore.adapters.codecs.memory import over, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import exchange
+from tierstore.adapters.wrapped import WrappedTensor, wrapped_tensors
 from tierstore.lease import Lease
 from tierstore.model.outline import in_portions
 from tierstore.model.tiers import Access
 from tierstore.store import TierStore, engine_of
+
+logger = logging.getLogger("tierstore")
 
 
 def is_resident(key: str) -> bool:
@@ -32,7 +36,9 @@ class DeviceResident:
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self._before: list[tuple[torch.Tensor, torch.device]] = []
+        self._wrapped: list[WrappedTensor] = []
         self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._outside = 0
         self.leases: list[Lease] = []
 
     @property
@@ -50,17 +56,27 @@ class DeviceResident:
         """Bring tensors to the device, in groups of up to `target` bytes.
 
         They are added to `groups`, the names of the tensors in each. Their keys begin with `prefix`
-        and end with `/resident`.
+        and end with `/resident`. Where the device is the CPU, all of them are there already.
+
+        Raises BudgetError if those of unknown kinds leave no room in the budget.
         """
-        for tensor in tensors.values():
-            if not is_storable(tensor):
-                self._swap(tensor)
-        held = [name for name, tensor in tensors.items() if is_storable(tensor)]
-        portions = in_portions(held, lambda name: tensor_bytes(tensors[name]), target)
+        leaves = {name: leaves_of(tensor) for name, tensor in tensors.items()}
+        self._keep_outside(prefix, {n: t for n, t in tensors.items() if not leaves[n]})
+        if self._store.device.type == "cpu":
+            return
+        held = {
+            f"{name}.{attribute}" if attribute else name: leaf
+            for name, found in leaves.items()
+            for attribute, leaf in found.items()
+        }
+        portions = in_portions(held, lambda name: tensor_bytes(held[name]), target)
         for number, names in enumerate(portions):
             key = f"{prefix}/{number}/resident" if number else f"{prefix}/resident"
             groups[key] = names
-            self._take(key, {name: tensors[name] for name in names})
+            self._take(key, {name: held[name] for name in names})
+        for wrapped in wrapped_tensors(tensors.values()):
+            wrapped.show(self)
+            self._wrapped.append(wrapped)
 
     def _take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self._store.put(key, tensors, durable=False)
@@ -70,8 +86,28 @@ class DeviceResident:
             self._before.append((tensor, tensor.device))
             assign(tensor, over(lease.tensors[name]))
 
+    def _keep_outside(self, prefix: str, unknown: Mapping[str, torch.Tensor]) -> None:
+        """Of these, no store can hold any."""
+        if not unknown:
+            return
+        nbytes = weight_bytes(unknown.values())
+        kinds = sorted({type(tensor).__name__ for tensor in unknown.values()})
+        logger.warning(
+            "%s: %d tensors (%s) of %s bytes are of a kind that no store can hold: they stay on "
+            "%s, and the budget there is smaller by as much",
+            prefix,
+            len(unknown),
+            ", ".join(kinds),
+            f"{nbytes:,}",
+            self._store.device,
+        )
+        engine_of(self._store).device_memory.count_outside(nbytes)
+        self._outside = nbytes
+        if self._store.device.type != "cpu":
+            for tensor in unknown.values():
+                self._swap(tensor)
+
     def _swap(self, tensor: torch.Tensor) -> None:
-        """Move what no store holds, such as a quantised weight."""
         moved = tensor.detach().to(self._store.device)
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
@@ -82,8 +118,13 @@ class DeviceResident:
         """Let them be where they were before, with the values that they have now."""
         while self._swapped:
             exchange(*self._swapped.pop())
+        while self._wrapped:
+            self._wrapped.pop().put_back(self)
         for tensor, device in self._before:
             assign(tensor, tensor.detach().to(device, copy=True))
         self._before.clear()
         while self.leases:
             self.leases.pop().release()
+        outside, self._outside = self._outside, 0
+        if outside:
+            engine_of(self._store).device_memory.count_outside(-outside)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.changing import cast_weights
-from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
@@ -125,7 +125,7 @@ def dispatch_model(
         "%s: %d groups, %d bytes of weights; %d bytes written",
         type(model).__name__,
         len(dispatched.groups),
-        unique_bytes(model.parameters()),
+        weight_bytes(model.parameters()),
         store.stats().bytes_written - before,
     )
     return model

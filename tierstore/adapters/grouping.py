@@ -12,14 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from tierstore.adapters.codecs import is_movable
-from tierstore.adapters.codecs.memory import (
-    address_of,
-    has_address,
-    span,
-    tensor_bytes,
-    unique_bytes,
-)
+from tierstore.adapters.codecs import leaves_of, movable_leaves, weight_bytes
+from tierstore.adapters.codecs.bitsandbytes import hidden_tensors
+from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes, unique_bytes
 from tierstore.model.outline import (
     RESIDENT_BUFFER_BYTES,
     GroupSizes,
@@ -40,9 +35,8 @@ _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
     """How large groups and whole blocks should be at most, given the store's budgets."""
     budgets = {TIERS[name]: nbytes for name, nbytes in store.stats().budget_bytes.items()}
-    return usual_sizes(
-        offload_type, budgets, sum(map(tensor_bytes, filter(has_address, module.parameters())))
-    )
+    leaves = (leaf for p in module.parameters() for leaf in leaves_of(p).values())
+    return usual_sizes(offload_type, budgets, sum(map(tensor_bytes, leaves)))
 
 
 @dataclass(frozen=True)
@@ -172,18 +166,22 @@ class ModuleBranch:
             return {}  # what runs it does not call the forward that one sees: its weights stay
         found: dict[str, torch.Tensor] = {}
         for key, parameter in module.named_parameters(recurse=whole, remove_duplicate=False):
-            if is_movable(parameter):
-                found[prefix + key] = parameter
+            if not self._is_scripted(key):
+                found |= _named_leaves(prefix + key, parameter)
         kept = set(module.state_dict(keep_vars=True)) if whole else _own_persistent(module)
         for key, buffer in module.named_buffers(recurse=whole, remove_duplicate=False):
-            if key in kept and is_movable(buffer) and tensor_bytes(buffer) >= RESIDENT_BUFFER_BYTES:
-                found[prefix + key] = buffer
-        return {name: found[name] for name in found if not self._is_scripted(name)}
+            large = key in kept and weight_bytes([buffer]) >= RESIDENT_BUFFER_BYTES
+            if large and not self._is_scripted(key):
+                found |= _named_leaves(prefix + key, buffer)
+        for name, part in module.named_modules() if whole else [("", module)]:
+            for attribute, tensor in hidden_tensors(part).items():
+                found |= _named_leaves(prefix + f"{name}.{attribute}".lstrip("."), tensor)
+        return found
 
     def _is_scripted(self, name: str) -> bool:
-        """Whether a tensor (by full name) is of a module that TorchScript runs."""
+        """Whether a tensor (by its name in the module) is of a module that TorchScript runs."""
         here: nn.Module | None = self.module
-        for part in name.removeprefix(f"{self.name}." if self.name else "").split(".")[:-1]:
+        for part in name.split(".")[:-1]:
             here = None if here is None else here._modules[part]
             if isinstance(here, torch.jit.ScriptModule):
                 return True
@@ -199,6 +197,12 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward was compiled by itself: `module.compile()`, or
     `torch.compile(module)`."""
     return getattr(module, COMPILED_CALL, None) is not None or "_orig_mod" in module._modules
+
+
+def _named_leaves(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors that a tensor consists of, by their full names."""
+    leaves = movable_leaves(tensor)
+    return {f"{name}.{attribute}" if attribute else name: leaves[attribute] for attribute in leaves}
 
 
 def _own_persistent(module: nn.Module) -> set[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.attachment import Attachment
+from tierstore.adapters.bindings import Binding
 from tierstore.adapters.changing import (
     Conversion,
     Copying,
@@ -27,8 +28,9 @@ from tierstore.adapters.changing import (
     after_state_dict,
     tell_true_values,
 )
-from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.plain import make_inference, make_ordinary
+from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
@@ -36,6 +38,7 @@ from tierstore.adapters.owners import Owner, around, disown, everyone, others_te
 from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
+from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
 from tierstore.model.errors import LeaseError
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import COMPILED_CALL, call_uncompiled
@@ -117,12 +120,13 @@ class OffloadedModule:
     def _take(self) -> None:
         self.changed = False
         for tensor in [*self.root.parameters(), *self.root.buffers()]:
-            if tensor.is_inference():
+            if tensor.is_inference() and not is_wrapper(tensor):
                 self._inference.append((tensor, tensor.requires_grad))
                 make_ordinary(tensor)
         units = self._cutting.units(self.root)
         _tell_what_is_compiled_in_parts(self.root, units)
-        self.weights.register(*self._plans(units))
+        wrapped = wrapped_tensors([*self.root.parameters(), *self.root.buffers()])
+        self.weights.register(*self._plans(units), wrapped)
         self._keep_the_rest()
         self.weights.refuse_what_never_fits(self._cutting)
         for unit in units:
@@ -180,7 +184,7 @@ class OffloadedModule:
         if owner_of(unit.module) is not self:
             return
         own = {id(tensor) for tensor in unit.tensors.values()}
-        weights = UnitWeights(self.weights, self.weights.bindings(own))
+        weights = _uses(self, self.weights.bindings(own))
         if weights.bindings or self._aligned:
             self._wrap_with(unit, self, functools.partial(WeightUse, weights))
         for other in everyone():
@@ -232,8 +236,7 @@ class OffloadedModule:
     def _used_by(self, unit: Unit) -> set[int]:
         """The tensors that modules of ours have, in the unit."""
         ours = [module for module in unit.module.modules() if owner_of(module) is self]
-        held = [[*m.parameters(recurse=False), *m.buffers(recurse=False)] for m in ours]
-        return {id(tensor) for tensors in held for tensor in tensors}
+        return set[int]().union(*(leaf_ids(module, recurse=False) for module in ours))
 
     def _compile(self, method: StandIn, args: Any, kwargs: Any) -> None:
         """A part of the model is compiled by itself: its weights have to come before all of it, and
@@ -258,6 +261,7 @@ class OffloadedModule:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(self) -> None:
         with self._renewing:  # others wait until it is cut anew
+            self.changed = self.changed or not all(w.intact for w in self.weights.wrapped.values())
             if self.changed and self.weights.end_use():
                 self._cut_anew()
             self.weights.renew_written()
@@ -313,7 +317,7 @@ def _tell_what_is_compiled_in_parts(root: nn.Module, units: list[Unit]) -> None:
     whole = {part for module in whole for part in module.modules()}
     cut = [module for module in root.modules() if module not in whole and is_compiled(module)]
     if cut:
-        nbytes = max(unique_bytes(module.parameters()) for module in cut)
+        nbytes = max(weight_bytes(module.parameters()) for module in cut)
         logger.warning(
             "%s: a %s that is compiled takes %s bytes, more than half of the smallest budget. Its "
             "parts come one by one, and break its graph (with fullgraph=True, torch raises); with "
@@ -328,4 +332,10 @@ def _tell_what_is_compiled_in_parts(root: nn.Module, units: list[Unit]) -> None:
 def _use_of(owner: Owner, tensors: set[int]) -> WeightUse | None:
     """A use of those of the tensors (by id) that somebody else offloads, where they are now."""
     bindings = owner.weights.bindings(tensors)
-    return WeightUse(UnitWeights(owner.weights, bindings)) if bindings else None
+    return WeightUse(_uses(owner, bindings)) if bindings else None
+
+
+def _uses(owner: Owner, bindings: list[Binding]) -> UnitWeights:
+    on_cpu = owner.store.device.type == "cpu"
+    wrapped = [] if on_cpu else owner.weights.wrapped_of(bindings)
+    return UnitWeights(owner.weights, bindings, wrapped)

@@ -56,6 +56,7 @@ def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
     with lock:
         _refuse_if_busy(bindings)
         values = {b.name: b.tensor.detach() for b in bindings}
+        wrapped = [] if store.device.type == "cpu" else groups.wrapped_of(bindings)
     store.put(key, values, durable=False)
     try:
         with store.acquire(key, Access.UPDATE) as lease:
@@ -64,11 +65,15 @@ def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
                     _refuse_if_busy(bindings)
                     for b in bindings:
                         b.show(use, lease.tensors[b.name], unless_edited=False)
+                    for each in wrapped:
+                        each.show(use)
                 yield
             finally:
                 changed = [b for b in bindings if b.user is use and not _as_at_home(b)]
                 copies = [b.tensor.detach().to("cpu", copy=True) for b in changed]
                 with lock:
+                    for each in wrapped:
+                        each.put_back(use)
                     for b in bindings:
                         b.leave(use)
                     for b, copy in zip(changed, copies, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 import torch
@@ -15,6 +15,7 @@ from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.device_resident import is_resident
 from tierstore.adapters.grouping import Cutting, GroupPlan, unused
+from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, ClosedError
@@ -74,6 +75,7 @@ class WeightGroups:
         self.held = HeldLease()
         self._renewing = renewing
         self._bindings: dict[int, Binding] = {}
+        self._wrapped: dict[int, WrappedTensor] = {}
         self._members: dict[str, list[Binding]] = {}
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
@@ -82,8 +84,13 @@ class WeightGroups:
 
     # Which there are ---------------------------------------------------------------------------
 
-    def register(self, plans: Iterable[GroupPlan], in_ram: set[str]) -> None:
-        """Put tensors into the store in these groups; those named `in_ram` should stay in RAM."""
+    def register(
+        self, plans: Iterable[GroupPlan], in_ram: set[str], wrapped: Iterable[WrappedTensor]
+    ) -> None:
+        """Put tensors into the store in these groups; those named `in_ram` should stay in RAM.
+
+        `wrapped` are the model's tensors that consist of some of them.
+        """
         self._in_ram = in_ram
         space = AddressSpace()
         names: set[str] = set()
@@ -96,6 +103,9 @@ class WeightGroups:
             self._bindings.update({id(binding.tensor): binding for binding in members})
             self._freed.add(sum(map(tensor_bytes, homes.values())))
         self._freed.give_back()
+        for each in wrapped:
+            if all(id(leaf) in self._bindings for leaf in each.leaves.values()):
+                self._wrapped[id(each.tensor)] = each
 
     def _know(self, key: str, names: list[str]) -> None:
         self.groups[key] = names
@@ -123,9 +133,25 @@ class WeightGroups:
                     advice += ", or cut the model finer with offload_type='leaf_level'"
                 raise BudgetError(key, tier, snapshot[key], budget, advice)
 
-    def tensor_ids(self) -> KeysView[int]:
-        """The ids of the tensors in the groups."""
-        return self._bindings.keys()
+    def tensor_ids(self) -> set[int]:
+        """The ids of the tensors in the groups, and of those that consist of them."""
+        return self._bindings.keys() | self._wrapped.keys()
+
+    @property
+    def wrapped(self) -> Mapping[int, WrappedTensor]:
+        """The model's tensors that consist of others, by their ids."""
+        return self._wrapped
+
+    def wrapped_of(self, bindings: Iterable[Binding]) -> list[WrappedTensor]:
+        """Those that consist of some of these tensors."""
+        own = {id(binding.tensor) for binding in bindings}
+        return [w for w in self._wrapped.values() if any(id(t) in own for t in w.leaves.values())]
+
+    def values_of(self, wrapped: WrappedTensor) -> dict[str, torch.Tensor]:
+        """What its leaves are, in memory that nobody uses again."""
+        found = {name: self._bindings[id(leaf)] for name, leaf in wrapped.leaves.items()}
+        with self.lock:
+            return {name: binding.value(binding.tensor).detach() for name, binding in found.items()}
 
     def bindings(self, tensors: Iterable[int]) -> list[Binding]:
         """Those of the tensors (by id) that are in the groups."""
@@ -133,8 +159,11 @@ class WeightGroups:
 
     def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
         """Those of a part of the model, each once."""
-        held = [*module.parameters(recurse), *module.buffers(recurse)]
-        return self.bindings(dict.fromkeys(map(id, held)))
+        held: dict[int, None] = {}
+        for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
+            wrapped = self._wrapped.get(id(tensor))
+            held |= dict.fromkeys(map(id, wrapped.leaves.values() if wrapped else (tensor,)))
+        return self.bindings(held)
 
     @property
     def in_use(self) -> bool:
@@ -189,12 +218,16 @@ class WeightGroups:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def convert(self, change: Change) -> None:
-        """Apply `change` to every tensor, group by group: of what changes, one is in memory."""
+        """Apply `change` to every plain tensor, group by group: of what changes, one is in
+        memory."""
+        parts = {id(leaf) for each in self._wrapped.values() for leaf in each.leaves.values()}
         with self._renewing:
             self.renew([b for b in self._bindings.values() if b.edited])
             for key in bar(list(self._members), "Converting", "groups"):
                 members = self._members[key]
-                values = {b.name: change(b.tensor) for b in members}
+                values = {
+                    b.name: b.tensor if id(b.tensor) in parts else change(b.tensor) for b in members
+                }
                 if any(values[b.name] is not b.tensor for b in members):
                     self._store_anew(key, members, values)
             self._freed.give_back()
@@ -261,6 +294,7 @@ class WeightGroups:
             if not binding.edited:  # otherwise it shows what somebody gave it
                 assign(binding.tensor, binding.home)
         self._bindings.clear()
+        self._wrapped.clear()
         self._members.clear()
         with suppress(ClosedError):  # in a child process, too, where the store is of no use
             for key in self.groups:

@@ -5,7 +5,7 @@ Both are a `UnitUse`, which tells what goes on around the call of a method.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tierstore.adapters.codecs.memory import group_address_of, storage_address_o
 from tierstore.adapters.nested import tensors_in, with_tensors
 from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
 from tierstore.adapters.weight_groups import HeldLease, WeightGroups
+from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.lease import Lease, make_revocable, resume
 from tierstore.model.errors import UnknownKeyError
 
@@ -56,10 +57,14 @@ class ModelRun:
 
 @dataclass(eq=False)
 class UnitWeights:
-    """What one unit needs of a model's groups while it runs: the tensors of `bindings`."""
+    """What one unit needs of a model's groups while it runs: the tensors of `bindings`.
+
+    Those of `wrapped` consist of some of these, and have to say that they are on an accelerator.
+    """
 
     groups: WeightGroups
     bindings: list[Binding]
+    wrapped: list[WrappedTensor]
     _keys: tuple[int, list[str]] = (-1, [])
 
     def keys(self) -> tuple[int, list[str]]:
@@ -144,16 +149,26 @@ class WeightUse:
         with groups.lock:
             if groups.renewals != as_of or groups.over:
                 return None
-            edited = [
-                binding
-                for binding in weights.bindings
-                if not binding.show(self, leased[binding.name], unless_edited=unless_edited)
-            ]
-            if edited:
-                self._put_back()
-        return edited
+            return self._show_leased(leased, unless_edited)
+
+    def _show_leased(
+        self, leased: Mapping[str, torch.Tensor], unless_edited: bool
+    ) -> list[Binding]:
+        edited = [
+            binding
+            for binding in self._weights.bindings
+            if not binding.show(self, leased[binding.name], unless_edited=unless_edited)
+        ]
+        if edited:
+            self._put_back()
+            return edited
+        for wrapped in self._weights.wrapped:
+            wrapped.show(self)
+        return []
 
     def _put_back(self) -> None:
+        for wrapped in self._weights.wrapped:
+            wrapped.put_back(self)
         with_grad = self._with_grad or torch.is_grad_enabled()
         for binding in self._weights.bindings:
             binding.put_back(self, with_grad=with_grad)

@@ -9,12 +9,13 @@ from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.settings import device_memory, grown_device_budget
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
+from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
 from tierstore.tiers.arena import Arena
 
 
 class DeviceMemory:
-    """For adapters, and only where there is an accelerator."""
+    """For adapters, and, but for `count_outside`, only where there is an accelerator."""
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
         self.core = core
@@ -48,6 +49,32 @@ class DeviceMemory:
         self.core.tell(events.DeviceVacated())
 
     @transaction
+    def count_outside(self, nbytes: int) -> None:
+        """So many bytes more (or fewer, if negative) are used outside of the store on its fastest
+        tier: its budget there is smaller by as much. A store that has ended has no budget.
+
+        Raises BudgetError if nothing would be left.
+        """
+        core = self.core
+        if core.ended():
+            return
+        tier = core.tiers.top.tier
+        before = core.settings.budgets[tier]
+        assert before is not None, "memory has a budget"
+        if nbytes >= before:
+            what = "tensors that no store can hold"
+            advice = f"raise the budget to more than {nbytes:,} bytes, or leave them out"
+            raise BudgetError(what, tier.name, nbytes, before, advice)
+        self._set_budget(before - nbytes)
+
+    def _set_budget(self, budget: int) -> None:
+        core = self.core
+        core.tiers.top.arena.resize(budget)  # first: the planner's instructions may need it
+        budgets = {**core.settings.budgets, core.tiers.top.tier: budget}
+        core.settings = replace(core.settings, budgets=budgets)
+        core.tell(events.BudgetChanged(budget))
+
+    @transaction
     def grow_budget(self) -> None:
         """Every model has run: have the device budget take half of what is free, if nobody chose
         it. Happens once."""
@@ -59,7 +86,5 @@ class DeviceMemory:
         assert before is not None
         free, _ = device_memory(core.device)
         budget = grown_device_budget(before, arena.bytes_held, free)
-        arena.resize(budget)  # first: the planner's instructions may need it
-        budgets = {**given.budgets, Tier.DEVICE: budget}
-        core.settings = replace(given, budgets=budgets, device_budget_may_grow=False)
-        core.tell(events.BudgetChanged(budget))
+        core.settings = replace(given, device_budget_may_grow=False)
+        self._set_budget(budget)

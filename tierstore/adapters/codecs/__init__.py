@@ -4,27 +4,25 @@ A store holds plain tensors only: bytes with a dtype, a shape and strides. A cod
 plain tensors one of its kind consists, and makes it of others. To add a kind, write a file with a
 `TensorCodec`, name it in `CODECS`, and subclass `tests.conformance.codecs.CodecConformance`.
 
-What has no codec, or one that is not `storable`, stays in memory: on the store's device for as long
-as its model is offloaded. (See `tierstore.adapters.device_resident`.)
+What has no codec stays in memory: on the store's device for as long as its model is offloaded, and
+counted in the budget. (See `tierstore.adapters.device_resident`.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 
+from tierstore.adapters.codecs.bitsandbytes import BitsandbytesCodec
+from tierstore.adapters.codecs.memory import tensor_bytes, unique_bytes
 from tierstore.adapters.codecs.plain import PlainCodec
 from tierstore.adapters.codecs.wrapper import WrapperCodec
 
 
 class TensorCodec(Protocol):
-    """One kind of tensors."""
-
-    @property
-    def storable(self) -> bool:
-        """Whether groups of a store hold tensors of this kind, by their parts."""
+    """One kind of tensors. A store holds them by their parts, which are plain in the end."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is of this kind."""
@@ -40,7 +38,7 @@ class TensorCodec(Protocol):
         """Let `tensor` show the memory of `value`, on whatever device. It stays the same object."""
 
 
-CODECS: tuple[TensorCodec, ...] = (WrapperCodec(), PlainCodec())
+CODECS: tuple[TensorCodec, ...] = (WrapperCodec(), BitsandbytesCodec(), PlainCodec())
 
 
 def codec_of(tensor: torch.Tensor) -> TensorCodec | None:
@@ -48,12 +46,61 @@ def codec_of(tensor: torch.Tensor) -> TensorCodec | None:
     return next((codec for codec in CODECS if codec.accepts(tensor)), None)
 
 
-def is_storable(tensor: torch.Tensor) -> bool:
-    """Whether a store can hold such a tensor."""
+def leaves_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors that a tensor consists of, the very objects: what they show, it shows.
+
+    By their names as its attributes, with dots between names in names; the tensor itself has an
+    empty name. Empty if there is any whose kind no codec knows.
+    """
     codec = codec_of(tensor)
-    return codec is not None and codec.storable
+    if codec is None:
+        return {}
+    leaves: dict[str, torch.Tensor] = {}
+    for name, part in codec.flatten(tensor).items():
+        if not name:
+            leaves[""] = tensor
+            continue
+        inner = leaves_of(part)
+        if not inner:
+            return {}
+        leaves |= {f"{name}.{sub}" if sub else name: leaf for sub, leaf in inner.items()}
+    return leaves
+
+
+def rebuilt(tensor: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor like `tensor` (see `TensorCodec.rebuild`) that consists of other leaves."""
+    codec = codec_of(tensor)
+    assert codec is not None, "it has leaves"
+    parts = {}
+    for name, part in codec.flatten(tensor).items():
+        start = f"{name}."
+        inner = {n.removeprefix(start): t for n, t in leaves.items() if n.startswith(start)}
+        parts[name] = leaves[name] if name in leaves else rebuilt(part, inner)
+    return codec.rebuild(tensor, parts)
+
+
+def movable_leaves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those of its leaves that have bytes; empty if a store cannot hold all of them."""
+    leaves = leaves_of(tensor)
+    if any(leaf.device.type == "meta" for leaf in leaves.values()):
+        return {}
+    return {name: leaf for name, leaf in leaves.items() if leaf.numel() > 0}
+
+
+def weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors of all kinds, each address counted once."""
+    listed = [(tensor, leaves_of(tensor)) for tensor in tensors]
+    unknown = sum(_elements_bytes(tensor) for tensor, leaves in listed if not leaves)
+    return unknown + unique_bytes(leaf for _, leaves in listed for leaf in leaves.values())
+
+
+def _elements_bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.sparse_coo:
+        found = tensor.detach().coalesce()
+        return tensor_bytes(found.values()) + tensor_bytes(found.indices())
+    return tensor_bytes(tensor)
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes that a store can hold."""
-    return is_storable(tensor) and tensor.numel() > 0 and tensor.device.type != "meta"
+    """Whether a tensor is plain (or has plain ones beside it), with bytes that a store can hold."""
+    return "" in movable_leaves(tensor)

@@ -133,6 +133,11 @@ class Geometry:
         return self.over(tensor.untyped_storage())
 
 
+def geometry_at(tensor: torch.Tensor) -> tuple[int, Geometry]:
+    """Where a plain tensor lies, and how it looks at its storage there."""
+    return storage_address_of(tensor), geometry_of(tensor)
+
+
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """How a plain strided tensor looks at its storage."""
     return Geometry(

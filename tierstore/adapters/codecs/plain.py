@@ -16,8 +16,6 @@ from tierstore.torch_private import like
 class PlainCodec:
     """A plain tensor is the only part of itself."""
 
-    storable = True
-
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Whether it is strided memory of a dtype that has a name."""
         return (

@@ -1,6 +1,6 @@
 """Tensors that wrap others, and say how: `__tensor_flatten__` and `__tensor_unflatten__`.
 
-torchao's quantised weights and DTensor do so. Groups do not hold them yet.
+torchao's and quanto's quantised weights and DTensor do so. Groups hold the tensors inside.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from torch import nn
 
 class WrapperCodec:
     """What a wrapper says of itself."""
-
-    storable = False
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Whether its class says how it is taken apart."""
