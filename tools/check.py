@@ -3,7 +3,8 @@
 - Without an option: format, lint, types, layers, and the default lane of tests. Minutes.
 - `--full`: the same checks, and every test; what lands has passed it. It watches, too, that no
   branch of the code that decides and of the code that keeps bytes goes without a test. Before, the
-  tests marked `floor` run with the oldest torch, if that can be installed (see tools/floor.py).
+  tests marked `floor` run with the oldest torch, and those of quantised models with the libraries
+  that quantise, if these can be installed (see tools/floor.py and tools/quantised.py).
 - `--long`: every test, with each search at full length. Hours, before a release.
 - `--changed`: the same checks, and those tests of the default lane that mirror the files that
   differ from the branch `main` (on `main`: from the last commit). Seconds, while one works.
@@ -27,7 +28,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.floor import NOT_INSTALLED
+from tools.environments import NOT_INSTALLED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,7 +42,8 @@ STEPS: dict[str, list[str]] = {
     "lint-imports": ["lint-imports", "--no-cache", "--no-logo"],
 }
 
-FLOOR = "oldest torch"
+ELSEWHERE = {"oldest torch": "tools/floor.py", "quantised models": "tools/quantised.py"}
+"""Tests that run in environments of their own."""
 
 # Each process begins with its share of the tests, in their order, so that what several neighbours
 # need is mostly made once; whichever is done first then takes over what another has not begun.
@@ -98,13 +100,14 @@ def run_step(name: str, command: list[str]) -> int:
     return status
 
 
-def run_floor(tally: Tally, run: Callable[[str, list[str]], int] | None = None) -> None:
-    """The tests of the oldest torch; where that is not to be had, the summary says so."""
-    status = (run or run_step)(FLOOR, ["python", "tools/floor.py"])
-    if status == NOT_INSTALLED:
-        tally.not_run.append(FLOOR)
-    else:
-        tally.record(FLOOR, status == 0)
+def run_elsewhere(tally: Tally, run: Callable[[str, list[str]], int] | None = None) -> None:
+    """Tests in other environments; where one is not to be had, the summary says so."""
+    for name, script in ELSEWHERE.items():
+        status = (run or run_step)(name, ["python", script])
+        if status == NOT_INSTALLED:
+            tally.not_run.append(name)
+        else:
+            tally.record(name, status == 0)
 
 
 def run_tests(tally: Tally, arguments: Sequence[str]) -> bool:
@@ -176,7 +179,7 @@ def run_all(lane: str, arguments: Sequence[str]) -> bool:
     for name, command in STEPS.items():
         tally.record(name, run_step(name, command) == 0)
     if lane != "default":
-        run_floor(tally)
+        run_elsewhere(tally)
     return run_tests(tally, arguments) and not tally.failed
 
 

@@ -14,25 +14,18 @@ tested is not said to work. torch's ordinary build of 2.8 for Linux comes with C
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shutil
 import subprocess
 import sys
-import time
-import venv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools import environments
+from tools.environments import NOT_INSTALLED, ROOT, pinned, without_workers
+
 PLACE = ROOT / ".venv-floor"
 MARK = re.compile(r"^(pytestmark = |    |@)pytest\.mark\.floor\b", re.MULTILINE)
-
-NOT_INSTALLED = os.EX_UNAVAILABLE
-"""The exit status where that torch is not to be had: no test has passed, and none has failed."""
-
-MOST_SECONDS = 900
-"""An installation that takes longer is given up."""
 
 NEEDED = (
     "aiofiles",
@@ -64,35 +57,10 @@ def marked_files(tests: Path) -> list[Path]:
     return [file for file in found if MARK.search(file.read_text(encoding="utf-8"))]
 
 
-def pinned(names: Iterable[str], constraints: str) -> list[str]:
-    """`name==version` for each, as constraints have it. Raises ValueError if one is not there."""
-    versions = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, re.MULTILINE))
-    missing = [name for name in names if name not in versions]
-    if missing:
-        raise ValueError(f"tools/constraints.txt does not name {missing}")
-    return [f"{name}=={versions[name]}" for name in names]
-
-
 def make(place: Path, torch: str) -> None:
     """An environment with this torch. Raises RuntimeError where it cannot be made."""
-    stamp = place / "complete"
     packages = pinned(NEEDED, (ROOT / "tools" / "constraints.txt").read_text())
-    wanted = "\n".join([f"torch=={torch}", *packages])
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    shutil.rmtree(place, ignore_errors=True)
-    venv.create(place, with_pip=True)
-    began = time.monotonic()
-    command = [place / "bin" / "python", "-m", "pip", "install", "-q", f"torch=={torch}", *packages]
-    try:
-        subprocess.run(command, check=True, timeout=MOST_SECONDS)
-    except subprocess.SubprocessError as error:
-        raise RuntimeError(
-            f"torch {torch} could not be installed into {place}: without it nobody knows whether "
-            "that version still works (is there a network?)"
-        ) from error
-    stamp.write_text(wanted)
-    print(f"torch {torch} was installed in {time.monotonic() - began:.0f} s", flush=True)
+    environments.make(place, [f"torch=={torch}", *packages])
 
 
 def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
@@ -107,9 +75,8 @@ def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
         return NOT_INSTALLED
     files = marked_files(ROOT / "tests")
     command = [place / "bin" / "python", "-m", "pytest", "-q", "-m", "floor"]
-    environment = {name: text for name, text in os.environ.items() if "XDIST" not in name}
     command += ["-p", "no:cacheprovider", *options.words, *files]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=without_workers(), check=False).returncode
 
 
 if __name__ == "__main__":
