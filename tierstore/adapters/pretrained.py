@@ -26,6 +26,7 @@ from tierstore.adapters.codecs.memory import address_of, has_address, span, tens
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.components import models_in
 from tierstore.adapters.diffusers import enable_group_offload
+from tierstore.adapters.gguf import mapped_gguf
 from tierstore.store import TierStore, check_store, engine_of
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import (
@@ -72,13 +73,19 @@ def from_single_file(
     store: TierStore,
     **kwargs: Any,
 ) -> Any:
-    """`cls.from_single_file` of diffusers, with all weights in `store`. See `from_pretrained`."""
-    return _load(cls.from_single_file, pretrained_model_link_or_path, store, kwargs)
+    """`cls.from_single_file` of diffusers, with all weights in `store`. See `from_pretrained`.
+
+    A `.gguf` file on this machine is not copied: its quantised weights are read where they lie.
+    """
+    source: Any = pretrained_model_link_or_path
+    if str(source).endswith(".gguf") and os.path.isfile(source):
+        source = mapped_gguf(source)
+    return _load(cls.from_single_file, source, store, kwargs)
 
 
 def _load(
     load: Callable[..., Any],
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
     store: TierStore,
     kwargs: dict[str, Any],
 ) -> Any:
