@@ -78,6 +78,11 @@ class Actions:
         if self._share is None:
             target.to(self.device)
 
+    @property
+    def device_of_an_ordinary_model(self) -> str:
+        """Where its inputs belong: for an offloaded model, that is the CPU as well."""
+        return self.device if self._share is None else "cpu"
+
     def run(self, kind: str, pipe: Any, **arguments: Any) -> None:
         """Compute a pipeline's output, for comparison (see `tests.pipelines.run`)."""
         self.compute(functools.partial(pipelines.run, kind, pipe, device=self.device, **arguments))

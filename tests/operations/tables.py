@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.operations.generation import GENERATION
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
-TABLES: tuple[Table, ...] = (LORAS,)
+TABLES: tuple[Table, ...] = (LORAS, GENERATION)
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
 def line_of(operation: Operation) -> str:
     refusal = operation.refusal
     result = "the same" if refusal is None else f"{refusal.error.__name__}: {refusal.advice}"
+    if refusal is not None and "cpu" not in refusal.devices:
+        result = f"on an accelerator, {result}"
     return f"| {operation.name} | {result} | {operation.note} |\n"
 
 
