@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,6 +133,7 @@ class ModuleBranch:
             or type(module).__name__ in self._classes
             or hasattr(module, "parametrizations")
             or _is_adapter(module)
+            or _enters_children(module)
         )
 
     @property
@@ -185,6 +187,18 @@ class ModuleBranch:
 def _is_adapter(module: nn.Module) -> bool:
     """A layer of PEFT may use its base layer's weight without calling it (DoRA does)."""
     return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
+
+
+def _enters_children(module: nn.Module) -> bool:
+    """Transformers marks, for accelerate, each forward that uses weights of children that it does
+    not call (Mamba and its relatives do)."""
+    forward: Any = type(module).forward
+    while forward is not None:
+        code = getattr(forward, "__code__", None)
+        if code is not None and code.co_qualname.startswith("force_accelerate_hooks."):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _own_persistent(module: nn.Module) -> set[str]:
