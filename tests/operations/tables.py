@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.operations.architectures import ARCHITECTURES
 from tests.operations.generation import GENERATION
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
@@ -14,7 +15,7 @@ from tests.operations.operation import Operation, Table
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
-TABLES: tuple[Table, ...] = (LORAS, GENERATION)
+TABLES: tuple[Table, ...] = (LORAS, GENERATION, ARCHITECTURES)
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
