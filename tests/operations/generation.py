@@ -176,16 +176,14 @@ def early_exit(actions: Actions) -> None:
         RuntimeError,
         "same device",
         "give it inputs at `model.device`, as `generate` warns",
-        devices=("pretend",),
     ),
+    devices=("pretend",),
 )
 def assisted_from_the_accelerator(actions: Actions) -> None:
     model = dispatched(actions)
     tokens = prompt(actions, length=4)[:1].repeat(1, 3)
-    try:
-        generated(model, tokens, {"prompt_lookup_num_tokens": 3})
-    finally:
-        write(actions, model, tokens)
+    write(actions, model, tokens)
+    generated(model, tokens, {"prompt_lookup_num_tokens": 3})
 
 
 class Shift(transformers.LogitsProcessor):
@@ -296,17 +294,13 @@ def text_generation(actions: Actions) -> None:
         RuntimeError,
         "cannot be moved to",
         'pass `device="cpu"`: inputs come to the device by themselves',
-        devices=("pretend",),
     ),
+    devices=("pretend",),
 )
 def pipeline_on_an_accelerator(actions: Actions) -> None:
     model = dispatched(actions)
-    try:
-        transformers.pipeline(
-            "text-generation", model, tokenizer=tokenizer(), device=actions.device
-        )
-    finally:
-        write(actions, model, prompt(actions))
+    write(actions, model, prompt(actions))
+    transformers.pipeline("text-generation", model, tokenizer=tokenizer(), device=actions.device)
 
 
 @GENERATION.row("`generate` with inputs on the CPU", note="what it returns is on the CPU, too")

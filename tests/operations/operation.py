@@ -19,8 +19,6 @@ class Refusal:
     """A regular expression that the message matches."""
     advice: str
     """What to do instead, as the documentation says it."""
-    devices: tuple[str, ...] = ("cpu", "pretend")
-    """For stores on which of these it is refused. For others, it works the same."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ OPERATIONS = [operation for table in TABLES for operation in table.operations]
 def line_of(operation: Operation) -> str:
     refusal = operation.refusal
     result = "the same" if refusal is None else f"{refusal.error.__name__}: {refusal.advice}"
-    if refusal is not None and "cpu" not in refusal.devices:
+    if "cpu" not in operation.devices:
         result = f"on an accelerator, {result}"
     return f"| {operation.name} | {result} | {operation.note} |\n"
 
