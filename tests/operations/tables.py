@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.operations.adapters import ADAPTERS
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
-TABLES: tuple[Table, ...] = (LORAS,)
+TABLES: tuple[Table, ...] = (LORAS, ADAPTERS)
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
