@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.operations.adapters import ADAPTERS
 from tests.operations.architectures import ARCHITECTURES
 from tests.operations.generation import GENERATION
+from tests.operations.language_models import LANGUAGE_MODELS
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
-TABLES: tuple[Table, ...] = (LORAS, GENERATION, ARCHITECTURES)
+TABLES: tuple[Table, ...] = (LORAS, ADAPTERS, GENERATION, ARCHITECTURES, LANGUAGE_MODELS)
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
