@@ -234,7 +234,8 @@ def around(actions: Actions) -> None:
 
 @LANGUAGE_MODELS.row("`PeftModel`, offloaded with its base")
 def offloaded_with_its_base(actions: Actions) -> None:
-    model = peft.get_peft_model(actions.load("llama"), lora())
+    base = actions.load("llama")
+    model = peft.get_peft_model(base, lora())
     actions.dispatch(model)
     run(actions, model)
     actions.compute(lambda: model.generate(input_ids=prompt(actions), max_new_tokens=2).float())
@@ -323,9 +324,10 @@ def adapters_of_transformers(actions: Actions) -> None:
 @LANGUAGE_MODELS.row("a prompt that is learned (`PromptTuningConfig`), offloaded with its base")
 @torch.no_grad()
 def prompt_tuning(actions: Actions) -> None:
+    base = actions.load("llama")
     torch.manual_seed(4)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(actions.load("llama"), config).bfloat16()
+    model = peft.get_peft_model(base, config).bfloat16()
     actions.dispatch(model)
     tokens = prompt(actions)
     actions.compute(lambda: model(input_ids=tokens).logits)
