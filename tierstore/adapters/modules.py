@@ -36,6 +36,7 @@ from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.model.errors import LeaseError
 from tierstore.store import TierStore, engine_of
+from tierstore.torch_private import in_derivative, in_trace
 
 ENTRIES = ("forward", "encode", "decode")
 """Methods through which a whole model is entered (autoencoders have no useful forward)."""
@@ -230,10 +231,25 @@ class OffloadedModule:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(self) -> None:
+        self._refuse_other_ways_to_run()
         with self._renewing:  # others wait until it is cut anew
             if self.changed and self.weights.end_use():
                 self._cut_anew()
             self.weights.renew_written()
+
+    def _refuse_other_ways_to_run(self) -> None:
+        name = type(self.root).__name__
+        ordinary = "make it an ordinary model first (tierstore.undispatch(model), handle.disable())"
+        if in_trace():
+            raise RuntimeError(
+                f"{name} cannot be traced: a trace would not bring its weights, which are in a "
+                f"tierstore. Trace copy.deepcopy(model), or {ordinary}"
+            )
+        if self.store.device.type != "cpu" and in_derivative():
+            raise RuntimeError(
+                f"{name} cannot be differentiated by torch.func: its weights are in a tierstore, "
+                f"which copies them to {self.store.device} meanwhile. First, {ordinary}"
+            )
 
     def _cut_anew(self) -> None:
         # The stand-ins stay until others take their places: on another thread, the model may begin
