@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
-from tests.dispatch.models import draw
+from tests.dispatch.models import Tower, draw
 from tests.operations.actions import Actions
 
 WIDTH, LAYERS, WORDS = 64, 6, 96
@@ -216,3 +217,13 @@ def numbers(actions: Actions, *shape: int, seed: int = 1) -> torch.Tensor:
     """An image, a sound or whatever else has such numbers, on the device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(actions.device)
+
+
+def tower(actions: Actions, name: str = "tower", seed: int = 0) -> Any:
+    """Layers one after the other, in plain torch, whose weights are maps of a file."""
+    path = actions.folder / f"{name}.safetensors"
+    if not path.exists():
+        save_file(Tower(24, seed).state_dict(), path)
+    model = Tower(24)
+    model.load_state_dict(load_file(path), assign=True)
+    return model.eval()

@@ -13,11 +13,20 @@ from tests.operations.generation import GENERATION
 from tests.operations.language_models import LANGUAGE_MODELS
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
+from tests.operations.plain_modules import CALLING, EDITING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
-TABLES: tuple[Table, ...] = (LORAS, ADAPTERS, GENERATION, ARCHITECTURES, LANGUAGE_MODELS)
+TABLES: tuple[Table, ...] = (
+    LORAS,
+    ADAPTERS,
+    GENERATION,
+    ARCHITECTURES,
+    LANGUAGE_MODELS,
+    EDITING,
+    CALLING,
+)
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
