@@ -14,6 +14,7 @@ from tests.operations.language_models import LANGUAGE_MODELS
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
 from tests.operations.plain_modules import CALLING, EDITING
+from tests.operations.surroundings import SURROUNDINGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
@@ -26,6 +27,7 @@ TABLES: tuple[Table, ...] = (
     LANGUAGE_MODELS,
     EDITING,
     CALLING,
+    SURROUNDINGS,
 )
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
