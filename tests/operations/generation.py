@@ -55,7 +55,7 @@ def write(actions: Actions, model: Any, tokens: torch.Tensor, **arguments: Any) 
 
     def work() -> torch.Tensor:
         output = generated(model, tokens, arguments)
-        found.append(output.sequences)
+        found[:] = [output.sequences]
         return torch.cat([part.flatten().float() for part in (*found, *output.logits)])
 
     actions.compute(work)
