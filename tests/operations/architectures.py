@@ -11,12 +11,20 @@ from tests.operations.operation import Table
 from tests.operations.small_models import WORDS, load, numbers, words
 
 ARCHITECTURES = Table("Models of transformers")
+IN_GROUPS = "offloaded by `enable_group_offload`"
 WRITING = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
 
 
 def dispatched(actions: Actions, kind: str) -> Any:
     model = load(actions, kind)
     actions.dispatch(model)
+    return model
+
+
+def grouped(actions: Actions, kind: str) -> Any:
+    """The same by `enable_group_offload`."""
+    model = load(actions, kind)
+    actions.offload(model)
     return model
 
 
@@ -94,20 +102,20 @@ def clip(actions: Actions) -> None:
     actions.compute(lambda: model.get_image_features(image).pooler_output)
 
 
-@ARCHITECTURES.row("BERT with its pooler, and one layer of it by itself")
+@ARCHITECTURES.row("BERT with its pooler, and one layer of it by itself", note=IN_GROUPS)
 @torch.no_grad()
 def bert(actions: Actions) -> None:
-    model, tokens = dispatched(actions, "bert"), words(actions, 2, 7)
+    model, tokens = grouped(actions, "bert"), words(actions, 2, 7)
     actions.compute(lambda: joined(*model(tokens)[:2]))
     states = numbers(actions, 2, 7, 64)
     for layer in model.encoder.layer[:2]:
         actions.compute(lambda layer=layer: layer(states))
 
 
-@ARCHITECTURES.row("ViT")
+@ARCHITECTURES.row("ViT", note=IN_GROUPS)
 @torch.no_grad()
 def vit(actions: Actions) -> None:
-    model, image = dispatched(actions, "vit"), numbers(actions, 2, 3, 16, 16)
+    model, image = grouped(actions, "vit"), numbers(actions, 2, 3, 16, 16)
     actions.compute(lambda: model(image).logits)
 
 
@@ -140,9 +148,9 @@ def qwen2_vl(actions: Actions) -> None:
     )
 
 
-@ARCHITECTURES.row("GPT-2")
+@ARCHITECTURES.row("GPT-2", note=IN_GROUPS)
 def gpt2(actions: Actions) -> None:
-    write_and_compute(actions, dispatched(actions, "gpt2"), input_ids=words(actions, 2, 5))
+    write_and_compute(actions, grouped(actions, "gpt2"), input_ids=words(actions, 2, 5))
 
 
 @ARCHITECTURES.row("Gemma 2, with a sliding window")
@@ -165,6 +173,6 @@ def mamba(actions: Actions) -> None:
     write_and_compute(actions, dispatched(actions, "mamba"), input_ids=words(actions, 2, 5))
 
 
-@ARCHITECTURES.row("Mamba 2")
+@ARCHITECTURES.row("Mamba 2", note=IN_GROUPS)
 def mamba2(actions: Actions) -> None:
-    write_and_compute(actions, dispatched(actions, "mamba2"), input_ids=words(actions, 2, 5))
+    write_and_compute(actions, grouped(actions, "mamba2"), input_ids=words(actions, 2, 5))

@@ -288,6 +288,14 @@ def text_generation(actions: Actions) -> None:
         )
 
 
+@GENERATION.row('`pipeline("feature-extraction", model=model, device="cpu")`')
+def features(actions: Actions) -> None:
+    model = dispatched(actions).model
+    device = actions.device_of_an_ordinary_model
+    pipe = transformers.pipeline("feature-extraction", model, tokenizer=tokenizer(), device=device)
+    actions.compute(lambda: pipe("w7 w8 w9", return_tensors=True).float())
+
+
 @GENERATION.row(
     "`pipeline(..., device=` an accelerator `)`",
     refusal=Refusal(

@@ -342,7 +342,11 @@ def hooks_of_all(actions: Actions) -> None:
         hook.remove()
 
 
-@CALLING.row("`no_grad`, `inference_mode`, gradients enabled")
+@CALLING.row(
+    "`no_grad`, `inference_mode`, gradients enabled",
+    note="with gradients, the graph keeps memory of weights until it goes: on the CPU, beyond the "
+    "budget, and after a wait. Better `no_grad`",
+)
 def modes(actions: Actions) -> None:
     model, x = dispatched(actions), rows().to(actions.device)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
