@@ -214,7 +214,7 @@ def build_llama(directory: Path | str, size: str = "small", **seeds: int) -> Pat
         pad_token_id=0,
     )
     model = transformers.LlamaForCausalLM(config)
-    used = _randomise({"model": model}, seeds)
+    used = randomise({"model": model}, seeds)
     model.save_pretrained(directory, max_shard_size=shard)
     return _write_recipe(directory, "llama", size, used)
 
@@ -257,7 +257,7 @@ def _save_pipeline(
     **config: Any,
 ) -> Path:
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
-    used = _randomise(modules, seeds)
+    used = randomise(modules, seeds)
     pipeline_class(**parts, **config).save_pretrained(directory, max_shard_size=shard)
     return _write_recipe(directory, kind, size, used)
 
@@ -268,7 +268,7 @@ def _write_recipe(directory: Path | str, kind: str, size: str, seeds: dict[str, 
     return recipe.parent
 
 
-def _randomise(modules: dict[str, nn.Module], seeds: dict[str, int]) -> dict[str, int]:
+def randomise(modules: dict[str, nn.Module], seeds: dict[str, int]) -> dict[str, int]:
     """Cast and draw the weights of all modules; the seeds used, 0 where none is given."""
     if unknown := seeds.keys() - modules.keys():
         raise ValueError(f"no such component: {', '.join(sorted(unknown))}")

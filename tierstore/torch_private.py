@@ -77,6 +77,18 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def in_trace() -> bool:
+    """Whether TorchScript records what runs now."""
+    return torch._C._is_tracing()
+
+
+def in_derivative() -> bool:
+    """Whether a transform of torch.func differentiates what runs now: it takes tensors that are
+    made meanwhile for its own."""
+    transforms = torch._C._functorch.get_interpreter_stack() or []
+    return any(transform.key().name in ("Grad", "Jvp") for transform in transforms)
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """A number that no other storage has as long as this one, or a weak reference to it, is there.
 

@@ -38,14 +38,16 @@ class Actions:
         self.read: list[int] = []
         """Bytes that were read for each of them."""
         self._share = share
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
+        """`checkpoint(kind)`: a directory of `tests.pipelines` or `parts`. Nobody may change it."""
+        self._latest: Callable[[], torch.Tensor] | None = None
         self._store: TierStore | None = None
         self._budget = 0
         self._pinned_before = 0
 
     def load(self, kind: str) -> Any:
         """A pipeline or model of `tests.pipelines`, on the CPU."""
-        return pipelines.load(kind, self._checkpoint(kind))
+        return pipelines.load(kind, self.checkpoint(kind))
 
     def offload(self, target: Any, **arguments: Any) -> None:
         """Put a pipeline or model on the store: the first one says how large the budgets are."""
@@ -78,15 +80,32 @@ class Actions:
         if self._share is None:
             target.to(self.device)
 
+    @property
+    def device_of_an_ordinary_model(self) -> str:
+        """Where its inputs belong: for an offloaded model, that is the CPU as well."""
+        return self.device if self._share is None else "cpu"
+
     def run(self, kind: str, pipe: Any, **arguments: Any) -> None:
         """Compute a pipeline's output, for comparison (see `tests.pipelines.run`)."""
-        self.compute(functools.partial(pipelines.run, kind, pipe, device=self.device, **arguments))
+        settings = {"steps": 2, "device": self.device, **arguments}
+        self.compute(functools.partial(pipelines.run, kind, pipe, **settings))
 
     def compute(self, work: Callable[[], torch.Tensor]) -> None:
         """Compute anything for comparison that uses weights of the model."""
         before = self._bytes_read()
         self.outputs.append(work().detach().cpu().clone())
         self.read.append(self._bytes_read() - before)
+        self._latest = work
+
+    def compare(self, value: torch.Tensor) -> None:
+        """Compare what needed no run of the model."""
+        self.outputs.append(value.detach().cpu().clone())
+
+    def check_that_it_is_as_it_was(self) -> None:
+        """Assert that what was computed last is computed again, from weights that are read."""
+        assert self._latest is not None, "nothing was computed before"
+        self.compute(self._latest)
+        assert torch.equal(*self.outputs[-2:])
 
     def check_that_it_changed(self) -> None:
         """Assert that the latest output is not the one before: that the operation had an effect."""

@@ -12,7 +12,10 @@ Do = Callable[[Actions], None]
 
 @dataclass(frozen=True)
 class Refusal:
-    """An operation that raises on an offloaded model, with advice, and leaves it as it was."""
+    """An operation that raises on an offloaded model, with advice, and leaves it as it was.
+
+    What was computed last before it is computed once more after it.
+    """
 
     error: type[Exception]
     says: str
@@ -30,6 +33,8 @@ class Operation:
     do: Do
     refusal: Refusal | None
     note: str
+    devices: tuple[str, ...]
+    """Where it can be done. Elsewhere an ordinary model cannot do it either."""
 
     @property
     def identifier(self) -> str:
@@ -45,7 +50,12 @@ class Table:
         self.operations: list[Operation] = []
 
     def row(
-        self, name: str, *, refusal: Refusal | None = None, note: str = ""
+        self,
+        name: str,
+        *,
+        refusal: Refusal | None = None,
+        note: str = "",
+        devices: tuple[str, ...] = ("cpu", "pretend"),
     ) -> Callable[[Do], Do]:
         """Say what a function does with a model, as the documentation names it.
 
@@ -53,7 +63,7 @@ class Table:
         """
 
         def add(do: Do) -> Do:
-            self.operations.append(Operation(self.title, name, do, refusal, note))
+            self.operations.append(Operation(self.title, name, do, refusal, note, devices))
             return do
 
         return add

@@ -7,19 +7,36 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.operations.adapters import ADAPTERS
+from tests.operations.architectures import ARCHITECTURES
+from tests.operations.generation import GENERATION
+from tests.operations.language_models import LANGUAGE_MODELS
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
+from tests.operations.plain_modules import CALLING, EDITING
+from tests.operations.surroundings import SURROUNDINGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
-TABLES: tuple[Table, ...] = (LORAS,)
+TABLES: tuple[Table, ...] = (
+    LORAS,
+    ADAPTERS,
+    GENERATION,
+    ARCHITECTURES,
+    LANGUAGE_MODELS,
+    EDITING,
+    CALLING,
+    SURROUNDINGS,
+)
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
 def line_of(operation: Operation) -> str:
     refusal = operation.refusal
     result = "the same" if refusal is None else f"{refusal.error.__name__}: {refusal.advice}"
+    if "cpu" not in operation.devices:
+        result = f"on an accelerator, {result}"
     return f"| {operation.name} | {result} | {operation.note} |\n"
 
 

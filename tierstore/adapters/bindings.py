@@ -76,8 +76,8 @@ class Binding:
             return True
         if unless_edited and not self._is_as(leased):
             return False
-        self.user = use  # before anything is shown: wherever this ends, put_back undoes it
         self._shown_at = address_of(leased)
+        self.user = use  # before anything is shown: wherever this ends, put_back undoes it
         assign(self.tensor, leased)
         self.version = version_of(self.tensor)
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -129,6 +130,7 @@ class ModuleBranch:
             or type(module).__name__ in self._cutting.whole
             or hasattr(module, "parametrizations")
             or _is_adapter(module)
+            or _enters_children(module)
         )
 
     @property
@@ -203,6 +205,18 @@ def _named_leaves(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The plain tensors that a tensor consists of, by their full names."""
     leaves = movable_leaves(tensor)
     return {f"{name}.{attribute}" if attribute else name: leaves[attribute] for attribute in leaves}
+
+
+def _enters_children(module: nn.Module) -> bool:
+    """Transformers marks, for accelerate, each forward that uses weights of children that it does
+    not call (Mamba and its relatives do)."""
+    forward: Any = type(module).forward
+    while forward is not None:
+        code = getattr(forward, "__code__", None)
+        if code is not None and code.co_qualname.startswith("force_accelerate_hooks."):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _own_persistent(module: nn.Module) -> set[str]:

@@ -41,7 +41,7 @@ from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
 from tierstore.model.errors import LeaseError
 from tierstore.store import TierStore, engine_of
-from tierstore.torch_private import COMPILED_CALL, call_uncompiled
+from tierstore.torch_private import COMPILED_CALL, call_uncompiled, in_derivative, in_trace
 
 logger = logging.getLogger("tierstore")
 
@@ -260,11 +260,26 @@ class OffloadedModule:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(self) -> None:
+        self._refuse_other_ways_to_run()
         with self._renewing:  # others wait until it is cut anew
             self.changed = self.changed or not all(w.intact for w in self.weights.wrapped.values())
             if self.changed and self.weights.end_use():
                 self._cut_anew()
             self.weights.renew_written()
+
+    def _refuse_other_ways_to_run(self) -> None:
+        name = type(self.root).__name__
+        ordinary = "make it an ordinary model first (tierstore.undispatch(model), handle.disable())"
+        if in_trace():
+            raise RuntimeError(
+                f"{name} cannot be traced: a trace would not bring its weights, which are in a "
+                f"tierstore. Trace copy.deepcopy(model), or {ordinary}"
+            )
+        if self.store.device.type != "cpu" and in_derivative():
+            raise RuntimeError(
+                f"{name} cannot be differentiated by torch.func: its weights are in a tierstore, "
+                f"which copies them to {self.store.device} meanwhile. First, {ordinary}"
+            )
 
     def _cut_anew(self) -> None:
         # The stand-ins stay until others take their places: on another thread, the model may begin
