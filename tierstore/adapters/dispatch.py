@@ -21,6 +21,7 @@ from torch import nn
 
 from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
@@ -203,7 +204,8 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     `torch.device("meta")`.
 
     Raises what `dispatch_model` raises; ValueError if names or shapes do not fit; TransferError,
-    InvalidHeaderError or StaleCheckpointError if the files cannot be used.
+    InvalidHeaderError or StaleCheckpointError if the files cannot be used. Whatever it raises, what
+    was on the meta device is there again; other weights may have the checkpoint's values.
     """
     _refuse_replaced("load_checkpoint_and_dispatch", replaced)
     _check(model, store, main_device)
@@ -213,15 +215,30 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
             f"{type(model).__name__} is offloaded already: undispatch it first, or load other "
             "weights into it with load_state_dict()"
         )
-    real = {id(tensor) for tensor in _state(model) if tensor.device.type != "meta"}
-    differing = load_weights(model, checkpoint, strict=strict)
-    casts = {number: own for number, own in differing.items() if number in real}
-    if dtype is not None:
-        casts = {id(t): dtype for t in _state(model) if t.is_floating_point()}
-    dispatch_model(
-        model, store, device_map, skip_keys=skip_keys, preload_module_classes=preload_module_classes
-    )
-    cast_weights(model, casts)
+    meta = [(each, each.detach()) for each in _state(model) if each.device.type == "meta"]
+    was_meta = {id(tensor) for tensor, _ in meta}
+    real_casts: dict[int, torch.dtype] = {}
+    try:
+        differing = load_weights(model, checkpoint, strict=strict)
+        real_casts = {n: own for n, own in differing.items() if n not in was_meta}
+        casts = real_casts
+        if dtype is not None:
+            casts = {id(t): dtype for t in _state(model) if t.is_floating_point()}
+        dispatch_model(
+            model,
+            store,
+            device_map,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+        )
+        cast_weights(model, casts)
+    except BaseException:
+        if (owner := owner_of(model)) is not None and owner.root is model:
+            owner.disable()
+        cast_weights(model, real_casts)
+        for tensor, before in meta:
+            assign(tensor, before)
+        raise
     return model
 
 
