@@ -32,6 +32,7 @@ from tierstore import (
     from_pretrained,
     load_checkpoint_and_dispatch,
 )
+from tierstore.adapters.attachment import Attachment
 from tierstore.adapters.bindings import Binding
 from tierstore.adapters.changing import cast_weights
 
@@ -264,9 +265,17 @@ def test_after_an_interrupt_the_same_call_will_do(make: Make, tmp_path: Path) ->
         assert raised == at.raised, point
 
 
-@pytest.mark.parametrize("make", [converting, casting, loading_a_state_dict])
-def test_after_an_interrupt_between_two_weights_the_same_call_will_do(
-    make: Make, tmp_path: Path
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [
+        (converting, Binding.move_to),
+        (casting, Binding.move_to),
+        (loading_a_state_dict, Binding.move_to),
+        (dispatching, Attachment.add),
+    ],
+)
+def test_after_an_interrupt_in_the_middle_the_same_call_will_do(
+    make: Make, function: Callable[..., None], tmp_path: Path
 ) -> None:
-    _, raised = tried(make, tmp_path, lambda: at_call(Binding.move_to))
+    _, raised = tried(make, tmp_path, lambda: at_call(function))
     assert raised

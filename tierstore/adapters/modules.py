@@ -22,9 +22,9 @@ from tierstore.adapters.changing import (
     Copying,
     Hook,
     Loading,
-    Walking,
     after_state_dict,
     tell_true_values,
+    walking,
 )
 from tierstore.adapters.codecs.plain import make_inference, make_ordinary
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
@@ -122,7 +122,7 @@ class OffloadedModule:
         self._wrap_entries({unit.module for unit in units})
         self._attachment.stand_in(self.root, "_apply", Conversion(self))
         for name in ("named_modules", "apply"):
-            self._attachment.stand_in(self.root, name, Walking(self))
+            self._attachment.stand_in(self.root, name, walking(self))
         self._attachment.add(Copying(self))
         loading = Hook(Loading(self))
         saving = Hook(functools.partial(tell_true_values, self))
