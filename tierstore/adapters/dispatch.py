@@ -24,6 +24,7 @@ from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
+from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import Owner, owner_of
@@ -116,6 +117,8 @@ def dispatch_model(
     )
     before = store.stats().bytes_written
     owner = _dispatched_before(model)
+    if owner is None:
+        warn_of_little_memory([model])
     if owner is not None:
         if owner.store is store and owner.settings == settings:
             return model
