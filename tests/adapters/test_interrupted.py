@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dis
 import gc
 import itertools
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from tests.adapters.conftest import (
     a_third_of,
 )
 from tests.adapters.models import BLOCK_BYTES, Tower, given
+from tests.faults.interrupting import InterruptAt
 from tests.lanes import by_lane
 from tests.store.helpers import open_store
 from tierstore import Access, LeaseError, OffloadHandle, TierStore, adapters, enable_group_offload
@@ -124,46 +122,6 @@ def test_an_error_while_the_weights_are_brought_in(device: str, disk_dir: Path) 
         assert torch.equal(model(x).cpu(), expected)
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt where Python would: the `point`-th time that it looks for signals in
-    code of the adapters. `raised` tells whether there were so many."""
-
-    # Instructions after which (or at the start of a function) the interpreter looks for signals.
-    LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")
-
-    def __init__(self, point: int) -> None:
-        self.left = point
-        self.raised = False
-
-    def __enter__(self) -> InterruptAt:
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
-
-    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
-        ours = ADAPTERS in Path(frame.f_code.co_filename).parents
-        if not ours or frame.f_code.co_name == "__del__":
-            return None
-        frame.f_trace_opcodes = True
-        last = ""
-
-        def instruction(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal last
-            if event == "opcode":
-                self.left -= last in self.LOOKS
-                if self.left == 0:
-                    self.raised = True
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-                last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            return instruction
-
-        return instruction
-
-
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")  # lost before anybody had it
 @torch.no_grad()
 def test_an_interrupt_at_any_point_is_undone(disk_dir: Path) -> None:
@@ -175,7 +133,7 @@ def test_an_interrupt_at_any_point_is_undone(disk_dir: Path) -> None:
     ):
         for point in itertools.count(1, by_lane(17, 1)):
             try:
-                with InterruptAt(point) as interrupt:
+                with InterruptAt(point, ADAPTERS) as interrupt:
                     model(x)
             except KeyboardInterrupt:
                 pass

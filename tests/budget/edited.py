@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ EDITS = {
     "load_state_dict of a model with group offload": load,
     "apply": apply,
     "parameters": parameters,
+    "parameters while group offload is suspended": parameters,
     "modules": modules,
 }
 """Ways to add 1 to all weights."""
@@ -84,14 +86,15 @@ EDITS = {
 
 def edited(how: str, checkpoint: Path, disk_dir: str) -> dict[str, Any]:
     model, other = mapped(checkpoint), checkpoint.with_name(OTHER)
-    offload = dispatch_model
+    offload: Any = dispatch_model
     if "group offload" in how:
         import_module("diffusers.hooks")
         offload = enable_group_offload
     with torch.no_grad(), TierStore(BUDGET, disk_dir, device="cpu") as store:
         with AnonymousPeak() as peak:
-            offload(model, store)
-            EDITS[how](model, other)
+            handle: Any = offload(model, store)
+            with handle.suspended() if "suspended" in how else nullcontext():
+                EDITS[how](model, other)
             model(torch.zeros(1, WIDTH))
         expected = load_file(other)
         right = all(torch.equal(w, expected[name]) for name, w in model.state_dict().items())

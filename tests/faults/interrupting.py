@@ -7,6 +7,7 @@ it ends before its turn.
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -64,6 +65,51 @@ class Interrupter:
             raise self._kind(self.where)
         self.count += 1
         return self._instruction
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt where Python would: the `point`-th time that it looks for signals in
+    code below a directory. `where` tells where that was, if there were so many."""
+
+    # Instructions after which (or at the start of a function) the interpreter looks for signals.
+    LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")
+
+    def __init__(self, point: int, below: Path = Path(PACKAGE)) -> None:
+        self.left = point
+        self.where = ""
+        self._below = f"{below}/"
+
+    @property
+    def raised(self) -> bool:
+        return bool(self.where)
+
+    def __enter__(self) -> InterruptAt:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
+        ours = frame.f_code.co_filename.startswith(self._below)
+        if not ours or frame.f_code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes = True
+        last = ""
+
+        def instruction(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal last
+            if event == "opcode":
+                self.left -= last in self.LOOKS
+                if self.left == 0:
+                    self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}"
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+                last = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            return instruction
+
+        return instruction
 
 
 def interrupt() -> None:

@@ -45,7 +45,9 @@ class Attachment:
         self, module: nn.Module, name: str, run: Callable[[StandIn, Any, Any], Any]
     ) -> None:
         """Have calls of a module's method be calls of `run`."""
-        self.add(StandIn(module, name, run))
+        stand_in = StandIn(module, name, run)
+        self.add(stand_in)
+        stand_in.put()
 
     def keep_on_device(self, prefix: str, tensors: Mapping[str, torch.Tensor], target: int) -> None:
         """Have these on the store's device for as long as this lasts: see `DeviceResident`."""

@@ -10,7 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from tierstore.adapters.unit_use import StandIn, same
 from tierstore.adapters.weight_groups import Change
 from tierstore.model.errors import ClosedError
 from tierstore.torch_private import call_first_of_state_dict_hooks, like
+
+T = TypeVar("T")
 
 
 def cast_weights(root: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
@@ -169,30 +171,33 @@ class Hook:
         return same, (nothing,)
 
 
-class Walking:
-    """What stands in for `named_modules` and `apply`, by which users walk through a model and
-    change it (`modules()` and `parameters()` call the first): stores what they changed as they go.
+class Walking(Generic[T]):
+    """What stands in for `named_modules`, `named_children` and `apply`, by which others walk
+    through a model and change it (`modules()` and `parameters()` call the first): `store`s what
+    they changed as they go.
 
-    What was changed in a group is stored when the walk has come to another one.
+    `own` tells what of a module may have been changed. That is stored when the walk has come to
+    what is another module's.
     """
 
-    def __init__(self, offloaded: Owner) -> None:
-        self._offloaded = offloaded
+    def __init__(self, own: Callable[[nn.Module], set[T]], store: Callable[[set[T]], None]) -> None:
+        self._own = own
+        self._store = store
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
-        walk = self._apply if method.name == "apply" else self._named_modules
+        walk = self._apply if method.name == "apply" else self._named
         return walk(method.original, *args, **kwargs)
 
-    def _named_modules(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        pending: set[str] = set()
+    def _named(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        pending: set[T] = set()
         for name, module in original(*args, **kwargs):
             yield name, module
             pending = self._pass(module, pending)
-        self._store(pending)
+        self._end(pending)
 
     def _apply(self, original: Callable[..., Any], fn: Callable[[nn.Module], Any]) -> Any:
-        pending: set[str] = set()
+        pending: set[T] = set()
 
         def fn_and_pass(module: nn.Module) -> None:
             nonlocal pending
@@ -200,20 +205,34 @@ class Walking:
             pending = self._pass(module, pending)
 
         result = original(fn_and_pass)
-        self._store(pending)
+        self._end(pending)
         return result
 
-    def _pass(self, module: nn.Module, pending: set[str]) -> set[str]:
-        own = {b.key for b in self._offloaded.weights.bindings_of(module, recurse=False)}
+    def _pass(self, module: nn.Module, pending: set[T]) -> set[T]:
+        own = self._own(module)
         if not own:
             return pending
-        self._store(pending - own)
+        self._end(pending - own)
         return own
 
-    def _store(self, keys: set[str]) -> None:
-        if keys and self._offloaded.weights.held.run is None:
+    def _end(self, changed: set[T]) -> None:
+        if changed:
             with suppress(ClosedError):  # weights stay what they are; a run says so
-                self._offloaded.weights.renew_edited(keys)
+                self._store(changed)
+
+
+def walking(offloaded: Owner) -> Walking[str]:
+    """Stores groups of an offloaded model as somebody walks through it."""
+    weights = offloaded.weights
+
+    def own(module: nn.Module) -> set[str]:
+        return {binding.key for binding in weights.bindings_of(module, recurse=False)}
+
+    def store(keys: set[str]) -> None:
+        if weights.held.run is None:
+            weights.renew_edited(keys)
+
+    return Walking(own, store)
 
 
 class Loading:

@@ -22,6 +22,7 @@ from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.modules import OffloadedModule
 from tierstore.adapters.other_offloading import mark, refuse_other_offloading, unmark
 from tierstore.adapters.owners import owner_of
+from tierstore.adapters.suspended import SuspendedModel
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore")
@@ -118,14 +119,19 @@ class Component:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the model is an ordinary one."""
+        """Inside, the model is an ordinary one. What is changed in it is stored as it comes."""
         self._suspensions += 1
+        suspended = None
         try:
             module = self._module()
-            if module is not None:
+            if module is not None and self._now() is not None:
                 self._make_ordinary(module)
+                suspended = SuspendedModel(module, self.store, self._cutting(module).target)
+                suspended.begin()
             yield
         finally:
+            if suspended is not None:
+                suspended.end()
             self._suspensions -= 1
             self._resume()
 
@@ -148,18 +154,7 @@ class Component:
         skip = settings["exclude_kwargs"]
         if skip is None:
             skip = getattr(module, "_skip_keys", None) or []
-        blocks = settings["block_modules"]
-        if blocks is None:
-            blocks = getattr(module, "_group_offload_block_modules", None) or []
-        sizes = sizes_for(settings["offload_type"], self.store, module)
-        cutting = Cutting(
-            settings["offload_type"],
-            settings["group_size"] or sizes.group,
-            tuple(blocks),
-            settings["num_blocks_per_group"],
-            largest_block=0 if settings["group_size"] else sizes.block,
-            largest_compiled=sizes.compiled,
-        )
+        cutting = self._cutting(module)
         offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
         self._offloaded = weakref.ref(offloaded)
         mark(module, self.store.device)
@@ -169,6 +164,21 @@ class Component:
             len(self.groups),
             weight_bytes(module.parameters()),
             self.store.stats().bytes_written - before,
+        )
+
+    def _cutting(self, module: nn.Module) -> Cutting:
+        settings = self._settings
+        blocks = settings["block_modules"]
+        if blocks is None:
+            blocks = getattr(module, "_group_offload_block_modules", None) or []
+        sizes = sizes_for(settings["offload_type"], self.store, module)
+        return Cutting(
+            settings["offload_type"],
+            settings["group_size"] or sizes.group,
+            tuple(blocks),
+            settings["num_blocks_per_group"],
+            largest_block=0 if settings["group_size"] else sizes.block,
+            largest_compiled=sizes.compiled,
         )
 
     def _make_ordinary(self, module: nn.Module) -> None:

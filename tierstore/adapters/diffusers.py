@@ -23,6 +23,7 @@ from tierstore.adapters.components import (
     unwrap,
     wrap_changes,
 )
+from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.engine.settings import resolve_device
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
@@ -209,9 +210,10 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         raise TypeError(
             f"a {type(target).__name__} cannot be offloaded: pass a diffusers pipeline or a module"
         )
-    _models(target, settings)  # what cannot be meant is found before anything is undone
+    chosen, _ = _models(target, settings)  # errors are found before anything is undone
     before = _handles.get(target)
     if before is None:
+        warn_of_little_memory(chosen.values())
         return OffloadHandle(target, store, settings)
     if before.store is store and before._settings == settings and before.enabled:
         before._resume()  # components may be others now

@@ -21,8 +21,10 @@ from torch import nn
 
 from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs import weight_bytes
+from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
+from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import Owner, owner_of
@@ -115,6 +117,8 @@ def dispatch_model(
     )
     before = store.stats().bytes_written
     owner = _dispatched_before(model)
+    if owner is None:
+        warn_of_little_memory([model])
     if owner is not None:
         if owner.store is store and owner.settings == settings:
             return model
@@ -204,7 +208,8 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     `torch.device("meta")`.
 
     Raises what `dispatch_model` raises; ValueError if names or shapes do not fit; TransferError,
-    InvalidHeaderError or StaleCheckpointError if the files cannot be used.
+    InvalidHeaderError or StaleCheckpointError if the files cannot be used. Whatever it raises, what
+    was on the meta device is there again; other weights may have the checkpoint's values.
     """
     _refuse_replaced("load_checkpoint_and_dispatch", replaced)
     _check(model, store, main_device)
@@ -214,15 +219,30 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
             f"{type(model).__name__} is offloaded already: undispatch it first, or load other "
             "weights into it with load_state_dict()"
         )
-    real = {id(tensor) for tensor in _state(model) if tensor.device.type != "meta"}
-    differing = load_weights(model, checkpoint, strict=strict)
-    casts = {number: own for number, own in differing.items() if number in real}
-    if dtype is not None:
-        casts = {id(t): dtype for t in _state(model) if t.is_floating_point()}
-    dispatch_model(
-        model, store, device_map, skip_keys=skip_keys, preload_module_classes=preload_module_classes
-    )
-    cast_weights(model, casts)
+    meta = [(each, each.detach()) for each in _state(model) if each.device.type == "meta"]
+    was_meta = {id(tensor) for tensor, _ in meta}
+    real_casts: dict[int, torch.dtype] = {}
+    try:
+        differing = load_weights(model, checkpoint, strict=strict)
+        real_casts = {n: own for n, own in differing.items() if n not in was_meta}
+        casts = real_casts
+        if dtype is not None:
+            casts = {id(t): dtype for t in _state(model) if t.is_floating_point()}
+        dispatch_model(
+            model,
+            store,
+            device_map,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+        )
+        cast_weights(model, casts)
+    except BaseException:
+        if (owner := owner_of(model)) is not None and owner.root is model:
+            owner.disable()
+        cast_weights(model, real_casts)
+        for tensor, before in meta:
+            assign(tensor, before)
+        raise
     return model
 
 

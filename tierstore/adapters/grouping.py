@@ -75,7 +75,7 @@ class Cutting:
 
     def groups(self, units: list[Unit]) -> list[GroupPlan]:
         """The groups of units: of up to `target` bytes, or of `blocks_per_group` blocks."""
-        shown = _Shown(units)
+        shown = ShownMemory(units)
         needs = [Need(u.name, shown.memory_of(u), u.block, u.encloses) for u in units]
         groups: list[GroupPlan] = []
         for portion in portions(needs, shown.nbytes, self.target, self.blocks_per_group):
@@ -234,7 +234,7 @@ def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, t
     return kept
 
 
-class _Shown:
+class ShownMemory:
     """The memory that the tensors of units show. Tensors that overlap show the same piece of it."""
 
     def __init__(self, units: list[Unit]) -> None:

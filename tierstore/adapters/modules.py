@@ -24,9 +24,9 @@ from tierstore.adapters.changing import (
     Copying,
     Hook,
     Loading,
-    Walking,
     after_state_dict,
     tell_true_values,
+    walking,
 )
 from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.plain import make_inference, make_ordinary
@@ -140,7 +140,7 @@ class OffloadedModule:
     def _watch_changes(self) -> None:
         self._attachment.stand_in(self.root, "_apply", Conversion(self))
         for name in ("named_modules", "apply"):
-            self._attachment.stand_in(self.root, name, Walking(self))
+            self._attachment.stand_in(self.root, name, walking(self))
         self._attachment.add(Copying(self))
         loading = Hook(Loading(self))
         saving = Hook(functools.partial(tell_true_values, self))

@@ -28,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StandIn:
-    """Stands in for the method `name` of a module until `remove`.
+    """Stands in for the method `name` of a module from `put` until `remove`.
 
     A call of it is a call of `run`, with the stand-in itself, the arguments, and those by name.
     """
@@ -50,7 +50,10 @@ class StandIn:
         # Not its attributes: it may be another stand-in, and each has its own.
         wrapper: Any = self
         functools.update_wrapper(wrapper, self.original, updated=())
-        setattr(module, name, self)
+
+    def put(self) -> None:
+        """Stand in from now on. Who puts it notes that first: an interrupt may follow at once."""
+        setattr(self.module, self.name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run

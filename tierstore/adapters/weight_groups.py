@@ -96,8 +96,7 @@ class WeightGroups:
         names: set[str] = set()
         for plan in bar(plans, self.prefix, "groups"):
             key = unused(f"{self.prefix}/{plan.name}", names)
-            homes = engine_of(self.store).groups.register(key, plan.tensors, space)
-            self._know(key, list(plan.tensors))
+            homes = self._put(key, plan.tensors, space)
             members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
             self._members[key] = members
             self._bindings.update({id(binding.tensor): binding for binding in members})
@@ -107,10 +106,24 @@ class WeightGroups:
             if all(id(leaf) in self._bindings for leaf in each.leaves.values()):
                 self._wrapped[id(each.tensor)] = each
 
-    def _know(self, key: str, names: list[str]) -> None:
-        self.groups[key] = names
-        if self._in_ram.issuperset(names):
-            self.store.keep(key)
+    def _put(
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        space: AddressSpace | None,
+        casts: Mapping[str, torch.dtype] = NO_CASTS,
+    ) -> dict[str, torch.Tensor]:
+        """Put a group into the store. Returns what its tensors show while away."""
+        self.groups[key] = list(tensors)  # first: what is interrupted is discarded in the end
+        try:
+            homes = engine_of(self.store).groups.register(key, tensors, space, casts)
+            if self._in_ram.issuperset(tensors):
+                self.store.keep(key)
+        except BaseException:
+            if key not in self.store:
+                del self.groups[key]
+            raise
+        return homes
 
     def refuse_what_never_fits(self, cutting: Cutting) -> None:
         """Raise BudgetError if a group has no room beside what stays on the device."""
@@ -263,17 +276,28 @@ class WeightGroups:
         """Replace a group by one of these values, which are taken out of the dict."""
         named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
         key = next(key for key in named if key not in self.groups)
-        homes = engine_of(self.store).groups.register(key, values, space, casts)
+        homes = self._put(key, values, space, casts)
         values.clear()
-        self._know(key, self.groups.pop(old))
-        self._members[key] = self._members.pop(old)
+        try:
+            self._move_members(old, key, members, homes)
+        except BaseException:  # when some show the one group, and some the other: do it again
+            self._move_members(old, key, members, homes)
+            raise
+        self._freed.add(sum(map(tensor_bytes, homes.values())))
+        self.store.discard(old)
+        del self.groups[old]
+
+    def _move_members(
+        self, old: str, new: str, members: list[Binding], homes: dict[str, torch.Tensor]
+    ) -> None:
+        """Let the tensors be in another group. May be repeated if interrupted."""
         self._watch = None
         with self.lock:
             self.renewals += 1
             for binding in members:
-                binding.move_to(key, homes[binding.name])
-        self._freed.add(sum(map(tensor_bytes, homes.values())))
-        self.store.discard(old)
+                binding.move_to(new, homes[binding.name])
+            self._members[new] = members
+            self._members.pop(old, None)
 
     # The end -----------------------------------------------------------------------------------
 

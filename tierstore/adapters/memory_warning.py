@@ -1,0 +1,46 @@
+"""A warning for who has loaded in memory what hardly fits there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import psutil
+from torch import nn
+
+from tierstore.adapters.codecs import movable_leaves
+from tierstore.adapters.codecs.memory import address_of, tensor_bytes, unique_bytes
+from tierstore.model.sizes import usable_memory
+from tierstore.system.maps import AddressSpace
+
+
+def warn_of_little_memory(models: Iterable[nn.Module]) -> None:
+    """Warn if weights take more memory than is still available: then a second model of this size,
+    or one that is twice as large, would have the system end the process while it is loaded.
+
+    What is a view of a file takes none. Where there is plenty, nothing is looked at.
+    """
+    memory = psutil.Process().memory_info()
+    anonymous = memory.rss - memory.shared
+    available = min(usable_memory() - anonymous, psutil.virtual_memory().available)
+    if anonymous <= available:
+        return
+    space = AddressSpace()
+    nbytes = unique_bytes(
+        leaf
+        for model in models
+        for parameter in model.parameters()
+        for leaf in movable_leaves(parameter).values()
+        if leaf.device.type == "cpu"
+        and space.extent_at(address_of(leaf), tensor_bytes(leaf)) is None
+    )
+    if min(nbytes, anonymous) > available:
+        warnings.warn(
+            f"{nbytes:,} bytes of weights are in memory, as they are no views of a checkpoint's "
+            f"files, and {max(available, 0):,} bytes are still available: a larger model would "
+            "have the system end this process before it is on the store. Load with "
+            "tierstore.from_pretrained, or tierstore.load_checkpoint_and_dispatch: both cast group "
+            "by group, in little memory",
+            RuntimeWarning,
+            stacklevel=3,
+        )
