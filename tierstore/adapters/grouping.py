@@ -210,7 +210,7 @@ def _named_leaves(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 def _enters_children(module: nn.Module) -> bool:
     """Transformers marks, for accelerate, each forward that uses weights of children that it does
     not call (Mamba and its relatives do)."""
-    forward: Any = type(module).forward
+    forward: Any = getattr(type(module), "forward", None)  # TorchScript says that it has none
     while forward is not None:
         code = getattr(forward, "__code__", None)
         if code is not None and code.co_qualname.startswith("force_accelerate_hooks."):
