@@ -39,9 +39,10 @@ class Actions:
         """Bytes that were read for each of them."""
         self._share = share
         self.checkpoint = checkpoint
-        """`checkpoint(kind)`: a directory of `tests.pipelines` or `parts` that nobody may change."""
+        """`checkpoint(kind)`: a directory of `tests.pipelines` or `parts`. Nobody may change it."""
         self._latest: Callable[[], torch.Tensor] | None = None
         self._store: TierStore | None = None
+        self._handle: Any = None
         self._budget = 0
         self._pinned_before = 0
 
@@ -66,7 +67,13 @@ class Actions:
             self._store = open_store(self.folder / "store", self._budget, self.device)
             pretend.reset_peak_pinned()
             self._pinned_before = pretend.pinned_bytes()
-        way(target, self._store, **arguments)
+        self._handle = way(target, self._store, **arguments)
+
+    def end(self, target: Any) -> None:
+        """Make what was offloaded latest an ordinary pipeline or model on the CPU."""
+        if self._handle is not None:
+            self._handle.disable()
+        target.to("cpu")
 
     @contextmanager
     def on_the_cpu(self, target: Any) -> Iterator[None]:

@@ -8,13 +8,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.operations.adapters import ADAPTERS
+from tests.operations.caches import CACHES
+from tests.operations.changes import CONVERSIONS, SAVING
+from tests.operations.computing import COMPUTING
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
+from tests.operations.refused import REFUSED
+from tests.operations.sharing import SHARING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
-TABLES: tuple[Table, ...] = (LORAS, ADAPTERS)
+TABLES: tuple[Table, ...] = (
+    LORAS,
+    ADAPTERS,
+    COMPUTING,
+    CACHES,
+    SHARING,
+    CONVERSIONS,
+    SAVING,
+    REFUSED,
+)
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
