@@ -41,11 +41,16 @@ def cast_a_component(actions: Actions) -> None:
     pipe = actions.load("sdxl")
     actions.offload(pipe)
     actions.run("sdxl", pipe, output_type="latent")
-    latents = actions.outputs[-1].to(actions.device, torch.float32)
+    latents = actions.outputs[-1].to(actions.device)
+
+    @torch.no_grad()
+    def decode() -> torch.Tensor:
+        image: torch.Tensor = pipe.vae.decode(latents.to(pipe.vae.dtype), return_dict=False)[0]
+        return image
+
     for cast in ("float", "bfloat16"):
         getattr(pipe.vae, cast)()
-        given = latents.to(pipe.vae.dtype)
-        actions.compute(torch.no_grad()(lambda: pipe.vae.decode(given, return_dict=False)[0]))
+        actions.compute(decode)
     actions.check_that_it_changed()
 
 

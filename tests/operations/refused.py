@@ -91,7 +91,11 @@ def move_a_text_encoder(actions: Actions) -> None:
 
 @REFUSED.row(
     "a backward through its weights",
-    refusal=Refusal(RuntimeError, "OffloadModel", "[train it](training.md): `OffloadModel`"),
+    refusal=Refusal(
+        RuntimeError,
+        "backward needs weights that have left.*handle.disable",
+        "`torch.no_grad()`; [to train](training.md), `OffloadModel`",
+    ),
 )
 def go_backward(actions: Actions) -> None:
     pipe = actions.load("flux")

@@ -62,7 +62,7 @@ def inpainting_by_components(actions: Actions) -> None:
     mask = torch.zeros(1, 1, parts.IMAGE_SIZE, parts.IMAGE_SIZE)
     mask[..., 4:12, 4:12] = 1
     size = {"height": parts.IMAGE_SIZE, "width": parts.IMAGE_SIZE}
-    image_to_image(actions, pipelines.quiet(other), mask_image=mask, **size)
+    image_to_image(actions, pipelines.quiet(other), mask_image=mask.to(actions.device), **size)
     actions.run("sdxl", pipe)
 
 
