@@ -102,6 +102,15 @@ def move_a_component(actions: Actions) -> None:
     actions.run("flux", pipe)
 
 
+@CONVERSIONS.row("`reset_device_map`, `remove_all_hooks`", note="nothing of tierstore's is removed")
+def reset_the_device_map(actions: Actions) -> None:
+    pipe = actions.load("flux")
+    actions.offload(pipe)
+    pipe.reset_device_map()
+    pipe.remove_all_hooks()
+    actions.run("flux", pipe)
+
+
 @SAVING.row("`pipe.save_pretrained`, and loading that")
 def save_a_pipeline(actions: Actions) -> None:
     pipe = actions.load("flux")

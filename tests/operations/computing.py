@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import diffusers
@@ -97,6 +99,59 @@ def skip_layer_guidance(actions: Actions) -> None:
     skip = {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 0.9}
     actions.run("sd3", pipe, steps=4, skip_guidance_layers=[1, 2], **skip)
     actions.check_that_it_changed()
+
+
+def guided_by(actions: Actions, guider: Any) -> None:
+    """The guider's in the modular pipeline, and that of the pipeline without it."""
+    base = actions.load("sdxl")
+    pipe = diffusers.modular_pipelines.StableDiffusionXLAutoBlocks().init_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    own = ("unet", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler")
+    pipe.update_components(**{name: getattr(base, name) for name in own})
+    actions.offload(pipe)
+    work = functools.partial(
+        torch.no_grad()(pipe),
+        prompt=pipelines.PROMPT,
+        negative_prompt=pipelines.NEGATIVE_PROMPT,
+        num_inference_steps=2,
+        height=parts.IMAGE_SIZE,
+        width=parts.IMAGE_SIZE,
+        output_type="pt",
+        output="images",
+    )
+    for guidance in (pipe.guider, guider):
+        pipe.update_components(guider=guidance)
+        actions.compute(lambda: work(generator=torch.Generator().manual_seed(0)))
+    actions.check_that_it_changed()
+
+
+A_BLOCK = "mid_block.attentions.0.transformer_blocks"
+
+
+@COMPUTING.row("a modular pipeline, with `SkipLayerGuidance`")
+def a_modular_pipeline_with_skip_layer_guidance(actions: Actions) -> None:
+    skipped = diffusers.LayerSkipConfig(indices=[0], fqn=A_BLOCK)
+    guider = diffusers.SkipLayerGuidance(
+        skip_layer_guidance_start=0.0, skip_layer_guidance_stop=1.0, skip_layer_config=skipped
+    )
+    guided_by(actions, guider)
+
+
+@COMPUTING.row("the same with `PerturbedAttentionGuidance`")
+def a_modular_pipeline_with_perturbed_attention(actions: Actions) -> None:
+    perturbed = diffusers.LayerSkipConfig(
+        indices=[0],
+        fqn=A_BLOCK,
+        skip_attention=False,
+        skip_ff=False,
+        skip_attention_scores=True,
+    )
+    guider = diffusers.PerturbedAttentionGuidance(
+        perturbed_guidance_start=0.0,
+        perturbed_guidance_stop=1.0,
+        perturbed_guidance_config=perturbed,
+    )
+    guided_by(actions, guider)
 
 
 @COMPUTING.row("`vae.enable_tiling`, `vae.enable_slicing` and their opposites")
@@ -266,6 +321,20 @@ def a_callback_that_interrupts(actions: Actions) -> None:
 
     actions.run("flux", pipe, callback_on_step_end=stop)
     actions.check_that_it_changed()
+    actions.run("flux", pipe)
+
+
+@COMPUTING.row("an error in a callback, or Ctrl-C, and another call after it")
+def an_interrupted_call(actions: Actions) -> None:
+    pipe = actions.load("flux")
+    actions.offload(pipe)
+    actions.run("flux", pipe)
+
+    def fail(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        actions.run("flux", pipe, callback_on_step_end=fail)
     actions.run("flux", pipe)
 
 
