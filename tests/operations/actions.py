@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,12 @@ class Actions:
         if self._handle is not None:
             self._handle.disable()
         target.to("cpu")
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Inside, what was offloaded latest is an ordinary pipeline or model on the CPU."""
+        suspended: AbstractContextManager[None] | None
+        suspended = None if self._handle is None else self._handle.suspended()
+        return suspended or nullcontext()
 
     @contextmanager
     def on_the_cpu(self, target: Any) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 import diffusers
 
 from tests.operations.actions import Actions
+from tests.operations.loras import lora_file
 from tests.operations.operation import Table
 
 CACHES = Table("Caches of diffusers")
@@ -89,3 +90,20 @@ def a_faster_cache(actions: Actions) -> None:
 @CACHES.row("with `TaylorSeerCacheConfig`")
 def a_taylor_seer_cache(actions: Actions) -> None:
     before_and_after(actions, taylor)
+
+
+@CACHES.row("a LoRA loaded and unloaded while a cache is on")
+def a_lora_with_a_cache(actions: Actions) -> None:
+    pipe = actions.load("flux")
+    actions.offload(pipe)
+    pipe.transformer.enable_cache(first_block(pipe))
+    actions.run("flux", pipe, steps=STEPS)
+    pipe.load_lora_weights(lora_file(pipe, actions.folder / "lora"))
+    actions.run("flux", pipe, steps=STEPS)
+    actions.check_that_it_changed()
+    pipe.transformer.disable_cache()
+    actions.run("flux", pipe, steps=STEPS)
+    actions.check_that_it_changed()
+    pipe.unload_lora_weights()
+    actions.run("flux", pipe, steps=STEPS)
+    actions.check_that_it_changed()

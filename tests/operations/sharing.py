@@ -101,6 +101,16 @@ def two_pipelines_on_two_threads(actions: Actions) -> None:
     actions.compute(both)
 
 
+@SHARING.row("one pipeline, called by two threads one after the other")
+def one_pipeline_on_two_threads(actions: Actions) -> None:
+    pipe = actions.load("flux")
+    actions.offload(pipe)
+    actions.run("flux", pipe)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(actions.run, "flux", pipe).result()
+    actions.run("flux", pipe)
+
+
 @SHARING.row("another component, then `enable_group_offload` again: `pipe.vae = ...`")
 def another_component(actions: Actions) -> None:
     pipe = actions.load("sdxl")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.operations.adapters import ADAPTERS
+from tests.operations.by_hand import BY_HAND
 from tests.operations.caches import CACHES
 from tests.operations.changes import CONVERSIONS, SAVING
 from tests.operations.computing import COMPUTING
@@ -25,6 +26,7 @@ TABLES: tuple[Table, ...] = (
     COMPUTING,
     CACHES,
     SHARING,
+    BY_HAND,
     CONVERSIONS,
     SAVING,
     REFUSED,
