@@ -109,11 +109,11 @@ class Actions:
         """Assert that what was computed last is computed again, from weights that are read."""
         assert self._latest is not None, "nothing was computed before"
         self.compute(self._latest)
-        assert torch.equal(*self.outputs[-2:])
+        assert torch.equal(*self.outputs[-2:]), "it is not as it was"
 
     def check_that_it_changed(self) -> None:
         """Assert that the latest output is not the one before: that the operation had an effect."""
-        assert not torch.equal(*self.outputs[-2:])
+        assert not torch.equal(*self.outputs[-2:]), "it had no effect"
 
     def _bytes_read(self) -> int:
         return 0 if self._store is None else self._store.stats().bytes_read
