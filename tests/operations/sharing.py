@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -97,6 +98,26 @@ def two_pipelines_on_two_threads(actions: Actions) -> None:
     def both() -> torch.Tensor:
         with ThreadPoolExecutor(2) as threads:
             return torch.cat(list(threads.map(run, pipes)))
+
+    actions.compute(both)
+
+
+@SHARING.row(
+    "two pipelines of the same models, on two threads",
+    note="each with a scheduler and tokenizers of its own: those cannot be shared by threads",
+)
+def the_same_models_on_two_threads(actions: Actions) -> None:
+    pipe = actions.load("flux")
+    actions.offload(pipe)
+    own = {n: copy.deepcopy(getattr(pipe, n)) for n in ("scheduler", "tokenizer", "tokenizer_2")}
+    other = pipelines.quiet(diffusers.FluxPipeline(**{**pipe.components, **own}))
+
+    def run(seed: int, each: Any) -> torch.Tensor:
+        return pipelines.run("flux", each, steps=2, seed=seed, device=actions.device)
+
+    def both() -> torch.Tensor:
+        with ThreadPoolExecutor(2) as threads:
+            return torch.cat(list(threads.map(run, (0, 1), (pipe, other))))
 
     actions.compute(both)
 
