@@ -271,6 +271,21 @@ def test_only_what_was_changed_is_written(
     assert torch.equal(found, pipelines.run("llama", plain.to(device), device=device))
 
 
+def test_a_suspension_of_one_model_does_not_look_at_others(disk_dir: Path) -> None:
+    """Each weight of them would be looked at for edits, at each of the pipeline's models."""
+    first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
+    with open_store(disk_dir, pipelines.weight_bytes(first)) as store:
+        enable_group_offload(first, store)
+        handle = enable_group_offload(second, store)
+        first[0].weight.data.mul_(2)
+        written = store.stats().bytes_written
+        with handle.suspended():
+            pass
+        assert store.stats().bytes_written == written
+        first(torch.ones(1, 64))
+        assert store.stats().bytes_written > written
+
+
 @ON_BOTH
 def test_a_change_that_fails_leaves_the_pipeline_offloaded(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path

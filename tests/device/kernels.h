@@ -154,7 +154,8 @@ struct StandIns {
     auto result = at::detail::make_tensor<c10::TensorImpl>(
         c10::TensorImpl::VIEW, c10::Storage(storage),
         c10::DispatchKeySet({c10::DispatchKey::PrivateUse1, c10::DispatchKey::ADInplaceOrView,
-                             c10::DispatchKey::AutogradPrivateUse1}),
+                             c10::DispatchKey::AutogradPrivateUse1,
+                             c10::DispatchKey::AutocastPrivateUse1}),
         out.dtype());
     copy_geometry(result, out);
     result._set_conj(out.is_conj());

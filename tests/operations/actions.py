@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Actions:
         """`checkpoint(kind)`: a directory of `tests.pipelines` or `parts`. Nobody may change it."""
         self._latest: Callable[[], torch.Tensor] | None = None
         self._store: TierStore | None = None
+        self._handle: Any = None
         self._budget = 0
         self._pinned_before = 0
 
@@ -66,7 +67,19 @@ class Actions:
             self._store = open_store(self.folder / "store", self._budget, self.device)
             pretend.reset_peak_pinned()
             self._pinned_before = pretend.pinned_bytes()
-        way(target, self._store, **arguments)
+        self._handle = way(target, self._store, **arguments)
+
+    def end(self, target: Any) -> None:
+        """Make what was offloaded latest an ordinary pipeline or model on the CPU."""
+        if self._handle is not None:
+            self._handle.disable()
+        target.to("cpu")
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Inside, what was offloaded latest is an ordinary pipeline or model on the CPU."""
+        suspended: AbstractContextManager[None] | None
+        suspended = None if self._handle is None else self._handle.suspended()
+        return suspended or nullcontext()
 
     @contextmanager
     def on_the_cpu(self, target: Any) -> Iterator[None]:
@@ -105,11 +118,11 @@ class Actions:
         """Assert that what was computed last is computed again, from weights that are read."""
         assert self._latest is not None, "nothing was computed before"
         self.compute(self._latest)
-        assert torch.equal(*self.outputs[-2:])
+        assert torch.equal(*self.outputs[-2:]), "it is not as it was"
 
     def check_that_it_changed(self) -> None:
         """Assert that the latest output is not the one before: that the operation had an effect."""
-        assert not torch.equal(*self.outputs[-2:])
+        assert not torch.equal(*self.outputs[-2:]), "it had no effect"
 
     def _bytes_read(self) -> int:
         return 0 if self._store is None else self._store.stats().bytes_read

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from tests import pipelines
 from tests.operations import parts
 from tests.operations.actions import Actions
+from tests.operations.loras import lora_file
 from tests.operations.operation import Table
 
 ADAPTERS = Table("Image prompts, new words, ControlNets, refiners")
@@ -43,6 +44,21 @@ def scale_an_ip_adapter(actions: Actions) -> None:
     actions.run("sdxl", pipe, ip_adapter_image=picture())
     pipe.set_ip_adapter_scale(0.4)
     actions.run("sdxl", pipe, ip_adapter_image=picture())
+    actions.check_that_it_changed()
+
+
+@ADAPTERS.row("`load_ip_adapter` and a LoRA, unloaded in the same order")
+def an_ip_adapter_and_a_lora(actions: Actions) -> None:
+    pipe = actions.load("sdxl")
+    actions.offload(pipe)
+    load_ip_adapter(actions, pipe)
+    pipe.load_lora_weights(lora_file(pipe, actions.folder / "lora"))
+    actions.run("sdxl", pipe, ip_adapter_image=picture())
+    pipe.unload_ip_adapter()
+    actions.run("sdxl", pipe)
+    actions.check_that_it_changed()
+    pipe.unload_lora_weights()
+    actions.run("sdxl", pipe)
     actions.check_that_it_changed()
 
 

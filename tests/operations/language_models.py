@@ -147,12 +147,12 @@ def footprint(actions: Actions) -> None:
     run(actions, model)
 
 
-@LANGUAGE_MODELS.row("`model.half()`, `model.to(torch.bfloat16)`, `model.float()`")
+@LANGUAGE_MODELS.row("`model.half()`, `model.to(torch.float32)`")
 def other_dtypes(actions: Actions) -> None:
     model = small_models.load(actions, "gpt2")
     actions.dispatch(model)
     run(actions, model)
-    for cast in (model.half, functools.partial(model.to, torch.bfloat16), model.float):
+    for cast in (model.half, functools.partial(model.to, torch.float32)):
         with actions.on_the_cpu(model):
             cast()
         run(actions, model)

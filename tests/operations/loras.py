@@ -12,6 +12,7 @@ import peft
 import torch
 
 from tests import pipelines
+from tests.operations import parts
 from tests.operations.actions import Actions
 from tests.operations.operation import Table
 
@@ -210,10 +211,8 @@ def load_a_dora(actions: Actions) -> None:
 def a_lora_of_text_encoders(actions: Actions) -> None:
     pipe = actions.load("sdxl")
     actions.offload(pipe)
-    actions.run("sdxl", pipe)
     pipe.load_lora_weights(lora_file(pipe, actions.folder / "lora", *ENCODERS, "unet"))
     actions.run("sdxl", pipe)
-    actions.check_that_it_changed()
     pipe.set_adapters("default_0", {"text_encoder": 0.3, "text_encoder_2": 0.5, "unet": 0.0})
     actions.run("sdxl", pipe)
     actions.check_that_it_changed()
@@ -277,3 +276,40 @@ def a_lora_of_a_model(actions: Actions) -> None:
     pipe.transformer.load_lora_adapter(saved, weight_name=name, prefix=None)
     actions.run("sd3", pipe)
     actions.check_that_it_changed()
+
+
+@LORAS.row(
+    "one that widens the first layer (a control LoRA), and "
+    "`unload_lora_weights(reset_to_overwritten_params=True)`"
+)
+def a_control_lora(actions: Actions) -> None:
+    pipe = actions.load("flux")
+    actions.offload(pipe)
+    actions.run("flux", pipe)
+    layer = pipe.transformer.x_embedder
+    generator = torch.Generator().manual_seed(0)
+    wide = {
+        "x_embedder.lora_A.weight": torch.randn(4, 2 * layer.in_features, generator=generator),
+        "x_embedder.lora_B.weight": torch.randn(layer.out_features, 4, generator=generator),
+    }
+    weights = {name: weight.to(pipelines.DTYPE) for name, weight in wide.items()}
+    diffusers.FluxPipeline.save_lora_weights(
+        actions.folder / "lora", transformer_lora_layers=weights
+    )
+    control = diffusers.FluxControlPipeline(**without_image_parts(pipe))
+    control.set_progress_bar_config(disable=True)
+    control.load_lora_weights(actions.folder / "lora")
+    tokens = torch.randn(1, 16, layer.in_features, generator=generator).to(pipelines.DTYPE)
+    given = {"latents": tokens, "control_image": parts.image()}
+    actions.run("flux", control, generator=torch.Generator().manual_seed(0), **given)
+    control.unload_lora_weights(reset_to_overwritten_params=True)
+    actions.run("flux", pipe)
+    assert torch.equal(actions.outputs[0], actions.outputs[-1])
+
+
+def without_image_parts(pipe: Any) -> dict[str, Any]:
+    """Its components, but for those of image prompts."""
+    return {n: part for n, part in pipe.components.items() if not n.endswith(IMAGE_PARTS)}
+
+
+IMAGE_PARTS = ("image_encoder", "feature_extractor")

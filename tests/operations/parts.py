@@ -109,10 +109,17 @@ def build_refiner(directory: Path, checkpoint: Checkpoint) -> Path:
     return save(sdxl_unet(checkpoint, cross_attention_dim=one_encoder), directory)
 
 
+def build_another_vae(directory: Path, checkpoint: Checkpoint) -> Path:
+    model: Any = diffusers.AutoencoderKL
+    config = model.load_config(checkpoint("sdxl") / "vae")
+    return save(model.from_config(config), directory, seed=1)
+
+
 BUILDERS: dict[str, Callable[[Path, Checkpoint], Path]] = {
     "controlnet": build_controlnet,
     "another controlnet": build_another_controlnet,
     "t2i adapter": build_t2i_adapter,
     "ip adapter": build_ip_adapter,
     "refiner": build_refiner,
+    "another vae": build_another_vae,
 }

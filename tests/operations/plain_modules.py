@@ -258,7 +258,7 @@ def flags(actions: Actions) -> None:
 
 
 @EDITING.row("`to(memory_format=torch.channels_last)`")
-def channels_last(actions: Actions) -> None:
+def other_memory_format(actions: Actions) -> None:
     model = draw(nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(20))))
     actions.dispatch(model)
     image = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(1)).to(actions.device)
@@ -304,7 +304,7 @@ def training_mode(actions: Actions) -> None:
 
 
 @CALLING.row("forward hooks and pre-hooks that read weights, and change what goes in and out")
-def hooks(actions: Actions) -> None:
+def hooks_of_modules(actions: Actions) -> None:
     model = dispatched(actions)
     run(actions, model)
 

@@ -9,11 +9,17 @@ from pathlib import Path
 
 from tests.operations.adapters import ADAPTERS
 from tests.operations.architectures import ARCHITECTURES
+from tests.operations.by_hand import BY_HAND
+from tests.operations.caches import CACHES
+from tests.operations.changes import CONVERSIONS, SAVING
+from tests.operations.computing import COMPUTING
 from tests.operations.generation import GENERATION
 from tests.operations.language_models import LANGUAGE_MODELS
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation, Table
 from tests.operations.plain_modules import CALLING, EDITING
+from tests.operations.refused import REFUSED
+from tests.operations.sharing import SHARING
 from tests.operations.surroundings import SURROUNDINGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/guides/operations.md"
@@ -22,6 +28,13 @@ BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 TABLES: tuple[Table, ...] = (
     LORAS,
     ADAPTERS,
+    COMPUTING,
+    CACHES,
+    SHARING,
+    BY_HAND,
+    CONVERSIONS,
+    SAVING,
+    REFUSED,
     GENERATION,
     ARCHITECTURES,
     LANGUAGE_MODELS,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests import pipelines
 from tests.adapters.conftest import NEEDS_PRETEND, Checkpoints, checkpoint
 from tests.operations import parts
 from tests.operations.actions import Actions
-from tests.operations.operation import Operation
+from tests.operations.operation import Do, Operation, Refusal
 from tests.operations.tables import OPERATIONS, PAGE, page_with, tables
 
 __all__ = ["checkpoint"]
@@ -62,7 +64,9 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
     made: list[Actions] = []
 
     def make(device: str, share: float) -> Actions:
-        made.append(Actions(device, share, any_checkpoint, tmp_path))
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Actions(device, share, any_checkpoint, folder))
         return made[-1]
 
     yield make
@@ -80,8 +84,11 @@ def test_an_operation(
     ordinary: Ordinary,
     actions_on: Callable[..., Actions],
 ) -> None:
-    expected = ordinary(operation, device)
-    actions = actions_on(device, share)
+    do_and_compare(operation, ordinary(operation, device), actions_on(device, share))
+
+
+def do_and_compare(operation: Operation, expected: list[torch.Tensor], actions: Actions) -> None:
+    """Assert that it gives what is expected, or is refused as it should be."""
     if operation.refusal is not None:
         with pytest.raises(operation.refusal.error, match=operation.refusal.says):
             operation.do(actions)
@@ -93,6 +100,57 @@ def test_an_operation(
         assert torch.equal(found, ordinary_output), f"output {number}"
     assert all(read > 0 for read in actions.read), f"bytes read: {actions.read}"
     actions.check_budgets()
+
+
+def run_a_model(actions: Actions) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    actions.offload(model)
+    actions.compute(lambda: model(torch.ones(1, 64)))
+    return model
+
+
+def edit_it_only_the_second_time() -> Do:
+    times = itertools.count()
+
+    def do(actions: Actions) -> None:
+        model = run_a_model(actions)
+        model[0].weight.data.mul_(1 + next(times))
+        actions.compute(lambda: model(torch.ones(1, 64)))
+
+    return do
+
+
+def compute_without_weights(actions: Actions) -> None:
+    run_a_model(actions)
+    actions.compute(lambda: torch.ones(1))
+
+
+def raise_after_an_edit(actions: Actions) -> None:
+    run_a_model(actions)[0].weight.data.mul_(2)
+    raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("do", "refused", "noticed"),
+    (
+        (edit_it_only_the_second_time(), False, "output 1"),
+        (compute_without_weights, False, "bytes read"),
+        (run_a_model, True, "DID NOT RAISE"),
+        (raise_after_an_edit, True, "not as it was"),
+    ),
+)
+def test_the_controls(
+    do: Do, refused: bool, noticed: str, ordinary: Ordinary, actions_on: Callable[..., Actions]
+) -> None:
+    """What is not the same, reads nothing, is not refused, or is refused too late, fails."""
+    refusal = Refusal(ValueError, "no", "")
+    right = Operation("", "", run_a_model, None, "", ("cpu",))
+    wrong = Operation("", "", do, refusal if refused else None, "", ("cpu",))
+    expected = ordinary(right if refused else wrong, "cpu")
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=noticed):
+        do_and_compare(wrong, expected, actions_on("cpu", 0.4))
+    do_and_compare(right, ordinary(right, "cpu"), actions_on("cpu", 0.4))
 
 
 def test_the_documentation_has_the_tables() -> None:

@@ -237,21 +237,6 @@ class SuspendingMethod:
         return getattr, (self._owner(), self._name)  # of an owner whose attributes come later
 
 
-class ConvertingMethod(SuspendingMethod):
-    """Stands in for `to` of a pipeline, which passes over the models that are offloaded: a dtype is
-    theirs, too."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self._owner()
-        result = self._function(owner, *args, **kwargs)
-        models = models_in(owner).values()
-        for given in (*args, *kwargs.values()):
-            for model in models if isinstance(given, torch.dtype) else ():
-                if owner_of(model) is not None:
-                    model.to(given)
-        return result
-
-
 def models_in(target: Any) -> dict[str, nn.Module]:
     """The models of a pipeline by name; of a module, itself under the name ""."""
     if isinstance(target, nn.Module):
@@ -261,19 +246,38 @@ def models_in(target: Any) -> dict[str, nn.Module]:
 
 def wrap_changes(owner: Any, by: Suspending) -> None:
     """Have the methods that change weights run suspended, those for which this is not done yet."""
-    stand_ins: dict[str, type[SuspendingMethod]]
-    stand_ins = dict.fromkeys(_CHANGES_WEIGHTS, SuspendingMethod)
-    if not isinstance(owner, nn.Module):
-        stand_ins["to"] = ConvertingMethod
-    for name, kind in stand_ins.items():
+    for name in _CHANGES_WEIGHTS:
         method = getattr(owner, name, None)
         if inspect.ismethod(method):
-            object.__setattr__(owner, name, kind(by, name, method))
+            object.__setattr__(owner, name, SuspendingMethod(by, name, method))
+    for kind in () if isinstance(owner, nn.Module) else type(owner).__mro__:
+        if "to" in vars(kind):
+            _convert_what_is_offloaded(kind)
+            break
 
 
 def unwrap(owner: Any, by: Suspending) -> None:
     """Give the owner its own methods back."""
-    for name in (*_CHANGES_WEIGHTS, "to"):
+    for name in _CHANGES_WEIGHTS:
         method = owner.__dict__.get(name)
         if isinstance(method, SuspendingMethod) and method.by is by:
             del owner.__dict__[name]
+
+
+@functools.cache
+def _convert_what_is_offloaded(kind: type[Any]) -> None:
+    """Have `to` of pipelines of a kind, which passes over models that are offloaded, give them its
+    dtype, too: of any pipeline that has them. `from_pipe` makes others, and casts those."""
+    original = kind.to
+
+    @functools.wraps(original)
+    def to(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(pipe, *args, **kwargs)
+        models = models_in(pipe).values()
+        for given in (*args, *kwargs.values()):
+            for model in models if isinstance(given, torch.dtype) else ():
+                if owner_of(model) is not None:
+                    model.to(given)
+        return result
+
+    kind.to = to

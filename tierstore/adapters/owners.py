@@ -58,7 +58,7 @@ def own(offloaded: Owner) -> None:
     _listen()
     _active.add(offloaded)
     reference = weakref.ref(offloaded)
-    for module in offloaded.root.modules():
+    for module in modules_in(offloaded.root):
         if owner_of(module) is None:
             _owners[module] = reference
 
@@ -66,16 +66,22 @@ def own(offloaded: Owner) -> None:
 def disown(offloaded: Owner) -> None:
     """Its modules are ordinary ones, until others who offload a model that has them take them."""
     _active.discard(offloaded)
-    given_up = {module for module in offloaded.root.modules() if owner_of(module) is offloaded}
+    given_up = {module for module in modules_in(offloaded.root) if owner_of(module) is offloaded}
     for module in given_up:
         del _owners[module]
+    ours = offloaded.weights.tensor_ids()
     for other in everyone():
-        tensors = {id(t) for t in [*other.root.parameters(), *other.root.buffers()]}
-        alone = tensors.isdisjoint(
-            offloaded.weights.tensor_ids()
-        )  # no weight of it is tied to one of ours
-        if not (alone and given_up.isdisjoint(other.root.modules())):
+        modules = modules_in(other.root)
+        tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
+        alone = all(id(t) not in ours for t in tensors)  # no weight of it is tied to one of ours
+        if not (alone and given_up.isdisjoint(modules)):
             other.changed = True
+
+
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """Its modules. Not by its own `modules()`, through which users change it as they go: each
+    weight would be looked at for edits."""
+    return [module for _, module in type(root).named_modules(root)]
 
 
 def owner_of(module: nn.Module) -> Owner | None:
@@ -86,9 +92,7 @@ def owner_of(module: nn.Module) -> Owner | None:
 
 def around(module: nn.Module) -> list[Owner]:
     """Those who offload a model that has `module` as a part of it."""
-    return [
-        o for o in everyone() if o.root is not module and any(m is module for m in o.root.modules())
-    ]
+    return [o for o in everyone() if o.root is not module and module in modules_in(o.root)]
 
 
 def others_tensors(offloaded: Owner) -> set[int]:
