@@ -30,8 +30,6 @@ def cast_a_pipeline(actions: Actions) -> None:
     pipe.to(torch.float32)
     run_in_float(actions, pipe)
     actions.check_that_it_changed()
-    pipe.to(dtype=pipelines.DTYPE)
-    run_in_float(actions, pipe)
 
 
 @CONVERSIONS.row(
