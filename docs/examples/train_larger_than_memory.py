@@ -211,9 +211,7 @@ def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> di
     print(f"running: {role}", flush=True)
     result = directory / f"{role}.pt"
     command = [sys.executable, __file__, "--role", role, "--result", result, *arguments]
-    # freed blocks over 128 KiB go back to the system: what is resident is what is in use
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    subprocess.run([str(word) for word in command], check=True, env=environment)
+    subprocess.run([str(word) for word in command], check=True)
     figures: dict[str, Any] = torch.load(result)
     return figures
 

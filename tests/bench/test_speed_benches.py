@@ -44,6 +44,16 @@ def number(cell: str) -> float:
 
 
 @pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+def test_edits(tmp_path: Path) -> None:
+    text = run("edits", tmp_path)
+    rows = cells(text)
+    assert {"load_state_dict", "fuse_lora", "fuse_qkv_projections"} <= rows.keys()
+    for name in rows.keys() & {"load_state_dict", "fuse_lora"}:
+        assert number(rows[name][-1]) > 0, "nothing was written, so nothing was edited"
+        assert f"held: {name}: every weight is right" in text
+
+
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_denoising(tmp_path: Path) -> None:
     text = run("denoise", tmp_path)
     rows = cells(text)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -48,10 +47,8 @@ class Worker:
     def __init__(self, name: str, small: bool, device: str, budgets: list[int], place: Path):
         told = {"name": name, "small": small, "device": device, "budgets": budgets}
         words = [sys.executable, training.__file__, json.dumps({**told, "place": str(place)})]
-        # freed blocks over 128 KiB go back to the system: what is resident is what is in use
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
         self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def answer(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -347,9 +346,7 @@ def run_apart(name: str, small: bool, case: Case, place: Path) -> Run:
     folder = place / "folder"
     words = [sys.executable, str(Path(__file__).resolve()), "--run", name, "--dir", str(folder)]
     words += ["--steps", str(case.steps)] + ["--small"] * small
-    # freed blocks over 128 KiB go back to the system: what is resident is what is in use
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     shutil.rmtree(folder, ignore_errors=True)
     told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not told:
