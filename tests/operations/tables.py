@@ -12,6 +12,7 @@ from tests.operations.architectures import ARCHITECTURES
 from tests.operations.by_hand import BY_HAND
 from tests.operations.caches import CACHES
 from tests.operations.changes import CONVERSIONS, SAVING
+from tests.operations.compiling import COMPILING
 from tests.operations.computing import COMPUTING
 from tests.operations.generation import GENERATION
 from tests.operations.language_models import LANGUAGE_MODELS
@@ -40,6 +41,7 @@ TABLES: tuple[Table, ...] = (
     LANGUAGE_MODELS,
     EDITING,
     CALLING,
+    COMPILING,
     SURROUNDINGS,
 )
 OPERATIONS = [operation for table in TABLES for operation in table.operations]

@@ -74,7 +74,7 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
         actions.close()
 
 
-@pytest.mark.full("how much of a model stays has little to do with what is done", keep="any device")
+@pytest.mark.full("how much of a model stays has little to do with what is done", keep="a third")
 @pytest.mark.parametrize("share", (0.15, 0.4))
 @pytest.mark.parametrize(("operation", "device"), CASES)
 def test_an_operation(
