@@ -164,7 +164,8 @@ class WeightGroups:
         """What its leaves are, in memory that nobody uses again."""
         found = {name: self._bindings[id(leaf)] for name, leaf in wrapped.leaves.items()}
         with self.lock:
-            return {name: binding.value(binding.tensor).detach() for name, binding in found.items()}
+            values = {name: each.value(each.tensor).detach() for name, each in found.items()}
+        return values
 
     def bindings(self, tensors: Iterable[int]) -> list[Binding]:
         """Those of the tensors (by id) that are in the groups."""

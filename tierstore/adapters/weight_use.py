@@ -149,7 +149,9 @@ class WeightUse:
         with groups.lock:
             if groups.renewals != as_of or groups.over:
                 return None
-            return self._show_leased(leased, unless_edited)
+            # Returned from here, an interrupt after the call would leave the lock taken.
+            edited = self._show_leased(leased, unless_edited)
+        return edited
 
     def _show_leased(
         self, leased: Mapping[str, torch.Tensor], unless_edited: bool
