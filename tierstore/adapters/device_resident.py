@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from tierstore.adapters.codecs import leaves_of, weight_bytes
+from tierstore.adapters.codecs import leaves_of, weight_bytes, with_names
 from tierstore.adapters.codecs.memory import over, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import exchange
@@ -64,11 +64,9 @@ class DeviceResident:
         self._keep_outside(prefix, {n: t for n, t in tensors.items() if not leaves[n]})
         if self._store.device.type == "cpu":
             return
-        held = {
-            f"{name}.{attribute}" if attribute else name: leaf
-            for name, found in leaves.items()
-            for attribute, leaf in found.items()
-        }
+        held: dict[str, torch.Tensor] = {}
+        for name, found in leaves.items():
+            held |= with_names(name, found)
         portions = in_portions(held, lambda name: tensor_bytes(held[name]), target)
         for number, names in enumerate(portions):
             key = f"{prefix}/{number}/resident" if number else f"{prefix}/resident"

@@ -117,13 +117,12 @@ def dispatch_model(
     )
     before = store.stats().bytes_written
     owner = _dispatched_before(model)
-    if owner is None:
-        warn_of_little_memory([model])
     if owner is not None:
         if owner.store is store and owner.settings == settings:
             return model
         dispatched = _dispatched_anew(owner, store, settings)
     else:
+        warn_of_little_memory([model])
         dispatched = _dispatched(model, store, settings)
     logger.info(
         "%s: %d groups, %d bytes of weights; %d bytes written",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.adapters.codecs import leaves_of, movable_leaves, weight_bytes
+from tierstore.adapters.codecs import leaves_of, movable_leaves, weight_bytes, with_names
 from tierstore.adapters.codecs.bitsandbytes import hidden_tensors
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes, unique_bytes
 from tierstore.model.outline import (
@@ -169,15 +169,16 @@ class ModuleBranch:
         found: dict[str, torch.Tensor] = {}
         for key, parameter in module.named_parameters(recurse=whole, remove_duplicate=False):
             if not self._is_scripted(key):
-                found |= _named_leaves(prefix + key, parameter)
+                found |= with_names(prefix + key, movable_leaves(parameter))
         kept = set(module.state_dict(keep_vars=True)) if whole else _own_persistent(module)
         for key, buffer in module.named_buffers(recurse=whole, remove_duplicate=False):
             large = key in kept and weight_bytes([buffer]) >= RESIDENT_BUFFER_BYTES
             if large and not self._is_scripted(key):
-                found |= _named_leaves(prefix + key, buffer)
+                found |= with_names(prefix + key, movable_leaves(buffer))
         for name, part in module.named_modules() if whole else [("", module)]:
             for attribute, tensor in hidden_tensors(part).items():
-                found |= _named_leaves(prefix + f"{name}.{attribute}".lstrip("."), tensor)
+                full_name = prefix + f"{name}.{attribute}".lstrip(".")
+                found |= with_names(full_name, movable_leaves(tensor))
         return found
 
     def _is_scripted(self, name: str) -> bool:
@@ -199,12 +200,6 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward was compiled by itself: `module.compile()`, or
     `torch.compile(module)`."""
     return getattr(module, COMPILED_CALL, None) is not None or "_orig_mod" in module._modules
-
-
-def _named_leaves(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The plain tensors that a tensor consists of, by their full names."""
-    leaves = movable_leaves(tensor)
-    return {f"{name}.{attribute}" if attribute else name: leaves[attribute] for attribute in leaves}
 
 
 def _enters_children(module: nn.Module) -> bool:

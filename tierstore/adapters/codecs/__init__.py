@@ -63,8 +63,13 @@ def leaves_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         inner = leaves_of(part)
         if not inner:
             return {}
-        leaves |= {f"{name}.{sub}" if sub else name: leaf for sub, leaf in inner.items()}
+        leaves |= with_names(name, inner)
     return leaves
+
+
+def with_names(name: str, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The leaves of a tensor that is called `name`, by their full names."""
+    return {f"{name}.{attribute}" if attribute else name: t for attribute, t in leaves.items()}
 
 
 def rebuilt(tensor: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
