@@ -325,6 +325,51 @@ def test_a_weight_larger_than_the_budget(device: str, disk_dir: Path) -> None:
         assert expected is None or torch.equal(run(model), expected)
 
 
+class Pair(nn.Module):
+    """Two matrices, of which the first is another module's."""
+
+    def __init__(self, first: nn.Parameter) -> None:
+        super().__init__()
+        self.first = first
+        self.second = nn.Parameter(torch.randn(128, 128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.first @ self.second
+
+
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    plain = [nn.Linear(128, 128, bias=False) for _ in range(4)]
+    return nn.Sequential(*plain, Pair(plain[0].weight))
+
+
+@ON_BOTH
+@torch.no_grad()
+def test_several_groups_that_one_module_needs_at_once(device: str, disk_dir: Path) -> None:
+    """It is refused at once, with a number that does, and not in the middle of a run."""
+    x = torch.randn(2, 128)
+    expected = tied().to(device)(x.to(device)).cpu()
+    layer = 4 * 128 * 128
+    for budget in range(layer, 3 * layer, 5 * 4096):
+        model = tied()
+        with TierStore(
+            budget,
+            disk_dir,
+            device=device,
+            **({"device_budget": budget} if device != "cpu" else {}),
+        ) as store:
+            try:
+                dispatch_model(model, store)
+            except BudgetError as error:
+                assert error.nbytes > error.budget
+                assert_ordinary(model)
+            else:
+                assert torch.equal(model(x), expected)
+                break
+    else:
+        raise AssertionError("no budget did")
+
+
 @ON_BOTH
 def test_a_weight_of_a_checkpoint_larger_than_the_budget(
     device: str, checkpoint: Checkpoints, disk_dir: Path

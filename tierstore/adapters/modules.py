@@ -128,7 +128,7 @@ class OffloadedModule:
         wrapped = wrapped_tensors([*self.root.parameters(), *self.root.buffers()])
         self.weights.register(*self._plans(units), wrapped)
         self._keep_the_rest()
-        self.weights.refuse_what_never_fits(self._cutting)
+        self.weights.refuse_what_never_fits(self._cutting, units)
         for unit in units:
             self._wrap(unit)
         self._wrap_entries({unit.module for unit in units})

@@ -14,7 +14,7 @@ from tierstore.adapters.bindings import Binding
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.device_resident import is_resident
-from tierstore.adapters.grouping import Cutting, GroupPlan, unused
+from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unused
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
@@ -125,26 +125,38 @@ class WeightGroups:
             raise
         return homes
 
-    def refuse_what_never_fits(self, cutting: Cutting) -> None:
-        """Raise BudgetError if a group has no room beside what stays on the device."""
+    def refuse_what_never_fits(self, cutting: Cutting, units: list[Unit]) -> None:
+        """Raise BudgetError if a group has no room beside what stays on the device, or if all
+        groups of a unit, which are there at once, have none on the fastest tier."""
         snapshot = {group.key: group.nbytes for group in self.store.snapshot().groups}
         staying = sum(nbytes for key, nbytes in snapshot.items() if is_resident(key))
         for tier, budget in self.store.stats().budget_bytes.items():
             if tier == Tier.DISK.name or budget is None:
                 continue
-            keys = (key for key in self.groups if not is_resident(key))
-            key = max(keys, key=lambda k: snapshot[k], default=None)
+            needs = {key: snapshot[key] for key in self.groups if not is_resident(key)}
+            if tier == Tier.DEVICE.name or self.store.device.type == "cpu":
+                needs |= self._needs_of_units(units, needs)
+            key = max(needs, key=lambda k: needs[k], default=None)
             beside = staying if tier == Tier.DEVICE.name else 0
-            if key is not None and snapshot[key] + beside > budget:
+            if key is not None and needs[key] + beside > budget:
                 name = "ram_budget" if tier == Tier.HOST.name else "device_budget"
                 advice = (
-                    f"raise {name} to at least {snapshot[key] + beside:,} bytes ("
+                    f"raise {name} to at least {needs[key] + beside:,} bytes ("
                     + (f"{beside:,} are in use there for good; " if beside else "")
-                    + f"{3 * snapshot[key] + beside:,} for prefetch)"
+                    + f"{3 * needs[key] + beside:,} for prefetch)"
                 )
                 if cutting.block_limit is None or cutting.block_limit > budget:
                     advice += ", or cut the model finer with offload_type='leaf_level'"
-                raise BudgetError(key, tier, snapshot[key], budget, advice)
+                raise BudgetError(key, tier, needs[key], budget, advice)
+
+    def _needs_of_units(self, units: list[Unit], nbytes: Mapping[str, int]) -> dict[str, int]:
+        """Bytes of the groups of each unit that has several, by its first group's key."""
+        found: dict[str, int] = {}
+        for unit in units:
+            keys = list({b.key: None for b in self.bindings(map(id, unit.tensors.values()))})
+            if len(keys) > 1:
+                found[keys[0]] = max(found.get(keys[0], 0), sum(nbytes[key] for key in keys))
+        return found
 
     def tensor_ids(self) -> set[int]:
         """The ids of the tensors in the groups, and of those that consist of them."""
