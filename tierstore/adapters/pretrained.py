@@ -27,6 +27,8 @@ from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.components import models_in
 from tierstore.adapters.diffusers import enable_group_offload
 from tierstore.adapters.gguf import mapped_gguf
+from tierstore.adapters.grouping import sizes_for
+from tierstore.adapters.quantising import quantising
 from tierstore.store import TierStore, check_store, engine_of
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import (
@@ -98,9 +100,15 @@ def _load(
     known = inspect.signature(enable_group_offload).parameters.values()
     named = {each.name for each in known if each.kind is each.KEYWORD_ONLY}
     options = {name: kwargs.pop(name) for name in named & kwargs.keys()}
-    with loading(engine_of(store).groups.file_memory) as mode:
+    groups = engine_of(store).groups
+    with loading(groups.file_memory) as mode, quantising() as put_off:
         loaded = load(source, **kwargs)
     pending = {name: mode.pending(model) for name, model in models_in(loaded).items()}
+    if put_off is not None:
+        dtypes = {number: dtype for each in pending.values() for number, dtype in each.items()}
+        models = models_in(loaded).values()
+        sizes = [sizes_for("block_level", store, model).group for model in models]
+        put_off.finish(groups, dtypes, min(sizes, default=1))
     enable_group_offload(loaded, store, **options)
     for name, model in models_in(loaded).items():
         cast_weights(model, pending[name])

@@ -173,6 +173,17 @@ def _derivation(
     return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()[:32]
 
 
+def derivation_of(
+    tensors: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dtype], made: str
+) -> str | None:
+    """A name for what is made of tensors that show bytes of files, after they are cast; `made`
+    says how. None if some of them show no file."""
+    space = AddressSpace()
+    sources = [_file_tensor(name, tensor, space) for name, tensor in tensors.items()]
+    derived = _derivation(sources, casts)
+    return None if derived is None else hashlib.sha256((derived + made).encode()).hexdigest()[:32]
+
+
 def _maps_of(found: list[FileTensor]) -> dict[str, torch.Tensor]:
     """The tensors as copy-on-write maps of their files that nobody else has.
 

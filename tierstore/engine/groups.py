@@ -133,16 +133,19 @@ class Groups:
 
     def _write_once(self, wanted: Unadopted) -> tuple[str, StoredObject]:
         """The object file with exactly these tensors: found by their content, or written."""
-        found = self._cast_before(wanted)
-        if found is not None:
+        found = self._found(wanted.derivation)
+        if found is not None and wanted.is_as(found[1]):
             return found
-        values = wanted.values()
+        return self._keep(wanted.derivation, wanted.values())
+
+    def _keep(
+        self, derivation: str | None, values: Mapping[str, torch.Tensor]
+    ) -> tuple[str, StoredObject]:
         content = content_hash(values)
         found = self._put_once(WEIGHTS + content, values)
-        del values
-        if wanted.derivation is not None:
+        if derivation is not None:
             told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
-            self._put_once(CASTS + wanted.derivation, {CONTENT: told})
+            self._put_once(CASTS + derivation, {CONTENT: told})
         return found
 
     def _put_once(self, key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, StoredObject]:
@@ -158,18 +161,31 @@ class Groups:
         path = self.core.directory.path_of(key)
         return path, intact_object(path)
 
-    def _cast_before(self, wanted: Unadopted) -> tuple[str, StoredObject] | None:
-        """The object file of what was cast from the same bytes before; None if there is none."""
+    def _found(self, derivation: str | None) -> tuple[str, StoredObject] | None:
+        """The object file of what was made of the same bytes before; None if there is none."""
         current = self.core.current
-        key = CASTS + str(wanted.derivation)
+        key = CASTS + str(derivation)
         if key not in current:
             return None
         told = object_views(*self._stored(key)).get(CONTENT)
         content = "" if told is None else bytes(told.tolist()).hex()
         if WEIGHTS + content not in current:
             return None
-        found = self._stored(WEIGHTS + content)
-        return found if wanted.is_as(found[1]) else None
+        return self._stored(WEIGHTS + content)
+
+    def made_before(self, derivation: str | None) -> dict[str, torch.Tensor] | None:
+        """What was kept for this derivation (see `derivation_of`), as maps of its file."""
+        found = self._found(derivation)
+        return None if found is None else object_views(*found)
+
+    def keep_made(
+        self, derivation: str | None, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Write tensors once, for who makes the same of the same bytes again. Returns maps of them.
+
+        They belong to no group: whoever registers them later finds them in their file.
+        """
+        return object_views(*self._keep(derivation, tensors))
 
     def file_memory(self, nbytes: int) -> memoryview:
         """Memory for what is going to be registered, if it is too much for RAM: in a file without
