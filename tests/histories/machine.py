@@ -18,7 +18,7 @@ from tierstore.model import events
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy, policy_named
 from tierstore.plan.schedule import LearnedOrder
@@ -69,6 +69,8 @@ class World:
         budgets: Mapping[Tier, int | None],
         policy: str | Callable[[LearnedOrder], Policy] = "next-use",
         planner: Kind = Planner,
+        *,
+        routed: bool = False,
     ) -> None:
         self.now = 0.0
         self._budgets_given, self.policy, self._kind = dict(budgets), policy, planner
@@ -85,6 +87,7 @@ class World:
         self.log: list[tuple[float, events.Event]] = []  # of this planner
         self.told: list[list[Instruction]] = []  # by event of the log
         self._guided: set[GroupId] = set()
+        self._routed = routed
         self._versions = 0
         self._injected: list[BaseException] = []
         self._excused: set[int] = set()
@@ -176,7 +179,7 @@ class World:
         key = self._new_key("file")
         self._guided |= {key} if guided else set()
         self.books.registered(key, nbytes, tier, backed=backed)
-        self.step(events.Registered(key, nbytes, backed, guided, tier))
+        self.step(events.Registered(key, nbytes, backed, self._order(key), tier))
         return key
 
     def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> GroupId | None:
@@ -188,7 +191,7 @@ class World:
         self.books.claimed(key, nbytes)
         self.claims.append(key)
         try:
-            self.step(events.Claimed(key, nbytes, caller_scheduled=guided))
+            self.step(events.Claimed(key, nbytes, use_order=self._order(key)))
         except BudgetError:
             assert never, f"{key} would fit"
             del self.books.entries[key]
@@ -197,6 +200,12 @@ class World:
             return None
         assert not never, f"{key} can never fit"
         return key
+
+    def _order(self, key: GroupId) -> UseOrder:
+        """In a world with routed groups, every second one that nobody announces is one."""
+        if key in self._guided:
+            return UseOrder.ANNOUNCED
+        return UseOrder.ROUTED if self._routed and key.generation % 2 else UseOrder.LEARNED
 
     def _new_key(self, name: str) -> GroupId:
         self._versions += 1
@@ -471,7 +480,7 @@ class World:
             tuple((access, False) for access in entry.leases),
             held,
             backing=entry.backing,
-            caller_scheduled=key in self._guided,
+            use_order=self._order(key),
             visible=not entry.discarded and not entry.claimed,
             claimed=entry.claimed and not entry.discarded,
         )
@@ -508,16 +517,26 @@ REMOTE = Tier(3, "REMOTE", persistent=True)
 
 
 class History:
-    """Draws steps from a seed. If they are `remote`, there is a persistent tier below the disk."""
+    """Draws steps from a seed.
+
+    If they are `remote`, there is a persistent tier below the disk; if `routed`, data choose when
+    some of the groups are used.
+    """
 
     def __init__(
-        self, seed: int, policy: str, planner: Kind = Planner, *, remote: bool = False
+        self,
+        seed: int,
+        policy: str,
+        planner: Kind = Planner,
+        *,
+        remote: bool = False,
+        routed: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         budgets = self._budgets()
         if remote:
             budgets[REMOTE] = self.random.choice([None, None, 24, 48])
-        self.world = World(budgets, policy, planner)
+        self.world = World(budgets, policy, planner, routed=routed)
         for _ in range(self.random.randint(2, 8)):
             self.register()
 
@@ -673,6 +692,7 @@ def play(
     planner: Kind = Planner,
     *,
     remote: bool = False,
+    routed: bool = False,
     logs: Path | None = None,
 ) -> World:
     """One random history, up to and including its end.
@@ -680,7 +700,7 @@ def play(
     The error of a failure names the seed, and a file with its events: in the folder `logs` or, by
     default, in a temporary one.
     """
-    history = History(seed, policy, planner, remote=remote)
+    history = History(seed, policy, planner, remote=remote, routed=routed)
     try:
         history.play(steps)
         history.world.finish()
@@ -689,7 +709,8 @@ def play(
         file = folder / f"{policy}-{seed}.jsonl"
         world = history.world
         write_log(file, world.log, world.books.budgets, policy, MEMORY)
-        error.add_note(f"to repeat: play({seed}, {policy!r}, {steps}, remote={remote})")
+        chosen = f"remote={remote}, routed={routed}"
+        error.add_note(f"to repeat: play({seed}, {policy!r}, {steps}, {chosen})")
         error.add_note(f"to look at its events: tests.histories.logs.replay({str(file)!r})")
         raise
     return history.world

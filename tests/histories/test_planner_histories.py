@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 from tests.histories.machine import World, play
 from tests.histories.mutants import DropsWhatIsRead
 from tests.lanes import by_lane
+from tierstore.model.events import Registered
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.planner import Planner
 
 HISTORIES = 2000
@@ -42,6 +43,20 @@ def test_every_promise_holds_in_random_histories(policy: str, first: int) -> Non
     # The histories reach what they are about, not just the easy middle.
     for event in ("Copy", "Drop", "Reserve", "Forget", "InjectedError", "BudgetError", "KeyError"):
         assert seen[event] > AT_ONCE // 20, f"{event} hardly ever happened: {seen}"
+
+
+@pytest.mark.full("one in three shows as much", keep=["next-use-0"])
+@pytest.mark.parametrize("first", range(0, 300, 100))
+@pytest.mark.parametrize("policy", ["next-use", "lru"])
+def test_every_promise_holds_where_data_choose_groups(policy: str, first: int) -> None:
+    chosen = 0
+    for seed in range(first, first + 100):
+        world = play(seed, policy, STEPS, routed=True)
+        chosen += sum(
+            isinstance(event, Registered) and event.use_order is UseOrder.ROUTED
+            for _, event in world.log
+        )
+    assert chosen > 100
 
 
 class PlannerMachine(RuleBasedStateMachine):

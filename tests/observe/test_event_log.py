@@ -19,7 +19,7 @@ from tierstore.model.errors import TransferError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
-from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier, UseOrder
 from tierstore.observe.event_log import (
     EventLog,
     EventRecord,
@@ -47,17 +47,17 @@ WHOLE = events.RecoveredGroup(
     leases=((Access.READ, True), (Access.TAKE, False)),
     host_lease=HostAccess.PERMANENT,
     backing=DISK,
-    caller_scheduled=True,
+    use_order=UseOrder.ANNOUNCED,
     sticky=True,
     visible=False,
     claimed=True,
 )
 ALL: list[Event] = [
     events.Registered(A, 5),
-    events.Registered(A, 5, True, True, HOST),
+    events.Registered(A, 5, True, UseOrder.ANNOUNCED, HOST),
     events.Recovered(()),
     events.Recovered((BARE, WHOLE)),
-    events.Claimed(A, 5, True),
+    events.Claimed(A, 5, UseOrder.ROUTED),
     events.Filled(A),
     events.Demanded(A),
     events.Withdrawn(A),
@@ -140,8 +140,9 @@ def test_tiers_are_known_by_name() -> None:
         ([1.0, "Filled", ["a", "1"]], "'1' is no int"),
         ([1.0, "Filled", ["a", 1, 2]], "too many values"),
         ([1.0, "Filled", [None, 1]], "None is no str"),
-        ([1.0, "Claimed", ["a", 1], 2.5, False], "2.5 is no int"),
-        ([1.0, "Claimed", ["a", 1], 2, 0], "0 is no bool"),
+        ([1.0, "Claimed", ["a", 1], 2.5, "learned"], "2.5 is no int"),
+        ([1.0, "Claimed", ["a", 1], 2, "often"], "'often' is not a valid UseOrder"),
+        ([1.0, "Registered", ["a", 1], 2, 0, "learned", "DISK"], "0 is no bool"),
         ([1.0, "Ending", ["a", 1], "HOST", "ATTIC"], "ATTIC"),
         ([1.0, "Released", ["a", 1], "borrow", False], "borrow"),
         ([1.0, "HostLeased", ["a", 1], "borrow"], "borrow"),

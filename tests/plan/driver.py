@@ -13,7 +13,7 @@ from typing import Any
 from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.planner import Planner
 from tierstore.plan.policy import Policy
@@ -81,17 +81,17 @@ class Driver:
         nbytes: int,
         *,
         backing: bool = True,
-        caller_scheduled: bool = False,
+        use_order: UseOrder = UseOrder.LEARNED,
         tier: Tier = Tier.DISK,
     ) -> None:
         group = group_of(name)
-        self.handle(events.Registered(group, nbytes, backing, caller_scheduled, tier))
+        self.handle(events.Registered(group, nbytes, backing, use_order, tier))
 
     def recover(self, groups: Iterable[events.RecoveredGroup]) -> None:
         self.handle(events.Recovered(tuple(groups)))
 
-    def claim(self, name: Name, nbytes: int, *, caller_scheduled: bool = False) -> None:
-        self.handle(events.Claimed(group_of(name), nbytes, caller_scheduled))
+    def claim(self, name: Name, nbytes: int, *, use_order: UseOrder = UseOrder.LEARNED) -> None:
+        self.handle(events.Claimed(group_of(name), nbytes, use_order))
 
     def fill(self, name: Name) -> None:
         self.handle(events.Filled(group_of(name)))

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from tests.plan.driver import Driver, driver_of
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction
-from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier, UseOrder
 from tierstore.plan.schedule import LearnedOrder
 
 DEVICE, HOST, DISK = TIERS.values()
@@ -61,13 +61,13 @@ def told(planner: Driver) -> list[str]:
 
 def put(planner: Driver, key: str, nbytes: int) -> None:
     """It is in host memory only."""
-    planner.claim(key, nbytes, caller_scheduled=True)
+    planner.claim(key, nbytes, use_order=UseOrder.ANNOUNCED)
     assert told(planner)[-1] == f"{key} gets room on HOST"
     planner.fill(key)
 
 
 def register(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:
-    planner.register(key, nbytes, backing=backing, caller_scheduled=True)
+    planner.register(key, nbytes, backing=backing, use_order=UseOrder.ANNOUNCED)
 
 
 def bring(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:

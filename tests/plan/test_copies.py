@@ -6,6 +6,7 @@ import pytest
 
 from tests.plan.driver import driver_of
 from tests.plan.in_words import DEVICE, DISK, HOST, ByName, planner_of, put, register, told
+from tierstore.model.tiers import UseOrder
 from tierstore.plan.schedule import LearnedOrder
 
 
@@ -99,7 +100,7 @@ def test_a_copy_is_in_use_until_the_last_transfer_that_reads_it_is_over() -> Non
     planner.save("a")
     planner.demand("a")
     assert told(planner) == ["a: HOST to DISK!", "a: HOST to DEVICE!"]
-    planner.claim("b", 5, caller_scheduled=True)
+    planner.claim("b", 5, use_order=UseOrder.ANNOUNCED)
     planner.arrive("a", HOST, DISK)
     assert told(planner) == [], "one more reads it"
     planner.arrive("a", HOST, DEVICE)

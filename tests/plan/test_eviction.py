@@ -22,7 +22,7 @@ from tests.plan.in_words import (
     register,
     told,
 )
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 
 MUCH = 1000
 SCENES = 100
@@ -142,7 +142,7 @@ def test_a_need_gets_its_room_from_whom_it_should(tiers: int) -> None:
         planner, things = scene(rng, tiers, kinds)
         nbytes = rng.randint(1, planner.budgets[HOST] or 1)
         expected = expected_of_a_need(planner, things, nbytes)
-        planner.claim("z", nbytes, caller_scheduled=True)
+        planner.claim("z", nbytes, use_order=UseOrder.ANNOUNCED)
         assert told(planner) == expected, (seed, nbytes, things)
         seen.update(word.split(maxsplit=1)[1] for word in expected)
     assert seen == {"leaves HOST", "HOST to DISK!", "gets room on HOST"}
@@ -176,7 +176,7 @@ def test_what_cannot_be_saved_does_not_keep_others_from_going() -> None:
     register(planner, "fills the disk", 5, backing=False)
     put(planner, "a", 6)
     bring(planner, "b", 4)
-    planner.claim("c", 4, caller_scheduled=True)
+    planner.claim("c", 4, use_order=UseOrder.ANNOUNCED)
     assert told(planner) == ["b leaves HOST", "c gets room on HOST"]
     assert planner.error_of("c") is None
 
@@ -225,6 +225,6 @@ def test_no_more_goes_than_must_to_the_last_byte(first: int) -> None:
     bring(planner, "a", first)
     bring(planner, "b", 4 - first)
     hold(planner, "held", 6)
-    planner.claim("c", 3, caller_scheduled=True)
+    planner.claim("c", 3, use_order=UseOrder.ANNOUNCED)
     gone = ["a leaves HOST"] if first == 3 else ["a leaves HOST", "b leaves HOST"]
     assert told(planner) == [*gone, "c gets room on HOST"]

@@ -8,7 +8,7 @@ import pytest
 from tests.plan.driver import Driver, driver_of
 from tests.plan.in_words import DEVICE, DISK, HOST, ByName, put, told
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.schedule import LearnedOrder
 
 REMOTE = Tier(3, "REMOTE", persistent=True)
@@ -22,7 +22,7 @@ def four_tiers(*, host: int = 20, disk: int | None = 20, remote: int | None = No
 def register(
     planner: Driver, name: str, nbytes: int, tier: Tier = REMOTE, *, backing: bool = True
 ) -> None:
-    planner.register(name, nbytes, backing=backing, caller_scheduled=True, tier=tier)
+    planner.register(name, nbytes, backing=backing, use_order=UseOrder.ANNOUNCED, tier=tier)
 
 
 def fetch_to_disk(planner: Driver, name: str) -> None:

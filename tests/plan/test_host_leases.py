@@ -11,7 +11,7 @@ from tests.plan.driver import Driver, driver_of
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Reserve
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.matching import Numbers
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy, policy_named
 from tierstore.plan.retention import RetentionSet, Seconds
@@ -349,7 +349,7 @@ def test_who_holds_what_was_fetched_early_has_used_it(is_used: bool) -> None:
     """What nobody has used yet takes half of the room at most."""
     planner, _ = with_planner({Tier.DEVICE: 80, Tier.HOST: 20, Tier.DISK: None})
     for key in "abc":
-        planner.register(key, 5, caller_scheduled=True)
+        planner.register(key, 5, use_order=UseOrder.ANNOUNCED)
     for key in "ab":
         planner.expect([key], Tier.HOST)
         planner.arrive(key, Tier.DISK, Tier.HOST)
@@ -365,7 +365,7 @@ def test_who_holds_what_was_fetched_early_has_used_it(is_used: bool) -> None:
 
 def test_of_what_its_caller_schedules_nothing_is_learned_and_it_is_expected_no_more() -> None:
     planner, schedule = with_planner(TWO, a=5)
-    planner.register("g", 5, caller_scheduled=True)
+    planner.register("g", 5, use_order=UseOrder.ANNOUNCED)
     planner.expect(["g"])
     assert schedule.foretold() == 1
     hold(planner, "g")

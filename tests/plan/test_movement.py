@@ -22,7 +22,7 @@ from tests.plan.in_words import (
     told,
 )
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.matching import Numbers
 from tierstore.plan.planner import Planner
 from tierstore.plan.schedule import LearnedOrder
@@ -125,7 +125,7 @@ def test_what_does_not_fit_on_the_device_is_passed_over() -> None:
 @pytest.mark.parametrize("is_demanded", [True, False])
 def test_hopes_go_on_while_a_put_is_being_filled(is_demanded: bool) -> None:
     planner = planner_of(10, 10)
-    planner.claim("put", 5, caller_scheduled=True)
+    planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
     if is_demanded:
         planner.demand("put")
     register(planner, "a", 5)
@@ -146,7 +146,7 @@ def test_hopes_leave_the_room_alone_that_somebody_waits_for_in_host_memory(want:
     elif want == "fetch":
         planner.demand_on_host("a", HostAccess.READ)
     else:
-        planner.claim("put", 5, caller_scheduled=True)
+        planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
     planner.expect(["hope"])
     assert told(planner) == []
     planner.release_on_host("held")
@@ -159,7 +159,7 @@ def test_hopes_go_on_as_soon_as_a_put_has_its_room() -> None:
     bring(planner, "lent", 10)
     planner.demand("lent")
     assert planner.lease("lent", Access.READ)
-    planner.claim("put", 5, caller_scheduled=True)
+    planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
     register(planner, "a", 5)
     planner.expect(["a"])
     assert told(planner) == []
@@ -234,7 +234,7 @@ def test_nothing_is_looked_for_where_nothing_has_changed(waits_for: str) -> None
     register(planner, "a", 5)
     register(planner, "hope", 5)
     if waits_for == "a put":
-        planner.claim("put", 5, caller_scheduled=True)
+        planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
     elif waits_for == "a demand":
         planner.demand("a")
     schedule.asked = 0
@@ -268,7 +268,7 @@ def wants_room_on_the_device(planner: Driver) -> None:
 
 
 def wants_to_put(planner: Driver) -> None:
-    planner.claim("large", 100, caller_scheduled=True)
+    planner.claim("large", 100, use_order=UseOrder.ANNOUNCED)
 
 
 def wants_to_hold(planner: Driver) -> None:
@@ -351,7 +351,7 @@ def test_room_to_renew_a_group_is_not_given_up_for_others() -> None:
 def test_who_is_told_that_there_is_no_room_gets_none_later() -> None:
     planner = planner_of(10)
     hold(planner, "held", 5, HostAccess.PERMANENT)
-    planner.claim("a", 6, caller_scheduled=True)
+    planner.claim("a", 6, use_order=UseOrder.ANNOUNCED)
     assert isinstance(planner.error_of("a"), BudgetError)
     planner.release_on_host("held")
     assert not planner.granted("a")
@@ -396,7 +396,7 @@ def test_what_is_offloaded_while_it_is_saved_makes_room_for_others() -> None:
         put(planner, key, 5)
     planner.save("a")
     planner.offload("a")
-    planner.claim("c", 5, caller_scheduled=True)
+    planner.claim("c", 5, use_order=UseOrder.ANNOUNCED)
     assert told(planner) == ["a: HOST to DISK!"], "b need not be saved as well"
     planner.arrive("a", HOST, DISK)
     assert told(planner) == ["a leaves HOST", "c gets room on HOST"]
@@ -407,7 +407,7 @@ def test_what_is_wanted_again_stays_in_host_memory(again: str) -> None:
     """It had to make room for others there, and is being saved."""
     planner = planner_of(5, 5)
     put(planner, "a", 5)
-    planner.claim("b", 5, caller_scheduled=True)
+    planner.claim("b", 5, use_order=UseOrder.ANNOUNCED)
     assert told(planner) == ["a: HOST to DISK!"]
     planner.withdraw("b")
     if again == "demand":

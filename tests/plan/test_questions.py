@@ -18,7 +18,7 @@ from tests.plan.in_words import (
     register,
     told,
 )
-from tierstore.model.tiers import Access, HostAccess
+from tierstore.model.tiers import Access, HostAccess, UseOrder
 from tierstore.plan.schedule import LearnedOrder
 
 
@@ -55,7 +55,7 @@ def test_a_hit_meets_nobody_elses_demand() -> None:
     assert planner.lease("a", Access.READ, demanded=False)
     planner.release("a", Access.READ)
     assert planner.waited_for() == ids("a")
-    planner.claim("b", 10, caller_scheduled=True)
+    planner.claim("b", 10, use_order=UseOrder.ANNOUNCED)
     assert told(planner) == [], "somebody still waits for a"
     assert planner.lease("a", Access.READ)
     assert planner.waited_for() == ids("b")
@@ -98,7 +98,7 @@ def test_all_of_whom_somebody_wants_anything_are_waited_for() -> None:
     assert planner.waited_for() == set()
     planner.demand("a")
     planner.demand_on_host("b", HostAccess.READ)
-    planner.claim("c", 5, caller_scheduled=True)
+    planner.claim("c", 5, use_order=UseOrder.ANNOUNCED)
     planner.expect(["a"])  # a hope is nobody's who waits
     assert planner.waited_for() == ids("a", "b", "c")
     planner.withdraw_on_host("b", HostAccess.READ)

@@ -7,7 +7,7 @@ import pytest
 from tests.plan.driver import driver_of, group_of
 from tierstore.model.events import RecoveredGroup
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import TIERS, Tier
+from tierstore.model.tiers import TIERS, Tier, UseOrder
 from tierstore.plan.policy import policy_named
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import LearnedOrder
@@ -15,7 +15,8 @@ from tierstore.plan.schedule import LearnedOrder
 
 def test_of_a_new_record_nothing_is_known_but_what_is_said() -> None:
     group, copy = GroupRecord(GroupId("a", 1), 5), CopyRecord(State.RESERVED)
-    assert (group.caller_scheduled, group.sticky, group.forgotten) == (False,) * 3
+    assert (group.sticky, group.forgotten) == (False,) * 2
+    assert group.use_order is UseOrder.LEARNED
     assert (group.number, group.leases, group.copies) == (-1, 0, {})
     assert group.exclusive is None and group.host_lease is None and group.error is None
     assert group.backing is None

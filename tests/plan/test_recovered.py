@@ -13,7 +13,7 @@ from tests.plan.driver import Driver, Name, driver_of, group_of
 from tierstore.model.events import Recovered, RecoveredGroup
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
-from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier, UseOrder
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.movement import Movement
@@ -71,7 +71,7 @@ def beliefs(planner: Driver, policy: Policy) -> dict[str, Any]:
         "room": room,
         "lent": {k: (g.leases, g.exclusive, g.host_lease) for k, g in groups.items()},
         "what they are": {
-            k: (g.nbytes, g.backing, g.caller_scheduled, g.sticky) for k, g in groups.items()
+            k: (g.nbytes, g.backing, g.use_order, g.sticky) for k, g in groups.items()
         },
         "gone": {k for k, g in groups.items() if g.forgotten},
         "being put": [group.id for group in planner.requests.claims],
@@ -310,7 +310,10 @@ def test_the_oldest_goes_first_and_was_registered_first() -> None:
 
 
 def test_of_a_group_that_its_caller_schedules_its_order_says_nothing() -> None:
-    stock = (found(key, Tier.DISK, caller_scheduled=key != "b") for key in "abcd")
+    stock = (
+        found(key, Tier.DISK, use_order=UseOrder.ANNOUNCED if key != "b" else UseOrder.LEARNED)
+        for key in "abcd"
+    )
     planner = taken(*stock, found("e", Tier.DISK), host=25)
     planner.demand("b")
     planner.arrive("b", Tier.DISK, Tier.HOST)

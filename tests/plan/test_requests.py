@@ -20,7 +20,7 @@ from tests.plan.in_words import (
     told,
 )
 from tierstore.model.errors import BudgetError
-from tierstore.model.tiers import Access, HostAccess
+from tierstore.model.tiers import Access, HostAccess, UseOrder
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy
 from tierstore.plan.schedule import LearnedOrder
 
@@ -40,14 +40,14 @@ def test_what_is_too_large_for_one_tier_on_the_way_up_is_refused(host: int, devi
         planner.demand("a")
 
 
-@pytest.mark.parametrize("caller_scheduled", [True, False])
+@pytest.mark.parametrize("announced", [True, False])
 def test_what_is_registered_is_expected_in_that_order_unless_its_user_says_when(
-    caller_scheduled: bool,
+    announced: bool,
 ) -> None:
     planner = planner_of(100)
     for key in "abc":
-        if caller_scheduled:
-            planner.register(key, 5, caller_scheduled=True)
+        if announced:
+            planner.register(key, 5, use_order=UseOrder.ANNOUNCED)
         else:
             planner.register(key, 5)
     planner.demand("a")
@@ -55,7 +55,7 @@ def test_what_is_registered_is_expected_in_that_order_unless_its_user_says_when(
     assert planner.lease("a", Access.READ)
     words = told(planner)
     assert words[:1] == ["a: DISK to HOST!"]
-    assert ("b: DISK to HOST" in words) == (not caller_scheduled)
+    assert ("b: DISK to HOST" in words) == (not announced)
 
 
 def test_what_never_fits_does_not_keep_others_from_being_fetched() -> None:
@@ -78,18 +78,18 @@ def test_what_has_no_limit_is_large_enough_for_everything() -> None:
 
 
 def test_what_is_put_was_seen_before_its_first_use_unless_its_user_says_when() -> None:
-    for caller_scheduled in (True, False):
+    for announced in (True, False):
         schedule = LearnedOrder()
         planner = driver_of(
             {HOST: 100, DISK: None}, RankingPolicy(FarthestNextUse(schedule)), schedule
         )
         for key in "abab":
-            planner.claim(key, 5, **({"caller_scheduled": True} if caller_scheduled else {}))
+            planner.claim(key, 5, use_order=UseOrder.ANNOUNCED if announced else UseOrder.LEARNED)
             planner.fill(key)
             planner.demand(key)
             assert planner.lease(key, Access.TAKE)
             planner.release(key, Access.TAKE)
-        assert (schedule.steps_until("a") < 3) == (not caller_scheduled)
+        assert (schedule.steps_until("a") < 3) == (not announced)
 
 
 def test_the_next_is_hoped_for_when_the_last_bytes_of_the_one_before_move() -> None:
@@ -115,7 +115,7 @@ def test_only_what_may_come_back_is_waited_for(permanent: bool) -> None:
         assert planner.lease("lent", Access.READ, permanent=permanent)
     planner.release("lent", Access.READ, permanent=permanent)
     told(planner)
-    planner.claim("a", 5, caller_scheduled=True)
+    planner.claim("a", 5, use_order=UseOrder.ANNOUNCED)
     error = planner.error_of("a")
     assert isinstance(error, BudgetError) == permanent
     if isinstance(error, BudgetError):
@@ -148,7 +148,7 @@ def test_who_finds_no_room_beside_what_is_leased_for_good_is_told_on_which_tier(
 def test_a_hope_gets_the_room_that_a_put_was_withdrawn_from_at_the_next_change() -> None:
     planner = planner_of(10)
     put(planner, "a", 5)
-    planner.claim("b", 5, caller_scheduled=True)
+    planner.claim("b", 5, use_order=UseOrder.ANNOUNCED)
     assert told(planner) == ["b gets room on HOST"]
     assert not planner.idle()
     planner.withdraw("b")
@@ -189,7 +189,7 @@ def test_nobody_is_told_that_there_is_no_room_while_somebody_is_about_to_wake_up
         register(planner, f"other {number}", 6)
         planner.demand_on_host(f"other {number}", HostAccess.READ)
         assert planner.error_of(f"other {number}") is None
-    planner.claim("a", 6, caller_scheduled=True)
+    planner.claim("a", 6, use_order=UseOrder.ANNOUNCED)
     assert planner.error_of("a") is None
     if others:
         return
@@ -206,7 +206,7 @@ def test_who_wants_what_is_held_for_good_keeps_nobody_from_being_told(want: str)
     hold(planner, "held", 6, HostAccess.PERMANENT)
     planner.demand_on_host("held", HostAccess.UPDATE)
     if want == "claim":
-        planner.claim("a", 5, caller_scheduled=True)
+        planner.claim("a", 5, use_order=UseOrder.ANNOUNCED)
     else:
         register(planner, "a", 5)
         if want == "demand":
@@ -233,7 +233,7 @@ def test_what_is_discarded_makes_room_at_once() -> None:
     planner = planner_of(10, disk=0)
     lend(planner, "lent", 4)
     put(planner, "a", 6)
-    planner.claim("b", 6, caller_scheduled=True)
+    planner.claim("b", 6, use_order=UseOrder.ANNOUNCED)
     assert told(planner) == [], "the disk takes nothing, but what is lent may come back"
     planner.discard("a")
     assert told(planner) == ["a leaves HOST", "a is gone", "b gets room on HOST"]

@@ -336,7 +336,7 @@ class Core:
                 tuple((n.access, n.caller is None) for n in records if n.held is None),
                 next((n.held for n in records if n.held is not None), None),
                 backing=Tier.DISK if entry.backed else None,
-                caller_scheduled=entry.caller_scheduled,
+                use_order=entry.use_order,
                 sticky=entry.sticky,
                 visible=self.current.get(group.key) == group,
                 claimed=group in self.unseen,

@@ -31,7 +31,7 @@ from tierstore.model import events
 from tierstore.model.errors import BudgetError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.records import State
 from tierstore.system.views import laid_out, packed
 from tierstore.tiers.entry import GroupEntry
@@ -67,7 +67,7 @@ class MutableGroups:
         self.core.check_open()
         self.core.refuse_duplicate(key)
         self._puts.put_with(
-            key, tensors, self.core.tiers.host.fill, mutable=True, caller_scheduled=True
+            key, tensors, self.core.tiers.host.fill, mutable=True, use_order=UseOrder.ANNOUNCED
         )
 
     def create_on_disk(self, key: str, like: Mapping[str, torch.Tensor]) -> None:
@@ -81,7 +81,9 @@ class MutableGroups:
         packing, _ = packed(key, like)
         spec = laid_out(key, packing, like)
         group = core.new_group(key)
-        entry = GroupEntry(group, spec, None, packing, False, mutable=True, caller_scheduled=True)
+        entry = GroupEntry(
+            group, spec, None, packing, False, mutable=True, use_order=UseOrder.ANNOUNCED
+        )
         self._refuse_beyond_the_disk(key, spec.nbytes)
         core.tiers.disk.create(entry)
         self._know(key, entry)
@@ -100,7 +102,7 @@ class MutableGroups:
         core.refuse_duplicate(key)
         self._refuse_beyond_the_disk(key, entry.spec.nbytes)
         core.mover.add(entry)
-        core.tell(events.Registered(entry.group, entry.spec.nbytes, caller_scheduled=True))
+        core.tell(events.Registered(entry.group, entry.spec.nbytes, use_order=UseOrder.ANNOUNCED))
         core.current[key] = entry.group
 
     # Leases in host memory -----------------------------------------------------------------------

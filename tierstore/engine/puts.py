@@ -119,7 +119,7 @@ class Puts:
         core = self.core
         core.check_open()
         instructions = core.handled(
-            events.Claimed(entry.group, entry.spec.nbytes, caller_scheduled=entry.caller_scheduled)
+            events.Claimed(entry.group, entry.spec.nbytes, use_order=entry.use_order)
         )
         core.mover.add(entry)
         request.group = entry.group  # first: who gives it up looks for this

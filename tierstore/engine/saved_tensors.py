@@ -24,7 +24,7 @@ from tierstore.engine.transaction import transaction
 from tierstore.model import events, shares
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.observer import ActivationCounts
 
 SCARCE_BYTES = 256 << 20
@@ -89,7 +89,9 @@ class SavedTensors:
         number = next(n for n in self._numbers if saved_key(n) not in current)
         fill = partial(self.core.tiers.host.fill, behind=True)
         try:
-            copied = self._puts.put_with(saved_key(number), memory, fill, caller_scheduled=True)
+            copied = self._puts.put_with(
+                saved_key(number), memory, fill, use_order=UseOrder.ANNOUNCED
+            )
             self._spill_where_scarce(number)
             return number, copied
         except BaseException:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 
 # What there is ----------------------------------------------------------------------------------
 
@@ -21,15 +21,13 @@ from tierstore.model.tiers import Access, HostAccess, Tier
 class Registered:
     """A group is on `tier`, a persistent one: in a file of the store's own, or of the user's.
 
-    A file of the user's is `backing`: the store may not remove it, and its bytes do not count. Of a
-    group that is `caller_scheduled` the caller always says when it comes next; nothing is learned
-    from its uses.
+    A file of the user's is `backing`: the store may not remove it, and its bytes do not count.
     """
 
     group: GroupId
     nbytes: int
     backing: bool = False
-    caller_scheduled: bool = False
+    use_order: UseOrder = UseOrder.LEARNED
     tier: Tier = Tier.DISK
 
 
@@ -49,7 +47,7 @@ class RecoveredGroup:
     leases: tuple[tuple[Access, bool], ...] = ()
     host_lease: HostAccess | None = None
     backing: Tier | None = None
-    caller_scheduled: bool = False
+    use_order: UseOrder = UseOrder.LEARNED
     sticky: bool = False
     visible: bool = True
     claimed: bool = False
@@ -71,7 +69,7 @@ class Claimed:
 
     group: GroupId
     nbytes: int
-    caller_scheduled: bool = False
+    use_order: UseOrder = UseOrder.LEARNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,23 @@ def in_memory(tiers: Iterable[Tier]) -> list[Tier]:
     return [tier for tier in sorted(tiers) if not tier.persistent]
 
 
+class UseOrder(Enum):
+    """How it is known when a group is used next.
+
+    LEARNED
+        From the order in which groups were used before.
+    ANNOUNCED
+        Its user always says when it comes next: nothing is learned from its uses.
+    ROUTED
+        Data choose it, as a router chooses experts: it has no place in an order, and is used as
+        often as it was before.
+    """
+
+    LEARNED = "learned"
+    ANNOUNCED = "announced"
+    ROUTED = "routed"
+
+
 class Access(Enum):
     """What the holder of a lease will do with the tensors.
 

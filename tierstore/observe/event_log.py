@@ -32,7 +32,7 @@ from tierstore.model.errors import TransferError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction
-from tierstore.model.tiers import TIERS, Access, HostAccess, Tier
+from tierstore.model.tiers import TIERS, Access, HostAccess, Tier, UseOrder
 from tierstore.observe.journal import Ring
 
 KEPT = 1 << 16
@@ -259,6 +259,8 @@ def _value(kind: str, value: Any, tiers: Mapping[str, Tier]) -> Any:  # noqa: C9
             return Access(value)
         case "HostAccess":
             return HostAccess(value)
+        case "UseOrder":
+            return UseOrder(value)
         case "BaseException":
             return TransferError(_checked(value, str))
         case "RecoveredGroup":

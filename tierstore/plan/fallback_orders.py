@@ -49,6 +49,59 @@ class UseRates:
         return ranks
 
 
+class RoutedUses:
+    """How often keys are used that data choose, by number: uses per use of a key in order.
+
+    Experts of a model are used at random, but some more often than others. A count of uses, which
+    decays to 1 / e within `SPAN` times as many uses in order as there are keys, tells how many uses
+    in order will pass, on average, until a key is used again. (To rank by decayed counts of use is
+    LRFU, Lee et al., 2001; as a time, it compares with the next use of a key that has an order.)
+    """
+
+    SPAN = 4.0
+
+    def __init__(self, room: int) -> None:
+        self.any = False
+        self._routed = np.zeros(room, dtype=np.bool_)
+        self._count, self._counted_at = np.zeros((2, room))
+
+    def make_room(self) -> None:
+        """For twice as many numbers."""
+        more = len(self._count)
+        self._routed = np.append(self._routed, np.zeros(more, dtype=np.bool_))
+        self._count = np.append(self._count, np.zeros(more))
+        self._counted_at = np.append(self._counted_at, np.zeros(more))
+
+    def clear(self, number: int) -> None:
+        """The number is of another key, or of none."""
+        self._routed[number] = False
+        self._count[number] = 0.0
+
+    def add(self, number: int) -> None:
+        """The number is of a key that data choose."""
+        self.any = True
+        self._routed[number] = True
+
+    def of(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        """Which of these numbers are of such keys."""
+        found: npt.NDArray[np.bool_] = self._routed[numbers]
+        return found
+
+    def count(self, number: int, now: int, keys: int) -> None:
+        """A use, after `now` uses of keys in order, where there are so many keys."""
+        decayed = math.exp((self._counted_at.item(number) - now) / (self.SPAN * keys))
+        self._count[number] = 1.0 + self._count.item(number) * decayed
+        self._counted_at[number] = now
+
+    def waits(self, numbers: Numbers, now: int, keys: int) -> Ranks:
+        """After how many uses in order each is used again, on average; infinity: nobody knows."""
+        span = self.SPAN * keys
+        counts = self._count[numbers] * np.exp((self._counted_at[numbers] - now) / span)
+        waits: Ranks = np.full(len(numbers), np.inf)
+        np.divide(span, counts, out=waits, where=counts > 0)
+        return waits
+
+
 class RegistrationOrder:
     """The keys in the order in which they were registered."""
 

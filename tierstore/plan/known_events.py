@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.model import events
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
@@ -35,14 +35,19 @@ class KnownEvents:
             event.group,
             event.nbytes,
             event.tier if event.backing else None,
-            caller_scheduled=event.caller_scheduled,
+            use_order=event.use_order,
         )
         self._copies.add(group)
         self._copies.place(group, event.tier, State.PRESENT)
         self._copies.arrive(group, event.tier)
-        if not group.caller_scheduled:
-            self._schedule.introduce(event.group.key)
+        self._introduce(group)
         return False
+
+    def _introduce(self, group: GroupRecord) -> None:
+        if group.use_order is UseOrder.LEARNED:
+            self._schedule.introduce(group.id.key)
+        elif group.use_order is UseOrder.ROUTED:
+            self._schedule.introduce_routed(group.id.key)
 
     def recovered(self, event: events.Recovered) -> bool:
         groups = [self._add(found) for found in event.groups]
@@ -52,17 +57,15 @@ class KnownEvents:
 
     def _add(self, found: events.RecoveredGroup) -> GroupRecord:
         copies = self._copies
-        group = GroupRecord(
-            found.group, found.nbytes, found.backing, caller_scheduled=found.caller_scheduled
-        )
+        group = GroupRecord(found.group, found.nbytes, found.backing, use_order=found.use_order)
         group.sticky, group.host_lease = found.sticky, found.host_lease
         if found.visible or found.claimed:
             copies.add(group)
         else:
             copies.groups[group.id] = group
             group.forgotten = True
-        if found.visible and not group.caller_scheduled:
-            self._schedule.introduce(group.id.key)
+        if found.visible:
+            self._introduce(group)
         if found.claimed and not found.visible:
             self._requests.claims[group] = None
         for tier in found.tiers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore.model import events
-from tierstore.model.tiers import Access, HostAccess
+from tierstore.model.tiers import Access, HostAccess, UseOrder
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.movement import Movement
 from tierstore.plan.policy import Policy
@@ -29,8 +29,10 @@ class Uses:
         prefetcher = self._prefetcher
         self._policy.used(group.id)
         self._movement.look_ahead = True
-        if group.caller_scheduled:
-            self._schedule.come(group.id.key)
+        if group.use_order is not UseOrder.LEARNED:
+            routed = group.use_order is UseOrder.ROUTED
+            come = self._schedule.come_routed if routed else self._schedule.come
+            come(group.id.key)
             prefetcher.came(group.number)
             return
         self._schedule.advance_past(group.id.key)
@@ -53,7 +55,7 @@ class LeaseEvents:
     def claimed(self, event: events.Claimed) -> bool:
         copies = self._copies
         copies.refuse_what_never_fits(event.group, event.nbytes, (copies.host,))
-        group = GroupRecord(event.group, event.nbytes, caller_scheduled=event.caller_scheduled)
+        group = GroupRecord(event.group, event.nbytes, use_order=event.use_order)
         copies.add(group)
         self._requests.claims[group] = None
         return True
@@ -77,7 +79,7 @@ class LeaseEvents:
         return not group.present(self._copies.top)
 
     def _asked(self, group: GroupRecord) -> None:
-        if not group.caller_scheduled:
+        if group.use_order is UseOrder.LEARNED:
             self._prefetcher.asked(group.number)
         self._movement.want_again(group)
 

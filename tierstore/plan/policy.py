@@ -118,6 +118,9 @@ class FarthestNextUse:
             outdated = np.arange(len(rows.groups))
         else:
             outdated = np.fromiter(rows.outdated, dtype=np.int64, count=len(rows.outdated))
+            drifting = self._schedule.drifting(rows.number[: len(rows.groups)])
+            if drifting is not None:
+                outdated = np.union1d(outdated, np.flatnonzero(drifting))
         rows.outdated.clear()
         if len(outdated):
             ranks = self._schedule.ranks(rows.number[outdated])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import Access, HostAccess, Tier
+from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 
 
 class State(Enum):
@@ -39,9 +39,9 @@ class GroupRecord:
 
     On the tier `backing`, if any, a file of the user's holds its bytes: that copy takes no room.
     `number` is what the schedule knows its key by; -1 if a newer generation has taken it over.
-    `sticky` says that it should stay in host memory. Of a group that is `caller_scheduled` its user
-    always says when it comes next: nothing is learned from its uses. While there is a
-    `host_lease`, somebody has its copy in host memory, and may change it.
+    `sticky` says that it should stay in host memory. `use_order` says how it is known when it is
+    used next. While there is a `host_lease`, somebody has its copy in host memory, and may change
+    it.
     """
 
     id: GroupId
@@ -53,7 +53,7 @@ class GroupRecord:
     exclusive: Access | None = None
     forgotten: bool = False
     sticky: bool = False
-    caller_scheduled: bool = False
+    use_order: UseOrder = UseOrder.LEARNED
     host_lease: HostAccess | None = None
     error: BaseException | None = None
 

@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
-from tierstore.plan.fallback_orders import RegistrationOrder, UseRates
+from tierstore.plan.fallback_orders import RegistrationOrder, RoutedUses, UseRates
 from tierstore.plan.matching import Numbers
 from tierstore.plan.use_history import Ranks, UseHistory
 
@@ -47,6 +48,7 @@ class LearnedOrder:
 
     Each key has a number, which stays its own until it is forgotten. `epoch` grows when ranks
     change, but not for the key that was just used alone. Uses of one key in a row count once.
+    Keys that data choose (see `RoutedUses`) have a wait instead of a place, and are never foretold.
     `trusted` is False while there is no prediction, or fewer than about half of the latest ones
     came true (wrong guesses count half); keys are then ranked by decayed access rates, or not at
     all (infinity for every key) during the first pass. The memory grows to twice the number of
@@ -62,6 +64,8 @@ class LearnedOrder:
         self._kept: set[str] = set()  # keys whose number somebody was told
         self._history = UseHistory(_ROOM)
         self._rates = UseRates(_ROOM)
+        self._routed = RoutedUses(_ROOM)
+        self._used = 0  # how many uses had a place in the order
         self._registered = RegistrationOrder()
         self._latest: str | None = None  # the key used last
         self._tested = False  # whether a prediction came true since the history matches
@@ -99,8 +103,10 @@ class LearnedOrder:
             if number == len(self._history.last):
                 self._history.make_room()
                 self._rates.make_room()
+                self._routed.make_room()
         self._numbers[key] = number
         self._rates.clear(number)
+        self._routed.clear(number)
         span = 2.0 ** math.ceil(math.log2(len(self._numbers)))
         if span != self._rates.span:
             self._rates.span = span
@@ -113,6 +119,11 @@ class LearnedOrder:
         self.number(key)
         self._registered.add(key)
 
+    def introduce_routed(self, key: str) -> None:
+        """A group is registered that data choose: it has no place in an order."""
+        self._routed.add(self.number(key))
+        self.epoch += 1
+
     def forget(self, key: str) -> None:
         """A group is gone."""
         if self._registered.remove(key):
@@ -123,6 +134,7 @@ class LearnedOrder:
         if number is None:
             return
         self._rates.clear(number)
+        self._routed.clear(number)
         if self._history.last[number] < 0:
             self._spare.append(
                 self._numbers.pop(key)
@@ -157,6 +169,7 @@ class LearnedOrder:
         self._rates.count(number)
         self._come(key)
         if not again:
+            self._used += 1
             self._learn(number)
 
     def _learn(self, number: int) -> None:
@@ -175,6 +188,13 @@ class LearnedOrder:
     def come(self, key: str) -> None:
         """Note that `key`, which the caller expected, was used. Nothing is learned from that."""
         self._rates.clock += 1
+        self._come(key)
+
+    def come_routed(self, key: str) -> None:
+        """Note that `key`, which data chose, was used."""
+        number = self._number(key)
+        self._rates.count(number)
+        self._routed.count(number, self._used, len(self._numbers))
         self._come(key)
 
     def _come(self, key: str) -> None:
@@ -203,7 +223,7 @@ class LearnedOrder:
         if number is None or self.learning:
             return math.inf
         if self.trusted:
-            return float(self._history.next_places()[number]) - self._history.place
+            return float(self._places(np.array([number]))[0]) - self._history.place
         rate = self._rates.rate(number)
         return self._rates.span / rate if rate > 0 else math.inf
 
@@ -221,7 +241,7 @@ class LearnedOrder:
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
         if self.trusted:
-            ranks = self._history.next_places()[numbers]
+            ranks = self._places(numbers)
         elif self.learning:
             ranks = np.full(len(numbers), np.inf)
         else:
@@ -232,6 +252,19 @@ class LearnedOrder:
         soon[self._named()] = SOON + np.arange(1, len(self._expected) + 1)
         sooner: Ranks = np.minimum(soon[numbers], ranks)  # than anything that was learned
         return sooner
+
+    def _places(self, numbers: Numbers) -> Ranks:
+        """The places at which they are used next; of what data choose, on average."""
+        places = self._history.next_places()[numbers]
+        if self._routed.any:
+            routed = self._routed.of(numbers)
+            waits = self._routed.waits(numbers[routed], self._used, len(self._numbers))
+            places[routed] = self._history.place + waits
+        return places
+
+    def drifting(self, numbers: Numbers) -> npt.NDArray[np.bool_] | None:
+        """Whose ranks change while others are used; None if nobody's do."""
+        return self._routed.of(numbers) if self._routed.any and self.trusted else None
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         """The ranks of keys that are used so many times as far ahead."""

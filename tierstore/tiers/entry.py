@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.model.groups import GroupId, GroupSpec, Packing, Source
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
 from tierstore.system.files import FileStamp
 from tierstore.tiers.arena import Slot
@@ -25,7 +25,7 @@ class GroupEntry:
     the checkpoint files in `source`, by path, which stay open because of that. Of two versions of
     one key, the disk keeps the one of the higher `order`. Its checksums were right when its files
     had the stamps in `verified`. Of a `mutable` group, the spilled copy always lies in the same
-    `spill_extent`, where it can be viewed. `backed`, `caller_scheduled` and `sticky` are what the
+    `spill_extent`, where it can be viewed. `backed`, `use_order` and `sticky` are what the
     planner was told of it.
     """
 
@@ -45,5 +45,5 @@ class GroupEntry:
     mutable: bool = False
     spill_extent: SpillExtent | None = None
     backed: bool = False
-    caller_scheduled: bool = False
+    use_order: UseOrder = UseOrder.LEARNED
     sticky: bool = False
