@@ -6,7 +6,8 @@ applied to. A weight tied to two modules is in one group, and both modules use t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +18,11 @@ from tierstore.adapters.codecs import leaves_of, movable_leaves, weight_bytes, w
 from tierstore.adapters.codecs.bitsandbytes import hidden_tensors
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes, unique_bytes
 from tierstore.model.outline import (
+    EXPERTS,
     RESIDENT_BUFFER_BYTES,
     GroupSizes,
     Need,
+    OutlinePiece,
     cut,
     portions,
     usual_sizes,
@@ -31,6 +34,11 @@ from tierstore.torch_private import COMPILED_CALL
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that use the weights of their children without calling them."""
+
+
+ROUTED_BY = frozenset({"top_k_index", "router_indices"})
+"""How transformers' experts call the argument that says which of them are used."""
+_STACKED = 3
 
 
 def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
@@ -68,31 +76,38 @@ class Cutting:
         branch = ModuleBranch(root, "", self)
         pieces = cut(branch, self.offload_type, self.block_limit, set(self.block_modules))
         return [
-            Unit(b.name, b.module, b.tensors(whole=piece.whole), piece.block, piece.encloses)
+            unit
             for piece in pieces
             for b in [piece.branch]
+            for unit in _units_of(b, b.tensors(whole=piece.whole), piece)
         ]
 
     def groups(self, units: list[Unit]) -> list[GroupPlan]:
         """The groups of units: of up to `target` bytes, or of `blocks_per_group` blocks."""
         shown = ShownMemory(units)
-        needs = [Need(u.name, shown.memory_of(u), u.block, u.encloses) for u in units]
+        needs = [Need(u.name, shown.memory_of(u), u.block, u.encloses, u.routed) for u in units]
         groups: list[GroupPlan] = []
         for portion in portions(needs, shown.nbytes, self.target, self.blocks_per_group):
             members = [m for piece in portion.memory for m in shown.members[piece].items()]
-            groups.append(GroupPlan(portion.name, _without_repeats(members)))
+            groups.append(GroupPlan(portion.name, _without_repeats(members), portion.routed))
         return groups
 
 
 @dataclass(eq=False)
 class Unit:
-    """A module whose forward needs `tensors` (by full name). `encloses` others while it runs."""
+    """A module whose forward needs `tensors` (by full name). `encloses` others while it runs.
+
+    Data choose whether a `routed` one runs; or, if it is one with `stacks`, which slices of these
+    it uses. They go by the names of its attributes.
+    """
 
     name: str
     module: nn.Module
     tensors: dict[str, torch.Tensor]
     block: bool = False
     encloses: bool = False
+    routed: bool = False
+    stacks: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def only(self, wanted: Callable[[str, torch.Tensor], bool]) -> Unit | None:
         """The unit with those of its tensors (and their names) that are wanted; None if none is."""
@@ -106,15 +121,35 @@ class GroupPlan:
 
     name: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    routed: bool = False
+
+
+def _units_of(
+    branch: ModuleBranch, tensors: dict[str, torch.Tensor], piece: OutlinePiece[ModuleBranch]
+) -> list[Unit]:
+    """The unit of a branch; of one with stacks of experts, these, and what else it has."""
+    stacks = branch.stacks if piece.routed else None
+    if not stacks:
+        return [
+            Unit(branch.name, branch.module, tensors, piece.block, piece.encloses, piece.routed)
+        ]
+    own = set(map(id, stacks.values()))
+    sliced = {name: tensor for name, tensor in tensors.items() if id(tensor) in own}
+    rest = {name: tensor for name, tensor in tensors.items() if id(tensor) not in own}
+    units = [Unit(branch.name, branch.module, rest)] if rest else []
+    return [*units, Unit(branch.name, branch.module, sliced, routed=True, stacks=stacks)]
 
 
 class ModuleBranch:
     """A module of a model at hand."""
 
-    def __init__(self, module: nn.Module, name: str, cutting: Cutting) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, cutting: Cutting, *, expert: bool = False
+    ) -> None:
         self.module = module
         self.name = name
         self._cutting = cutting
+        self._expert = expert
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +174,16 @@ class ModuleBranch:
         return is_compiled(self.module) and self.nbytes <= self._cutting.largest_compiled
 
     @property
+    def routed(self) -> bool:
+        """Whether it is one of a list of experts, or has all of them as stacks of weights."""
+        return self._expert or bool(self.stacks)
+
+    @property
+    def stacks(self) -> dict[str, nn.Parameter]:
+        """Its stacks of weights of experts, by attribute; none if it has no such."""
+        return stacks_of(self.module)
+
+    @property
     def holds_blocks(self) -> bool:
         """Whether it is a list of modules."""
         return isinstance(self.module, _LISTS)
@@ -158,8 +203,14 @@ class ModuleBranch:
         if isinstance(self.module, torch.jit.ScriptModule):
             return []
         prefix = f"{self.name}." if self.name else ""
-        named = self.module.named_children()
-        return [ModuleBranch(child, prefix + name, self._cutting) for name, child in named]
+        lists = isinstance(self.module, (nn.ModuleList, nn.ModuleDict))
+        experts = (
+            lists and self.name.rpartition(".")[2] == EXPERTS and len(self.module._modules) > 1
+        )
+        return [
+            ModuleBranch(child, prefix + name, self._cutting, expert=experts)
+            for name, child in self.module.named_children()
+        ]
 
     def tensors(self, *, whole: bool) -> dict[str, torch.Tensor]:
         """Its own tensors that can be offloaded, by full name; all in it if `whole`."""
@@ -212,6 +263,27 @@ def _enters_children(module: nn.Module) -> bool:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of experts that a module has as stacks, of which each call uses a few slices.
+
+    That is so for `Experts` of transformers: `forward(hidden_states, top_k_index, top_k_weights)`
+    looks them up by the first dimension.
+    """
+    experts = getattr(module, "num_experts", None)
+    if not isinstance(experts, int) or experts < 2 or is_compiled(module):
+        return {}
+    given = list(inspect.signature(type(module).forward).parameters)
+    if ROUTED_BY.isdisjoint(given):
+        return {}
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() >= _STACKED
+        and parameter.shape[0] == experts
+        and movable_leaves(parameter).keys() == {""}
+    }
 
 
 def _own_persistent(module: nn.Module) -> set[str]:

@@ -35,7 +35,8 @@ from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
-from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, has_method
+from tierstore.adapters.routed import Experts, ExpertsUse
+from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, UnitUse, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
@@ -127,6 +128,9 @@ class OffloadedModule:
         _tell_what_is_compiled_in_parts(self.root, units)
         wrapped = wrapped_tensors([*self.root.parameters(), *self.root.buffers()])
         self.weights.register(*self._plans(units), wrapped)
+        for unit in units:
+            for binding in self.weights.bindings(map(id, unit.stacks.values())):
+                self.weights.slices(binding)
         self._keep_the_rest()
         self.weights.refuse_what_never_fits(self._cutting, units)
         for unit in units:
@@ -184,6 +188,8 @@ class OffloadedModule:
         if owner_of(unit.module) is not self:
             return
         own = {id(tensor) for tensor in unit.tensors.values()}
+        if unit.stacks and self._wrap_experts(unit):
+            return
         weights = _uses(self, self.weights.bindings(own))
         if weights.bindings or self._aligned:
             self._wrap_with(unit, self, functools.partial(WeightUse, weights))
@@ -193,8 +199,29 @@ class OffloadedModule:
                 tied = self._used_by(unit) & own
                 self._wrap_with(unit, other, functools.partial(_use_of, other, tied))
 
-    def _wrap_with(self, unit: Unit, owner: Owner, use: Callable[[], WeightUse | None]) -> None:
-        move = self._move if self._aligned else None
+    def _wrap_experts(self, unit: Unit) -> bool:
+        """Have slices of the stacks come in. False if some of these are not ours."""
+        stacks = {name: self.weights.bindings([id(t)]) for name, t in unit.stacks.items()}
+        if not all(stacks.values()):
+            return False
+        experts = Experts(unit.module, self.weights, {n: found[0] for n, found in stacks.items()})
+
+        def before(args: Any, kwargs: Any) -> Arguments:
+            moved: Arguments = self._move(args, kwargs)
+            experts.announce(*moved)
+            return moved
+
+        self._wrap_with(unit, self, functools.partial(ExpertsUse, experts), before)
+        return True
+
+    def _wrap_with(
+        self,
+        unit: Unit,
+        owner: Owner,
+        use: Callable[[], UnitUse | None],
+        before: Callable[[Any, Any], Arguments] | None = None,
+    ) -> None:
+        move = before or (self._move if self._aligned else None)
         call = None if self.store.device.type == "cpu" else OnceMore(unit.module, self.store)
         for name in ENTRIES if unit.module is self.root else CALLS:
             if has_method(unit.module, name):

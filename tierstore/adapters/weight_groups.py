@@ -19,7 +19,7 @@ from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, ClosedError
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Tier, UseOrder
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
@@ -77,6 +77,7 @@ class WeightGroups:
         self._bindings: dict[int, Binding] = {}
         self._wrapped: dict[int, WrappedTensor] = {}
         self._members: dict[str, list[Binding]] = {}
+        self._slices: dict[int, tuple[str, list[str]]] = {}  # of what, by the id of its binding
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
         self._watched: list[Binding] = []
@@ -96,7 +97,7 @@ class WeightGroups:
         names: set[str] = set()
         for plan in bar(plans, self.prefix, "groups"):
             key = unused(f"{self.prefix}/{plan.name}", names)
-            homes = self._put(key, plan.tensors, space)
+            homes = self._put(key, plan.tensors, space, routed=plan.routed)
             members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
             self._members[key] = members
             self._bindings.update({id(binding.tensor): binding for binding in members})
@@ -112,11 +113,14 @@ class WeightGroups:
         tensors: Mapping[str, torch.Tensor],
         space: AddressSpace | None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
+        *,
+        routed: bool = False,
     ) -> dict[str, torch.Tensor]:
         """Put a group into the store. Returns what its tensors show while away."""
         self.groups[key] = list(tensors)  # first: what is interrupted is discarded in the end
+        order = UseOrder.ROUTED if routed else UseOrder.LEARNED
         try:
-            homes = engine_of(self.store).groups.register(key, tensors, space, casts)
+            homes = engine_of(self.store).groups.register(key, tensors, space, casts, order)
             if self._in_ram.issuperset(tensors):
                 self.store.keep(key)
         except BaseException:
@@ -124,6 +128,29 @@ class WeightGroups:
                 del self.groups[key]
             raise
         return homes
+
+    def slices(self, binding: Binding) -> list[str]:
+        """The keys of groups that hold a tensor's slices along its first dimension, in order.
+
+        The group that holds all of it is used no more, but for the tensor to show something.
+        """
+        with self._renewing:
+            found = self._slices.get(id(binding))
+            if found is None or found[0] != binding.key:
+                self._discard_slices(found)
+                found = self._slices[id(binding)] = binding.key, []
+                space = AddressSpace()
+                for i, part in enumerate(binding.home):
+                    name = f"{binding.name}[{i}]"
+                    key = f"{binding.key}/{name}"
+                    self._put(key, {name: part}, space, routed=True)
+                    found[1].append(key)
+            return found[1]
+
+    def _discard_slices(self, found: tuple[str, list[str]] | None) -> None:
+        for key in [] if found is None else found[1]:
+            self.store.discard(key)
+            del self.groups[key]
 
     def refuse_what_never_fits(self, cutting: Cutting, units: list[Unit]) -> None:
         """Raise BudgetError if a group has no room beside what stays on the device, or if all
@@ -133,7 +160,12 @@ class WeightGroups:
         for tier, budget in self.store.stats().budget_bytes.items():
             if tier == Tier.DISK.name or budget is None:
                 continue
-            needs = {key: snapshot[key] for key in self.groups if not is_resident(key)}
+            in_slices = {key for key, _ in self._slices.values()}
+            needs = {
+                key: snapshot[key]
+                for key in self.groups
+                if not is_resident(key) and key not in in_slices
+            }
             if tier == Tier.DEVICE.name or self.store.device.type == "cpu":
                 needs |= self._needs_of_units(units, needs)
             key = max(needs, key=lambda k: needs[k], default=None)
@@ -153,7 +185,11 @@ class WeightGroups:
         """Bytes of the groups of each unit that has several, by its first group's key."""
         found: dict[str, int] = {}
         for unit in units:
-            keys = list({b.key: None for b in self.bindings(map(id, unit.tensors.values()))})
+            bindings = self.bindings(map(id, unit.tensors.values()))
+            if unit.stacks:
+                keys = [self._slices[id(b)][1][0] for b in bindings if id(b) in self._slices]
+            else:
+                keys = list({b.key: None for b in bindings})
             if len(keys) > 1:
                 found[keys[0]] = max(found.get(keys[0], 0), sum(nbytes[key] for key in keys))
         return found
@@ -333,6 +369,7 @@ class WeightGroups:
         self._bindings.clear()
         self._wrapped.clear()
         self._members.clear()
+        self._slices.clear()
         with suppress(ClosedError):  # in a child process, too, where the store is of no use
             for key in self.groups:
                 if key in self.store:

@@ -26,7 +26,7 @@ from tierstore.engine.transaction import transaction
 from tierstore.model import events
 from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.objects import StoredObject
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
 from tierstore.system.maps import AddressSpace, nameless_file_memory
 from tierstore.system.objects import intact_object
@@ -88,6 +88,7 @@ class Groups:
         tensors: Mapping[str, torch.Tensor],
         space: AddressSpace | None = None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
+        use_order: UseOrder = UseOrder.LEARNED,
     ) -> dict[str, torch.Tensor]:
         """See `TierStore.register`.
 
@@ -102,15 +103,17 @@ class Groups:
         adoption = adopt(tensors, space or AddressSpace(), self._write_once, casts)
         files = core.tiers.disk.files
         held = {path: files.hold(path, stamp) for path, stamp in adoption.stamps.items()}
-        self._know_adopted(key, adoption, held)
+        self._know_adopted(key, adoption, held, use_order)
         return adoption.homes
 
     @transaction
-    def _know_adopted(self, key: str, adoption: Adoption, held: Mapping[str, HeldFile]) -> None:
+    def _know_adopted(
+        self, key: str, adoption: Adoption, held: Mapping[str, HeldFile], use_order: UseOrder
+    ) -> None:
         core = self.core
         core.check_open()
         core.refuse_duplicate(key)
-        self._know(key, adoption.spec, adoption.source, held, single=False)
+        self._know(key, adoption.spec, adoption.source, held, use_order=use_order)
 
     def _know(
         self,
@@ -119,16 +122,26 @@ class Groups:
         source: Source,
         held: Mapping[str, HeldFile],
         *,
-        single: bool,
+        single: bool = False,
+        use_order: UseOrder = UseOrder.LEARNED,
     ) -> None:
         core = self.core
         group = core.new_group(key)
         order = core.newest()
         files = {path: held[path] for path in source.paths if path in held}
         core.mover.add(
-            GroupEntry(group, spec, source, single=single, files=files, order=order, backed=True)
+            GroupEntry(
+                group,
+                spec,
+                source,
+                single=single,
+                files=files,
+                order=order,
+                backed=True,
+                use_order=use_order,
+            )
         )
-        core.tell(events.Registered(group, spec.nbytes, backing=True))
+        core.tell(events.Registered(group, spec.nbytes, backing=True, use_order=use_order))
         core.current[key] = group
 
     def _write_once(self, wanted: Unadopted) -> tuple[str, StoredObject]:

@@ -13,7 +13,7 @@ from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
 from tierstore.model.errors import LeaseError
 from tierstore.model.groups import NO_GROUP, GroupId
-from tierstore.model.tiers import Access, UseOrder
+from tierstore.model.tiers import Access
 from tierstore.plan.records import State
 from tierstore.system.views import clone_all
 
@@ -132,9 +132,7 @@ class Leases:
         record.stream = stream = core.current_stream()
         core.observer.arrives(request, entry.arrival, stream)
         core.order_after_arrival(entry, stream)
-        core.observer.granted(
-            request, record, nbytes, stream, learned=entry.use_order is UseOrder.LEARNED
-        )
+        core.observer.granted(request, record, nbytes, stream, entry.use_order)
         return OpenLease(request.key, group, dict(tensors), self._lease_table, record)
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from tierstore.model.groups import FileTensor, GroupSpec, group_of, place
 from tierstore.model.module_order import in_customary_order
-from tierstore.model.outline import RESIDENT_BUFFER_BYTES, Need, cut, portions
+from tierstore.model.outline import EXPERTS, RESIDENT_BUFFER_BYTES, Need, cut, portions
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "position_ids")
 """Names of tensors that are no parameters but buffers: small ones are not offloaded."""
@@ -52,6 +52,12 @@ class NamedBranch:
         """Whether it uses tensors of the modules in it without calling them."""
         projection = any(t.name.endswith("in_proj_weight") for t in self._own)
         return projection or "parametrizations" in self._parts
+
+    @property
+    def routed(self) -> bool:
+        """Whether data choose if it is used: it is one of several experts."""
+        *_, holder, name = f"..{self.name}".split(".")
+        return holder == EXPERTS and name.isdigit()
 
     @property
     def holds_blocks(self) -> bool:
@@ -116,6 +122,7 @@ def groups_of(
             tuple(tensor.name for tensor in piece.branch.tensors(whole=piece.whole)),
             piece.block,
             piece.encloses,
+            piece.routed,
         )
         for piece in cut(outline(by_name.values()), offload_type, limit, block_modules)
     ]

@@ -20,6 +20,10 @@ OFFLOAD_TYPES = ("block_level", "leaf_level")
 RESIDENT_BUFFER_BYTES = 1 << 20
 """Buffers below this stay where they are used: statistics and tables that a forward may change."""
 
+EXPERTS = "experts"
+"""What a list of modules, or a module with stacks of weights, is called of which a router chooses a
+few for each token."""
+
 WELL_READ = 32 << 20
 """Smaller groups are read more slowly, byte for byte, and each costs a call."""
 LARGEST_GROUP = 256 << 20
@@ -86,6 +90,10 @@ class Branch(Protocol):
         """Whether its forward is compiled by itself: nothing can come in the middle of it."""
 
     @property
+    def routed(self) -> bool:
+        """Whether data choose if it is used: it is one of several experts, or has all of them."""
+
+    @property
     def holds_blocks(self) -> bool:
         """Whether its children are blocks: it is a list of modules."""
 
@@ -109,13 +117,15 @@ ItemType = TypeVar("ItemType")
 class OutlinePiece(Generic[BranchType]):
     """A unit: a branch, with all that is in it (`whole`) or with its own tensors only.
 
-    `block` says that it counts as a block. `encloses` others while it runs.
+    `block` says that it counts as a block. `encloses` others while it runs. Data choose whether
+    what is `routed` is used.
     """
 
     branch: BranchType
     whole: bool
     block: bool = False
     encloses: bool = False
+    routed: bool = False
 
 
 def cut(
@@ -126,7 +136,7 @@ def cut(
     `"leaf_level"` makes every module with tensors of its own a unit. `"block_level"` keeps blocks
     of up to `block_limit` bytes whole (None: however large) and cuts larger ones into leaves;
     the modules that are named in `block_modules` are blocks too. So are those that are compiled
-    by themselves, however large.
+    by themselves, however large. Experts are units, and blocks that have some are cut into leaves.
     """
     return _walk(root, offload_type == "block_level", block_limit, block_modules)
 
@@ -136,6 +146,9 @@ def _walk(
 ) -> Iterator[OutlinePiece[BranchType]]:
     if branch.atomic or branch.compiled:
         yield OutlinePiece(branch, whole=True, block=branch.compiled)
+        return
+    if branch.routed:
+        yield OutlinePiece(branch, whole=True, routed=True)
         return
     children: Sequence[BranchType] = branch.children()  # type: ignore[assignment]
     if branch.has_own:
@@ -149,7 +162,12 @@ def _walk(
 
 
 def _stays_whole(branch: Branch, limit: int | None) -> bool:
-    return branch.callable and branch.nbytes > 0 and (limit is None or branch.nbytes <= limit)
+    fits = limit is None or branch.nbytes <= limit
+    return branch.callable and branch.nbytes > 0 and fits and not _has_routed(branch)
+
+
+def _has_routed(branch: Branch) -> bool:
+    return branch.routed or any(map(_has_routed, branch.children()))
 
 
 @dataclass(frozen=True)
@@ -160,14 +178,16 @@ class Need:
     memory: tuple[Hashable, ...]
     block: bool = False
     encloses: bool = False
+    routed: bool = False
 
 
 @dataclass
 class Portion:
-    """What moves together, and the name to call it by."""
+    """What moves together, and the name to call it by; whether it is `routed`."""
 
     name: str
     memory: list[Hashable] = field(default_factory=list)
+    routed: bool = False
 
 
 def portions(
@@ -179,15 +199,22 @@ def portions(
     """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
 
     `nbytes` tells the size of each piece of memory. It is in the group of the first unit that
-    needs it. A block of more than `target` bytes is spread over groups of its own.
+    needs it. A block of more than `target` bytes is spread over groups of its own. So is what is
+    routed, however small.
     """
     groups: list[Portion] = []
+    routed: list[Portion] = []
     claimed: set[Hashable] = set()
     size = count = 0
     of_blocks: bool | None = None  # what the open group is made of; None: no group is open
     for unit in units:
         own = [piece for piece in dict.fromkeys(unit.memory) if piece not in claimed]
         needed = sum(nbytes[piece] for piece in own)
+        if unit.routed:
+            parts = in_portions(own, nbytes.__getitem__, target)
+            routed += [Portion(unit.name, part, routed=True) for part in parts]
+            claimed.update(own)
+            continue
         if unit.block and needed > target and not blocks_per_group:
             name = unit.name or "root"
             groups += [Portion(name, p) for p in in_portions(own, nbytes.__getitem__, target)]
@@ -204,7 +231,7 @@ def portions(
         size, count = size + needed, count + 1
         if unit.encloses:
             of_blocks = None  # held while its children run: nothing else should be in it
-    return [group for group in groups if group.memory]
+    return [group for group in [*groups, *routed] if group.memory]
 
 
 def in_portions(

@@ -27,6 +27,9 @@ T = TypeVar("T")
 STALL = "stall"
 """The kind of span in which somebody waited for a group; every other kind is a hop."""
 
+ROUTED = "routed"
+"""What was read of groups that data choose, among the bytes that were moved."""
+
 KEPT = 1 << 15
 """Events of each sort that are kept: about 5 MB of memory each, if there were so many."""
 
@@ -155,7 +158,8 @@ class Stretches:
 
 @dataclass(frozen=True)
 class Summary:
-    """Sums over everything that happened so far. `moved` (bytes) and `busy` (seconds) go by hop.
+    """Sums over everything that happened so far. `moved` (bytes) and `busy` (seconds) go by hop;
+    what was read of groups that data choose is in `moved` once more, as `ROUTED`.
 
     `stalled` adds up what each waiter waited, in seconds. `bandwidth` is in bytes per second.
     """

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from tierstore.model.groups import GroupId
-from tierstore.model.tiers import Tier
+from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.device_times import DeviceTimes, Mark
-from tierstore.observe.journal import STALL, Journal, LeaseUse, Span, Summary
+from tierstore.observe.journal import ROUTED, STALL, Journal, LeaseUse, Span, Summary
 from tierstore.observe.stats import BYTES_MOVED, ActivationStats, Stats
 
 
@@ -106,6 +106,7 @@ class Observer:
         self._times = times
         self._ran = ran
         self._used: tuple[int, ...] = ()
+        self._routed_uses = self._routed_bytes = 0
 
     def level(self, used: Mapping[Tier, int]) -> None:
         """So many bytes are used on each tier."""
@@ -141,13 +142,13 @@ class Observer:
         use: LeaseUse,
         nbytes: int,
         stream: torch.Stream | None,
-        *,
-        learned: bool,
+        order: UseOrder,
     ) -> None:
-        """An acquire has got its lease, of a group of `nbytes` bytes, for use on `stream`.
-
-        Of its use something is `learned`.
-        """
+        """An acquire has got its lease, of a group of `nbytes` bytes, for use on `stream`."""
+        learned = order is UseOrder.LEARNED
+        if order is UseOrder.ROUTED:
+            self._routed_uses += 1
+            self._routed_bytes += nbytes
         use.nbytes = nbytes
         use.granted = time.monotonic()
         self.journal.uses.add(use)
@@ -200,6 +201,9 @@ class Observer:
             budget_bytes={t.name: tiers.budgets[t] for t in tiers.tiers},
             reserved_bytes={} if reserved is None else {Tier.DEVICE.name: reserved},
             activations=self.activations.stats(),
+            routed_uses=self._routed_uses,
+            routed_bytes_used=self._routed_bytes,
+            routed_bytes_read=moved.get(ROUTED, 0),
         )
 
 

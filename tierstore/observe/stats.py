@@ -41,7 +41,9 @@ class Stats:
     `peak_bytes` is memory that really existed at once (and was page-locked, where an accelerator
     wants that), staging included. `reserved_bytes` is what torch has taken of the accelerator for
     this process now: the store's memory, everybody else's, and what is kept for later tensors
-    (empty on the CPU, and where torch cannot tell).
+    (empty on the CPU, and where torch cannot tell). Of experts that a router chooses, `routed_uses`
+    counts the leases; `routed_bytes_used` is what these were of, and `routed_bytes_read` what was
+    read for them.
     """
 
     hits: int
@@ -59,6 +61,9 @@ class Stats:
     budget_bytes: dict[str, int | None]
     reserved_bytes: dict[str, int] = field(default_factory=dict)
     activations: ActivationStats = ActivationStats()
+    routed_uses: int = 0
+    routed_bytes_used: int = 0
+    routed_bytes_read: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict of plain values."""

@@ -62,7 +62,12 @@ _BY_NAME = (
     "busy_seconds",
     "activations",
 )
-_ADDED = {"reserved_bytes": dict[str, int]()}
+_ADDED: dict[str, Any] = {
+    "reserved_bytes": {},
+    "routed_uses": 0,
+    "routed_bytes_used": 0,
+    "routed_bytes_read": 0,
+}
 """Fields of `Stats` that older traces lack, and what is said of them then."""
 _GZIP = b"\x1f\x8b"
 _LARGEST = 1 << 30

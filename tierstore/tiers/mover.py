@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from tierstore.model.errors import TransferError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
-from tierstore.model.tiers import Tier
-from tierstore.observe.journal import Journal, Span, hop
+from tierstore.model.tiers import Tier, UseOrder
+from tierstore.observe.journal import ROUTED, Journal, Span, hop
 from tierstore.system.files import transfer_error
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
@@ -192,6 +192,8 @@ class Mover:
             return explained(failure, copy)
         span.nbytes = copied.nbytes
         self.journal.count(span.kind, span.nbytes)
+        if copy.src.persistent and entry.use_order is UseOrder.ROUTED:
+            self.journal.count(ROUTED, span.nbytes)
         if used.times is None or copied.marks is None:
             self.journal.end(span)
         else:
