@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -27,9 +27,11 @@ from tierstore.model import events
 from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier, UseOrder
+from tierstore.observe.journal import hop
 from tierstore.system.file_table import HeldFile
 from tierstore.system.maps import AddressSpace, nameless_file_memory
 from tierstore.system.objects import intact_object
+from tierstore.system.views import laid_out, packed
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.workers import Future
 
@@ -100,7 +102,8 @@ class Groups:
         check_callers_key(key)
         core.check_open()
         core.refuse_duplicate(key)
-        adoption = adopt(tensors, space or AddressSpace(), self._write_once, casts)
+        write_once = partial(self._write_once, routed=use_order is UseOrder.ROUTED)
+        adoption = adopt(tensors, space or AddressSpace(), write_once, casts)
         files = core.tiers.disk.files
         held = {path: files.hold(path, stamp) for path, stamp in adoption.stamps.items()}
         self._know_adopted(key, adoption, held, use_order)
@@ -144,29 +147,71 @@ class Groups:
         core.tell(events.Registered(group, spec.nbytes, backing=True, use_order=use_order))
         core.current[key] = group
 
-    def _write_once(self, wanted: Unadopted) -> tuple[str, StoredObject]:
-        """The object file with exactly these tensors: found by their content, or written."""
+    def _write_once(self, wanted: Unadopted, *, routed: bool) -> tuple[str, StoredObject]:
+        """The object file with exactly these tensors: found by their content, or written.
+
+        What is `routed` may be all experts of a layer, and never be in memory as a whole.
+        """
         found = self._found(wanted.derivation)
         if found is not None and wanted.is_as(found[1]):
             return found
-        return self._keep(wanted.derivation, wanted.values())
+        values = wanted.values()
+        host = self.core.planner.budgets[Tier.HOST]
+        if routed and host is not None and sum(v.nbytes for v in values.values()) > host:
+            return self._keep(wanted.derivation, values, self._write)
+        return self._keep(wanted.derivation, values)
 
     def _keep(
-        self, derivation: str | None, values: Mapping[str, torch.Tensor]
+        self,
+        derivation: str | None,
+        values: Mapping[str, torch.Tensor],
+        put: Callable[[str, Mapping[str, torch.Tensor]], None] | None = None,
     ) -> tuple[str, StoredObject]:
         content = content_hash(values)
-        found = self._put_once(WEIGHTS + content, values)
+        found = self._put_once(WEIGHTS + content, values, put)
         if derivation is not None:
             told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
             self._put_once(CASTS + derivation, {CONTENT: told})
         return found
 
-    def _put_once(self, key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[str, StoredObject]:
+    def _put_once(
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        put: Callable[[str, Mapping[str, torch.Tensor]], None] | None = None,
+    ) -> tuple[str, StoredObject]:
         if key not in self.core.current:
-            self._puts.put(key, tensors, durable=True)
+            (put or self._put)(key, tensors)
         stored = self._stored(key)
         self.offload(key)
         return stored
+
+    def _put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._puts.put(key, tensors, durable=True)
+
+    def _write(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put a group on disk that does not fit into memory: by way of a file without a name."""
+        core = self.core
+        packing, blocks = packed(key, tensors)
+        spec = laid_out(key, packing, tensors)
+        core.refuse_beyond_the_disk(key, spec.nbytes)
+        memory = self.file_memory(packing.nbytes)
+        target = torch.frombuffer(memory, dtype=torch.uint8)
+        for block, at in zip(packing.blocks, packing.offsets, strict=True):
+            target[at : at + block.nbytes].copy_(blocks[block.name])
+        group = core.new_group(key)
+        entry = GroupEntry(group, spec, None, packing, order=core.newest())
+        core.tiers.disk.write(entry, memory)
+        core.mover.journal.count(hop(Tier.HOST, Tier.DISK), spec.nbytes)
+        self._know_written(key, entry)
+
+    @transaction
+    def _know_written(self, key: str, entry: GroupEntry) -> None:
+        core = self.core
+        core.check_open()
+        core.mover.add(entry)
+        core.tell(events.Registered(entry.group, entry.spec.nbytes))
+        core.current[key] = entry.group
 
     def _stored(self, key: str) -> tuple[str, StoredObject]:
         """The object file of a group that is there."""

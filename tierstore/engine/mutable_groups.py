@@ -28,7 +28,6 @@ from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
 from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
-from tierstore.model.errors import BudgetError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
@@ -84,23 +83,16 @@ class MutableGroups:
         entry = GroupEntry(
             group, spec, None, packing, False, mutable=True, use_order=UseOrder.ANNOUNCED
         )
-        self._refuse_beyond_the_disk(key, spec.nbytes)
+        self.core.refuse_beyond_the_disk(key, spec.nbytes)
         core.tiers.disk.create(entry)
         self._know(key, entry)
-
-    def _refuse_beyond_the_disk(self, key: str, nbytes: int) -> None:
-        planner = self.core.planner
-        budget = planner.budgets[Tier.DISK]
-        if budget is not None and planner.used[Tier.DISK] + nbytes > budget:
-            advice = "raise disk_budget, or discard groups that are not needed"
-            raise BudgetError(key, Tier.DISK.name, nbytes, budget, advice)
 
     @transaction
     def _know(self, key: str, entry: GroupEntry) -> None:
         core = self.core
         core.check_open()
         core.refuse_duplicate(key)
-        self._refuse_beyond_the_disk(key, entry.spec.nbytes)
+        self.core.refuse_beyond_the_disk(key, entry.spec.nbytes)
         core.mover.add(entry)
         core.tell(events.Registered(entry.group, entry.spec.nbytes, use_order=UseOrder.ANNOUNCED))
         core.current[key] = entry.group

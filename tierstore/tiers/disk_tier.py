@@ -175,6 +175,10 @@ class DiskTier:
         """The directory has an object file of `key`."""
         self._written.add(key)
 
+    def write(self, entry: GroupEntry, data: memoryview) -> None:
+        """`save` for a caller, who waits for it. The group is settled, and durable."""
+        self._serial.ask_on(self.workers, functools.partial(self.save, entry, data)).wait()
+
     def create(self, entry: GroupEntry) -> None:
         """Let the copy of a settled group be whatever lies in its place. Waits for the disk.
 
