@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from tests.plan.scans import Scan
@@ -26,13 +25,13 @@ def routed_loop(order: LearnedOrder, passes: int, uses: dict[str, float], seed: 
             order.advance_past(f"layer {layer}")
             for key, probability in uses.items():
                 if layer == 0 and draw.random() < probability:
-                    order.come_routed(key)
+                    order.come(key)
 
 
 def test_what_data_choose_does_not_disturb_the_order_and_is_never_foretold() -> None:
     order = LearnedOrder()
     for key in ("often", "seldom", "never"):
-        order.introduce_routed(key)
+        order.introduce(key, UseOrder.ROUTED)
     routed_loop(order, 40, {"often": 0.5, "seldom": 0.1})
     assert order.trusted
     assert list(order.upcoming(LAYERS)) == [f"layer {i}" for i in range(LAYERS)]
@@ -42,7 +41,7 @@ def test_it_is_expected_as_soon_as_it_was_used_on_average() -> None:
     order = LearnedOrder()
     rates = {"often": 0.5, "seldom": 0.1}
     for key in (*rates, "never"):
-        order.introduce_routed(key)
+        order.introduce(key, UseOrder.ROUTED)
     per_use = dict.fromkeys(rates, 0.0)
     for seed in range(200):
         routed_loop(order, 5, rates, seed)
@@ -56,19 +55,16 @@ def test_it_is_expected_as_soon_as_it_was_used_on_average() -> None:
 
 def test_the_rank_of_what_is_not_used_any_more_grows() -> None:
     order = LearnedOrder()
-    order.introduce_routed("expert")
+    order.introduce("expert", UseOrder.ROUTED)
     routed_loop(order, 10, {"expert": 1.0})
-    number = np.array([order.number("expert")])
     before = order.steps_until("expert")
-    drifting = order.drifting(number)
-    assert drifting is not None and drifting.all()
     routed_loop(order, 10, {})
     assert order.steps_until("expert") > 2 * before
 
 
 def test_a_number_that_was_routed_is_not_for_the_next_key() -> None:
     order = LearnedOrder()
-    order.introduce_routed("expert")
+    order.introduce("expert", UseOrder.ROUTED)
     number = order.number("expert")
     routed_loop(order, 5, {"expert": 1.0})
     order.forget("expert")

@@ -35,7 +35,7 @@ from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
-from tierstore.adapters.routed import Experts, ExpertsUse
+from tierstore.adapters.routed import ExpertsUse, experts_of
 from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, UnitUse, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
@@ -188,7 +188,9 @@ class OffloadedModule:
         if owner_of(unit.module) is not self:
             return
         own = {id(tensor) for tensor in unit.tensors.values()}
-        if unit.stacks and self._wrap_experts(unit):
+        if (experts := experts_of(unit, self.weights)) is not None:
+            before = experts.announced_after(self._move)
+            self._wrap_with(unit, self, functools.partial(ExpertsUse, experts), before)
             return
         weights = _uses(self, self.weights.bindings(own))
         if weights.bindings or self._aligned:
@@ -198,21 +200,6 @@ class OffloadedModule:
             if other is not self and not own.isdisjoint(other.weights.tensor_ids()):
                 tied = self._used_by(unit) & own
                 self._wrap_with(unit, other, functools.partial(_use_of, other, tied))
-
-    def _wrap_experts(self, unit: Unit) -> bool:
-        """Have slices of the stacks come in. False if some of these are not ours."""
-        stacks = {name: self.weights.bindings([id(t)]) for name, t in unit.stacks.items()}
-        if not all(stacks.values()):
-            return False
-        experts = Experts(unit.module, self.weights, {n: found[0] for n, found in stacks.items()})
-
-        def before(args: Any, kwargs: Any) -> Arguments:
-            moved: Arguments = self._move(args, kwargs)
-            experts.announce(*moved)
-            return moved
-
-        self._wrap_with(unit, self, functools.partial(ExpertsUse, experts), before)
-        return True
 
     def _wrap_with(
         self,

@@ -29,8 +29,8 @@ from tierstore.model.outline import in_portions
 from tierstore.progress import bar
 from tierstore.system.allocator import FreedMemory
 
-_HOLDERS = ("torchao.quantization", "diffusers.quantizers.torchao.torchao_quantizer")
-"""Modules in which the libraries look `quantize_` up."""
+_ALSO_IN = ("diffusers.quantizers.torchao.torchao_quantizer",)
+"""Modules that have torchao's `quantize_` under a name of their own."""
 _IN_BETWEEN = 8
 """What it computes of a weight until it is done, in sizes of the weight: several tensors of
 float32 at a time."""
@@ -143,11 +143,11 @@ def quantising() -> Iterator[Quantising | None]:
     None without torchao.
     """
     try:
-        holders: list[Any] = [import_module(_HOLDERS[0])]
+        holders: list[Any] = [import_module("torchao.quantization")]
     except ImportError:
         yield None
         return
-    holders += [sys.modules[name] for name in _HOLDERS[1:] if name in sys.modules]
+    holders += [sys.modules[name] for name in _ALSO_IN if name in sys.modules]
     original = holders[0].quantize_
     put_off = Quantising(original)
     for holder in holders:

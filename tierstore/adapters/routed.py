@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import Binding
+from tierstore.adapters.codecs.memory import OF_THE_FORM
+from tierstore.adapters.grouping import Unit
 from tierstore.adapters.nested import tensors_in
 from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
 from tierstore.adapters.view_lifetime import ViewLease
@@ -29,11 +31,10 @@ from tierstore.store import engine_of
 
 logger = logging.getLogger("tierstore")
 
-_OF_THE_FORM = frozenset(
-    ("dim", "numel", "element_size", "data_ptr", "stride", "is_floating_point", "is_contiguous")
-)
-"""What a tensor tells without its bytes being looked at."""
 _LAST_TWO = ({-1, -2}, {1, 2})
+
+
+Before = Callable[[Any, Any], Arguments]
 
 
 class Experts:
@@ -58,6 +59,16 @@ class Experts:
             engine = engine_of(self.groups.store)
             engine.groups.expect_known(keys, engine.core.planner.tiers[0])
 
+    def announced_after(self, move: Before) -> Before:
+        """What is done before the forward: after `move`, the store is told."""
+
+        def before(args: Any, kwargs: Any) -> Arguments:
+            moved = move(args, kwargs)
+            self.announce(*moved)
+            return moved
+
+        return before
+
     def show(self) -> None:
         """Have the attributes be stacks from now on."""
         with self.groups.lock:
@@ -71,6 +82,14 @@ class Experts:
             if not self.users:
                 for name in self.stacks:
                     self.module.__dict__.pop(name, None)
+
+
+def experts_of(unit: Unit, groups: WeightGroups) -> Experts | None:
+    """The experts of a unit, if it has stacks of them that are all in these groups."""
+    stacks = {name: groups.bindings([id(t)]) for name, t in unit.stacks.items()}
+    if not stacks or not all(stacks.values()):
+        return None
+    return Experts(unit.module, groups, {name: found[0] for name, found in stacks.items()})
 
 
 class ExpertsUse:
@@ -207,7 +226,7 @@ class ExpertStack:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._plain, name)
-        if self.use is None or not callable(found) or name in _OF_THE_FORM:
+        if self.use is None or not callable(found) or name in OF_THE_FORM:
             return found
         return getattr(self.whole(), name)
 

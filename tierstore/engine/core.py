@@ -150,13 +150,6 @@ class Core:
             raise damage or UnknownKeyError(key)
         return group
 
-    def refuse_beyond_the_disk(self, key: str, nbytes: int) -> None:
-        """Raise BudgetError if so many bytes more are not allowed on disk."""
-        budget = self.planner.budgets[Tier.DISK]
-        if budget is not None and self.planner.used[Tier.DISK] + nbytes > budget:
-            advice = "raise disk_budget, or discard groups that are not needed"
-            raise BudgetError(key, Tier.DISK.name, nbytes, budget, advice)
-
     def refuse_duplicate(self, key: str) -> None:
         """Raise DuplicateKeyError if readers see a group of the key."""
         if key in self.current:
@@ -348,6 +341,14 @@ class Core:
                 visible=self.current.get(group.key) == group,
                 claimed=group in self.unseen,
             )
+
+
+def refuse_beyond_the_disk(core: Core, key: str, nbytes: int) -> None:
+    """Raise BudgetError if so many bytes more are not allowed on disk."""
+    budget = core.planner.budgets[Tier.DISK]
+    if budget is not None and core.planner.used[Tier.DISK] + nbytes > budget:
+        advice = "raise disk_budget, or discard groups that are not needed"
+        raise BudgetError(key, Tier.DISK.name, nbytes, budget, advice)
 
 
 class TransferReports:

@@ -18,7 +18,7 @@ from tierstore.engine.adoption import (
     object_views,
 )
 from tierstore.engine.checkpoints import CheckpointFile
-from tierstore.engine.core import Core
+from tierstore.engine.core import Core, refuse_beyond_the_disk
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.puts import Puts
 from tierstore.engine.saves import Saves
@@ -181,20 +181,17 @@ class Groups:
         put: Callable[[str, Mapping[str, torch.Tensor]], None] | None = None,
     ) -> tuple[str, StoredObject]:
         if key not in self.core.current:
-            (put or self._put)(key, tensors)
+            (put or partial(self._puts.put, durable=True))(key, tensors)
         stored = self._stored(key)
         self.offload(key)
         return stored
-
-    def _put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._puts.put(key, tensors, durable=True)
 
     def _write(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put a group on disk that does not fit into memory: by way of a file without a name."""
         core = self.core
         packing, blocks = packed(key, tensors)
         spec = laid_out(key, packing, tensors)
-        core.refuse_beyond_the_disk(key, spec.nbytes)
+        refuse_beyond_the_disk(core, key, spec.nbytes)
         memory = self.file_memory(packing.nbytes)
         target = torch.frombuffer(memory, dtype=torch.uint8)
         for block, at in zip(packing.blocks, packing.offsets, strict=True):

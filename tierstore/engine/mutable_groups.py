@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from tierstore.engine.core import Core
+from tierstore.engine.core import Core, refuse_beyond_the_disk
 from tierstore.engine.groups import Groups
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import refuse_permanently_leased
@@ -83,7 +83,7 @@ class MutableGroups:
         entry = GroupEntry(
             group, spec, None, packing, False, mutable=True, use_order=UseOrder.ANNOUNCED
         )
-        self.core.refuse_beyond_the_disk(key, spec.nbytes)
+        refuse_beyond_the_disk(self.core, key, spec.nbytes)
         core.tiers.disk.create(entry)
         self._know(key, entry)
 
@@ -92,7 +92,7 @@ class MutableGroups:
         core = self.core
         core.check_open()
         core.refuse_duplicate(key)
-        self.core.refuse_beyond_the_disk(key, entry.spec.nbytes)
+        refuse_beyond_the_disk(self.core, key, entry.spec.nbytes)
         core.mover.add(entry)
         core.tell(events.Registered(entry.group, entry.spec.nbytes, use_order=UseOrder.ANNOUNCED))
         core.current[key] = entry.group

@@ -82,6 +82,10 @@ class RoutedUses:
         self.any = True
         self._routed[number] = True
 
+    def has(self, number: int) -> bool:
+        """Whether this number is of such a key."""
+        return bool(self._routed[number])
+
     def of(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
         """Which of these numbers are of such keys."""
         found: npt.NDArray[np.bool_] = self._routed[numbers]

@@ -44,10 +44,8 @@ class KnownEvents:
         return False
 
     def _introduce(self, group: GroupRecord) -> None:
-        if group.use_order is UseOrder.LEARNED:
-            self._schedule.introduce(group.id.key)
-        elif group.use_order is UseOrder.ROUTED:
-            self._schedule.introduce_routed(group.id.key)
+        if group.use_order is not UseOrder.ANNOUNCED:
+            self._schedule.introduce(group.id.key, group.use_order)
 
     def recovered(self, event: events.Recovered) -> bool:
         groups = [self._add(found) for found in event.groups]

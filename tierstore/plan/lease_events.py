@@ -30,9 +30,7 @@ class Uses:
         self._policy.used(group.id)
         self._movement.look_ahead = True
         if group.use_order is not UseOrder.LEARNED:
-            routed = group.use_order is UseOrder.ROUTED
-            come = self._schedule.come_routed if routed else self._schedule.come
-            come(group.id.key)
+            self._schedule.come(group.id.key)
             prefetcher.came(group.number)
             return
         self._schedule.advance_past(group.id.key)

@@ -118,9 +118,10 @@ class FarthestNextUse:
             outdated = np.arange(len(rows.groups))
         else:
             outdated = np.fromiter(rows.outdated, dtype=np.int64, count=len(rows.outdated))
-            drifting = self._schedule.drifting(rows.number[: len(rows.groups)])
-            if drifting is not None:
-                outdated = np.union1d(outdated, np.flatnonzero(drifting))
+            routed = self._schedule.routed
+            if routed.any:  # their ranks change while others are used
+                numbers = rows.number[: len(rows.groups)]
+                outdated = np.union1d(outdated, np.flatnonzero(routed.of(numbers)))
         rows.outdated.clear()
         if len(outdated):
             ranks = self._schedule.ranks(rows.number[outdated])

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
+from tierstore.model.tiers import UseOrder
 from tierstore.plan.fallback_orders import RegistrationOrder, RoutedUses, UseRates
 from tierstore.plan.matching import Numbers
 from tierstore.plan.use_history import Ranks, UseHistory
@@ -64,7 +64,7 @@ class LearnedOrder:
         self._kept: set[str] = set()  # keys whose number somebody was told
         self._history = UseHistory(_ROOM)
         self._rates = UseRates(_ROOM)
-        self._routed = RoutedUses(_ROOM)
+        self.routed = RoutedUses(_ROOM)
         self._used = 0  # how many uses had a place in the order
         self._registered = RegistrationOrder()
         self._latest: str | None = None  # the key used last
@@ -103,26 +103,25 @@ class LearnedOrder:
             if number == len(self._history.last):
                 self._history.make_room()
                 self._rates.make_room()
-                self._routed.make_room()
+                self.routed.make_room()
         self._numbers[key] = number
         self._rates.clear(number)
-        self._routed.clear(number)
+        self.routed.clear(number)
         span = 2.0 ** math.ceil(math.log2(len(self._numbers)))
         if span != self._rates.span:
             self._rates.span = span
             self.epoch += 1
         return number
 
-    def introduce(self, key: str) -> None:
-        """A group is registered."""
+    def introduce(self, key: str, order: UseOrder = UseOrder.LEARNED) -> None:
+        """A group is registered. What data choose has no place in an order."""
+        if order is UseOrder.ROUTED:
+            self.routed.add(self.number(key))
+            self.epoch += 1
+            return
         self._hints = None
         self.number(key)
         self._registered.add(key)
-
-    def introduce_routed(self, key: str) -> None:
-        """A group is registered that data choose: it has no place in an order."""
-        self._routed.add(self.number(key))
-        self.epoch += 1
 
     def forget(self, key: str) -> None:
         """A group is gone."""
@@ -134,7 +133,7 @@ class LearnedOrder:
         if number is None:
             return
         self._rates.clear(number)
-        self._routed.clear(number)
+        self.routed.clear(number)
         if self._history.last[number] < 0:
             self._spare.append(
                 self._numbers.pop(key)
@@ -186,15 +185,14 @@ class LearnedOrder:
             self.epoch += 1
 
     def come(self, key: str) -> None:
-        """Note that `key`, which the caller expected, was used. Nothing is learned from that."""
-        self._rates.clock += 1
-        self._come(key)
-
-    def come_routed(self, key: str) -> None:
-        """Note that `key`, which data chose, was used."""
-        number = self._number(key)
-        self._rates.count(number)
-        self._routed.count(number, self._used, len(self._numbers))
+        """Note that `key`, which the caller expected or data chose, was used. Of an order, nothing
+        is learned from that."""
+        number = self._numbers.get(key)
+        if number is not None and self.routed.has(number):
+            self._rates.count(number)
+            self.routed.count(number, self._used, len(self._numbers))
+        else:
+            self._rates.clock += 1
         self._come(key)
 
     def _come(self, key: str) -> None:
@@ -223,7 +221,7 @@ class LearnedOrder:
         if number is None or self.learning:
             return math.inf
         if self.trusted:
-            return float(self._places(np.array([number]))[0]) - self._history.place
+            return float(self.ranks(np.array([number]))[0]) - self._history.place
         rate = self._rates.rate(number)
         return self._rates.span / rate if rate > 0 else math.inf
 
@@ -241,7 +239,10 @@ class LearnedOrder:
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
         if self.trusted:
-            ranks = self._places(numbers)
+            ranks = self._history.next_places()[numbers]
+            if self.routed.any:
+                waits = self.routed.waits(numbers, self._used, len(self._numbers))
+                ranks = np.where(self.routed.of(numbers), self._history.place + waits, ranks)
         elif self.learning:
             ranks = np.full(len(numbers), np.inf)
         else:
@@ -252,19 +253,6 @@ class LearnedOrder:
         soon[self._named()] = SOON + np.arange(1, len(self._expected) + 1)
         sooner: Ranks = np.minimum(soon[numbers], ranks)  # than anything that was learned
         return sooner
-
-    def _places(self, numbers: Numbers) -> Ranks:
-        """The places at which they are used next; of what data choose, on average."""
-        places = self._history.next_places()[numbers]
-        if self._routed.any:
-            routed = self._routed.of(numbers)
-            waits = self._routed.waits(numbers[routed], self._used, len(self._numbers))
-            places[routed] = self._history.place + waits
-        return places
-
-    def drifting(self, numbers: Numbers) -> npt.NDArray[np.bool_] | None:
-        """Whose ranks change while others are used; None if nobody's do."""
-        return self._routed.of(numbers) if self._routed.any and self.trusted else None
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         """The ranks of keys that are used so many times as far ahead."""

@@ -20,6 +20,12 @@ def has_address(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+OF_THE_FORM = frozenset(
+    ("data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point", "numel", "stride")
+)
+"""Methods by which a tensor tells of itself without its bytes being looked at."""
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """The address of its first element; 0 if it has none."""
     return tensor.data_ptr()
