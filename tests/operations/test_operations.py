@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from tests import pipelines
 from tests.adapters.conftest import NEEDS_PRETEND, Checkpoints, checkpoint
+from tests.lanes import by_lane
 from tests.operations import parts
 from tests.operations.actions import Actions
 from tests.operations.operation import Do, Operation, Refusal
@@ -20,11 +22,27 @@ from tests.operations.tables import OPERATIONS, PAGE, page_with, tables
 
 __all__ = ["checkpoint"]
 
+SHARES = (0.15, 0.4)
+"""Budgets, as shares of the weights."""
+
+
+def _shares(number: int, operation: Operation, device: str) -> tuple[float, ...]:
+    """The long lane has each budget on each device; others have each budget on one of them."""
+    if len(operation.devices) < len(DEVICES):
+        return SHARES
+    first = (number + (device != "cpu")) % 2
+    return by_lane((SHARES[first],), (SHARES[first],), SHARES)
+
+
+DEVICES: dict[str, Any] = {"cpu": (), "pretend": NEEDS_PRETEND}
 CASES = [
-    pytest.param(operation, device, id=f"{operation.identifier}-{device}", marks=marks)
-    for operation in OPERATIONS
-    for device, marks in (("cpu", ()), ("pretend", NEEDS_PRETEND))
+    pytest.param(
+        operation, device, share, id=f"{operation.identifier}-{device}-{share}", marks=marks
+    )
+    for number, operation in enumerate(OPERATIONS)
+    for device, marks in DEVICES.items()
     if device in operation.devices
+    for share in _shares(number, operation, device)
 ]
 Ordinary = Callable[[Operation, str], list[torch.Tensor]]
 
@@ -75,8 +93,7 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
 
 
 @pytest.mark.full("how much of a model stays has little to do with what is done", keep="a third")
-@pytest.mark.parametrize("share", (0.15, 0.4))
-@pytest.mark.parametrize(("operation", "device"), CASES)
+@pytest.mark.parametrize(("operation", "device", "share"), CASES)
 def test_an_operation(
     operation: Operation,
     device: str,

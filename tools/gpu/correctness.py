@@ -248,6 +248,7 @@ class Correctness:
             "-q",
             "-p",
             "no:cacheprovider",
+            "--timeout=120",  # what hangs is told of, with the stacks of all threads
             "tests/device/test_accelerators.py",
         ]
         done = subprocess.run(
