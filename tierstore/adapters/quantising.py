@@ -29,8 +29,8 @@ from tierstore.model.outline import in_portions
 from tierstore.progress import bar
 from tierstore.system.allocator import FreedMemory
 
-_HOLDERS = ("torchao.quantization", "diffusers.quantizers.torchao.torchao_quantizer")
-"""Modules in which the libraries look `quantize_` up."""
+_HOLDER = "diffusers.quantizers.torchao.torchao_quantizer"
+"""A module, besides torchao's own, in which a library looks `quantize_` up."""
 _IN_BETWEEN = 8
 """What it computes of a weight until it is done, in sizes of the weight: several tensors of
 float32 at a time."""
@@ -143,11 +143,12 @@ def quantising() -> Iterator[Quantising | None]:
     None without torchao.
     """
     try:
-        holders: list[Any] = [import_module(_HOLDERS[0])]
+        holders: list[Any] = [import_module("torchao.quantization")]
     except ImportError:
         yield None
         return
-    holders += [sys.modules[name] for name in _HOLDERS[1:] if name in sys.modules]
+    if _HOLDER in sys.modules:
+        holders.append(sys.modules[_HOLDER])
     original = holders[0].quantize_
     put_off = Quantising(original)
     for holder in holders:
