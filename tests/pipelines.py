@@ -44,11 +44,14 @@ diffusers.utils.logging.disable_progress_bar()
 
 
 def build_flux(directory: Path | str, size: str = "small", **seeds: int) -> Path:
-    """FluxPipeline as FLUX.1-dev: guidance, CLIP (pooled), T5. ``size``: tiny, small, medium."""
+    """FluxPipeline as FLUX.1-dev: guidance, CLIP (pooled), T5. ``size``: tiny, small, medium,
+    and wide and deep: of 50 and 100 million weights in the transformer."""
     heads, head_dim, rope, double, single, shard, vae = {
         "tiny": (4, 16, (4, 4, 8), 3, 6, "512KB", (8, 16)),
         "small": (2, 128, (16, 56, 56), 5, 10, "10MB", (32, 32, 64, 64)),
         "medium": (6, 128, (16, 56, 56), 5, 16, "100MB", (32, 64, 128, 128)),
+        "wide": (4, 128, (16, 56, 56), 3, 5, "50MB", (8, 16)),
+        "deep": (4, 128, (16, 56, 56), 6, 10, "50MB", (8, 16)),
     }[size]
     tiny = size == "tiny"
     clip, t5 = (32, 64) if tiny else (128, 256)
@@ -80,6 +83,8 @@ def build_sd3(directory: Path | str, size: str = "small", **seeds: int) -> Path:
     heads, layers, shard, vae = {
         "tiny": (4, 6, "512KB", (8, 16)),
         "small": (4, 10, "10MB", (32, 32, 64, 64)),
+        "wide": (8, 6, "50MB", (8, 16)),
+        "deep": (8, 12, "50MB", (8, 16)),
     }[size]
     clip, t5 = (32, 64) if tiny else (128, 256)
     parts = {
@@ -166,6 +171,8 @@ def build_wan(directory: Path | str, size: str = "small", **seeds: int) -> Path:
     heads, head_dim, ffn, layers, shard = {
         "tiny": (4, 24, 256, 3, "512KB"),
         "small": (2, 128, 1024, 8, "5MB"),
+        "wide": (4, 128, 2048, 6, "50MB"),
+        "deep": (4, 128, 2048, 12, "50MB"),
     }[size]
     t5 = 64 if tiny else 256
 
@@ -200,6 +207,8 @@ def build_llama(directory: Path | str, size: str = "small", **seeds: int) -> Pat
     hidden, intermediate, layers, vocabulary, shard = {
         "tiny": (128, 256, 4, 512, "512KB"),
         "small": (256, 1024, 12, 4096, "8MB"),
+        "wide": (512, 2048, 13, 512, "50MB"),
+        "deep": (512, 2048, 26, 512, "50MB"),
     }[size]
     config = transformers.LlamaConfig(
         hidden_size=hidden,

@@ -19,11 +19,14 @@ from tools.bench.report import Claim
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(name: str, place: Path) -> str:
-    """What the script prints for a short run, which must be what it puts into the page."""
+def run(name: str, place: Path, *more: str) -> str:
+    """What the script prints for a short run, which must be what it puts into the page.
+
+    `more` are arguments of this script's own.
+    """
     page = place / "page.md"
     words = [f"tools/bench/{name}.py", "--small", "--dir", place, "--markdown", page]
-    output = output_of(*words, timeout=300)
+    output = output_of(*words, *more, timeout=300)
     if page.exists():
         assert output.strip() in page.read_text()
         assert str(place) not in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -12,6 +13,7 @@ from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
 from tests import pipelines
+from tierstore.adapters.codecs import leaves_of
 
 
 def torchao_int8(model: nn.Module) -> None:
@@ -70,6 +72,12 @@ KINDS: dict[str, Callable[[nn.Module], None]] = {
     for each in (torchao_int8, torchao_fp8, quanto_int8, bitsandbytes_nf4, bitsandbytes_int8)
 }
 
+CPU_ONLY = {"bitsandbytes_int8", "bitsandbytes_nf4"}
+"""bitsandbytes has no kernels for the pretend accelerator: int8 fails, nf4 takes minutes."""
+
+LEAST = 160 << 10
+"""Bytes: the largest table of the tiny models, which is not quantised, and what stays."""
+
 MODELS = ("flux", "sd3", "wan", "llama")
 _COMPONENTS = {
     "flux": ["transformer"],
@@ -98,3 +106,19 @@ def weights_of(pipe: Any) -> list[torch.Tensor]:
     """Parameters and buffers of all parts."""
     parts = pipelines.components(pipe).values()
     return [t for part in parts for t in (*part.parameters(), *part.buffers())]
+
+
+def outside(model: str, pipe: Any) -> int:
+    """Bytes of quantised weights that are in memory which is no map of a file."""
+    mapped = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith("/"):
+            mapped.append(tuple(int(bound, 16) for bound in fields[0].split("-")))
+    weights = [weight for part in large_parts(model, pipe) for weight in part.parameters()]
+    leaves = {id(t): t for weight in weights for t in leaves_of(weight).values()}
+    return sum(
+        leaf.nbytes
+        for leaf in leaves.values()
+        if not any(start <= leaf.data_ptr() < end for start, end in mapped)
+    )

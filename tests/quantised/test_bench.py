@@ -1,8 +1,10 @@
-"""The benchmark of quantising runs, and says what it is there to say."""
+"""The benchmarks of quantised models run, and say what they are there to say."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from tests.bench.test_speed_benches import cells, number, run
 
@@ -13,3 +15,13 @@ def test_quantising(tmp_path: Path) -> None:
     assert number(rows["quantised, first start"][-1]) > 0
     assert number(rows["quantised, second start"][-1]) == 0
     assert text.count("it is what was asked for (1)") == len(rows) - 1 == 4
+
+
+@pytest.mark.full("two processes that import all libraries; test_parity.py does the same in one")
+def test_quantised(tmp_path: Path) -> None:
+    text = run("quantised", tmp_path, "--kinds", "torchao_int8", "Q4_K", "--models", "flux")
+    for kind in ("torchao_int8", "Q4_K"):
+        _, nbytes, *runs, outside = cells(text)[f"{kind}, flux"]
+        assert [each.split(", ")[0] for each in runs] == ["equal"] * 3
+        assert all(number(each.split(", ")[1]) >= number(nbytes) > 0 for each in runs)
+        assert number(outside) <= 2

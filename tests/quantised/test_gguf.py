@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
-from torch import nn
 
 from tests import pipelines
 from tests.adapters.conftest import Checkpoints, checkpoint
+from tests.quantised.gguf_files import TYPES, write_gguf
 from tests.quantised.kinds import weights_of
 from tests.store.helpers import on_both, open_store
 from tierstore import enable_group_offload, from_single_file
@@ -25,23 +24,6 @@ from tierstore.adapters.codecs import weight_bytes
 __all__ = ["checkpoint"]
 
 PAGE = 4096
-TYPES = ("Q8_0", "Q4_0")
-
-
-def write_gguf(model: nn.Module, path: Path, kind: str) -> None:
-    """The model's weights under their own names, matrices as `kind`."""
-    writer = gguf.GGUFWriter(path, "flux")
-    quantised = gguf.GGMLQuantizationType[kind]
-    for name, weight in model.state_dict().items():
-        values = weight.float().numpy()
-        if weight.ndim == 2 and weight.shape[1] % 32 == 0:
-            writer.add_tensor(name, gguf.quants.quantize(values, quantised), raw_dtype=quantised)
-        else:
-            writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +58,8 @@ def test_it_is_read_where_it_lies(
     nbytes = weight_bytes(weights_of(pipe))
     with open_store(disk_dir, int(0.3 * nbytes), device) as store:
         model = from_single_file(FluxTransformer2DModel, path, store, **arguments(flux))
+        quantised = {p.quant_type for p in model.parameters() if hasattr(p, "quant_type")}
+        assert kind in {each.name for each in quantised}
         pipe = pipeline_of(flux, model)
         enable_group_offload(pipe, store)
         for _ in range(2):

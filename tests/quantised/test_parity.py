@@ -7,14 +7,22 @@ import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests import pipelines
 from tests.adapters.conftest import NEEDS_PRETEND, Checkpoints, checkpoint
-from tests.quantised.kinds import KINDS, MODELS, large_parts, quantised, weights_of
+from tests.quantised.kinds import (
+    CPU_ONLY,
+    KINDS,
+    LEAST,
+    MODELS,
+    large_parts,
+    outside,
+    quantised,
+    weights_of,
+)
 from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 from tierstore.adapters.codecs import leaves_of, weight_bytes
@@ -22,9 +30,6 @@ from tierstore.adapters.codecs import leaves_of, weight_bytes
 __all__ = ["checkpoint"]
 
 Output = Callable[[str, str, str], torch.Tensor]
-
-CPU_ONLY = {"bitsandbytes_int8", "bitsandbytes_nf4"}
-"""bitsandbytes has no kernels for the pretend accelerator: int8 fails, nf4 takes minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +45,6 @@ def output(checkpoint: Checkpoints) -> Output:
 
     return run
 
-
-def outside(model: str, pipe: Any) -> int:
-    """Bytes of quantised weights that are in memory which is no map of a file."""
-    mapped = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5].startswith("/"):
-            mapped.append(tuple(int(bound, 16) for bound in fields[0].split("-")))
-    weights = [weight for part in large_parts(model, pipe) for weight in part.parameters()]
-    leaves = {id(t): t for weight in weights for t in leaves_of(weight).values()}
-    return sum(
-        leaf.nbytes
-        for leaf in leaves.values()
-        if not any(start <= leaf.data_ptr() < end for start, end in mapped)
-    )
-
-
-LEAST = 160 << 10
-"""Bytes: the largest table of these small models, which is not quantised, and what stays."""
 
 CASES = [
     pytest.param(

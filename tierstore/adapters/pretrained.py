@@ -7,6 +7,7 @@ chooses dtypes. Only where the bytes are is different, so that a model of any si
   the store. Then it is cast, group by group; if it was before, it is found again.
 - What the library makes of weights (fused experts, a single file's queries, keys and values) lies
   in files without names in the store's directory until it is in the store.
+- What torchao would quantise of a layer is put off, and done for a few layers at a time.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def from_pretrained(
 
     Whatever the checkpoint's dtype and size, the process takes the store's budget, and the largest
     group twice while it is cast. Weights at the checkpoint's own dtype are read from its files;
-    others are written to the store once, and found there when the same files are loaded again.
+    others are written to the store once, and found there when the same files are loaded again. So
+    is what torchao makes of them (`quantization_config`), a few layers at a time.
 
     Raises what `cls.from_pretrained` and `enable_group_offload` raise, and TypeError for
     `device_map`, which the store replaces.

@@ -29,8 +29,8 @@ from tierstore.model.outline import in_portions
 from tierstore.progress import bar
 from tierstore.system.allocator import FreedMemory
 
-_ALSO_IN = ("diffusers.quantizers.torchao.torchao_quantizer",)
-"""Modules that have torchao's `quantize_` under a name of their own."""
+_HOLDER = "diffusers.quantizers.torchao.torchao_quantizer"
+"""A module, besides torchao's own, in which a library looks `quantize_` up."""
 _IN_BETWEEN = 8
 """What it computes of a weight until it is done, in sizes of the weight: several tensors of
 float32 at a time."""
@@ -147,7 +147,8 @@ def quantising() -> Iterator[Quantising | None]:
     except ImportError:
         yield None
         return
-    holders += [sys.modules[name] for name in _ALSO_IN if name in sys.modules]
+    if _HOLDER in sys.modules:
+        holders.append(sys.modules[_HOLDER])
     original = holders[0].quantize_
     put_off = Quantising(original)
     for holder in holders:
