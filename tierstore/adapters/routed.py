@@ -44,14 +44,14 @@ class Experts:
         self.module = module
         self.groups = groups
         self.stacks = {name: ExpertStack(self, name, each) for name, each in stacks.items()}
-        self.users = 0
+        self._users: set[ExpertsUse] = set()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def announce(self, args: Any, kwargs: Any) -> None:
         """Tell the store which experts come next, as the arguments of the forward say."""
         given = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
         index = next((t for t in given if not (t.is_floating_point() or t.is_complex())), None)
-        if index is not None and index.numel() and index.device.type != "meta":
+        if index is not None and index.numel() and not self.groups.over:
             chosen = index.unique().tolist()  # sorted, as they are used
             stacks = [stack.keys() for stack in self.stacks.values()]
             known = [i for i in chosen if 0 <= i < len(stacks[0])]
@@ -69,17 +69,22 @@ class Experts:
 
         return before
 
-    def show(self) -> None:
-        """Have the attributes be stacks from now on."""
+    def show(self, use: ExpertsUse) -> bool:
+        """Have the attributes be stacks while `use` lasts. False if the groups are over."""
         with self.groups.lock:
-            self.users += 1
-            self.module.__dict__.update(self.stacks)
+            begun = not self.groups.over
+            if begun:
+                self.groups.running.add(use)
+                self._users.add(use)
+                self.module.__dict__.update(self.stacks)
+        return begun
 
-    def hide(self) -> None:
-        """Have them be parameters, when nobody uses the stacks any more."""
+    def hide(self, use: ExpertsUse) -> None:
+        """Have them be parameters, when nobody uses the stacks any more. May be repeated."""
         with self.groups.lock:
-            self.users -= 1
-            if not self.users:
+            self.groups.running.discard(use)
+            self._users.discard(use)
+            if not self._users:
                 for name in self.stacks:
                     self.module.__dict__.pop(name, None)
 
@@ -97,7 +102,6 @@ class ExpertsUse:
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
-        self._shown = False
         self._leases: dict[str, tuple[str, ViewLease]] = {}
         self._outer: list[tuple[ExpertStack, ExpertsUse | None]] = []
 
@@ -108,17 +112,15 @@ class ExpertsUse:
         False if the model is not cut into these groups any more.
         """
         experts, groups = self._experts, self._experts.groups
-        if groups.over:
-            groups.wait_until_renewed()
-            return False
         edited = [s.binding for s in experts.stacks.values() if s.binding.edited]
         if edited:
             groups.renew(edited)
+        if not experts.show(self):
+            groups.wait_until_renewed()
+            return False
         for stack in experts.stacks.values():
             self._outer.append((stack, stack.use))
             stack.use = self
-        self._shown = True
-        experts.show()
         return True
 
     def slice_of(self, stack: ExpertStack, expert: int) -> torch.Tensor:
@@ -160,9 +162,7 @@ class ExpertsUse:
             stack, use = self._outer[-1]
             stack.use = use
             self._outer.pop()
-        if self._shown:
-            self._shown = False
-            self._experts.hide()
+        self._experts.hide(self)
         for name in list(self._leases):
             self._let_go_of(name)
 

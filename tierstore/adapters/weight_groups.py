@@ -77,6 +77,7 @@ class WeightGroups:
         self._bindings: dict[int, Binding] = {}
         self._wrapped: dict[int, WrappedTensor] = {}
         self._members: dict[str, list[Binding]] = {}
+        self.running: set[object] = set()  # uses of slices
         self._slices: dict[int, tuple[str, list[str]]] = {}  # of what, by the id of its binding
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
@@ -229,8 +230,9 @@ class WeightGroups:
 
     @property
     def in_use(self) -> bool:
-        """Whether anything of them is shown at this moment."""
-        return any(binding.user is not None for binding in self._bindings.values())
+        """Whether anything of them is shown at this moment, or slices of them are used."""
+        shown = any(binding.user is not None for binding in self._bindings.values())
+        return shown or bool(self.running)
 
     # Changed weights ---------------------------------------------------------------------------
 
