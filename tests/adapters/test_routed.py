@@ -199,7 +199,7 @@ def test_no_more_is_read_than_the_chosen_experts_that_were_not_there(
         decode(model, tokens[6:], past)
         after = store.stats()
         read = after.bytes_read - before.bytes_read
-        assert misses.nbytes > 0
+        assert 0 < misses.nbytes < misses.used
         assert read <= 1.1 * misses.nbytes
         assert after.routed_bytes_read - before.routed_bytes_read == read  # dense weights stay
 

@@ -89,9 +89,12 @@ def test_a_disk_that_fails_leaves_nothing(call: str, number: int, disk_dir: Path
 
 
 def test_a_disk_budget_is_kept_to(disk_dir: Path) -> None:
-    with open_store(disk_dir, RAM, disk_budget=2 * RAM) as store:
-        with nothing_is_left(store, disk_dir), pytest.raises(BudgetError, match="disk_budget"):
-            register(store)
+    with (
+        open_store(disk_dir, RAM, disk_budget=2 * RAM) as store,
+        nothing_is_left(store, disk_dir),
+        pytest.raises(BudgetError, match="disk_budget"),
+    ):
+        register(store)
     with open_store(disk_dir, RAM, disk_budget=3 * RAM) as store:
         assert_right(register(store))
         assert 2 * RAM < store.stats().used_bytes["DISK"] <= 3 * RAM

@@ -194,7 +194,8 @@ class LearnedOrder:
         """Note that `key`, which data chose, was used."""
         number = self._number(key)
         self._rates.count(number)
-        self._routed.count(number, self._used, len(self._numbers))
+        turn = self._numbers.get(self._latest or "", number)
+        self._routed.count(number, turn, self._used, len(self._numbers))
         self._come(key)
 
     def _come(self, key: str) -> None:
@@ -255,11 +256,14 @@ class LearnedOrder:
 
     def _places(self, numbers: Numbers) -> Ranks:
         """The places at which they are used next; of what data choose, on average."""
-        places = self._history.next_places()[numbers]
+        following = self._history.next_places()
+        places: Ranks = following[numbers]
         if self._routed.any:
             routed = self._routed.of(numbers)
-            waits = self._routed.waits(numbers[routed], self._used, len(self._numbers))
-            places[routed] = self._history.place + waits
+            own = numbers[routed]
+            turns = following[self._routed.turns(own)]
+            turns[np.isinf(turns)] = self._history.place
+            places[routed] = turns + self._routed.waits(own, self._used, len(self._numbers))
         return places
 
     def drifting(self, numbers: Numbers) -> npt.NDArray[np.bool_] | None:
