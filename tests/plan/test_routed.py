@@ -139,3 +139,14 @@ def test_layers_stay_and_so_do_the_experts_that_are_chosen_often() -> None:
         f"{n}/{i}" not in staying for c in passes[100:] for n, layer in enumerate(c) for i in layer
     )
     assert missed <= 1.25 * fewest
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_some_stay_even_if_those_of_one_pass_do_not_all_fit(announced: bool) -> None:
+    """If the same experts are chosen again and again, what was not used for longest comes next."""
+    room = LAYERS * TOP // 2
+    scan = RoutedScan(host=SIZE * (LAYERS + room))
+    chosen = choices(1)[0]
+    missed = [scan.step(chosen, announced=announced) / SIZE for _ in range(40)][20:]
+    # Half of them, if the same ones always stayed. Those that are announced need room meanwhile.
+    assert sum(missed) / len(missed) < 0.75 * LAYERS * TOP

@@ -147,12 +147,16 @@ class Copying:
                 with self._offloaded.weights.lock:
                     value = binding.value(binding.tensor).detach()
                 memo[id(binding.tensor)] = made(like(binding.tensor, value))
-        with self._lock:
+        with self._lock, self._offloaded.weights.lock:  # no module's attributes change meanwhile
             self.remove()
             try:
-                return copy.deepcopy(self._root, memo)
+                found = copy.deepcopy(self._root, memo)
             finally:
                 self._put()
+        for module in found.modules():  # on another thread, some may stand in for parameters
+            for name in module._parameters.keys() & module.__dict__.keys():
+                del module.__dict__[name]
+        return found
 
 
 class Hook:

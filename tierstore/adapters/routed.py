@@ -317,6 +317,19 @@ class ExpertStack:
         return out
 
 
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(stack: ExpertStack, *others: Any) -> Any:
+        return getattr(stack.whole(), name)(*map(_with_whole, others))
+
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        setattr(ExpertStack, _method, _operator(_method))
+setattr(ExpertStack, "__neg__", _operator("__neg__"))  # noqa: B010
+
+
 def _with_whole(value: Any) -> Any:
     if isinstance(value, ExpertStack):
         return value.whole()

@@ -79,6 +79,7 @@ class WeightGroups:
         self._members: dict[str, list[Binding]] = {}
         self.running: set[object] = set()  # uses of slices
         self._slices: dict[int, tuple[str, list[str]]] = {}  # of what, by the id of its binding
+        self._routed: set[int] = set()  # the ids of tensors in groups that data choose
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
         self._watched: list[Binding] = []
@@ -102,6 +103,8 @@ class WeightGroups:
             members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
             self._members[key] = members
             self._bindings.update({id(binding.tensor): binding for binding in members})
+            if plan.routed:
+                self._routed.update(map(id, plan.tensors.values()))
             self._freed.add(sum(map(tensor_bytes, homes.values())))
         self._freed.give_back()
         for each in wrapped:
@@ -327,7 +330,8 @@ class WeightGroups:
         """Replace a group by one of these values, which are taken out of the dict."""
         named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
         key = next(key for key in named if key not in self.groups)
-        homes = self._put(key, values, space, casts)
+        routed = id(members[0].tensor) in self._routed
+        homes = self._put(key, values, space, casts, routed=routed)
         values.clear()
         try:
             self._move_members(old, key, members, homes)

@@ -64,10 +64,12 @@ class RoutedUses:
         self.any = False
         self._routed = np.zeros(room, dtype=np.bool_)
         self._count, self._counted_at = np.zeros((2, room))
+        self._turn = np.zeros(room, dtype=np.int64)
 
     def make_room(self) -> None:
         """For twice as many numbers."""
         more = len(self._count)
+        self._turn = np.append(self._turn, np.zeros(more, dtype=np.int64))
         self._routed = np.append(self._routed, np.zeros(more, dtype=np.bool_))
         self._count = np.append(self._count, np.zeros(more))
         self._counted_at = np.append(self._counted_at, np.zeros(more))
@@ -91,11 +93,18 @@ class RoutedUses:
         found: npt.NDArray[np.bool_] = self._routed[numbers]
         return found
 
-    def count(self, number: int, now: int, keys: int) -> None:
-        """A use, after `now` uses of keys in order, where there are so many keys."""
+    def count(self, number: int, turn: int, now: int, keys: int) -> None:
+        """A use, after `now` uses of keys in order, the last of `turn`, where there are so many
+        keys."""
+        self._turn[number] = turn
         decayed = math.exp((self._counted_at.item(number) - now) / (self.SPAN * keys))
         self._count[number] = 1.0 + self._count.item(number) * decayed
         self._counted_at[number] = now
+
+    def turns(self, numbers: Numbers) -> Numbers:
+        """After which key in order each was used last: it is not used again before that is."""
+        found: Numbers = self._turn[numbers]
+        return found
 
     def waits(self, numbers: Numbers, now: int, keys: int) -> Ranks:
         """After how many uses in order each is used again, on average; infinity: nobody knows."""

@@ -190,7 +190,8 @@ class LearnedOrder:
         number = self._numbers.get(key)
         if number is not None and self.routed.has(number):
             self._rates.count(number)
-            self.routed.count(number, self._used, len(self._numbers))
+            turn = self._numbers.get(self._latest or "", number)
+            self.routed.count(number, turn, self._used, len(self._numbers))
         else:
             self._rates.clock += 1
         self._come(key)
@@ -239,10 +240,13 @@ class LearnedOrder:
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
         if self.trusted:
-            ranks = self._history.next_places()[numbers]
+            following = self._history.next_places()
+            ranks = following[numbers]
             if self.routed.any:
-                waits = self.routed.waits(numbers, self._used, len(self._numbers))
-                ranks = np.where(self.routed.of(numbers), self._history.place + waits, ranks)
+                routed = self.routed.of(numbers)
+                waits = self.routed.waits(numbers[routed], self._used, len(self._numbers))
+                turns = following[self.routed.turns(numbers[routed])]
+                ranks[routed] = np.where(np.isinf(turns), self._history.place, turns) + waits
         elif self.learning:
             ranks = np.full(len(numbers), np.inf)
         else:
