@@ -78,6 +78,22 @@ def test_overhead(tmp_path: Path) -> None:
     assert "acquire and release take at most 30 us" in text
 
 
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+def test_experts(tmp_path: Path) -> None:
+    text = run("experts", tmp_path)
+    tables = text.split("Mixtral: ", 1)
+    for name, table in zip(("Qwen2-MoE", "Mixtral"), tables, strict=True):
+        rows = cells(table)
+        for contender in ("tierstore", "accelerate, disk_offload"):
+            assert number(rows[contender][0]) > 0
+        assert rows["tierstore"][-1] == "equal"
+        chosen, missing, read, *_ = map(number, rows["tierstore, counted"])
+        assert read >= missing > 0, "all experts were in RAM, so nothing is shown"
+        assert chosen >= missing
+        assert f"held: {name}: logits are those of the plain model" in text
+        assert f"held: {name}: the store counts as the hooks do" in text
+
+
 @needs_pretend
 @pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_queueing(tmp_path: Path) -> None:
