@@ -141,20 +141,27 @@ class WeightGroups:
         with self._renewing:
             found = self._slices.get(id(binding))
             if found is None or found[0] != binding.key:
-                self._discard_slices(found)
-                found = self._slices[id(binding)] = binding.key, []
-                space = AddressSpace()
-                for i, part in enumerate(binding.home):
-                    name = f"{binding.name}[{i}]"
-                    key = f"{binding.key}/{name}"
-                    self._put(key, {name: part}, space, routed=True)
-                    found[1].append(key)
+                if found is not None:
+                    self._discard_slices(found[1])
+                found = binding.key, self._put_slices(binding)
+                self._slices[id(binding)] = found
             return found[1]
 
-    def _discard_slices(self, found: tuple[str, list[str]] | None) -> None:
-        for key in [] if found is None else found[1]:
-            self.store.discard(key)
-            del self.groups[key]
+    def _put_slices(self, binding: Binding) -> list[str]:
+        """Put slices into groups of their own. May be repeated if interrupted."""
+        space = AddressSpace()
+        names = [f"{binding.name}[{i}]" for i in range(len(binding.home))]
+        for name, part in zip(names, binding.home, strict=True):
+            if f"{binding.key}/{name}" not in self.groups:
+                self._put(f"{binding.key}/{name}", {name: part}, space, routed=True)
+        return [f"{binding.key}/{name}" for name in names]
+
+    def _discard_slices(self, keys: list[str]) -> None:
+        """Forget groups of slices. May be repeated if interrupted."""
+        for key in keys:
+            if key in self.store:
+                self.store.discard(key)
+            self.groups.pop(key, None)
 
     def refuse_what_never_fits(self, cutting: Cutting, units: list[Unit]) -> None:
         """Raise BudgetError if a group has no room beside what stays on the device, or if all
