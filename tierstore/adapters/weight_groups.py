@@ -141,8 +141,10 @@ class WeightGroups:
         with self._renewing:
             found = self._slices.get(id(binding))
             if found is None or found[0] != binding.key:
-                if found is not None:
-                    self._discard_slices(found[1])
+                for key in () if found is None else found[1]:
+                    if key in self.store:
+                        self.store.discard(key)
+                    self.groups.pop(key, None)
                 found = binding.key, self._put_slices(binding)
                 self._slices[id(binding)] = found
             return found[1]
@@ -155,13 +157,6 @@ class WeightGroups:
             if f"{binding.key}/{name}" not in self.groups:
                 self._put(f"{binding.key}/{name}", {name: part}, space, routed=True)
         return [f"{binding.key}/{name}" for name in names]
-
-    def _discard_slices(self, keys: list[str]) -> None:
-        """Forget groups of slices. May be repeated if interrupted."""
-        for key in keys:
-            if key in self.store:
-                self.store.discard(key)
-            self.groups.pop(key, None)
 
     def refuse_what_never_fits(self, cutting: Cutting, units: list[Unit]) -> None:
         """Raise BudgetError if a group has no room beside what stays on the device, or if all
