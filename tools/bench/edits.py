@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +33,7 @@ from torch import nn
 from tierstore import OffloadHandle, TierStore, enable_group_offload
 from tools.bench import flux
 from tools.bench.anonymous import AnonymousPeak
+from tools.bench.own_process import answer, start
 from tools.bench.report import Claim, Page
 
 SHAPE = flux.Shape(heads=12, double=6, single=12, dtype="float32", shard="100GB")
@@ -175,14 +174,7 @@ def edited(way: Way, place: Path, budget: int) -> dict[str, float]:
 def run(name: str, place: Path, budget: int) -> dict[str, float]:
     """One way, in a process of its own."""
     shutil.rmtree(place / "store", ignore_errors=True)
-    words = [sys.executable, str(Path(__file__).resolve()), "--dir", str(place)]
-    words += ["--run", name, "--budget", str(budget)]
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return answer(name, start(__file__, name, place, budget))
 
 
 def main() -> int:

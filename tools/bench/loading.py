@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from tierstore import TierStore, enable_group_offload, from_pretrained, from_sin
 from tools.bench import flux, machine
 from tools.bench.anonymous import AnonymousPeak
 from tools.bench.memory_group import MemoryGroup
+from tools.bench.own_process import answer, start
 from tools.bench.report import Claim, Page
 
 SHAPE = flux.Shape(heads=12, double=6, single=12, dtype="float32")
@@ -110,19 +109,9 @@ def prepare(shape: flux.Shape, place: Path) -> int:
 def run(way: str, place: Path, budget: int, limit: int) -> dict[str, float] | None:
     """None if the system ended it, for want of memory."""
     machine.drop_page_cache()
-    words = [sys.executable, str(Path(__file__).resolve()), "--dir", str(place)]
-    words += ["--run", way, "--budget", str(budget)]
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
     with MemoryGroup(limit) as group:
-        done = subprocess.run(
-            group.command(words), capture_output=True, text=True, env=environment, check=False
-        )
-    if done.returncode in (-9, 137):
-        return None
-    if done.returncode:
-        raise SystemExit(f"the run of {way!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        done = start(__file__, way, place, budget, group)
+    return None if done.returncode in (-9, 137) else answer(way, done)
 
 
 def main() -> int:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -30,6 +28,7 @@ from torchao.quantization import Int8WeightOnlyConfig
 from tierstore import TierStore, from_pretrained
 from tools.bench import flux
 from tools.bench.anonymous import AnonymousPeak
+from tools.bench.own_process import answer, start
 from tools.bench.report import Claim, Page
 
 SHAPE = flux.Shape(heads=12, double=12, single=24, dtype="bfloat16", shard="1GB")
@@ -71,14 +70,7 @@ def loaded(way: str, place: Path, budget: int) -> dict[str, float]:
 
 def run(way: str, place: Path, budget: int) -> dict[str, float]:
     """One way, in a process of its own."""
-    words = [sys.executable, str(Path(__file__).resolve()), "--dir", str(place)]
-    words += ["--run", way, "--budget", str(budget)]
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise SystemExit(f"{way!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return answer(way, start(__file__, way, place, budget))
 
 
 def main() -> int:
