@@ -143,6 +143,11 @@ def saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | 
     return None if hooks is None else (hooks[0], hooks[1])
 
 
+def hooks_are_allowed() -> bool:
+    """Whether hooks may be put on for what autograd saves. Transforms of torch.func forbid it."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
 # Modules ------------------------------------------------------------------------------------------
 
 

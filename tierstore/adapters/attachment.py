@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -49,9 +49,15 @@ class Attachment:
         self.add(stand_in)
         stand_in.put()
 
-    def keep_on_device(self, prefix: str, tensors: Mapping[str, torch.Tensor], target: int) -> None:
+    def keep_on_device(
+        self,
+        prefix: str,
+        tensors: Mapping[str, torch.Tensor],
+        target: int,
+        trained: Collection[torch.Tensor] = (),
+    ) -> None:
         """Have these on the store's device for as long as this lasts: see `DeviceResident`."""
-        self.resident.take(prefix, tensors, target, self.groups)
+        self.resident.take(prefix, tensors, target, self.groups, trained)
 
     def outdate(self, kind: type) -> list[StandIn]:
         """Leave it to the caller to remove the stand-ins that run a `kind`: others take their

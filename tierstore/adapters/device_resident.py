@@ -7,7 +7,7 @@ codec knows their kind: then they lie outside of the store, and its budget is sm
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -52,17 +52,20 @@ class DeviceResident:
         tensors: Mapping[str, torch.Tensor],
         target: int,
         groups: dict[str, list[str]],
+        trained: Collection[torch.Tensor] = (),
     ) -> None:
         """Bring tensors to the device, in groups of up to `target` bytes.
 
         They are added to `groups`, the names of the tensors in each. Their keys begin with `prefix`
-        and end with `/resident`. Where the device is the CPU, all of them are there already.
+        and end with `/resident`. Where the device is the CPU, all of them are there already, and
+        the store's budget is smaller by the bytes of those that are `trained`.
 
-        Raises BudgetError if those of unknown kinds leave no room in the budget.
+        Raises BudgetError if those that lie outside of the store leave no room in the budget.
         """
         leaves = {name: leaves_of(tensor) for name, tensor in tensors.items()}
         self._keep_outside(prefix, {n: t for n, t in tensors.items() if not leaves[n]})
         if self._store.device.type == "cpu":
+            self._count_outside(weight_bytes(t for t in trained if leaves_of(t)))
             return
         held: dict[str, torch.Tensor] = {}
         for name, found in leaves.items():
@@ -82,7 +85,7 @@ class DeviceResident:
         self.leases.append(lease)
         for name, tensor in tensors.items():
             self._before.append((tensor, tensor.device))
-            assign(tensor, over(lease.tensors[name]))
+            _assign_with_gradient(tensor, over(lease.tensors[name]))
 
     def _keep_outside(self, prefix: str, unknown: Mapping[str, torch.Tensor]) -> None:
         """Of these, no store can hold any."""
@@ -99,11 +102,15 @@ class DeviceResident:
             f"{nbytes:,}",
             self._store.device,
         )
-        engine_of(self._store).device_memory.count_outside(nbytes)
-        self._outside = nbytes
+        self._count_outside(nbytes)
         if self._store.device.type != "cpu":
             for tensor in unknown.values():
                 self._swap(tensor)
+
+    def _count_outside(self, nbytes: int) -> None:
+        if nbytes:
+            engine_of(self._store).device_memory.count_outside(nbytes)
+            self._outside += nbytes
 
     def _swap(self, tensor: torch.Tensor) -> None:
         moved = tensor.detach().to(self._store.device)
@@ -119,10 +126,18 @@ class DeviceResident:
         while self._wrapped:
             self._wrapped.pop().put_back(self)
         for tensor, device in self._before:
-            assign(tensor, tensor.detach().to(device, copy=True))
+            _assign_with_gradient(tensor, tensor.detach().to(device, copy=True))
         self._before.clear()
         while self.leases:
             self.leases.pop().release()
         outside, self._outside = self._outside, 0
         if outside:
             engine_of(self._store).device_memory.count_outside(-outside)
+
+
+def _assign_with_gradient(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor show other memory, and its gradient, if it has one, be on the same device."""
+    gradient, tensor.grad = tensor.grad, None
+    assign(tensor, value)
+    if gradient is not None:
+        tensor.grad = gradient.to(value.device)

@@ -36,13 +36,20 @@ from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
+from tierstore.adapters.trained import Trained
 from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, UnitUse, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
 from tierstore.model.errors import LeaseError
 from tierstore.store import TierStore, engine_of
-from tierstore.torch_private import COMPILED_CALL, call_uncompiled, in_derivative, in_trace
+from tierstore.torch_private import (
+    COMPILED_CALL,
+    call_uncompiled,
+    in_backward,
+    in_derivative,
+    in_trace,
+)
 
 logger = logging.getLogger("tierstore")
 
@@ -88,6 +95,7 @@ class OffloadedModule:
         self.changed = False
         self.has_run = False
         self._inference: list[tuple[torch.Tensor, bool]] = []
+        self._trained = Trained(root)
         self._prefix = prefix
         self._cutting = cutting
         self._skip = skip
@@ -124,6 +132,7 @@ class OffloadedModule:
             if tensor.is_inference() and not is_wrapper(tensor):
                 self._inference.append((tensor, tensor.requires_grad))
                 make_ordinary(tensor)
+        self._trained = Trained(self.root)
         units = self._cutting.units(self.root)
         _tell_what_is_compiled_in_parts(self.root, units)
         wrapped = wrapped_tensors([*self.root.parameters(), *self.root.buffers()])
@@ -158,7 +167,7 @@ class OffloadedModule:
     def _plans(self, units: list[Unit]) -> tuple[list[GroupPlan], set[str]]:
         """The groups, and the names of what should stay in RAM: that and the rest are never in one
         group."""
-        taken = others_tensors(self)
+        taken = others_tensors(self) | self._trained.ids
         plans: list[GroupPlan] = []
         in_ram: set[str] = set()
         for place in (IN_RAM, ANYWHERE):
@@ -182,7 +191,8 @@ class OffloadedModule:
             for name, tensor in [*self.root.named_parameters(), *self.root.named_buffers()]
             if id(tensor) not in taken and tensor.device.type != "meta"
         }
-        self._attachment.keep_on_device(self._prefix, rest, self._cutting.target)
+        trained = [t for t in rest.values() if id(t) in self._trained.ids]
+        self._attachment.keep_on_device(self._prefix, rest, self._cutting.target, trained)
 
     def _wrap(self, unit: Unit) -> None:
         if owner_of(unit.module) is not self:
@@ -238,7 +248,9 @@ class OffloadedModule:
                 self._attachment.stand_in(module, name, forward)
 
     def _run(self) -> ModelRun | None:
-        return ModelRun(self.weights.held, self._over) if self.weights.held.run is None else None
+        weights = self.weights
+        run = ModelRun(weights.held, weights.last_lease, self._over)
+        return run if weights.held.run is None else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _over(self) -> None:
@@ -268,8 +280,9 @@ class OffloadedModule:
     # Around a run ------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Before any part of the model runs: use it as it is now. During a run, nothing is seen."""
-        if self.weights.held.run is None:
+        """Before any part of the model runs: use it as it is now. During a run, or a backward that
+        runs parts of it again, nothing is seen."""
+        if self.weights.held.run is None and not in_backward():
             self._look()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -277,6 +290,7 @@ class OffloadedModule:
         self._refuse_other_ways_to_run()
         with self._renewing:  # others wait until it is cut anew
             self.changed = self.changed or not all(w.intact for w in self.weights.wrapped.values())
+            self.changed = self.changed or (torch.is_grad_enabled() and self._trained.outdated)
             if self.changed and self.weights.end_use():
                 self._cut_anew()
             self.weights.renew_written()
@@ -366,5 +380,6 @@ def _use_of(owner: Owner, tensors: set[int]) -> WeightUse | None:
 
 def _uses(owner: Owner, bindings: list[Binding]) -> UnitWeights:
     on_cpu = owner.store.device.type == "cpu"
-    wrapped = [] if on_cpu else owner.weights.wrapped_of(bindings)
-    return UnitWeights(owner.weights, bindings, wrapped)
+    wrapped = owner.weights.wrapped_of(bindings)
+    parameters = [b.tensor for b in bindings] + [w.tensor for w in wrapped]
+    return UnitWeights(owner.weights, bindings, [] if on_cpu else wrapped, parameters)

@@ -3,7 +3,7 @@
 A *unit* is a module with the weights that its forward needs. One run of it is a `UnitUse`: weights
 are borrowed in `begin`, before the forward; they are given back in `finish`, after it, or in `end`,
 if it raised. In training, what a backward pass needs once more it borrows by itself (see
-`tierstore.adapters.training.weights`), and a forward that is computed again is another use.
+`tierstore.adapters.saved_weights`), and a forward that is computed again is another use.
 
 A `StandIn` is an attribute of the one module object. A deep copy or a pickle of the module is an
 ordinary module: it gets its ordinary method back.
@@ -188,12 +188,14 @@ def refuse_to_go_back(tensors: Iterable[torch.Tensor], given: Arguments) -> None
     passed_on = {id(tensor.grad_fn) for tensor in tensors_in(list(given))}
     for tensor in tensors:
         if tensor.grad_fn is not None and id(tensor.grad_fn) not in passed_on:
-            tensor.grad_fn.register_prehook(_refuse_backward)
+            tensor.grad_fn.register_prehook(refuse_backward)
 
 
-def _refuse_backward(gradients: Any) -> None:
+def refuse_backward(*gradients: Any) -> None:
+    """Raise the error of a backward that cannot be."""
     raise RuntimeError(
         "this backward needs weights that have left the device since the forward: they are in a "
-        "tierstore. Run the forward under torch.no_grad() if no gradient is wanted; to train, make "
-        "it an ordinary model first (tierstore.undispatch(model), or handle.disable())"
+        "tierstore. Run the forward under torch.no_grad() if no gradient is wanted. To train a few "
+        "weights, freeze the others before (model.requires_grad_(False)); to train all, make it an "
+        "ordinary model first (tierstore.undispatch(model), or handle.disable())"
     )

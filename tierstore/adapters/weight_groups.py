@@ -15,6 +15,7 @@ from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.device_resident import is_resident
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unused
+from tierstore.adapters.saved_weights import LastLease
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
@@ -73,6 +74,7 @@ class WeightGroups:
         self.renewals = 0
         self.over = False
         self.held = HeldLease()
+        self.last_lease = LastLease(store)
         self._renewing = renewing
         self._bindings: dict[int, Binding] = {}
         self._wrapped: dict[int, WrappedTensor] = {}
@@ -378,6 +380,7 @@ class WeightGroups:
         self._wrapped.clear()
         self._members.clear()
         self._slices.clear()
+        self.last_lease.give_back()
         with suppress(ClosedError):  # in a child process, too, where the store is of no use
             for key in self.groups:
                 if key in self.store:

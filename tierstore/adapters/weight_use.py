@@ -1,25 +1,40 @@
 """Using weights of an offloaded model: for one run of a unit, and for a call of the whole model.
 
-Both are a `UnitUse`, which tells what goes on around the call of a method.
+Both are a `UnitUse`, which tells what goes on around the call of a method. While gradients are
+enabled, nothing of the weights gets into the graph: see `tierstore.adapters.saved_weights`. A
+backward pass through weights that are frozen brings them in again; through others, it raises.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from tierstore.adapters.activations import Unpack
+from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
 from tierstore.adapters.bindings import Binding
-from tierstore.adapters.codecs.memory import group_address_of, storage_address_of
+from tierstore.adapters.codecs.memory import (
+    Geometry,
+    address_of,
+    geometry_of,
+    group_address_of,
+    span,
+    storage_address_of,
+)
 from tierstore.adapters.nested import tensors_in, with_tensors
-from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
+from tierstore.adapters.saved_weights import LastLease, WeightHooks
+from tierstore.adapters.unit_use import Arguments, refuse_backward, refuse_to_go_back
+from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.adapters.weight_groups import HeldLease, WeightGroups
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.lease import Lease, make_revocable, resume
 from tierstore.model.errors import UnknownKeyError
+from tierstore.torch_private import hooks_are_allowed, in_backward, version_of
 
 
 @dataclass(eq=False)
@@ -30,6 +45,7 @@ class ModelRun:
     """
 
     held: HeldLease
+    last_lease: LastLease
     over: Callable[[], None]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -37,6 +53,8 @@ class ModelRun:
         """A call inside of another one changes nothing."""
         if self.held.run is None:
             self.held.run = self
+            if not in_backward():
+                self.last_lease.give_back()  # of a backward that raised
         return True
 
     def finish(self, result: Any, given: Arguments) -> Any:
@@ -60,11 +78,13 @@ class UnitWeights:
     """What one unit needs of a model's groups while it runs: the tensors of `bindings`.
 
     Those of `wrapped` consist of some of these, and have to say that they are on an accelerator.
+    `parameters` are the model's own tensors, which say whether they want gradients.
     """
 
     groups: WeightGroups
     bindings: list[Binding]
     wrapped: list[WrappedTensor]
+    parameters: list[torch.Tensor] = field(default_factory=list)
     _keys: tuple[int, list[str]] = (-1, [])
 
     def keys(self) -> tuple[int, list[str]]:
@@ -74,6 +94,65 @@ class UnitWeights:
             self._keys = self.groups.renewals, list(keys)
         return self._keys
 
+    @property
+    def frozen(self) -> bool:
+        """Whether none of them wants a gradient."""
+        return not any(tensor.requires_grad for tensor in self.parameters)
+
+
+class SavedViews:
+    """Tells the views of what is lent in one use of a unit, as autograd saves them."""
+
+    def __init__(
+        self, groups: WeightGroups, bindings: list[Binding], leased: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._groups = groups
+        shown = [(b, leased[b.name]) for b in bindings if leased[b.name].numel()]
+        self._spans = [(address_of(t), address_of(t) + span(t), b) for b, t in shown]
+        self._device = shown[0][1].device if shown else None
+        self._start = min((start for start, _, _ in self._spans), default=0)
+        self._stop = max((stop for _, stop, _ in self._spans), default=0)
+
+    def pack(self, tensor: torch.Tensor) -> Unpack | None:
+        """What brings a saved tensor back, if it is a view of a weight that is lent."""
+        address = address_of(tensor)
+        if not self._start <= address < self._stop or tensor.device != self._device:
+            return None
+        for start, stop, binding in self._spans:
+            if start <= address < stop:
+                geometry = geometry_of(tensor)
+                origin = geometry.offset * tensor.element_size() - (address - start)
+                where = self._groups, binding, binding.key, origin, geometry
+                return functools.partial(_view_again, *where, described(tensor))
+        return None
+
+
+@torch.no_grad()
+def _view_again(
+    groups: WeightGroups,
+    binding: Binding,
+    key: str,
+    origin: int,
+    geometry: Geometry,
+    description: str,
+) -> torch.Tensor:
+    """A view of a weight, as it was saved: `origin` is where the weight began in the storage that
+    the view looked at. Raises RuntimeError if the weight is not what it was."""
+    if binding.tensor.requires_grad:
+        refuse_backward()
+    refuse_changed(description, version_of(binding.tensor), binding.version)
+    try:
+        if groups.over or binding.key != key:
+            raise UnknownKeyError(key)
+        leased = groups.last_lease.tensors(key)
+    except UnknownKeyError:
+        raise RuntimeError(
+            f"this backward needs {binding.name}, which a tierstore holds no more as it was in the "
+            "forward: weights were changed since, or the model was cut into groups anew. Run the "
+            "forward again"
+        ) from None
+    return geometry.over(leased[binding.name].untyped_storage(), origin)
+
 
 class WeightUse:
     """One run of a unit. `begin` brings its tensors in; `end`, whatever happened, undoes that.
@@ -81,11 +160,14 @@ class WeightUse:
     Every use holds leases of its own, so that uses on several threads may overlap.
     """
 
-    __slots__ = ("_casts", "_leases", "_weights", "_with_grad")
+    __slots__ = ("_casts", "_hooks", "_leases", "_viewed", "_views", "_weights", "_with_grad")
 
     def __init__(self, weights: UnitWeights) -> None:
         self._weights = weights
         self._leases: list[Lease] = []
+        self._views: list[ViewLease] = []
+        self._viewed = False
+        self._hooks: Any = None
         self._casts = CastCache()
         self._with_grad = False
 
@@ -95,6 +177,7 @@ class WeightUse:
 
         False if the model is not cut into these groups any more.
         """
+        self._viewed = torch.is_grad_enabled() and hooks_are_allowed()
         edited = self._show(unless_edited=True)
         if edited:
             self._release_all()
@@ -112,11 +195,12 @@ class WeightUse:
     def finish(self, result: Any, given: Arguments) -> Any:
         """After the forward: put everything back. Returns its result, safe to keep."""
         tensors = [result] if type(result) is torch.Tensor else list(tensors_in(result))
-        leased = [group_address_of(lease.tensors) for lease in self._leases]
+        leased = self._leased_storages()
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 self._with_grad = True  # it may have turned gradients on by itself
-                refuse_to_go_back(tensors, given)
+                if self._hooks is None or not self._weights.frozen:
+                    refuse_to_go_back(tensors, given)
                 break
         for tensor in tensors:
             if storage_address_of(tensor) in leased:  # which others may use soon
@@ -126,6 +210,12 @@ class WeightUse:
                 break
         self._end()
         return result
+
+    def _leased_storages(self) -> set[int | None]:
+        """The addresses of the storages that the tensors look at."""
+        if self._views:
+            return {storage_address_of(t) for view in self._views for t in view.tensors.values()}
+        return {group_address_of(lease.tensors) for lease in self._leases}
 
     def _show(self, *, unless_edited: bool) -> list[Binding] | None:
         """Let the tensors show leased memory. Returns those that do not, as they were edited; then
@@ -142,10 +232,13 @@ class WeightUse:
             if groups.renewals == as_of and not groups.over:
                 raise
             return None
-        if len(leases) == 1:
-            leased = leases[0].tensors
+        if self._viewed:  # somebody may keep a view for the backward, past autograd's hooks
+            self._views = [ViewLease(lease) for lease in leases]
+        shown = self._views or leases
+        if len(shown) == 1:
+            leased = shown[0].tensors
         else:
-            leased = {name: t for lease in leases for name, t in lease.tensors.items()}
+            leased = {name: t for lease in shown for name, t in lease.tensors.items()}
         with groups.lock:
             if groups.renewals != as_of or groups.over:
                 return None
@@ -166,12 +259,17 @@ class WeightUse:
             return edited
         for wrapped in self._weights.wrapped:
             wrapped.show(self)
+        if self._viewed:
+            views = SavedViews(self._weights.groups, self._weights.bindings, leased)
+            hooks = WeightHooks(views.pack).hooks
+            hooks.__enter__()
+            self._hooks = hooks
         return []
 
     def _put_back(self) -> None:
         for wrapped in self._weights.wrapped:
             wrapped.put_back(self)
-        with_grad = self._with_grad or torch.is_grad_enabled()
+        with_grad = not self._viewed and (self._with_grad or torch.is_grad_enabled())
         for binding in self._weights.bindings:
             binding.put_back(self, with_grad=with_grad)
 
@@ -191,10 +289,18 @@ class WeightUse:
 
     def _end(self) -> None:
         self._casts.resume()
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
         groups, held = self._weights.groups, self._weights.groups.held
         with groups.lock:
             self._put_back()
-        if held.run is not None and held.lease is None and len(self._leases) == 1:
+        if (
+            held.run is not None
+            and held.lease is None
+            and len(self._leases) == 1
+            and not self._views
+        ):
             self._leave(held)
         self._release_all()
 
@@ -204,6 +310,11 @@ class WeightUse:
             self._leases.pop()
 
     def _release_all(self) -> None:
+        if self._views:
+            self._leases.clear()
+        while self._views:
+            self._views[-1].end()
+            self._views.pop()
         while self._leases:
             self._leases[-1].release()
             self._leases.pop()

@@ -22,8 +22,8 @@ from torch import nn
 from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.checkpointing import checkpointed
 from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.saved_weights import other_hooks_are_on
 from tierstore.adapters.training.slices import Slice
-from tierstore.adapters.training.weights import other_hooks_are_on
 from tierstore.adapters.unit_use import StandIn
 from tierstore.torch_private import tree_map
 

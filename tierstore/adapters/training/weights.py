@@ -1,12 +1,6 @@
 """Parameters in training: on the device while their modules run, and nothing of them in the graph.
 
-What autograd saves of a weight is a note of which weight it was, and how it was looked at. The
-backward pass, which wants it back, brings the weight's group in again. So the memory of a weight
-serves others between the passes, and gradients are the same to the last bit: what comes back has
-the same bytes, the same strides, and an alignment as good.
-
-(FSDP2 of PyTorch frees and refills the storages themselves, `torch.distributed.fsdp`. That is as
-exact, but wants memory that can be resized, which neither a pool of pinned memory nor a map is.)
+See `tierstore.adapters.saved_weights`: the backward pass brings a weight's group in again.
 """
 
 from __future__ import annotations
@@ -19,23 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from tierstore.adapters.activations import Unpack, packed_in_place
+from tierstore.adapters.activations import Unpack
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
 from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, storage_id_of
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.saved_weights import WeightHooks
 from tierstore.adapters.training.gradients import Gradients
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.adapters.unit_use import Arguments
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.model.errors import BudgetError
 from tierstore.store import TierStore, engine_of
-from tierstore.torch_private import base_of, in_backward, saved_tensor_hooks, version_of
-
-_CAST = "ToCopyBackward0"
-"""What autograd calls a cast."""
+from tierstore.torch_private import in_backward, version_of
 
 BORROWED = 2
 """Groups that the backward pass keeps, where there are no slices on a device."""
@@ -90,25 +81,6 @@ class Weights:
                 with torch.no_grad():
                     home.copy_(parameter.detach())
                 assign(parameter, home)
-
-
-def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The leaf that a saved tensor is a cast of, or a view of one, and the cast."""
-    base = base_of(tensor)
-    cast = tensor if base is None else base
-    node = cast.grad_fn
-    if node is None or node.name() != _CAST or version_of(cast):  # it was changed since
-        return None
-    leaf = getattr(node.next_functions[0][0], "variable", None)
-    if leaf is None or leaf.device != cast.device:
-        return None
-    return leaf, cast
-
-
-@torch.no_grad()
-def _cast_again(weight: Unpack, cast: Geometry, geometry: Geometry) -> torch.Tensor:
-    """A view of a weight's cast: the same bytes, laid out in the same way."""
-    return geometry.within(cast.empty().copy_(weight()))
 
 
 class WeightStreamer:
@@ -214,21 +186,8 @@ class WeightStreamer:
 
     # Backward ----------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Unpack | None:
-        """What brings a saved tensor back, if it is a view of a weight that is in use, or of such
-        a weight's cast, as autocast makes them: that is cast again when it is wanted."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return None
-        found = self._pack_view(tensor)
-        if found is not None or (made := _cast_in(tensor)) is None:
-            return found
-        leaf, cast = made
-        weight = self._pack_view(leaf)
-        if weight is None:
-            return None
-        return functools.partial(_cast_again, weight, geometry_of(cast), geometry_of(tensor))
-
-    def _pack_view(self, tensor: torch.Tensor) -> Unpack | None:
+    def pack_view(self, tensor: torch.Tensor) -> Unpack | None:
+        """What brings a saved tensor back, if it is a view of a weight that is in use."""
         found = self._shown.get(storage_id_of(tensor))
         if found is None:
             return None
@@ -279,44 +238,6 @@ class WeightStreamer:
             weights.buffer.put_away()
 
 
-class WeightHooks:
-    """Takes the weights out of what autograd saves, and hands the rest on to those before it."""
-
-    def __init__(self, streamer: WeightStreamer) -> None:
-        self._streamer = streamer
-        self._outer = saved_tensor_hooks()
-
-    @property
-    def hooks(self) -> Any:
-        """Hooks to enter. Kept nowhere: they keep us, and what was around us."""
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _pack(self, tensor: torch.Tensor) -> Unpack:
-        with torch.no_grad():
-            found = self._streamer.pack(tensor)
-        if found is not None:
-            return found
-        if self._outer is not None:
-            pack, unpack = self._outer
-            return functools.partial(unpack, pack(tensor))
-        return packed_in_place(tensor)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _unpack(self, unpack: Unpack) -> torch.Tensor:
-        return unpack()
-
-
-def other_hooks_are_on() -> bool:
-    """Whether somebody else's hooks are on for what autograd saves. A module around this one whose
-    own weights are in use has ours on."""
-    top = saved_tensor_hooks()
-    while top is not None and isinstance(getattr(top[0], "__self__", None), WeightHooks):
-        outer: WeightHooks = top[0].__self__  # type: ignore[attr-defined]
-        top = outer._outer
-    return top is not None
-
-
 class TrainingUse:
     """One run of a module: its parameters are on the device, and autograd saves notes of them.
 
@@ -337,7 +258,7 @@ class TrainingUse:
             self._streamer.enter(weights)
             self._entered += 1
         if torch.is_grad_enabled():
-            hooks = WeightHooks(self._streamer).hooks
+            hooks = WeightHooks(self._streamer.pack_view).hooks
             hooks.__enter__()
             self._hooks = hooks
         self._casts.stop()
