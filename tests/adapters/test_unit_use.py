@@ -57,7 +57,9 @@ class TestModelRun(UnitUseConformance):
         with dispatched(disk_dir) as model:
             make = maker(model, ModelRun)
             run = make()
-            yield Subject(lambda: ModelRun(run.held, run.over), lambda: make() is None)
+            yield Subject(
+                lambda: ModelRun(run.held, run.last_lease, run.over), lambda: make() is None
+            )
 
 
 class TestTrainingUse(UnitUseConformance):

@@ -1,0 +1,439 @@
+"""A few weights are trained, and most are frozen and offloaded: the same gradients, to the bit.
+
+Frozen weights stream in the forward and in the backward; nothing of them is written. What could
+give wrong gradients in silence gives right ones or raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.adapters.conftest import DEVICES
+from tests.dispatch import models
+from tests.helpers.tensors import parameter_bytes
+from tests.store.helpers import open_store
+from tests.training import models as training_models
+from tierstore import (
+    BudgetError,
+    TierStore,
+    dispatch_model,
+    enable_group_offload,
+    offload_activations,
+    undispatch,
+)
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+STEPS = 5
+SHARE = 0.3
+Gradients = dict[str, torch.Tensor | None]
+
+
+def lora(model: nn.Module, *targets: str) -> nn.Module:
+    """With an adapter whose weights are random: all of them get gradients."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def llama() -> nn.Module:
+    return lora(models.build("llama"), "q_proj", "v_proj")
+
+
+def t5_head() -> nn.Module:
+    model = models.build("t5").requires_grad_(False)
+    model.decoder.final_layer_norm.requires_grad_(True)
+    return model
+
+
+def flux() -> Any:
+    torch.manual_seed(0)
+    model: Any = training_models.build("flux").requires_grad_(False)
+    torch.manual_seed(1)
+    model.add_adapter(
+        peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    )
+    return model
+
+
+def unet() -> Any:
+    model: Any = models.build("unet").requires_grad_(False)
+    torch.manual_seed(1)
+    model.add_adapter(
+        peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    )
+    return model
+
+
+def loss_of(model: Any, number: int, device: str) -> torch.Tensor:
+    """Of a batch that depends on its number."""
+    inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    kind = type(inner).__name__
+    ids = models.tokens(number, (2, 7), 96).to(device)
+    if kind == "LlamaForCausalLM":
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+    if kind == "T5ForConditionalGeneration":
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
+    if kind == "UNet2DConditionModel":
+        random = torch.Generator().manual_seed(number)
+        latents = torch.randn(1, 4, 8, 8, generator=random).to(device)
+        states = torch.randn(1, 3, 32, generator=random).to(device)
+        return model(latents, torch.tensor([3]).to(device), states).sample.square().mean()
+    batch = training_models.batch("flux", number).to(device)
+    return training_models.loss("flux", model, batch)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def train(model: Any, device: str) -> list[torch.Tensor]:
+    """Losses, gradients and trained weights of a few steps."""
+    optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
+    found = []
+    for number in range(STEPS):
+        loss = loss_of(model, number, device)
+        loss.backward()
+        gradients = [p.grad for p in trained(model).values()]
+        assert all(gradient is not None for gradient in gradients)
+        found += [each.detach().cpu().clone() for each in (loss, *gradients)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach().cpu().clone() for p in trained(model).values()]
+
+
+def recompute(model: Any, how: str) -> None:
+    """Gradient checkpointing as each library has it."""
+    if how == "plain":
+        return
+    reentrant = {"use_reentrant": how == "reentrant"}
+    if hasattr(model, "enable_input_require_grads"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=reentrant)
+        model.enable_input_require_grads()
+    else:
+        model.enable_gradient_checkpointing(
+            lambda module, *args: checkpoint(module, *args, **reentrant)
+        )
+
+
+OFFLOADS: dict[str, Callable[[nn.Module, TierStore], object]] = {
+    "dispatched": dispatch_model,
+    "in groups": enable_group_offload,
+}
+
+
+@pytest.mark.full(
+    "every model, however it is offloaded and recomputed, at every budget",
+    keep=[
+        "dispatched-plain-0.15-llama-cpu",
+        "dispatched-reentrant-0.5-llama-pretend",
+        "dispatched-not reentrant-0.15-llama-cpu",
+        "in groups-not reentrant-0.5-flux-pretend",
+        "in groups-plain-1.5-t5_head-cpu",
+        "dispatched-plain-0.5-t5_head-pretend",
+    ],
+)
+@pytest.mark.parametrize("build", (llama, flux, t5_head, unet), ids=lambda build: build.__name__)
+@pytest.mark.parametrize("share", (0.15, 0.5, 1.5))
+@pytest.mark.parametrize("how", ("plain", "reentrant", "not reentrant"))
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_few_steps_are_the_same(
+    offload: str, how: str, share: float, build: Callable[[], Any], device: str, disk_dir: Path
+) -> None:
+    plain, model = build(), build()
+    for each in (plain, model):
+        recompute(each.train(), how)
+    expected = train(plain.to(device), device)
+    frozen = parameter_bytes(model) - parameter_bytes(model, trained=True)
+    budget = int(frozen * share) + 3 * parameter_bytes(model, trained=True)
+    with open_store(disk_dir, budget, device) as store:
+        budgets = store.stats().budget_bytes
+        OFFLOADS[offload](model, store)
+        before = store.stats()
+        found = train(model, device)
+        moved = store.stats()
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
+        assert moved.bytes_written == before.bytes_written
+        if share < 1:  # at least as much as cannot have stayed, in the forward and in the backward
+            assert moved.bytes_read - before.bytes_read > 2 * STEPS * (frozen - budget) * 0.4
+        assert all(p.grad is None for p in model.parameters())
+        for tier, peak in moved.peak_bytes.items():
+            assert tier == "DISK" or peak <= (budgets[tier] or 0)
+
+
+def head_only(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.layers[-1].requires_grad_(True)
+
+
+def first_bias(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    model.layers[0].bias.requires_grad_(True)
+
+
+def nothing(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
+def gradients_of(
+    model: nn.Module, x: torch.Tensor, run: Callable[..., torch.Tensor] | None = None
+) -> Gradients:
+    x = x.clone().requires_grad_(True)
+    ((run or (lambda model, x: model(x)))(model, x)).square().sum().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return {name: None if g is None else g.cpu() for name, g in {**found, "x": x.grad}.items()}
+
+
+def assert_equal(found: Gradients, expected: Gradients) -> None:
+    assert {n for n, g in found.items() if g is not None} == {
+        n for n, g in expected.items() if g is not None
+    }
+    for name, gradient in expected.items():
+        assert gradient is None or torch.equal(gradient, found[name]), name
+
+
+def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(model(x))
+
+
+def layers_twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(torch.tanh(layer(x)))
+    return x
+
+
+def not_reentrant(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def reentrant(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("run", (twice, layers_twice, not_reentrant, reentrant))
+@pytest.mark.parametrize("freeze", (head_only, first_bias, nothing))
+def test_gradients_of_what_is_trained(
+    freeze: Callable[[nn.Module], None],
+    run: Callable[..., torch.Tensor],
+    device: str,
+    disk_dir: Path,
+) -> None:
+    plain, model = models.Tower(), models.Tower()
+    for each in (plain, model):
+        freeze(each)
+    x = models.rows().to(device)
+    expected = gradients_of(plain.to(device), x, run)
+    with open_store(disk_dir, int(parameter_bytes(model) * SHARE) + 40_000, device) as store:
+        dispatch_model(model, store)
+        before = store.stats()
+        assert_equal(gradients_of(model, x, run), expected)
+        assert store.stats().bytes_read > before.bytes_read
+        assert store.stats().bytes_written == before.bytes_written
+        undispatch(model)
+    assert_equal(gradients_of(model, x.cpu(), run), gradients_of(plain.cpu(), x.cpu(), run))
+
+
+def frozen_tower(
+    disk_dir: Path, device: str, share: float = SHARE
+) -> tuple[nn.Module, nn.Module, TierStore]:
+    """An ordinary one with a trained head, and the same on a store."""
+    plain, model = models.Tower(), models.Tower()
+    for each in (plain, model):
+        head_only(each)
+    store = open_store(disk_dir, int(parameter_bytes(model) * share) + 40_000, device)
+    dispatch_model(model, store)
+    return plain.to(device), model, store
+
+
+def test_a_graph_that_is_kept_is_gone_back_through_twice(device: str, disk_dir: Path) -> None:
+    plain, model, store = frozen_tower(disk_dir, device)
+    found = []
+    with store:
+        for each in (plain, model):
+            x = models.rows().to(device).requires_grad_(True)
+            loss = each(x).square().sum()
+            found += [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
+        assert all(torch.equal(gradient, found[0]) for gradient in found)
+        assert store.stats().bytes_read > 0
+
+
+@pytest.mark.parametrize("share", (SHARE, 3))
+def test_second_derivatives(share: float, device: str, disk_dir: Path) -> None:
+    """They keep the weights that the first ones need: right where there is room, or refused."""
+    plain, model, store = frozen_tower(disk_dir, device, share)
+    found = []
+    with store:
+        for each in (plain, model):
+            x = models.rows().to(device).requires_grad_(True)
+            try:
+                (first,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+                (second,) = torch.autograd.grad(first.square().sum(), x)
+            except BudgetError:
+                assert each is model
+                assert share == SHARE
+                return
+            found.append(second)
+        assert torch.equal(*found)
+        assert store.stats().bytes_read > 0
+
+
+def by_torch(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def other_memory(weight: torch.Tensor) -> None:
+    weight.data = weight.detach() * 2
+
+
+@pytest.mark.parametrize("run_again", (False, True), ids=("at once", "after another run"))
+@pytest.mark.parametrize("edit", (by_torch, other_memory))
+def test_a_frozen_weight_that_is_changed_in_between(
+    edit: Callable[[torch.Tensor], None], run_again: bool, device: str, disk_dir: Path
+) -> None:
+    """It raises, as torch does, or the gradient is that of the forward."""
+    plain, model, store = frozen_tower(disk_dir, device)
+    x = models.rows().to(device).requires_grad_(True)
+    (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+    with store:
+        loss = model(x).square().sum()
+        edit(model.layers[3].weight)
+        if run_again:
+            with torch.no_grad():
+                model(models.rows())
+        try:
+            (gradient,) = torch.autograd.grad(loss, x)
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error) or "tierstore" in str(error)
+        else:
+            assert edit is other_memory
+            assert torch.equal(gradient, expected)
+        edit(plain.layers[3].weight)
+        (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
+        assert torch.equal(gradient, expected)
+
+
+def test_a_model_that_is_cut_anew_in_between_says_so(device: str, disk_dir: Path) -> None:
+    _, model, store = frozen_tower(disk_dir, device)
+    with store:
+        x = models.rows().to(device).requires_grad_(True)
+        loss = model(x).square().sum()
+        model.layers.append(nn.Linear(models.WIDTH, models.WIDTH).requires_grad_(False))
+        model(models.rows())
+        with pytest.raises(RuntimeError, match="Run the forward again"):
+            loss.backward()
+
+
+def test_what_is_frozen_or_trained_may_change(device: str, disk_dir: Path) -> None:
+    """No gradient is missing in silence."""
+    plain, model, store = frozen_tower(disk_dir, device)
+    x = models.rows().to(device)
+    with store:
+        for wanted, number in ((True, 2), (False, 2), (True, 5)):
+            for each in (plain, model):
+                each.layers[number].requires_grad_(wanted)
+            assert_equal(gradients_of(model, x), gradients_of(plain, x))
+        undispatch(model)
+
+
+def test_a_weight_that_begins_to_be_trained_during_a_run(device: str, disk_dir: Path) -> None:
+    _, model, store = frozen_tower(disk_dir, device)
+    with store:
+        x = models.rows().to(device).requires_grad_(True)
+        model.layers[1].register_forward_pre_hook(
+            lambda module, args: model.layers[3].requires_grad_(True) and None
+        )
+        with pytest.raises(RuntimeError, match=r"tierstore.*undispatch"):
+            model(x).sum().backward()
+        assert model.layers[3].weight.grad is None
+
+
+def test_an_adapter_that_comes_later(device: str, disk_dir: Path) -> None:
+    plain, model = models.build("llama"), models.build("llama")
+    with open_store(disk_dir, parameter_bytes(model) // 2, device) as store:
+        dispatch_model(model, store)
+        models.run("llama", model)
+        before = store.stats().bytes_written
+        adapted = [lora(each, "q_proj", "v_proj").train() for each in (plain, model)]
+        expected = train(adapted[0].to(device), device)
+        found = train(adapted[1], device)
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
+        assert store.stats().bytes_written == before
+        assert all(p.device.type == store.device.type for p in trained(model).values())
+
+
+class Stashes(torch.autograd.Function):
+    """Keeps a view of a weight by itself, past what autograd saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight.t()
+        return x @ ctx.weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ ctx.weight.t(), None
+
+
+class Stashing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Stashes.apply(x, self.weight)
+
+
+def test_what_keeps_a_view_by_itself_finds_it(device: str, disk_dir: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Stashing(64, 64) for _ in range(8))).requires_grad_(False)
+    x = models.rows().to(device)
+    expected = gradients_of(copy.deepcopy(model).to(device), x)
+    with open_store(disk_dir, 4 * parameter_bytes(model), device) as store:
+        dispatch_model(model, store)
+        assert_equal(gradients_of(model, x), expected)
+        for key in store:
+            store.offload(key)
+        assert_equal(gradients_of(model, x), expected)
+
+
+def test_activations_may_be_offloaded_as_well(device: str, disk_dir: Path) -> None:
+    plain, model, store = frozen_tower(disk_dir, device, share=2)
+    x = models.rows(count=64).to(device)
+
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with offload_activations(store, min_size=1):
+            return model(x)
+
+    with store:
+        expected = gradients_of(plain, x)
+        assert_equal(gradients_of(model, x, run), expected)
+        assert store.stats().activations.shipped_bytes > 0
+
+
+def test_after_a_backward_that_raised_nothing_stays_leased(device: str, disk_dir: Path) -> None:
+    plain, model, store = frozen_tower(disk_dir, device)
+    x = models.rows().to(device)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("for the test")
+
+    with store:
+        for _ in range(3):
+            given = x.clone().requires_grad_(True)
+            middle = model.layers[0](given)
+            middle.register_hook(fail)
+            with pytest.raises(ValueError, match="for the test"):
+                model.layers[1:](middle).sum().backward()
+            model.zero_grad()
+        assert_equal(gradients_of(model, x), gradients_of(plain, x))
+        undispatch(model)
