@@ -15,6 +15,7 @@ SECONDS = 300
 
 # Arguments that make each of them small.
 SMALLER = {
+    "finetune_lora.py": ["--width", "256", "--layers", "6", "--ram", "6MB", "--steps", "2"],
     "offload_pipeline.py": ["--steps", "2"],
     "run_larger_than_memory.py": ["--size", "20MB", "--tokens", "6"],
     "train_larger_than_memory.py": ["--size", "20MB", "--ram", "16MB", "--steps", "2"],

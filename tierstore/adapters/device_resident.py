@@ -137,7 +137,9 @@ class DeviceResident:
 
 def _assign_with_gradient(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Let a tensor show other memory, and its gradient, if it has one, be on the same device."""
-    gradient, tensor.grad = tensor.grad, None
+    gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+    if gradient is not None:
+        tensor.grad = None
     assign(tensor, value)
     if gradient is not None:
         tensor.grad = gradient.to(value.device)
