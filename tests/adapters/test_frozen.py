@@ -23,7 +23,9 @@ from tests.helpers.tensors import parameter_bytes
 from tests.store.helpers import open_store
 from tests.training import models as training_models
 from tierstore import (
+    Access,
     BudgetError,
+    LeaseError,
     TierStore,
     dispatch_model,
     enable_group_offload,
@@ -375,6 +377,33 @@ def test_an_adapter_that_comes_later(device: str, disk_dir: Path) -> None:
         assert all(p.device.type == store.device.type for p in trained(model).values())
 
 
+def test_gradients_stay_when_the_model_is_cut_anew(device: str, disk_dir: Path) -> None:
+    """They add up, where what is trained is."""
+    plain, model, store = frozen_tower(disk_dir, device)
+    x = models.rows().to(device)
+    with store:
+        for each in (plain, model):
+            each(x).square().sum().backward()
+            each.layers.insert(2, nn.Tanh())
+            each.layers[-1].bias.requires_grad_(False)
+            each(x).square().sum().backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+        undispatch(model)
+        assert model.layers[-1].weight.grad.device.type == "cpu"
+
+
+def test_what_is_trained_counts_in_the_budget(device: str, disk_dir: Path) -> None:
+    model = models.Tower()
+    model.requires_grad_(False)
+    model.layers[:3].requires_grad_(True)
+    small = 3 * models.LAYER_BYTES
+    with open_store(disk_dir, small, device) as store, pytest.raises(BudgetError):
+        dispatch_model(model, store)
+    torch.testing.assert_close(model(models.rows()), models.Tower()(models.rows()), rtol=0, atol=0)
+
+
 class Stashes(torch.autograd.Function):
     """Keeps a view of a weight by itself, past what autograd saves."""
 
@@ -393,9 +422,38 @@ class Stashing(nn.Linear):
         return Stashes.apply(x, self.weight)
 
 
+def tower(*, frozen: bool) -> nn.Module:
+    return models.Tower().requires_grad_(not frozen)
+
+
+def stashing() -> nn.Module:
+    return nn.Sequential(*(Stashing(64, 64) for _ in range(8))).requires_grad_(False)
+
+
+def leased_after_a_forward(model: nn.Module, device: str, disk_dir: Path) -> list[str]:
+    """The groups that a graph holds: nobody else can change them."""
+    with open_store(disk_dir, 2 * parameter_bytes(model), device) as store:
+        dispatch_model(model, store)
+        output = model(models.rows().requires_grad_(True))
+        assert output.grad_fn is not None
+        held = []
+        for key in store:
+            try:
+                store.acquire(key, Access.UPDATE, timeout=10).release()
+            except LeaseError:
+                held.append(key)
+        assert store.stats().bytes_read > 0
+    return held
+
+
+def test_the_graph_holds_no_memory_of_the_store(device: str, disk_dir: Path) -> None:
+    assert not leased_after_a_forward(tower(frozen=True), device, disk_dir / "1")
+    assert not leased_after_a_forward(tower(frozen=False), device, disk_dir / "2")
+    assert leased_after_a_forward(stashing(), device, disk_dir / "3")  # control
+
+
 def test_what_keeps_a_view_by_itself_finds_it(device: str, disk_dir: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Stashing(64, 64) for _ in range(8))).requires_grad_(False)
+    model = stashing()
     x = models.rows().to(device)
     expected = gradients_of(copy.deepcopy(model).to(device), x)
     with open_store(disk_dir, 4 * parameter_bytes(model), device) as store:

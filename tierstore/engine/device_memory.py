@@ -62,7 +62,7 @@ class DeviceMemory:
         before = core.settings.budgets[tier]
         assert before is not None, "memory has a budget"
         if nbytes >= before:
-            what = "tensors that no store can hold"
+            what = "tensors outside of the store"
             advice = f"raise the budget to more than {nbytes:,} bytes, or leave them out"
             raise BudgetError(what, tier.name, nbytes, before, advice)
         self._set_budget(before - nbytes)
