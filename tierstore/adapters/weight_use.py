@@ -151,7 +151,7 @@ def _view_again(
             "forward: weights were changed since, or the model was cut into groups anew. Run the "
             "forward again"
         ) from None
-    return geometry.over(leased[binding.name].untyped_storage(), origin)
+    return geometry.within(leased[binding.name], origin)
 
 
 class WeightUse:

@@ -134,9 +134,9 @@ class Geometry:
             tensor = tensor.conj()
         return negative_view(tensor) if self.negated else tensor
 
-    def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, over the storage of another one."""
-        return self.over(tensor.untyped_storage())
+    def within(self, tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """The tensor, over the storage of another one. See `over`."""
+        return self.over(tensor.untyped_storage(), start)
 
 
 def geometry_at(tensor: torch.Tensor) -> tuple[int, Geometry]:
