@@ -366,9 +366,12 @@ def half_precision(actions: Actions) -> None:
 
 
 @CALLING.row(
-    "`backward()`, and so training",
+    "`backward()` where nothing is frozen, and so training of all weights",
     refusal=Refusal(
-        RuntimeError, "undispatch", "`undispatch(model)`, or [training](training.md) on a store"
+        RuntimeError,
+        "undispatch",
+        "`undispatch(model)`, or [training](training.md) on a store; to train a few weights, "
+        "[freeze the others](fine-tuning.md)",
     ),
 )
 def trained(actions: Actions) -> None:

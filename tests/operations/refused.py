@@ -90,11 +90,12 @@ def move_a_text_encoder(actions: Actions) -> None:
 
 
 @REFUSED.row(
-    "a backward through its weights",
+    "a backward through weights that are not frozen",
     refusal=Refusal(
         RuntimeError,
         "backward needs weights that have left.*handle.disable",
-        "`torch.no_grad()`; [to train](training.md), `OffloadModel`",
+        "`torch.no_grad()`; to train a few weights, [freeze the others](fine-tuning.md); to train "
+        "all, [`OffloadModel`](training.md)",
     ),
 )
 def go_backward(actions: Actions) -> None:
