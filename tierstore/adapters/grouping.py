@@ -184,6 +184,11 @@ class ModuleBranch:
         return stacks_of(self.module)
 
     @property
+    def recomputed_in_parts(self) -> bool:
+        """Whether a module in it, or it itself, recomputes a list of modules one by one."""
+        return any(map(recomputes_parts, self.module.modules()))
+
+    @property
     def holds_blocks(self) -> bool:
         """Whether it is a list of modules."""
         return isinstance(self.module, _LISTS)
@@ -263,6 +268,13 @@ def _enters_children(module: nn.Module) -> bool:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+def recomputes_parts(module: nn.Module) -> bool:
+    """Whether modules of a list in it are computed again one by one in a backward pass: diffusers
+    and transformers say so of a module."""
+    recomputes = getattr(module, "gradient_checkpointing", False)
+    return bool(recomputes) and any(isinstance(part, _LISTS) for part in module.children())
 
 
 def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:

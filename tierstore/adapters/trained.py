@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
+from tierstore.adapters.grouping import recomputes_parts
 
 
 class Trained:
     """The parameters of a model that are trained, by their `ids`, as it is now."""
 
     def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._recomputing = _recomputing(root)
         self._parameters = list(root.parameters())
         self._wanting = [parameter.requires_grad for parameter in self._parameters]
         wanting = [p for p in self._parameters if p.requires_grad]
@@ -26,8 +29,15 @@ class Trained:
 
     @property
     def outdated(self) -> bool:
-        """Whether any of the parameters was frozen since, or is not frozen any more."""
-        return self._wanting != [parameter.requires_grad for parameter in self._parameters]
+        """Whether any of the parameters was frozen since, or is not frozen any more; or whether
+        other modules are recomputed in a backward pass."""
+        wanting = [parameter.requires_grad for parameter in self._parameters]
+        return self._wanting != wanting or self._recomputing != _recomputing(self._root)
+
+
+def _recomputing(root: nn.Module) -> list[nn.Module]:
+    """The modules whose parts are computed again one by one: these move one by one, too."""
+    return [module for module in root.modules() if recomputes_parts(module)]
 
 
 def _may_be_trained(parameter: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ class NamedBranch:
     """A module that is known by the names of its tensors."""
 
     compiled = False
+    recomputed_in_parts = False
     """Files do not tell."""
 
     def __init__(self, name: str) -> None:

@@ -94,6 +94,10 @@ class Branch(Protocol):
         """Whether data choose if it is used: it is one of several experts, or has all of them."""
 
     @property
+    def recomputed_in_parts(self) -> bool:
+        """Whether a backward pass runs modules in it again, without the rest of it."""
+
+    @property
     def holds_blocks(self) -> bool:
         """Whether its children are blocks: it is a list of modules."""
 
@@ -163,7 +167,8 @@ def _walk(
 
 def _stays_whole(branch: Branch, limit: int | None) -> bool:
     fits = limit is None or branch.nbytes <= limit
-    return branch.callable and branch.nbytes > 0 and fits and not _has_routed(branch)
+    in_parts = branch.recomputed_in_parts or _has_routed(branch)
+    return branch.callable and branch.nbytes > 0 and fits and not in_parts
 
 
 def _has_routed(branch: Branch) -> bool:
