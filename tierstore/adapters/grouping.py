@@ -185,8 +185,8 @@ class ModuleBranch:
 
     @property
     def recomputed_in_parts(self) -> bool:
-        """Whether a module in it, or it itself, recomputes a list of modules one by one."""
-        return any(map(recomputes_parts, self.module.modules()))
+        """Whether a module in it, or it itself, recomputes what it consists of."""
+        return any(map(recomputes, self.module.modules()))
 
     @property
     def holds_blocks(self) -> bool:
@@ -270,11 +270,10 @@ def _enters_children(module: nn.Module) -> bool:
     return False
 
 
-def recomputes_parts(module: nn.Module) -> bool:
-    """Whether modules of a list in it are computed again one by one in a backward pass: diffusers
-    and transformers say so of a module."""
-    recomputes = getattr(module, "gradient_checkpointing", False)
-    return bool(recomputes) and any(isinstance(part, _LISTS) for part in module.children())
+def recomputes(module: nn.Module) -> bool:
+    """Whether a backward pass runs modules of this one again without calling it: diffusers and
+    transformers (whose layers wrap what is in their own `forward`) say so of a module."""
+    return bool(getattr(module, "gradient_checkpointing", False))
 
 
 def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -132,7 +132,6 @@ class OffloadedModule:
             if tensor.is_inference() and not is_wrapper(tensor):
                 self._inference.append((tensor, tensor.requires_grad))
                 make_ordinary(tensor)
-        self._trained = Trained(self.root)
         units = self._cutting.units(self.root)
         _tell_what_is_compiled_in_parts(self.root, units)
         wrapped = wrapped_tensors([*self.root.parameters(), *self.root.buffers()])
@@ -167,7 +166,7 @@ class OffloadedModule:
     def _plans(self, units: list[Unit]) -> tuple[list[GroupPlan], set[str]]:
         """The groups, and the names of what should stay in RAM: that and the rest are never in one
         group."""
-        taken = others_tensors(self) | self._trained.ids
+        taken = others_tensors(self).union(self._trained.ids)
         plans: list[GroupPlan] = []
         in_ram: set[str] = set()
         for place in (IN_RAM, ANYWHERE):
@@ -191,8 +190,9 @@ class OffloadedModule:
             for name, tensor in [*self.root.named_parameters(), *self.root.named_buffers()]
             if id(tensor) not in taken and tensor.device.type != "meta"
         }
-        trained = [t for t in rest.values() if id(t) in self._trained.ids]
-        self._attachment.keep_on_device(self._prefix, rest, self._cutting.target, trained)
+        trained = set(self._trained.ids)
+        kept = [tensor for tensor in rest.values() if id(tensor) in trained]
+        self._attachment.keep_on_device(self._prefix, rest, self._cutting.target, kept)
 
     def _wrap(self, unit: Unit) -> None:
         if owner_of(unit.module) is not self:
@@ -281,8 +281,8 @@ class OffloadedModule:
 
     def look(self) -> None:
         """Before any part of the model runs: use it as it is now. During a run, or a backward that
-        runs parts of it again, nothing is seen."""
-        if self.weights.held.run is None and not in_backward():
+        runs it again, nothing is seen."""
+        if self.weights.held.run is None and not (in_backward() and self._trained.known):
             self._look()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -290,7 +290,8 @@ class OffloadedModule:
         self._refuse_other_ways_to_run()
         with self._renewing:  # others wait until it is cut anew
             self.changed = self.changed or not all(w.intact for w in self.weights.wrapped.values())
-            self.changed = self.changed or (torch.is_grad_enabled() and self._trained.outdated)
+            if torch.is_grad_enabled() and self._trained.look():
+                self.changed = True
             if self.changed and self.weights.end_use():
                 self._cut_anew()
             self.weights.renew_written()

@@ -1,43 +1,64 @@
 """Which parameters of an offloaded model are trained: they stay on the device.
 
 Whoever fine-tunes a model freezes most of it. So parameters that require grad are taken to be
-trained where frozen ones have more bytes. In a model that was only loaded everything requires grad,
-but for what cannot (quantised weights) and a table here and there: all of it is offloaded.
+trained once the model runs with gradients enabled, where frozen ones have more bytes. In a model
+that was only loaded everything requires grad, but for what cannot (quantised weights) and a table
+here and there: all of it is offloaded. So is an adapter that is loaded to generate with it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
-from tierstore.adapters.grouping import recomputes_parts
+from tierstore.adapters.grouping import recomputes
 
 
 class Trained:
-    """The parameters of a model that are trained, by their `ids`, as it is now."""
+    """The `parameters` of a model that are trained, as it was when it was looked at last. Until
+    then, nothing is `known` of it."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._recomputing = _recomputing(root)
-        self._parameters = list(root.parameters())
-        self._wanting = [parameter.requires_grad for parameter in self._parameters]
-        wanting = [p for p in self._parameters if p.requires_grad]
-        frozen = [p for p in self._parameters if not p.requires_grad]
-        meant = any(map(_may_be_trained, frozen)) and weight_bytes(wanting) < weight_bytes(frozen)
-        self.ids = {id(parameter) for parameter in wanting} if meant else set[int]()
+        self._recomputing = [module for module in _modules(root) if recomputes(module)]
+        self.known = False
+        self.parameters: list[nn.Parameter] = []
+
+    def look(self) -> bool:
+        """Before a run with gradients enabled: see what is trained now. Returns whether that, or
+        which modules are computed again in parts in a backward pass, is not what it was."""
+        modules = _modules(self._root)
+        recomputing = [module for module in modules if recomputes(module)]
+        parameters = _trained(p for module in modules for p in module.parameters(recurse=False))
+        same = [*map(id, parameters)] == self.ids and recomputing == self._recomputing
+        self.known, self.parameters, self._recomputing = True, parameters, recomputing
+        return not same
+
+    def forget(self) -> None:
+        """Nothing of it is trained until it is looked at again."""
+        self.known, self.parameters = False, []
 
     @property
-    def outdated(self) -> bool:
-        """Whether any of the parameters was frozen since, or is not frozen any more; or whether
-        other modules are recomputed in a backward pass."""
-        wanting = [parameter.requires_grad for parameter in self._parameters]
-        return self._wanting != wanting or self._recomputing != _recomputing(self._root)
+    def ids(self) -> list[int]:
+        """The ids of the parameters."""
+        return [id(parameter) for parameter in self.parameters]
 
 
-def _recomputing(root: nn.Module) -> list[nn.Module]:
-    """The modules whose parts are computed again one by one: these move one by one, too."""
-    return [module for module in root.modules() if recomputes_parts(module)]
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """All modules in it: not by its own method, which looks for what was changed as it goes."""
+    return [module for _, module in nn.Module.named_modules(root)]
+
+
+def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that require grad, if that is not most of them."""
+    each = {id(parameter): parameter for parameter in parameters}.values()
+    wanting = [parameter for parameter in each if parameter.requires_grad]
+    frozen = [parameter for parameter in each if not parameter.requires_grad]
+    meant = any(map(_may_be_trained, frozen)) and weight_bytes(wanting) < weight_bytes(frozen)
+    return wanting if meant else []
 
 
 def _may_be_trained(parameter: torch.Tensor) -> bool:
