@@ -36,7 +36,7 @@ from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
-from tierstore.adapters.trained import Trained
+from tierstore.adapters.trained import Trained, states_follow
 from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, UnitUse, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
@@ -147,7 +147,15 @@ class OffloadedModule:
         for module in self.root.modules():
             if owner_of(module) is self:
                 self._attachment.stand_in(module, "compile", self._compile)
+        if self._trained.parameters and self.store.device.type != "cpu":
+            self._follow_what_is_trained()
         self._watch_changes()
+
+    def _follow_what_is_trained(self) -> None:
+        self._attachment.add(states_follow(self._trained))
+        for module in self.root.modules():
+            if owner_of(module) is self and has_method(module, "merge"):  # peft's adapters
+                self._attachment.stand_in(module, "merge", self._merge)
 
     def _watch_changes(self) -> None:
         self._attachment.stand_in(self.root, "_apply", Conversion(self))
@@ -276,6 +284,15 @@ class OffloadedModule:
         if getattr(method.module, COMPILED_CALL) is method:  # not cut anew: it is in use
             return call_uncompiled(method.module, args, kwargs)
         return method.module(*args, **kwargs)
+
+    def _merge(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+        """What was trained is added to weights that are away: it goes where they are."""
+        with self._renewing:
+            self._trained.forget()
+            if not self.weights.end_use():
+                raise LeaseError("the model runs at this moment: merge adapters before or after")
+            self._cut_anew()
+        return getattr(method.module, method.name)(*args, **kwargs)
 
     # Around a run ------------------------------------------------------------------------------
 

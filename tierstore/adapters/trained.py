@@ -8,10 +8,14 @@ here and there: all of it is offloaded. So is an adapter that is loaded to gener
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.grouping import recomputes
@@ -45,6 +49,27 @@ class Trained:
     def ids(self) -> list[int]:
         """The ids of the parameters."""
         return [id(parameter) for parameter in self.parameters]
+
+
+def states_follow(trained: Trained) -> RemovableHandle:
+    """Have optimizers keep the states of what is trained where it is: they may have loaded them
+    before it came to the device. Until it is removed."""
+    reference = weakref.ref(trained)  # torch knows the hook for good
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        known = reference()
+        if known is not None and any(_is_elsewhere(optimizer, p) for p in known.parameters):
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    return register_optimizer_step_pre_hook(hook)
+
+
+def _is_elsewhere(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether states of a parameter are not on its device. Steps, which are counted in scalars, are
+    where each optimizer wants them."""
+    states = optimizer.state.get(parameter, {})
+    tensors = [value for value in states.values() if isinstance(value, torch.Tensor)]
+    return any(value.device != parameter.device for value in tensors if value.dim())
 
 
 def _modules(root: nn.Module) -> list[nn.Module]:
