@@ -144,8 +144,10 @@ def saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | 
 
 
 def hooks_are_allowed() -> bool:
-    """Whether hooks may be put on for what autograd saves. Transforms of torch.func forbid it."""
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    """Whether hooks may be put on for what autograd saves, and see it: torch.func has ways of its
+    own."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return message is None and not in_derivative()
 
 
 # Modules ------------------------------------------------------------------------------------------
