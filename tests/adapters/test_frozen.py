@@ -324,7 +324,9 @@ def test_a_frozen_weight_that_is_changed_in_between(
             assert edit is other_memory
             assert torch.equal(gradient, expected)
         edit(plain.layers[3].weight)
+        before = expected
         (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
+        assert not torch.equal(before, expected)  # control: what is read too late is another one
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
         assert torch.equal(gradient, expected)
 
@@ -350,6 +352,31 @@ def test_what_is_frozen_or_trained_may_change(device: str, disk_dir: Path) -> No
                 each.layers[number].requires_grad_(wanted)
             assert_equal(gradients_of(model, x), gradients_of(plain, x))
         undispatch(model)
+
+
+@pytest.mark.parametrize("wanted", (True, False))
+def test_what_is_trained_changes_between_forward_and_backward(
+    wanted: bool, device: str, disk_dir: Path
+) -> None:
+    """What the forward was is gone back through, as torch does it, or it raises."""
+    plain, model, store = frozen_tower(disk_dir, device)
+    x = models.rows().to(device)
+    number = 3 if wanted else -1  # one that was frozen is trained from now on, or the head is not
+    with store:
+        for each in (plain, model):
+            loss = each(x.clone().requires_grad_(True)).square().sum()
+            each.layers[number].requires_grad_(wanted)
+            if each is model and wanted:
+                with pytest.raises(RuntimeError, match=r"tierstore.*undispatch"):
+                    loss.backward()
+            else:
+                loss.backward()
+            assert each.layers[number].weight.grad is None
+            each.zero_grad()
+        expected = gradients_of(plain, x)
+        assert (expected[f"layers.{3 if wanted else 7}.weight"] is not None) == wanted  # control
+        assert_equal(gradients_of(model, x), expected)
+        assert store.stats().bytes_read > 0
 
 
 def test_a_weight_that_begins_to_be_trained_during_a_run(device: str, disk_dir: Path) -> None:

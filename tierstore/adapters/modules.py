@@ -36,7 +36,7 @@ from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
-from tierstore.adapters.trained import Trained, states_follow
+from tierstore.adapters.trained import Merging, Trained, states_follow
 from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, UnitUse, has_method
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
@@ -144,18 +144,15 @@ class OffloadedModule:
         for unit in units:
             self._wrap(unit)
         self._wrap_entries({unit.module for unit in units})
-        for module in self.root.modules():
-            if owner_of(module) is self:
-                self._attachment.stand_in(module, "compile", self._compile)
+        self._watch_changes()
         if self._trained.parameters and self.store.device.type != "cpu":
             self._follow_what_is_trained()
-        self._watch_changes()
 
     def _follow_what_is_trained(self) -> None:
         self._attachment.add(states_follow(self._trained))
         for module in self.root.modules():
             if owner_of(module) is self and has_method(module, "merge"):  # peft's adapters
-                self._attachment.stand_in(module, "merge", self._merge)
+                self._attachment.stand_in(module, "merge", Merging(self._trained, self))
 
     def _watch_changes(self) -> None:
         self._attachment.stand_in(self.root, "_apply", Conversion(self))
@@ -165,6 +162,8 @@ class OffloadedModule:
         loading = Hook(Loading(self))
         saving = Hook(functools.partial(tell_true_values, self))
         for module in self.root.modules():
+            if owner_of(module) is self:
+                self._attachment.stand_in(module, "compile", self._compile)
             holds = bool(self.weights.bindings_of(module, recurse=False))
             if holds or module is self.root:
                 self._attachment.add(module.register_load_state_dict_post_hook(loading))
@@ -285,15 +284,6 @@ class OffloadedModule:
             return call_uncompiled(method.module, args, kwargs)
         return method.module(*args, **kwargs)
 
-    def _merge(self, method: StandIn, args: Any, kwargs: Any) -> Any:
-        """What was trained is added to weights that are away: it goes where they are."""
-        with self._renewing:
-            self._trained.forget()
-            if not self.weights.end_use():
-                raise LeaseError("the model runs at this moment: merge adapters before or after")
-            self._cut_anew()
-        return getattr(method.module, method.name)(*args, **kwargs)
-
     # Around a run ------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -304,7 +294,7 @@ class OffloadedModule:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(self) -> None:
-        self._refuse_other_ways_to_run()
+        _refuse_other_ways_to_run(self.root, self.store.device)
         with self._renewing:  # others wait until it is cut anew
             self.changed = self.changed or not all(w.intact for w in self.weights.wrapped.values())
             if torch.is_grad_enabled() and self._trained.look():
@@ -312,20 +302,6 @@ class OffloadedModule:
             if self.changed and self.weights.end_use():
                 self._cut_anew()
             self.weights.renew_written()
-
-    def _refuse_other_ways_to_run(self) -> None:
-        name = type(self.root).__name__
-        ordinary = "make it an ordinary model first (tierstore.undispatch(model), handle.disable())"
-        if in_trace():
-            raise RuntimeError(
-                f"{name} cannot be traced: a trace would not bring its weights, which are in a "
-                f"tierstore. Trace copy.deepcopy(model), or {ordinary}"
-            )
-        if self.store.device.type != "cpu" and in_derivative():
-            raise RuntimeError(
-                f"{name} cannot be differentiated by torch.func: its weights are in a tierstore, "
-                f"which copies them to {self.store.device} meanwhile. First, {ordinary}"
-            )
 
     def _cut_anew(self) -> None:
         # The stand-ins stay until others take their places: on another thread, the model may begin
@@ -387,6 +363,21 @@ def _tell_what_is_compiled_in_parts(root: nn.Module, units: list[Unit]) -> None:
             type(cut[0]).__name__,
             f"{nbytes:,}",
             f"{nbytes * 5 // 2:,}",
+        )
+
+
+def _refuse_other_ways_to_run(root: nn.Module, device: torch.device) -> None:
+    name = type(root).__name__
+    ordinary = "make it an ordinary model first (tierstore.undispatch(model), handle.disable())"
+    if in_trace():
+        raise RuntimeError(
+            f"{name} cannot be traced: a trace would not bring its weights, which are in a "
+            f"tierstore. Trace copy.deepcopy(model), or {ordinary}"
+        )
+    if device.type != "cpu" and in_derivative():
+        raise RuntimeError(
+            f"{name} cannot be differentiated by torch.func: its weights are in a tierstore, "
+            f"which copies them to {device} meanwhile. First, {ordinary}"
         )
 
 

@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.grouping import recomputes
+from tierstore.adapters.owners import Owner
+from tierstore.adapters.unit_use import StandIn
 
 
 class Trained:
@@ -49,6 +51,22 @@ class Trained:
     def ids(self) -> list[int]:
         """The ids of the parameters."""
         return [id(parameter) for parameter in self.parameters]
+
+
+class Merging:
+    """What stands in for `merge`, by which adapters add what was trained to weights that are away:
+    it goes where they are."""
+
+    def __init__(self, trained: Trained, offloaded: Owner) -> None:
+        self._trained = trained
+        self._offloaded = offloaded
+
+    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+        self._trained.forget()
+        self._offloaded.changed = True
+        with torch.no_grad():
+            self._offloaded.look()
+        return method.original(*args, **kwargs)
 
 
 def states_follow(trained: Trained) -> RemovableHandle:
