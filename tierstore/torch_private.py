@@ -67,6 +67,16 @@ def is_conversion(function: Any) -> bool:
     return function is torch.ops.aten._to_copy.default
 
 
+def changes_arguments(function: Any) -> bool:
+    """Whether an operation changes one of its arguments in place."""
+    return bool(function._schema.is_mutable)
+
+
+def is_view(function: Any) -> bool:
+    """Whether what an operation returns may show an argument's memory, and nothing is changed."""
+    return may_share_memory(function) and not changes_arguments(function)
+
+
 def may_share_memory(function: Any) -> bool:
     """Whether what an operation returns may be one of its arguments, or a view of one."""
     return any(value.alias_info is not None for value in function._schema.returns)

@@ -5,8 +5,9 @@ chooses dtypes. Only where the bytes are is different, so that a model of any si
 
 - A weight that would be cast stays the checkpoint's own bytes, mapped, until it is in a group of
   the store. Then it is cast, group by group; if it was before, it is found again.
-- What the library makes of weights (fused experts, a single file's queries, keys and values) lies
-  in files without names in the store's directory until it is in the store.
+- What the library joins of weights (stacks of experts) is joined once, and found again.
+- What else it makes of them (a single file's queries, keys and values) lies in files without names
+  in the store's directory until it is in the store.
 - What torchao would quantise of a layer is put off, and done for a few layers at a time.
 """
 
@@ -29,12 +30,14 @@ from tierstore.adapters.components import models_in
 from tierstore.adapters.diffusers import enable_group_offload
 from tierstore.adapters.gguf import mapped_gguf
 from tierstore.adapters.grouping import sizes_for
+from tierstore.adapters.joined import JoinedWeights
 from tierstore.adapters.quantising import quantising
 from tierstore.store import TierStore, check_store, engine_of
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import (
     TorchDispatchMode,
     is_conversion,
+    is_view,
     may_share_memory,
     tree_map_only,
 )
@@ -105,6 +108,7 @@ def _load(
     groups = engine_of(store).groups
     with loading(groups.file_memory) as mode, quantising() as put_off:
         loaded = load(source, **kwargs)
+    mode.joined.finish(groups, list(models_in(loaded).values()))
     pending = {name: mode.pending(model) for name, model in models_in(loaded).items()}
     if put_off is not None:
         dtypes = {number: dtype for each in pending.values() for number, dtype in each.items()}
@@ -143,6 +147,7 @@ class LoadingMode(TorchDispatchMode):
         super().__init__()
         self._file_memory = file_memory
         self._space: AddressSpace | None = None
+        self.joined = JoinedWeights(file_memory, self._dtype_of)
         self._starts: list[int] = []  # addresses of what is to be cast
         self._casts: dict[int, tuple[int, torch.dtype]] = {}  # by start: where it ends, and to what
 
@@ -158,7 +163,12 @@ class LoadingMode(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if is_conversion(function) and self._put_off(*args, **kwargs):
             return args[0].detach()
-        if may_share_memory(function):  # a view, or changed in place
+        if (joined := self.joined.join(function, *args, **kwargs)) is not None:
+            return joined
+        if is_view(function):
+            return function(*args, **kwargs)
+        self.joined.fill_for(function, args, kwargs)
+        if may_share_memory(function):  # changed in place
             return function(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         return tree_map_only(torch.Tensor, self._moved, function(*args, **kwargs))

@@ -145,6 +145,8 @@ def quantising() -> Iterator[Quantising | None]:
     try:
         holders: list[Any] = [import_module("torchao.quantization")]
     except ImportError:
+        holders = []
+    if not holders:  # what is raised inside should not tell of the missing module
         yield None
         return
     if _HOLDER in sys.modules:

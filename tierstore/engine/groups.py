@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -156,32 +156,32 @@ class Groups:
         if found is not None and wanted.is_as(found[1]):
             return found
         values = wanted.values()
-        host = self.core.planner.budgets[Tier.HOST]
-        if routed and host is not None and sum(v.nbytes for v in values.values()) > host:
-            return self._keep(wanted.derivation, values, self._write)
-        return self._keep(wanted.derivation, values)
+        return self._keep(wanted.derivation, values, of_any_size=routed)
 
     def _keep(
         self,
         derivation: str | None,
         values: Mapping[str, torch.Tensor],
-        put: Callable[[str, Mapping[str, torch.Tensor]], None] | None = None,
+        *,
+        of_any_size: bool,
     ) -> tuple[str, StoredObject]:
         content = content_hash(values)
-        found = self._put_once(WEIGHTS + content, values, put)
+        found = self._put_once(WEIGHTS + content, values, of_any_size=of_any_size)
         if derivation is not None:
             told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
             self._put_once(CASTS + derivation, {CONTENT: told})
         return found
 
     def _put_once(
-        self,
-        key: str,
-        tensors: Mapping[str, torch.Tensor],
-        put: Callable[[str, Mapping[str, torch.Tensor]], None] | None = None,
+        self, key: str, tensors: Mapping[str, torch.Tensor], *, of_any_size: bool = False
     ) -> tuple[str, StoredObject]:
         if key not in self.core.current:
-            (put or partial(self._puts.put, durable=True))(key, tensors)
+            budget = self.core.planner.budgets[Tier.HOST]
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            if of_any_size and budget is not None and nbytes > budget:
+                self._write(key, tensors)
+            else:
+                self._puts.put(key, tensors, durable=True)
         stored = self._stored(key)
         self.offload(key)
         return stored
@@ -240,7 +240,7 @@ class Groups:
 
         They belong to no group: whoever registers them later finds them in their file.
         """
-        return object_views(*self._keep(derivation, tensors))
+        return object_views(*self._keep(derivation, tensors, of_any_size=True))
 
     def file_memory(self, nbytes: int) -> memoryview:
         """Memory for what is going to be registered, if it is too much for RAM: in a file without
