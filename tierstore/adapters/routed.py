@@ -19,15 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.adapters.activations import Unpack
 from tierstore.adapters.bindings import Binding
 from tierstore.adapters.codecs.memory import OF_THE_FORM
 from tierstore.adapters.grouping import Unit
 from tierstore.adapters.nested import tensors_in
+from tierstore.adapters.saved_weights import WeightHooks
 from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.adapters.weight_groups import WeightGroups
+from tierstore.adapters.weight_use import Lent, pack_view
 from tierstore.model.errors import UnknownKeyError
 from tierstore.store import engine_of
+from tierstore.torch_private import hooks_are_allowed
 
 logger = logging.getLogger("tierstore")
 
@@ -103,6 +107,8 @@ class ExpertsUse:
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
         self._leases: dict[str, tuple[str, ViewLease]] = {}
+        self._lent: dict[str, Lent] = {}  # by the same names, if it is noted what autograd saves
+        self._hooks: Any = None
         self._outer: list[tuple[ExpertStack, ExpertsUse | None]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -121,7 +127,18 @@ class ExpertsUse:
         for stack in experts.stacks.values():
             self._outer.append((stack, stack.use))
             stack.use = self
+        if torch.is_grad_enabled() and hooks_are_allowed():
+            hooks = WeightHooks(self._pack).hooks
+            hooks.__enter__()
+            self._hooks = hooks
         return True
+
+    def _pack(self, tensor: torch.Tensor) -> Unpack | None:
+        """What brings a saved tensor back, if it is a view of a slice that is used."""
+        groups = self._experts.groups
+        if tensor.device != groups.store.device:
+            return None
+        return pack_view(groups, self._lent.values(), tensor)
 
     def slice_of(self, stack: ExpertStack, expert: int) -> torch.Tensor:
         """One expert's weight, on the device. Its memory is kept as long as somebody looks at it,
@@ -140,9 +157,13 @@ class ExpertsUse:
                         raise
                     continue  # stored anew meanwhile
                 self._leases[stack.name] = held = key, lease
+                ((name, tensor),) = lease.tensors.items()
+                if tensor.numel():
+                    self._lent[stack.name] = Lent.of(tensor, stack.binding, key, name)
             return next(iter(held[1].tensors.values()))
 
     def _let_go_of(self, name: str) -> None:
+        self._lent.pop(name, None)
         held = self._leases.pop(name, None)
         if held is not None:
             held[1].end()
@@ -150,7 +171,8 @@ class ExpertsUse:
     def finish(self, result: Any, given: Arguments) -> Any:
         """After the forward. What it returns was computed, and is as it was."""
         tensors = list(tensors_in([result]))
-        if any(tensor.grad_fn is not None for tensor in tensors):
+        trained = any(s.binding.tensor.requires_grad for s in self._experts.stacks.values())
+        if (trained or self._hooks is None) and any(t.grad_fn is not None for t in tensors):
             refuse_to_go_back(tensors, given)
         self.end()
         return result
@@ -158,6 +180,9 @@ class ExpertsUse:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """Put everything back. To be called again if it was interrupted."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
         while self._outer:
             stack, use = self._outer[-1]
             stack.use = use

@@ -8,9 +8,9 @@ backward pass through weights that are frozen brings them in again; through othe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,6 +100,22 @@ class UnitWeights:
         return not any(tensor.requires_grad for tensor in self.parameters)
 
 
+class Lent(NamedTuple):
+    """Memory that is lent: which tensor of which group it shows, and the weight this is of."""
+
+    start: int
+    stop: int
+    binding: Binding
+    key: str
+    name: str
+
+    @staticmethod
+    def of(tensor: torch.Tensor, binding: Binding, key: str, name: str) -> Lent:
+        """That of a tensor that is not empty."""
+        start = address_of(tensor)
+        return Lent(start, start + span(tensor), binding, key, name)
+
+
 class SavedViews:
     """Tells the views of what is lent in one use of a unit, as autograd saves them."""
 
@@ -108,50 +124,50 @@ class SavedViews:
     ) -> None:
         self._groups = groups
         shown = [(b, leased[b.name]) for b in bindings if leased[b.name].numel()]
-        self._spans = [(address_of(t), address_of(t) + span(t), b) for b, t in shown]
+        self._lent = [Lent.of(t, b, b.key, b.name) for b, t in shown]
         self._device = shown[0][1].device if shown else None
-        self._start = min((start for start, _, _ in self._spans), default=0)
-        self._stop = max((stop for _, stop, _ in self._spans), default=0)
+        self._start = min((lent.start for lent in self._lent), default=0)
+        self._stop = max((lent.stop for lent in self._lent), default=0)
 
     def pack(self, tensor: torch.Tensor) -> Unpack | None:
         """What brings a saved tensor back, if it is a view of a weight that is lent."""
-        address = address_of(tensor)
-        if not self._start <= address < self._stop or tensor.device != self._device:
+        if not self._start <= address_of(tensor) < self._stop or tensor.device != self._device:
             return None
-        for start, stop, binding in self._spans:
-            if start <= address < stop:
-                geometry = geometry_of(tensor)
-                origin = geometry.offset * tensor.element_size() - (address - start)
-                where = self._groups, binding, binding.key, origin, geometry
-                return functools.partial(_view_again, *where, described(tensor))
-        return None
+        return pack_view(self._groups, self._lent, tensor)
+
+
+def pack_view(groups: WeightGroups, lent: Iterable[Lent], tensor: torch.Tensor) -> Unpack | None:
+    """What brings a saved tensor back, if it is a view of what is lent, on the same device."""
+    address = address_of(tensor)
+    for each in lent:
+        if each.start <= address < each.stop:
+            geometry = geometry_of(tensor)
+            origin = geometry.offset * tensor.element_size() - (address - each.start)
+            return functools.partial(_view_again, groups, each, origin, geometry, described(tensor))
+    return None
 
 
 @torch.no_grad()
 def _view_again(
-    groups: WeightGroups,
-    binding: Binding,
-    key: str,
-    origin: int,
-    geometry: Geometry,
-    description: str,
+    groups: WeightGroups, lent: Lent, origin: int, geometry: Geometry, description: str
 ) -> torch.Tensor:
     """A view of a weight, as it was saved: `origin` is where the weight began in the storage that
     the view looked at. Raises RuntimeError if the weight is not what it was."""
+    binding = lent.binding
     if binding.tensor.requires_grad:
         refuse_backward()
     refuse_changed(description, version_of(binding.tensor), binding.version)
     try:
-        if groups.over or binding.key != key:
-            raise UnknownKeyError(key)
-        leased = groups.last_lease.tensors(key)
+        if groups.over or lent.key not in groups.groups:
+            raise UnknownKeyError(lent.key)
+        leased = groups.last_lease.tensors(lent.key)
     except UnknownKeyError:
         raise RuntimeError(
             f"this backward needs {binding.name}, which a tierstore holds no more as it was in the "
             "forward: weights were changed since, or the model was cut into groups anew. Run the "
             "forward again"
         ) from None
-    return geometry.within(leased[binding.name], origin)
+    return geometry.within(leased[lent.name], origin)
 
 
 class WeightUse:
