@@ -8,10 +8,11 @@ LoRA by peft, and trains that for a few steps with AdamW. It does so twice:
   the model. The frozen weights are read from the checkpoint in the forward and in the backward
   pass, and nothing of them is written.
 
-At the end the example prints what each step took, and whether losses and the LoRA are equal bit for
-bit.
+At the end the example prints what each step took, the most memory that weights took, and whether
+losses and the LoRA are equal bit for bit.
 
     python docs/examples/finetune_lora.py
+    python docs/examples/finetune_lora.py --layers 20 --width 1024 --ram 256MB  # 1 GB of weights
     python docs/examples/finetune_lora.py --layers 32 --width 2048 --ram 2GB --workdir /nvme
 """
 
@@ -51,9 +52,10 @@ def main() -> int:
         with TierStore(f"{options.ram}B", Path(directory) / "store", device="cpu") as store:
             model = dispatch_model(load(checkpoint), store)
             ours = train(model, options.steps, store)
-            budget = store.stats().budget_bytes["HOST"]
+            stats = store.stats()
+            memory = stats.peak_bytes["HOST"], stats.budget_bytes["HOST"] or 0
         weights = sum(parameter.nbytes for parameter in model.parameters())
-    return report(plain, ours, weights, budget)
+    return report(plain, ours, weights, memory)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -115,9 +117,14 @@ def train(model: Any, steps: int, store: TierStore | None = None) -> dict[str, A
     return {"steps": done, "lora": {name: p.detach().clone() for name, p in trained.items()}}
 
 
-def report(plain: dict[str, Any], ours: dict[str, Any], weights: int, budget: int | None) -> int:
+def report(
+    plain: dict[str, Any], ours: dict[str, Any], weights: int, memory: tuple[int, int]
+) -> int:
     """Print a table, and a last line that says whether the example showed what it promises."""
-    table = Table(title=f"Steps of {megabytes(weights)} in {megabytes(budget or 0)}")
+    peak, budget = map(megabytes, memory)
+    table = Table(
+        title=f"Steps of {megabytes(weights)} of weights: {peak} in memory at most, of {budget}"
+    )
     for name in ("step", "loss, plain", "loss", "read", "written", "seconds, plain", "seconds"):
         table.add_column(name, justify="right")
     for number, (one, other) in enumerate(zip(plain["steps"], ours["steps"], strict=True), 1):
