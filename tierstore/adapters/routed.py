@@ -28,7 +28,7 @@ from tierstore.adapters.saved_weights import WeightHooks
 from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.adapters.weight_groups import WeightGroups
-from tierstore.adapters.weight_use import Lent, pack_view
+from tierstore.adapters.weight_use import LeasedMemory, pack_view
 from tierstore.model.errors import UnknownKeyError
 from tierstore.store import engine_of
 from tierstore.torch_private import hooks_are_allowed
@@ -107,7 +107,9 @@ class ExpertsUse:
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
         self._leases: dict[str, tuple[str, ViewLease]] = {}
-        self._lent: dict[str, Lent] = {}  # by the same names, if it is noted what autograd saves
+        self._lent: dict[
+            str, LeasedMemory
+        ] = {}  # by the same names, if it is noted what autograd saves
         self._hooks: Any = None
         self._outer: list[tuple[ExpertStack, ExpertsUse | None]] = []
 
@@ -159,7 +161,7 @@ class ExpertsUse:
                 self._leases[stack.name] = held = key, lease
                 ((name, tensor),) = lease.tensors.items()
                 if tensor.numel():
-                    self._lent[stack.name] = Lent.of(tensor, stack.binding, key, name)
+                    self._lent[stack.name] = LeasedMemory.of(tensor, stack.binding, key, name)
             return next(iter(held[1].tensors.values()))
 
     def _let_go_of(self, name: str) -> None:

@@ -100,7 +100,7 @@ class UnitWeights:
         return not any(tensor.requires_grad for tensor in self.parameters)
 
 
-class Lent(NamedTuple):
+class LeasedMemory(NamedTuple):
     """Memory that is lent: which tensor of which group it shows, and the weight this is of."""
 
     start: int
@@ -110,10 +110,10 @@ class Lent(NamedTuple):
     name: str
 
     @staticmethod
-    def of(tensor: torch.Tensor, binding: Binding, key: str, name: str) -> Lent:
+    def of(tensor: torch.Tensor, binding: Binding, key: str, name: str) -> LeasedMemory:
         """That of a tensor that is not empty."""
         start = address_of(tensor)
-        return Lent(start, start + span(tensor), binding, key, name)
+        return LeasedMemory(start, start + span(tensor), binding, key, name)
 
 
 class SavedViews:
@@ -124,7 +124,7 @@ class SavedViews:
     ) -> None:
         self._groups = groups
         shown = [(b, leased[b.name]) for b in bindings if leased[b.name].numel()]
-        self._lent = [Lent.of(t, b, b.key, b.name) for b, t in shown]
+        self._lent = [LeasedMemory.of(t, b, b.key, b.name) for b, t in shown]
         self._device = shown[0][1].device if shown else None
         self._start = min((lent.start for lent in self._lent), default=0)
         self._stop = max((lent.stop for lent in self._lent), default=0)
@@ -136,7 +136,9 @@ class SavedViews:
         return pack_view(self._groups, self._lent, tensor)
 
 
-def pack_view(groups: WeightGroups, lent: Iterable[Lent], tensor: torch.Tensor) -> Unpack | None:
+def pack_view(
+    groups: WeightGroups, lent: Iterable[LeasedMemory], tensor: torch.Tensor
+) -> Unpack | None:
     """What brings a saved tensor back, if it is a view of what is lent, on the same device."""
     address = address_of(tensor)
     for each in lent:
@@ -149,7 +151,7 @@ def pack_view(groups: WeightGroups, lent: Iterable[Lent], tensor: torch.Tensor) 
 
 @torch.no_grad()
 def _view_again(
-    groups: WeightGroups, lent: Lent, origin: int, geometry: Geometry, description: str
+    groups: WeightGroups, lent: LeasedMemory, origin: int, geometry: Geometry, description: str
 ) -> torch.Tensor:
     """A view of a weight, as it was saved: `origin` is where the weight began in the storage that
     the view looked at. Raises RuntimeError if the weight is not what it was."""
