@@ -93,7 +93,8 @@ class FileTable:
 
     def _held_open(self) -> list[HeldFile]:
         with self._lock:
-            return [held for held in self._held.values() if held.file is not None]
+            found = [held for held in self._held.values() if held.file is not None]
+        return found  # from inside, an interrupt after the call would leave the lock taken
 
     def _let_go(self, of: list[HeldFile]) -> bool:
         with self._lock:

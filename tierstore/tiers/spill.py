@@ -67,7 +67,8 @@ class Spill:
     def room(self) -> tuple[int, list[tuple[int, int]]]:
         """Where the last group ends, and what is free before that: (offset, nbytes), by offset."""
         with self._lock:
-            return self._end, list(self._free)
+            found = self._end, list(self._free)
+        return found  # from inside, an interrupt after the call would leave the lock taken
 
     def take(self, nbytes: int) -> int:
         """The offset of `nbytes` bytes of room (rounded up to pages).
