@@ -272,9 +272,13 @@ def _enters_children(module: nn.Module) -> bool:
 
 def recomputes_parts(module: nn.Module) -> bool:
     """Whether modules of a list in it are computed again one by one in a backward pass: diffusers
-    and transformers say so of a module."""
-    recomputes = getattr(module, "gradient_checkpointing", False)
-    return bool(recomputes) and any(isinstance(part, _LISTS) for part in module.children())
+    and transformers say so of a module. A layer of transformers computes again by itself what its
+    class has as `forward`, so that only its children are called then."""
+    if not getattr(module, "gradient_checkpointing", False):
+        return False
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    by_itself = code is not None and code.co_name == "forward_with_checkpointing"
+    return by_itself or any(isinstance(part, _LISTS) for part in module.children())
 
 
 def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:
