@@ -157,12 +157,12 @@ def read_in_passes(directory: Path, share: float, *, frozen: bool, checkpoint: b
             optimizer.zero_grad()
         groups = store.snapshot().groups
     missed = max(weights - trained - max(budget - COPIES * trained, 0), 0)
-    too_early = 2 * budget // shares.EARLY  # in each pass: the store learns when to fetch
+    too_early = 2 * budget // shares.EARLY_IF_STEADY  # in each pass; when is measured
     if not frozen:  # between passes, what is in RAM of the state is there for good
         values = [g for g in groups if g.key.startswith("training/") and "gradient" not in g.key]
         missed, too_early = sum(g.nbytes for g in values if "HOST" not in g.tiers), 0
     largest = max(g.nbytes for g in groups)
-    return reads[-1], 1.05 * (2 * missed + 3 * largest) + too_early
+    return min(reads[1:]), 1.05 * (2 * missed + 3 * largest) + too_early
 
 
 @CHECKPOINTED
