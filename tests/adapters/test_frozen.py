@@ -528,3 +528,25 @@ def test_after_a_backward_that_raised_nothing_stays_leased(device: str, disk_dir
             model.zero_grad()
         assert_equal(gradients_of(model, x), gradients_of(plain, x))
         undispatch(model)
+
+
+def test_layers_that_recompute_themselves_come_again_in_the_backward(
+    device: str, disk_dir: Path
+) -> None:
+    """transformers' layers recompute what their class has as forward, not what stands in for it."""
+    plain, model = llama().train(), llama().train()
+    for each in (plain, model):
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        each.enable_input_require_grads()
+    loss_of(plain, 0, "cpu").backward()
+    with open_store(disk_dir, parameter_bytes(model), device) as store:
+        dispatch_model(model, store)
+        loss = loss_of(model, 0, device)
+        before = store.stats()
+        loss.backward()
+        after = store.stats()
+    asked = [stats.hits + stats.late + stats.misses for stats in (before, after)]
+    assert asked[1] - asked[0] >= model.config.num_hidden_layers
+    if device == "cpu":
+        for name, parameter in trained(plain).items():
+            assert torch.equal(parameter.grad, trained(model)[name].grad), name

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 
-OPEN = 1
-"""Groups of gradients, beside the newest, that are kept open: they are written as they close."""
+OPEN = 2
+"""Groups of gradients, beside the newest, that are kept open: they are written as they close. A
+block's gradients come in another order than it has its parameters."""
 
 
 @dataclass(slots=True)

@@ -23,11 +23,12 @@ from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import claim, give_up
+from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.slices import Slice, cut_into_slices
-from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
+from tierstore.adapters.training.state_buffers import state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
 from tierstore.adapters.unit_use import Arguments, UnitForward, same
 from tierstore.model import shares
@@ -36,6 +37,7 @@ from tierstore.model.tiers import Tier
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
+from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import in_backward
 
 # Models that torch spreads over processes cannot be trained on a store as well.
@@ -151,7 +153,13 @@ class OffloadModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load values into the module. `assign` makes no difference: they are copied."""
         self.put_away()
-        return self.module.load_state_dict(state_dict, strict=strict)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        loaded = dict(state_dict)
+        same = [w for w in self._groups if w.frozen and w.keeps(names, loaded)]
+        result = self.module.load_state_dict(loaded, strict=strict)
+        for weights in same:
+            weights.count_as_unchanged()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also what a backward pass that failed has left in the store."""
@@ -192,9 +200,10 @@ class OffloadModel(nn.Module):
         plans = [(slice_, plan) for slice_ in self.slices for plan in slice_.groups]
         budget = state_budget_of(self.store)
         for _, plan in plans:
-            budget.expect(packed_bytes(plan.tensors))
+            expect_buffer(budget, plan.tensors)
+        space = AddressSpace()
         for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
-            buffer = StateBuffer(self.store, f"{self._key}/{number}", plan.tensors)
+            buffer = buffer_of(self.store, f"{self._key}/{number}", plan.tensors, space)
             names: dict[str, Any] = dict(plan.tensors)
             weights = Weights(buffer, names, slice_.number)
             groups.append(weights)
@@ -261,6 +270,7 @@ class OffloadModel(nn.Module):
         self._depth += 1
         if self._depth == 1 and not in_backward():
             self.put_away()
+            self._streamer.watch_frozen()
             self._gradient_streamer.watch()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -77,7 +77,11 @@ def _dealt(
 
 
 def _groups(units: list[Unit], target: int, claimed: set[int]) -> list[GroupPlan]:
+    """Their groups: what is frozen is in no group with what is trained, which is written."""
     fresh = [f for unit in units if (f := unit.only(lambda _, t: id(t) not in claimed))]
-    groups = Cutting("block_level", target).groups(fresh)
+    groups: list[GroupPlan] = []
+    for part in (lambda _, t: t.requires_grad), (lambda _, t: not t.requires_grad):
+        alike = [found for unit in fresh if (found := unit.only(part))]
+        groups += Cutting("block_level", target).groups(alike)
     claimed.update(id(t) for group in groups for t in group.tensors.values())
     return groups

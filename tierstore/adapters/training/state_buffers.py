@@ -36,6 +36,10 @@ COPIES = 4
 STREAMING_LARGEST = 6
 """The same, if there are groups that are larger than they should be."""
 
+STREAMING_FROZEN = 3
+"""Groups of frozen parameters that pass through at once: one in use, and those before and after
+it."""
+
 
 class StateBudget:
     """How much of a store's RAM is for resident groups, of all who train with it."""
@@ -47,19 +51,32 @@ class StateBudget:
             self.target = max(min(self.budget // shares.STATE_GROUP, LARGEST), PAGE)
         self._resident = Allowance()
         self._largest = 0
+        self._largest_frozen = 0
         self._in_all = 0
 
     def streaming_bytes(self) -> int:
         """Bytes that are left for what streams."""
-        share, needed = shares.STATE_PASSING, self._in_all + 2 * self._largest
-        if self.budget is not None and needed <= self.budget * (share - 1) // share:
-            return self.budget // share  # for activations: nothing else has to pass
-        return max(STREAMING_GROUPS * self.target, STREAMING_LARGEST * self._largest)
+        frozen = STREAMING_FROZEN * self._largest_frozen
+        if self.budget is not None:
+            passing = max(self.budget // shares.STATE_PASSING, frozen)
+            if self._in_all + 2 * self._largest <= self.budget - passing:
+                return passing  # for activations and what is frozen: nothing else has to pass
+        return max(STREAMING_GROUPS * self.target, STREAMING_LARGEST * self._largest, frozen)
+
+    def ahead_bytes(self) -> int:
+        """Bytes of parameters that the store is told of in advance: a quarter of what is left. The
+        rest is for what is in use, for gradients on their way out, and for what was used last,
+        which a pass that turns back uses first."""
+        return self.streaming_bytes() // 4
 
     def expect(self, parameter_bytes: int) -> None:
         """There is a group of so many bytes of parameters."""
         self._largest = max(self._largest, parameter_bytes)
         self._in_all += COPIES * parameter_bytes
+
+    def expect_frozen(self, nbytes: int) -> None:
+        """There is a group of so many bytes that only passes through."""
+        self._largest_frozen = max(self._largest_frozen, nbytes)
 
     def reserve(self, nbytes: int) -> bool:
         """Whether so many bytes more may be resident; if so, they are."""

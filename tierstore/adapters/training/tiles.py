@@ -168,7 +168,8 @@ class Tile:
     def buffers(self) -> Iterator[StateBuffer]:
         """Where what it works on is."""
         if self.weights is not None:
-            yield self.weights.buffer
+            if isinstance(self.weights.buffer, StateBuffer):
+                yield self.weights.buffer
             if self.weights.gradients.buffer is not None:
                 yield self.weights.gradients.buffer
         yield from self._buffers
@@ -314,6 +315,8 @@ class Tile:
         """By parameter: its value on the CPU, to be changed."""
         if self.weights is None:
             return {id(p): p.detach().cpu() for p in self.parameters}
+        self.weights.become_state()  # somebody gave a frozen parameter a gradient
+        assert isinstance(self.weights.buffer, StateBuffer)
         tensors = self.weights.buffer.enter(stack, HostAccess.UPDATE)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
 

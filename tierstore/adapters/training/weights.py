@@ -5,7 +5,9 @@ See `tierstore.adapters.saved_weights`: the backward pass brings a weight's grou
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,12 +22,14 @@ from tierstore.adapters.autocast_cache import CastCache
 from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, storage_id_of
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.saved_weights import WeightHooks
+from tierstore.adapters.training.frozen_buffers import FrozenBuffer, watch_of
 from tierstore.adapters.training.gradients import Gradients
-from tierstore.adapters.training.state_buffers import StateBuffer
+from tierstore.adapters.training.state_buffers import StateBuffer, state_budget_of
 from tierstore.adapters.unit_use import Arguments
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.model.errors import BudgetError
 from tierstore.store import TierStore, engine_of
+from tierstore.system.maps import WriteWatch
 from tierstore.torch_private import in_backward, version_of
 
 BORROWED = 2
@@ -36,9 +40,13 @@ class Weights:
     """One group of parameters, by name, and where it is."""
 
     def __init__(
-        self, buffer: StateBuffer, parameters: dict[str, nn.Parameter], slice_: int
+        self,
+        buffer: StateBuffer | FrozenBuffer,
+        parameters: dict[str, nn.Parameter],
+        slice_: int,
     ) -> None:
         self.buffer = buffer
+        self.edited = False  # since they are away, as far as torch tells
         self.parameters = parameters
         self.slice = slice_
         self.gradients = Gradients(self)
@@ -69,7 +77,9 @@ class Weights:
             if version_of(parameter) != self._versions[name]:
                 with torch.no_grad():  # the forward itself changed it
                     home.copy_(parameter.detach())
+                self.edited = True
             assign(parameter, home)
+            self._versions[name] = version_of(parameter)
         self.lease = None
         lease.end()
 
@@ -81,6 +91,69 @@ class Weights:
                 with torch.no_grad():
                     home.copy_(parameter.detach())
                 assign(parameter, home)
+                self.edited = True
+            elif version_of(parameter) != self._versions.setdefault(name, version_of(parameter)):
+                self.edited = True
+
+    @property
+    def frozen(self) -> bool:
+        """Whether they are in a group that is only read."""
+        return isinstance(self.buffer, FrozenBuffer)
+
+    def keeps(self, names: dict[int, str], values: dict[str, Any]) -> bool:
+        """Whether frozen parameters (known by their ids under these names) have these values. Then
+        nothing is to be copied to them; otherwise they are part of the training state from now on.
+        """
+        ours = [(names[id(p)], p) for p in self.parameters.values() if names[id(p)] in values]
+        if not all(torch.equal(p, torch.as_tensor(values[name])) for name, p in ours):
+            self.become_state()
+            return False
+        values.update(ours)
+        return True
+
+    def count_as_unchanged(self) -> None:
+        """What torch counted was none of a change."""
+        self._versions = {name: version_of(p) for name, p in self.parameters.items()}
+
+    def become_state(self) -> None:
+        """Make frozen parameters part of the training state: they are going to change."""
+        frozen = self.buffer
+        if isinstance(frozen, FrozenBuffer):
+            state_budget_of(frozen.store).expect(frozen.nbytes)
+            buffer = StateBuffer(frozen.store, f"{frozen.key}/state", frozen.tensors)
+            buffer.ready()
+            for name, parameter in self.parameters.items():
+                assign(parameter, buffer.tensors[name])
+            self.buffer = buffer
+            frozen.discard()
+
+
+class PassOrder:
+    """The order in which groups were used in the last pass, which foretells this one."""
+
+    def __init__(self) -> None:
+        self._last: list[Weights] = []
+        self._now: list[Weights] = []
+        self._place = 0  # in the last pass
+
+    def after(self, used: Weights, nbytes: int) -> list[Weights]:
+        """A group is used now: which others come next, each once, up to so many bytes."""
+        self._now.append(used)
+        with contextlib.suppress(ValueError):  # it was not used again: nothing is known better
+            self._place = self._last.index(used, self._place) + 1
+        coming: dict[Weights, None] = {}
+        for weights in itertools.islice(self._last, self._place, None):
+            if weights is not used and weights not in coming:
+                nbytes -= weights.buffer.nbytes
+                if nbytes < 0:
+                    break
+                coming[weights] = None
+        return list(coming)
+
+    def over(self) -> None:
+        """The pass is over, if it has begun."""
+        if self._now:
+            self._last, self._now, self._place = self._now, [], 0
 
 
 class WeightStreamer:
@@ -104,6 +177,10 @@ class WeightStreamer:
         self._slice = -1
         self._near: set[int] = set()  # slices that are on the device, or on their way
         self._touched: set[Weights] = set()  # since all was settled
+        self._order = PassOrder()
+        self._ahead = state_budget_of(store).ahead_bytes()
+        self._frozen: list[Weights] = []
+        self._watch: WriteWatch | None = None  # of what these show while away
 
     # Forward -----------------------------------------------------------------------------------
 
@@ -129,15 +206,32 @@ class WeightStreamer:
         used where they lie on disk."""
         self._touched.add(weights)
         try:
-            return weights.buffer.read()
+            lease = weights.buffer.read()
         except BudgetError:
             self.make_room()
-        try:
-            return weights.buffer.read()
-        except BudgetError:
-            if self._sliced:
-                raise
-            return None
+            try:
+                lease = weights.buffer.read()
+            except BudgetError:
+                if self._sliced:
+                    raise
+                return None
+        if not self._sliced:
+            self._announce(weights)
+        return lease
+
+    def _announce(self, used: Weights) -> None:
+        """Tell the store what follows a use, as it did in the last pass. What is frozen it learns
+        by itself."""
+        if isinstance(used.buffer, FrozenBuffer):
+            return
+        with self._lock:
+            coming = self._order.after(used, self._ahead)
+            self._touched.update(coming)
+        for weights in coming:
+            weights.buffer.expected()
+        if coming:
+            keys = [weights.buffer.key for weights in coming]
+            engine_of(self.store).mutable_groups.expect(keys)
 
     def give_back(self) -> None:
         """End what is borrowed; what somebody looks at stays."""
@@ -157,18 +251,18 @@ class WeightStreamer:
                     weights.hide()
 
     def turn_to(self, number: int) -> None:
-        """Slice `number` is used from now on: bring it and the next one, and let go of others."""
+        """Slice `number` is used from now on: on an accelerator, bring it and the next one, and let
+        go of others."""
         with self._lock:
-            if number == self._slice:
+            if number == self._slice or not self._sliced:
                 return
             step = -1 if number < self._slice or in_backward() else 1
             self._slice = number
             near = [n for n in (number, number + step) if 0 <= n < len(self._by_slice)]
-            if self._sliced:
-                for far in self._near.difference(near):
-                    self._let_go_of(far)
+            for far in self._near.difference(near):
+                self._let_go_of(far)
             self._near = set(near)
-            wanted = [w for n in near for w in self._by_slice[n][::step] if self.needs_lease(w)]
+            wanted = [w for n in near for w in self._by_slice[n][::step]]
             self._touched.update(wanted)
         for weights in wanted:
             weights.buffer.expected()
@@ -231,11 +325,25 @@ class WeightStreamer:
             self.give_back()
             self._slice = -1
             self._near = set()
+            self._order.over()
             touched, self._touched = self._touched, set()
         for weights in touched:
             if self._sliced:
                 self.store.offload(weights.buffer.key)
             weights.buffer.put_away()
+
+    def watch_frozen(self) -> None:
+        """What is frozen no more, or was changed, is part of the training state from now on."""
+        frozen = [w for w in self.groups if w.frozen]
+        if self._watch is None or frozen != self._frozen:
+            self._frozen = frozen
+            self._watch = watch_of([w.buffer for w in frozen if isinstance(w.buffer, FrozenBuffer)])
+        shown = [weights for weights in frozen for _ in weights.parameters]
+        written = {shown[i] for i in self._watch.written()}
+        for weights in frozen:
+            trained = any(p.requires_grad for p in weights.parameters.values())
+            if (trained or weights.edited or weights in written) and not weights.users:
+                weights.become_state()
 
 
 class TrainingUse:

@@ -1,0 +1,96 @@
+"""Where frozen parameters of a model in training are: in the files that they came from, and in RAM
+as far as there is room.
+
+Nothing of them changes, so they are groups like those of a model in inference: read by reference,
+never written back, in an order that the store learns. Whoever changes one after all makes it part
+of the training state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from tierstore.adapters.codecs.memory import address_of, tensor_bytes
+from tierstore.adapters.training.state_buffers import StateBudget, StateBuffer, packed_bytes
+from tierstore.adapters.view_lifetime import ViewLease
+from tierstore.model.errors import BudgetError
+from tierstore.store import TierStore, engine_of
+from tierstore.system.maps import AddressSpace, WriteWatch
+
+FROZEN = "frozen"
+"""How the keys of such groups end."""
+
+
+class FrozenBuffer:
+    """One group of frozen parameters. `tensors` shows it, at all times: private maps of its file.
+
+    Raises what `TierStore.register` raises.
+    """
+
+    host_resident = False
+
+    def __init__(
+        self, store: TierStore, key: str, tensors: Mapping[str, torch.Tensor], space: AddressSpace
+    ) -> None:
+        self.store = store
+        self.key = key
+        self.nbytes = packed_bytes(tensors)
+        self.tensors = engine_of(store).groups.register(key, tensors, space)
+        self._end = weakref.finalize(self, _forget, weakref.ref(store), key)
+        self._end.atexit = False
+
+    def read(self) -> ViewLease:
+        """The tensors on the device, to be read there."""
+        return ViewLease(self.store.acquire(self.key))
+
+    def ready(self) -> None:
+        """It can be seen from the beginning."""
+
+    def expected(self) -> None:
+        """It is wanted next. The store knows."""
+
+    def put_away(self) -> None:
+        """Nobody uses it for now. What is in RAM of it is what it shows, and may stay."""
+
+    def discard(self) -> None:
+        """It is not needed any more."""
+        self.tensors = {}
+        self._end()
+
+
+def _is_frozen(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return not any(tensor.requires_grad for tensor in tensors.values())
+
+
+def expect_buffer(budget: StateBudget, tensors: Mapping[str, torch.Tensor]) -> None:
+    """There will be a `buffer_of` these parameters."""
+    expect = budget.expect_frozen if _is_frozen(tensors) else budget.expect
+    expect(packed_bytes(tensors))
+
+
+def buffer_of(
+    store: TierStore, key: str, tensors: Mapping[str, torch.Tensor], space: AddressSpace
+) -> StateBuffer | FrozenBuffer:
+    """Where parameters are that are all frozen, or all trained."""
+    if _is_frozen(tensors):
+        with contextlib.suppress(BudgetError):  # no file holds it, and there is no room to write it
+            return FrozenBuffer(store, f"{key}/{FROZEN}", tensors, space)
+    return StateBuffer(store, key, tensors)
+
+
+def _forget(store: weakref.ref[TierStore], key: str) -> None:
+    """Nobody has the buffer any more."""
+    alive = store()
+    if alive is not None:
+        engine_of(alive).groups.discard_soon([key])
+
+
+def watch_of(buffers: list[FrozenBuffer]) -> WriteWatch:
+    """Notices what is written to what they show. Ranges are numbered as tensors follow each
+    other."""
+    shown = [tensor for buffer in buffers for tensor in buffer.tensors.values()]
+    return WriteWatch([(address_of(tensor), tensor_bytes(tensor)) for tensor in shown])
