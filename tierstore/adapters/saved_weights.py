@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tierstore.adapters.activations import Unpack, packed_in_place
 from tierstore.adapters.codecs.memory import Geometry, geometry_of
+from tierstore.adapters.codecs.wrapper import WrapperCodec, is_wrapper
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.store import TierStore
 from tierstore.torch_private import (
@@ -67,6 +68,8 @@ class WeightHooks:
     def _pack_weight(self, tensor: torch.Tensor) -> Unpack | None:
         """What brings a saved tensor back, if it is a view of a weight that is lent, or of such
         a weight's cast, as autocast makes them: that is cast again when it is wanted."""
+        if is_wrapper(tensor):
+            return self._pack_parts(tensor)
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
         found = self._pack_view(tensor)
@@ -77,6 +80,17 @@ class WeightHooks:
         if weight is None:
             return None
         return functools.partial(_cast_again, weight, geometry_of(cast), geometry_of(tensor))
+
+    def _pack_parts(self, tensor: torch.Tensor) -> Unpack | None:
+        """What brings a tensor back that consists of others, if a weight that is lent is in it."""
+        codec = WrapperCodec()
+        parts = codec.flatten(tensor)
+        found = {name: self._pack_weight(part) for name, part in parts.items()}
+        if not any(found.values()):
+            return None
+        rebuild = codec.rebuilder(tensor)
+        each = {name: found[name] or packed_in_place(part) for name, part in parts.items()}
+        return lambda: rebuild({name: unpack() for name, unpack in each.items()})
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unpack(self, unpack: Unpack) -> torch.Tensor:

@@ -18,6 +18,7 @@ from tierstore.adapters.activations import Unpack
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
 from tierstore.adapters.bindings import Binding
+from tierstore.adapters.codecs.bitsandbytes import is_of_bitsandbytes
 from tierstore.adapters.codecs.memory import (
     Geometry,
     address_of,
@@ -26,6 +27,7 @@ from tierstore.adapters.codecs.memory import (
     span,
     storage_address_of,
 )
+from tierstore.adapters.function_contexts import take_out_weights
 from tierstore.adapters.nested import tensors_in, with_tensors
 from tierstore.adapters.saved_weights import LastLease, WeightHooks
 from tierstore.adapters.unit_use import Arguments, refuse_backward, refuse_to_go_back
@@ -93,6 +95,11 @@ class UnitWeights:
             keys = dict.fromkeys(binding.key for binding in self.bindings)
             self._keys = self.groups.renewals, list(keys)
         return self._keys
+
+    @functools.cached_property
+    def of_bitsandbytes(self) -> bool:
+        """Whether some are quantised by bitsandbytes."""
+        return any(map(is_of_bitsandbytes, self.parameters))
 
     @property
     def frozen(self) -> bool:
@@ -178,7 +185,16 @@ class WeightUse:
     Every use holds leases of its own, so that uses on several threads may overlap.
     """
 
-    __slots__ = ("_casts", "_hooks", "_leases", "_viewed", "_views", "_weights", "_with_grad")
+    __slots__ = (
+        "_casts",
+        "_hooks",
+        "_leases",
+        "_saved",
+        "_viewed",
+        "_views",
+        "_weights",
+        "_with_grad",
+    )
 
     def __init__(self, weights: UnitWeights) -> None:
         self._weights = weights
@@ -219,6 +235,8 @@ class WeightUse:
                 self._with_grad = True  # it may have turned gradients on by itself
                 if self._hooks is None or not self._weights.frozen:
                     refuse_to_go_back(tensors, given)
+                elif self._weights.of_bitsandbytes:
+                    take_out_weights(tensors, given, self._saved.pack)
                 break
         for tensor in tensors:
             if storage_address_of(tensor) in leased:  # which others may use soon
@@ -278,8 +296,8 @@ class WeightUse:
         for wrapped in self._weights.wrapped:
             wrapped.show(self)
         if self._viewed:
-            views = SavedViews(self._weights.groups, self._weights.bindings, leased)
-            hooks = WeightHooks(views.pack).hooks
+            self._saved = SavedViews(self._weights.groups, self._weights.bindings, leased)
+            hooks = WeightHooks(self._saved.pack).hooks
             hooks.__enter__()
             self._hooks = hooks
         return []

@@ -30,7 +30,7 @@ class BitsandbytesCodec(PlainCodec):
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Whether it is a weight of bitsandbytes that was quantised."""
         return (
-            type(tensor).__module__.startswith("bitsandbytes.")
+            is_of_bitsandbytes(tensor)
             and super().accepts(tensor)
             and any(True for _ in _beside(tensor))
         )
@@ -49,6 +49,11 @@ class BitsandbytesCodec(PlainCodec):
             *path, last = name.split(".")
             setattr(attrgetter(".".join(path))(made) if path else made, last, parts[name])
         return made  # type: ignore[no-any-return]
+
+
+def is_of_bitsandbytes(value: object) -> bool:
+    """Whether the class of a weight, or of a state, is one of that library."""
+    return type(value).__module__.startswith("bitsandbytes.")
 
 
 def hidden_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ torchao's and quanto's quantised weights and DTensor do so. Groups hold the tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,13 +25,16 @@ class WrapperCodec:
         names, _ = wrapper.__tensor_flatten__()
         return {name: getattr(tensor, name) for name in names}
 
+    def rebuilder(self, tensor: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], Any]:
+        """What makes a wrapper like `tensor` of other parts. It keeps nothing of its memory."""
+        wrapper: Any = tensor
+        kind, size, stride = type(wrapper), tensor.size(), tensor.stride()
+        _, context = wrapper.__tensor_flatten__()
+        return lambda parts: kind.__tensor_unflatten__(dict(parts), context, size, stride)
+
     def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A wrapper of the same class around the parts."""
-        wrapper: Any = tensor
-        _, context = wrapper.__tensor_flatten__()
-        made: torch.Tensor = type(wrapper).__tensor_unflatten__(
-            dict(parts), context, tensor.size(), tensor.stride()
-        )
+        made: torch.Tensor = self.rebuilder(tensor)(parts)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made
