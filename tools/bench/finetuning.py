@@ -17,6 +17,9 @@ take turns, step by step, so that a load that changes meets all alike; the store
 cache. Nobody can be faster than the limit: the longer of the ordinary step and of the reading of
 what misses, 2 x (base - budget), as forward and backward both need each weight, at the speed of
 direct reads of the same files in that round.
+
+What a store reads while another model has its turn counts for no step: see whether fewer bytes
+were read than miss.
 """
 
 from __future__ import annotations
