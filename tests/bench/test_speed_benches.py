@@ -18,6 +18,10 @@ from tools.bench.report import Claim
 
 ROOT = Path(__file__).resolve().parents[2]
 
+needs_groups = pytest.mark.skipif(
+    not os.access(memory_group.ROOT / "memory", os.W_OK), reason="may not make control groups"
+)
+
 
 def run(name: str, place: Path, *more: str) -> str:
     """What the script prints for a short run, which must be what it puts into the page.
@@ -94,6 +98,23 @@ def test_experts(tmp_path: Path) -> None:
         assert f"held: {name}: the store counts as the hooks do" in text
 
 
+@needs_groups
+@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+def test_finetuning(tmp_path: Path) -> None:
+    text = run("finetuning", tmp_path, "--rounds", "1")
+    rows = cells(text)
+    assert rows["tierstore"][-1] == "equal"
+    for budget in ("25%", "50%"):
+        for way in ("checkpointing", "no checkpointing"):
+            _, limit, seconds, _, ratio, missing, read, *_ = rows[f"{budget}, {way}"]
+            assert min(map(number, (limit, seconds, ratio))) > 0
+            # Not all that is missing: some may have been read while another model had its turn.
+            assert number(read) > number(missing) / 2 > 0, "all was in RAM: nothing is compared"
+            assert f"held: {budget}, {way}: losses are equal" in text
+    assert "held: memory: losses are those of the ordinary run" in text
+    assert "held: memory: bytes that the store wrote in all steps (0)" in text
+
+
 @needs_pretend
 @pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_queueing(tmp_path: Path) -> None:
@@ -120,9 +141,7 @@ def test_a_claim_is_held_within_its_bounds() -> None:
     assert Claim("short", 1.13, at_most=1.12).verdict() == "MISSED: short (1.13)"
 
 
-@pytest.mark.skipif(
-    not os.access(memory_group.ROOT / "memory", os.W_OK), reason="may not make control groups"
-)
+@needs_groups
 def test_what_takes_more_than_a_group_may_have_is_ended() -> None:
     take = "x = bytearray({}); print(len(x))"
     with MemoryGroup(64 << 20) as group:
