@@ -13,15 +13,23 @@ from tools.bench.memory_group import MemoryGroup
 
 
 def start(
-    script: str, way: str, place: Path, budget: int, group: MemoryGroup | None = None
+    script: str,
+    way: str,
+    place: Path,
+    budget: int,
+    group: MemoryGroup | None = None,
+    *,
+    timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script with `--dir`, `--run` and `--budget` (bytes), with the allocator's defaults; in
-    a memory control group if one is given."""
+    a memory control group if one is given. Raises TimeoutExpired after `timeout` seconds."""
     words = [sys.executable, str(Path(script).resolve()), "--dir", str(place)]
     words += ["--run", way, "--budget", str(budget)]
     environment = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
     command = words if group is None else group.command(words)
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=timeout
+    )
 
 
 def answer(way: str, done: subprocess.CompletedProcess[str]) -> dict[str, float]:
