@@ -33,21 +33,6 @@ def cast_a_pipeline(actions: Actions) -> None:
 
 
 @CONVERSIONS.row(
-    '`pipe.transformer.to("cuda")`, `.to("cuda", torch.float32)`, the device being the store\'s',
-    note="nothing is moved: weights come to it by themselves",
-)
-def move_to_the_device_of_the_store(actions: Actions) -> None:
-    pipe = actions.load("flux")
-    actions.offload(pipe)
-    actions.run("flux", pipe)
-    pipe.transformer.to(actions.device)
-    actions.run("flux", pipe)
-    pipe.transformer.to(actions.device, torch.float32)
-    pipe.to(torch.float32)
-    actions.run("flux", pipe)
-
-
-@CONVERSIONS.row(
     "`pipe.vae.to(torch.float32)`, `.half()`, `.float()`, `.bfloat16()` of a component"
 )
 def cast_a_component(actions: Actions) -> None:

@@ -296,13 +296,19 @@ def features(actions: Actions) -> None:
     actions.compute(lambda: pipe("w7 w8 w9", return_tensors=True).float())
 
 
-@GENERATION.row("`pipeline(..., device=` that of the store `)`")
-def pipeline_on_the_device_of_the_store(actions: Actions) -> None:
-    model = dispatched(actions).model
-    pipe = transformers.pipeline(
-        "feature-extraction", model, tokenizer=tokenizer(), device=actions.device
-    )
-    actions.compute(lambda: pipe("w7 w8 w9", return_tensors=True).float())
+@GENERATION.row(
+    "`pipeline(..., device=` an accelerator `)`",
+    refusal=Refusal(
+        RuntimeError,
+        "cannot be moved to",
+        'pass `device="cpu"`: inputs come to the device by themselves',
+    ),
+    devices=("pretend",),
+)
+def pipeline_on_an_accelerator(actions: Actions) -> None:
+    model = dispatched(actions)
+    write(actions, model, prompt(actions))
+    transformers.pipeline("text-generation", model, tokenizer=tokenizer(), device=actions.device)
 
 
 @GENERATION.row("`generate` with inputs on the CPU", note="what it returns is on the CPU, too")

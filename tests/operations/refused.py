@@ -78,14 +78,15 @@ def dispatch_a_component(actions: Actions) -> None:
 
 
 @REFUSED.row(
-    '`pipe.text_encoder.to("meta")`, or to any accelerator that is not the store\'s',
+    '`pipe.text_encoder.to("cuda")`',
     refusal=Refusal(RuntimeError, "cannot be moved.*Leave the move out", "leave it out"),
+    devices=("pretend",),
 )
 def move_a_text_encoder(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
     actions.run("flux", pipe)
-    pipe.text_encoder.to("meta")
+    pipe.text_encoder.to(actions.device)
 
 
 @REFUSED.row(

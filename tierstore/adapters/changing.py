@@ -7,7 +7,6 @@ of all weights reach their tier group by group, so that a model of any size can 
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -26,8 +25,6 @@ from tierstore.adapters.unit_use import StandIn, same
 from tierstore.adapters.weight_groups import Change
 from tierstore.model.errors import ClosedError
 from tierstore.torch_private import call_first_of_state_dict_hooks, like
-
-logger = logging.getLogger("tierstore")
 
 T = TypeVar("T")
 
@@ -48,8 +45,7 @@ def cast_weights(root: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
 class Conversion:
     """What stands in for `_apply`, through which `half()` and `to()` change a model.
 
-    Of what changes, one group is in memory. The weights cannot be moved; a move to the store's own
-    device, to which they come by themselves, changes nothing.
+    Of what changes, one group is in memory. The weights cannot be moved.
     """
 
     def __init__(self, offloaded: Owner) -> None:
@@ -61,10 +57,7 @@ class Conversion:
     def _apply(self, original: Callable[..., Any], change: Change, recurse: bool = True) -> Any:
         offloaded = self._offloaded
         moved = change(torch.empty(0, device="cpu"))
-        if moved.device == offloaded.store.device:
-            logger.info("weights come to %s by themselves: nothing is moved", moved.device)
-            change = _without_move(change)
-        elif moved.device.type != "cpu":
+        if moved.device.type != "cpu":
             raise RuntimeError(
                 f"the model cannot be moved to {moved.device}: its weights are in a tierstore, and "
                 f"come to {offloaded.store.device} by themselves while it runs. Leave the move "
@@ -98,19 +91,6 @@ class Conversion:
             return tensor  # it is where it should be
 
         return change_the_rest
-
-
-def _without_move(change: Change) -> Change:
-    """The same change, of tensors that stay on their devices."""
-
-    def change_in_place(tensor: torch.Tensor) -> torch.Tensor:
-        small = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype)
-        changed = change(small)
-        if changed.dtype is small.dtype and changed.stride() == small.stride():
-            return tensor
-        return change(tensor).to(tensor.device)
-
-    return change_in_place
 
 
 def _is_same(tensor: torch.Tensor, changed: torch.Tensor) -> bool:
