@@ -106,8 +106,9 @@ def test_finetuning(tmp_path: Path) -> None:
     assert rows["tierstore"][-1] == "equal"
     for budget in ("25%", "50%"):
         for way in ("checkpointing", "no checkpointing"):
-            _, limit, beside, seconds, _, ratio, missing, read, *_ = rows[f"{budget}, {way}"]
-            assert min(map(number, (limit, beside, seconds, ratio))) > 0
+            _, limit, seconds, _, ratio, missing, read, *_ = rows[f"{budget}, {way}"]
+            assert min(map(number, (limit, seconds, ratio))) > 0
+            # Not all that is missing: some may have been read while another model had its turn.
             assert number(read) > number(missing) / 2 > 0, "all was in RAM: nothing is compared"
             assert f"held: {budget}, {way}: losses are equal" in text
     assert "held: memory: losses are those of the ordinary run" in text

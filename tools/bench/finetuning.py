@@ -18,9 +18,6 @@ cache. Nobody can be faster than the limit: the longer of the ordinary step and 
 what misses, 2 x (base - budget), as forward and backward both need each weight, at the speed of
 direct reads of the same files in that round.
 
-The limit counts reading as free for the processor. What it costs is seen where the ordinary step
-has direct reads of all files of the base beside it: as much as misses in a step with 50 %.
-
 What a store reads while another model has its turn counts for the next step: as bytes, and as the
 seconds that direct reads take for them.
 """
@@ -34,8 +31,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +61,6 @@ WARM_UP = 2  # steps before the rounds: the order of use is learned
 SEQUENCES, TOKENS = 2, 32
 
 ORDINARY, OURS, CAST = "ordinary", "tierstore", "ordinary, cast to float32"
-BESIDE = "ordinary, beside reads"
 PEER, PEER_LAST = "disk_offload, then peft", "peft, then disk_offload"
 RECOMPUTES, KEEPS = "checkpointing", "no checkpointing"
 WAYS = (ORDINARY, OURS, CAST, PEER, PEER_LAST)
@@ -151,19 +146,8 @@ def take_turns(how: str, place: Path, rounds: int) -> Found:
         runs: dict[str, Any] = {name: steps.__next__ for name, steps in training.items()}
         warm = {name: [step() for _ in range(WARM_UP)] for name, step in runs.items()}
         runs["disk"] = lambda: direct_reads(files)
-        runs[BESIDE] = lambda: beside_reads(runs[ORDINARY], files)
         found = machine.interleave(runs, rounds, doing=f"Training, {how}")
     return {"base": base, "warm": warm, **found}
-
-
-def beside_reads(step: Callable[[], Found], files: list[Path]) -> Found:
-    """A step while files are read past the page cache: seconds until both are done."""
-    started = time.perf_counter()
-    with ThreadPoolExecutor(1) as pool:
-        reads = pool.submit(direct_reads, files)
-        step()
-        reads.result()
-    return {"seconds": time.perf_counter() - started}
 
 
 def load(checkpoint: Path) -> Any:
@@ -259,7 +243,6 @@ COLUMNS = (
     "budget",
     "ordinary, s",
     "limit, s",
-    "ordinary beside reads, s",
     "tierstore, s",
     "of it forward",
     "to the limit",
@@ -293,7 +276,6 @@ def speed(found: Mapping[str, Found], page: Page) -> Iterator[Claim]:
                 name,
                 machine.spread([step["seconds"] for step in ordinary]),
                 machine.spread(limits),
-                machine.spread([step["seconds"] for step in found[how][BESIDE]]),
                 machine.spread(seconds),
                 f"{median(ours, 'forward'):.2f}",
                 machine.spread(ratios),
