@@ -256,8 +256,9 @@ class OffloadedModule:
 
     def _run(self) -> ModelRun | None:
         weights = self.weights
-        run = ModelRun(weights.held, weights.last_lease, self._over)
-        return run if weights.held.run is None else None
+        if weights.held.run is not None:
+            return None
+        return ModelRun(weights.held, weights.last_lease, self._over)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _over(self) -> None:

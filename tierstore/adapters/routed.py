@@ -107,9 +107,7 @@ class ExpertsUse:
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
         self._leases: dict[str, tuple[str, ViewLease]] = {}
-        self._lent: dict[
-            str, LeasedMemory
-        ] = {}  # by the same names, if it is noted what autograd saves
+        self._lent: dict[str, LeasedMemory] = {}  # by the same names: what the leases show
         self._hooks: Any = None
         self._outer: list[tuple[ExpertStack, ExpertsUse | None]] = []
 

@@ -15,7 +15,12 @@ from collections.abc import Mapping
 import torch
 
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
-from tierstore.adapters.training.state_buffers import StateBudget, StateBuffer, packed_bytes
+from tierstore.adapters.training.state_buffers import (
+    StateBudget,
+    StateBuffer,
+    forget_group,
+    packed_bytes,
+)
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.model.errors import BudgetError
 from tierstore.store import TierStore, engine_of
@@ -40,7 +45,7 @@ class FrozenBuffer:
         self.key = key
         self.nbytes = packed_bytes(tensors)
         self.tensors = engine_of(store).groups.register(key, tensors, space)
-        self._end = weakref.finalize(self, _forget, weakref.ref(store), key)
+        self._end = weakref.finalize(self, forget_group, weakref.ref(store), key)
         self._end.atexit = False
 
     def read(self) -> ViewLease:
@@ -80,13 +85,6 @@ def buffer_of(
         with contextlib.suppress(BudgetError):  # no file holds it, and there is no room to write it
             return FrozenBuffer(store, f"{key}/{FROZEN}", tensors, space)
     return StateBuffer(store, key, tensors)
-
-
-def _forget(store: weakref.ref[TierStore], key: str) -> None:
-    """Nobody has the buffer any more."""
-    alive = store()
-    if alive is not None:
-        engine_of(alive).groups.discard_soon([key])
 
 
 def watch_of(buffers: list[FrozenBuffer]) -> WriteWatch:

@@ -211,6 +211,11 @@ class StateBuffer:
 def _forget(store: weakref.ref[TierStore], key: str, budget: StateBudget, resident: int) -> None:
     """Nobody has the buffer any more."""
     budget.release(resident)
+    forget_group(store, key)
+
+
+def forget_group(store: weakref.ref[TierStore], key: str) -> None:
+    """Nobody has the buffer of this group any more."""
     alive = store()
     if alive is not None:
         engine_of(alive).groups.discard_soon([key])
