@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from tierstore.engine.checkpoints import aread_checkpoint, read_checkpoint
+from tierstore.engine.connecting import connected_engine
 from tierstore.engine.engine import Engine
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
@@ -73,7 +74,43 @@ class TierStore(AbstractContextManager["TierStore"]):
         budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(disk_dir))
         grows = device.type != "cpu" and not is_chosen(device_budget)
         self.device = device
-        self._engine = Engine(Settings(device, budgets, os.fspath(disk_dir), policy, verify, grows))
+        self._engine = Engine(
+            Settings(
+                device=device,
+                budgets=budgets,
+                disk_dir=os.fspath(disk_dir),
+                policy=policy,
+                verify=verify,
+                device_budget_may_grow=grows,
+            )
+        )
+
+    @classmethod
+    def connect(
+        cls,
+        socket: str | os.PathLike[str],
+        *,
+        device: str | torch.device | None = None,
+        device_budget: Size | None = None,
+        ram_budget: Size = "0",
+        disk_dir: str | os.PathLike[str] | None = None,
+    ) -> TierStore:
+        """A store whose weights are served by `tierstore-serve`, one copy for all of its workers.
+
+        What is registered, by whatever adapter, is leased of the service at the Unix socket
+        `socket`: read from disk once, in one host memory with one budget. What this process writes
+        itself (puts, weights that it changes, activations, training state) stays in a store of its
+        own, in `ram_budget` bytes of its own memory and in `disk_dir`; None: it is never written.
+
+        Raises ServiceLostError if nobody serves there, TierStoreError if the service refuses, and
+        what `TierStore` raises. Later, every call that needs the service raises ServiceLostError
+        within a second while it is gone, and goes on by itself when it is back.
+        """
+        made = cls.__new__(cls)
+        made.device, made._engine = connected_engine(
+            os.fspath(socket), device, device_budget, ram_budget, disk_dir
+        )
+        return made
 
     # Putting -----------------------------------------------------------------------------------
 

@@ -122,10 +122,10 @@ def adopt(
     if rest and len(rest) < len(tensors):
         _take_what_overlaps(tensors, rest)
     in_files = [file for name, file in found.items() if file is not None and name not in rest]
-    stamps = {path: _stamp(path) for path in {t.extent.path for t in in_files}}
+    stamps = {path: stamp_of(path) for path in {t.extent.path for t in in_files}}
     homes = _maps_of(in_files)
     for path, stamp in stamps.items():
-        if _stamp(path) != stamp:
+        if stamp_of(path) != stamp:
             raise StaleCheckpointError(
                 f"{path} was changed while it was put on a store: load it again when it is "
                 "complete",
@@ -167,7 +167,7 @@ def _derivation(
         if source is None:
             return None
         path = source.extent.path
-        stamp = stamps[path] if path in stamps else stamps.setdefault(path, _stamp(path))
+        stamp = stamps[path] if path in stamps else stamps.setdefault(path, stamp_of(path))
         row = dataclasses.astuple(source), dataclasses.astuple(stamp), str(casts.get(source.name))
         described.append(row)
     return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()[:32]
@@ -213,7 +213,8 @@ def _overlapping(members: list[FileTensor]) -> list[list[FileTensor]]:
     return blocks
 
 
-def _stamp(path: str) -> FileStamp:
+def stamp_of(path: str) -> FileStamp:
+    """What a file looks like now. Raises TransferError."""
     try:
         return FileStamp.of(os.stat(path))
     except OSError as error:

@@ -73,6 +73,7 @@ class Core:
         self.revocable: dict[LeaseRecord, None] = {}
         self.deferred: deque[Callable[[], object]] = deque()
         self.permanent_host_bytes = 0  # bytes leased in host memory by who never gives them back
+        self.shared_budget = 0  # bytes that a service allows to be leased at once
         self.largest = 0  # bytes of the largest group that was leased or saved for autograd so far
         self.measurements = Measurements()
         self._pid = os.getpid()
@@ -82,14 +83,7 @@ class Core:
         self.directory = ObjectDirectory(settings.disk_dir)
         try:
             self.reports = TransferReports(self)
-            self.tiers, self.mover = build(
-                settings.device,
-                settings.budgets,
-                self.directory,
-                settings.verify,
-                self.reports.told(),
-                settings.extra_tiers,
-            )
+            self.tiers, self.mover = build(settings, self.directory, self.reports.told())
         except BaseException:
             self.directory.close()
             raise
@@ -306,6 +300,8 @@ class Core:
         peak = self.planner.peak
         self._begin_planning()
         instructions = self.handled(events.Recovered(tuple(self._existing_groups())))
+        if self.settings.link is not None:
+            instructions += self.handled(events.SharedBudgetChanged(self.shared_budget))
         for tier, nbytes in peak.items():
             self.planner.peak[tier] = max(self.planner.peak[tier], nbytes)
         for request in self.queue.requests():
@@ -338,6 +334,7 @@ class Core:
                 backing=Tier.DISK if entry.backed else None,
                 use_order=entry.use_order,
                 sticky=entry.sticky,
+                shared=entry.shared is not None,
                 visible=self.current.get(group.key) == group,
                 claimed=group in self.unseen,
             )

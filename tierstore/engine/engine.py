@@ -10,15 +10,18 @@ from tierstore.engine.device_memory import DeviceMemory
 from tierstore.engine.groups import Groups
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import Leases
+from tierstore.engine.made_weights import MadeWeights, Objects, OwnObjects, ServiceObjects
 from tierstore.engine.mutable_groups import MutableGroups
 from tierstore.engine.puts import Puts
 from tierstore.engine.reporting import Reporting
 from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.saved_tensors import SavedTensors
 from tierstore.engine.saves import Saves
+from tierstore.engine.service_allowance import ServiceAllowance
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
 from tierstore.system.streams import selecting
+from tierstore.tiers.leased_tier import LeasedHostTier
 
 
 class Engine:
@@ -32,16 +35,24 @@ class Engine:
         self.copy_threads = CopyThreads(selecting(settings.device), core.current_stream)
         self.lease_table = LeaseTable(core)
         self.requests = RequestLoop(core, self.lease_table)
-        self.leases = Leases(core, self.lease_table, self.requests, self.copy_threads)
         self.puts = Puts(core, self.requests, self.copy_threads)
+        self.leases = Leases(core, self.lease_table, self.requests, self.copy_threads, self.puts)
         self.saves = Saves(core, self.requests)
-        self.groups = Groups(core, self.puts, self.saves)
+        link = settings.link
+        self.objects = OwnObjects(core, self.puts, self.saves)
+        objects: Objects = self.objects if link is None else ServiceObjects(link)
+        self.groups = Groups(core, MadeWeights(objects))
         self.mutable_groups = MutableGroups(
             core, self.lease_table, self.requests, self.puts, self.saves, self.groups
         )
         self.saved_tensors = SavedTensors(core, self.puts, self.groups)
         self.device_memory = DeviceMemory(core, self.lease_table)
         self.reporting = Reporting(core)
+        try:
+            self._allowance = ServiceAllowance(core, self.lease_table)
+        except BaseException:
+            core.finalizer()
+            raise
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -70,5 +81,10 @@ class Engine:
 
     @transaction
     def _end(self) -> None:
-        self.core.closed = True
-        self.core.queue.changed()
+        core = self.core
+        core.closed = True
+        core.queue.changed()
+        host = core.tiers.host
+        if isinstance(host, LeasedHostTier):
+            for record in core.leases:
+                host.keep_for_readers(core.mover.entry(record.group))

@@ -3,50 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from tierstore.engine.adoption import (
-    CASTS,
-    WEIGHTS,
-    Adoption,
     Unadopted,
     adopt,
     checkpoint_groups,
-    content_hash,
     object_views,
+    stamp_of,
 )
 from tierstore.engine.checkpoints import CheckpointFile
-from tierstore.engine.core import Core, refuse_beyond_the_disk
+from tierstore.engine.core import Core
 from tierstore.engine.keys import check_callers_key
-from tierstore.engine.puts import Puts
-from tierstore.engine.saves import Saves
+from tierstore.engine.made_weights import MadeWeights
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
 from tierstore.model.groups import GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier, UseOrder
-from tierstore.observe.journal import hop
 from tierstore.system.file_table import HeldFile
 from tierstore.system.maps import AddressSpace, nameless_file_memory
-from tierstore.system.objects import intact_object
-from tierstore.system.views import laid_out, packed
-from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.entry import GroupEntry, SharedGroup
 from tierstore.tiers.workers import Future
 
 NO_CASTS: Mapping[str, torch.dtype] = {}
-CONTENT = "content"
-"""The name of the one tensor in objects under `CASTS`."""
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """A group whose bytes lie in files, `held` open by path. What is `shared`, a service serves."""
+
+    spec: GroupSpec
+    source: Source
+    held: Mapping[str, HeldFile]
+    shared: SharedGroup | None = None
 
 
 class Groups:
     """Groups by reference, hints, and the end of groups. `adopt` and `discard` may wait."""
 
-    def __init__(self, core: Core, puts: Puts, saves: Saves) -> None:
+    def __init__(self, core: Core, made: MadeWeights) -> None:
         self.core = core
-        self._puts = puts
-        self._saves = saves
+        self._made = made
 
     # By reference ------------------------------------------------------------------------------
 
@@ -66,23 +67,42 @@ class Groups:
         found = checkpoint_groups(files, prefix, groups)
         for key in found:
             check_callers_key(key)
-        self._know_files(held, found, single=groups is None)
+        described = {key: FileGroup(*lying, held) for key, lying in found.items()}
+        self._know_files(self._shared(described), single=groups is None)
         return found
 
+    def _shared(self, found: Mapping[str, FileGroup]) -> Mapping[str, FileGroup]:
+        """Have the service know groups that are about to be registered, if there is one. Waits.
+
+        Raises ServiceLostError, or what is wrong with their files.
+        """
+        link = self.core.settings.link
+        if link is None or not found:
+            return found
+        core, table = self.core, self.core.tiers.disk.files
+        core.check_open()
+        for key in found:
+            core.refuse_duplicate(key)
+        files: dict[str, HeldFile] = {}
+        shared = {}
+        for key, group in found.items():
+            files.update(group.held)
+            for path in group.source.paths - files.keys():  # an object file of the service
+                files[path] = table.hold(path, stamp_of(path))
+            used = {path: files[path] for path in group.source.paths}
+            served = SharedGroup(key, group.spec.nbytes, group.source, used)
+            shared[key] = replace(group, shared=served)
+        link.register([group.shared for group in shared.values() if group.shared is not None])
+        return shared
+
     @transaction
-    def _know_files(
-        self,
-        held: Mapping[str, HeldFile],
-        found: Mapping[str, tuple[GroupSpec, Source]],
-        *,
-        single: bool,
-    ) -> None:
+    def _know_files(self, found: Mapping[str, FileGroup], *, single: bool) -> None:
         core = self.core
         core.check_open()
         for key in found:
             core.refuse_duplicate(key)
-        for key, (spec, source) in found.items():
-            self._know(key, spec, source, held, single=single)
+        for key, group in found.items():
+            self._know(key, group, single=single)
 
     def register(
         self,
@@ -106,24 +126,22 @@ class Groups:
         adoption = adopt(tensors, space or AddressSpace(), write_once, casts)
         files = core.tiers.disk.files
         held = {path: files.hold(path, stamp) for path, stamp in adoption.stamps.items()}
-        self._know_adopted(key, adoption, held, use_order)
+        found = self._shared({key: FileGroup(adoption.spec, adoption.source, held)})
+        self.know(key, found[key], use_order)
         return adoption.homes
 
     @transaction
-    def _know_adopted(
-        self, key: str, adoption: Adoption, held: Mapping[str, HeldFile], use_order: UseOrder
-    ) -> None:
+    def know(self, key: str, found: FileGroup, use_order: UseOrder = UseOrder.LEARNED) -> None:
+        """A group lies in files. Raises DuplicateKeyError."""
         core = self.core
         core.check_open()
         core.refuse_duplicate(key)
-        self._know(key, adoption.spec, adoption.source, held, use_order=use_order)
+        self._know(key, found, use_order=use_order)
 
     def _know(
         self,
         key: str,
-        spec: GroupSpec,
-        source: Source,
-        held: Mapping[str, HeldFile],
+        found: FileGroup,
         *,
         single: bool = False,
         use_order: UseOrder = UseOrder.LEARNED,
@@ -131,20 +149,29 @@ class Groups:
         core = self.core
         group = core.new_group(key)
         order = core.newest()
-        files = {path: held[path] for path in source.paths if path in held}
+        source, held, shared = found.source, found.held, found.shared
         core.mover.add(
             GroupEntry(
                 group,
-                spec,
+                found.spec,
                 source,
                 single=single,
-                files=files,
+                files={path: held[path] for path in source.paths if path in held},
                 order=order,
                 backed=True,
                 use_order=use_order,
+                shared=shared,
             )
         )
-        core.tell(events.Registered(group, spec.nbytes, backing=True, use_order=use_order))
+        core.tell(
+            events.Registered(
+                group,
+                found.spec.nbytes,
+                backing=True,
+                use_order=use_order,
+                shared=shared is not None,
+            )
+        )
         core.current[key] = group
 
     def _write_once(self, wanted: Unadopted, *, routed: bool) -> tuple[str, StoredObject]:
@@ -152,85 +179,14 @@ class Groups:
 
         What is `routed` may be all experts of a layer, and never be in memory as a whole.
         """
-        found = self._found(wanted.derivation)
+        found = self._made.find(wanted.derivation)
         if found is not None and wanted.is_as(found[1]):
             return found
-        values = wanted.values()
-        return self._keep(wanted.derivation, values, of_any_size=routed)
-
-    def _keep(
-        self,
-        derivation: str | None,
-        values: Mapping[str, torch.Tensor],
-        *,
-        of_any_size: bool,
-    ) -> tuple[str, StoredObject]:
-        content = content_hash(values)
-        found = self._put_once(WEIGHTS + content, values, of_any_size=of_any_size)
-        if derivation is not None:
-            told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
-            self._put_once(CASTS + derivation, {CONTENT: told})
-        return found
-
-    def _put_once(
-        self, key: str, tensors: Mapping[str, torch.Tensor], *, of_any_size: bool = False
-    ) -> tuple[str, StoredObject]:
-        if key not in self.core.current:
-            budget = self.core.planner.budgets[Tier.HOST]
-            nbytes = sum(tensor.nbytes for tensor in tensors.values())
-            if of_any_size and budget is not None and nbytes > budget:
-                self._write(key, tensors)
-            else:
-                self._puts.put(key, tensors, durable=True)
-        stored = self._stored(key)
-        self.offload(key)
-        return stored
-
-    def _write(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put a group on disk that does not fit into memory: by way of a file without a name."""
-        core = self.core
-        packing, blocks = packed(key, tensors)
-        spec = laid_out(key, packing, tensors)
-        refuse_beyond_the_disk(core, key, spec.nbytes)
-        memory = self.file_memory(packing.nbytes)
-        target = torch.frombuffer(memory, dtype=torch.uint8)
-        for block, at in zip(packing.blocks, packing.offsets, strict=True):
-            target[at : at + block.nbytes].copy_(blocks[block.name])
-        group = core.new_group(key)
-        entry = GroupEntry(group, spec, None, packing, order=core.newest())
-        core.tiers.disk.write(entry, memory)
-        core.mover.journal.count(hop(Tier.HOST, Tier.DISK), spec.nbytes)
-        self._know_written(key, entry)
-
-    @transaction
-    def _know_written(self, key: str, entry: GroupEntry) -> None:
-        core = self.core
-        core.check_open()
-        core.mover.add(entry)
-        core.tell(events.Registered(entry.group, entry.spec.nbytes))
-        core.current[key] = entry.group
-
-    def _stored(self, key: str) -> tuple[str, StoredObject]:
-        """The object file of a group that is there."""
-        self._saves.flush_key(key)  # another thread may have put it, or a write may have failed
-        path = self.core.directory.path_of(key)
-        return path, intact_object(path)
-
-    def _found(self, derivation: str | None) -> tuple[str, StoredObject] | None:
-        """The object file of what was made of the same bytes before; None if there is none."""
-        current = self.core.current
-        key = CASTS + str(derivation)
-        if key not in current:
-            return None
-        told = object_views(*self._stored(key)).get(CONTENT)
-        content = "" if told is None else bytes(told.tolist()).hex()
-        if WEIGHTS + content not in current:
-            return None
-        return self._stored(WEIGHTS + content)
+        return self._made.keep(wanted.derivation, wanted.values(), of_any_size=routed)
 
     def made_before(self, derivation: str | None) -> dict[str, torch.Tensor] | None:
         """What was kept for this derivation (see `derivation_of`), as maps of its file."""
-        found = self._found(derivation)
+        found = self._made.find(derivation)
         return None if found is None else object_views(*found)
 
     def keep_made(
@@ -240,7 +196,7 @@ class Groups:
 
         They belong to no group: whoever registers them later finds them in their file.
         """
-        return object_views(*self._keep(derivation, tensors, of_any_size=True))
+        return object_views(*self._made.keep(derivation, tensors, of_any_size=True))
 
     def file_memory(self, nbytes: int) -> memoryview:
         """Memory for what is going to be registered, if it is too much for RAM: in a file without

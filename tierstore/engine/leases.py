@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tierstore.engine.copy_threads import CopyThreads
 from tierstore.engine.core import Core
 from tierstore.engine.lease_table import LeaseTable
+from tierstore.engine.puts import Puts
 from tierstore.engine.request_loop import RequestLoop
+from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
 from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
@@ -29,18 +33,23 @@ class Leases:
         lease_table: LeaseTable,
         requests: RequestLoop,
         copy_threads: CopyThreads,
+        puts: Puts,
     ) -> None:
         self.core = core
+        self._puts = puts
         self._copy_threads = copy_threads
         self._lease_table = lease_table
         self._requests = requests
 
     def acquire(self, key: str, access: Access, timeout: float | None = None) -> Lease:
         """See `TierStore.acquire`."""
+        self._own_what_changes(key, access)
         return self._requests.wait(self._request(key, access), self._attempt, timeout)
 
     async def acquire_async(self, key: str, access: Access) -> Lease:
         """See `TierStore.aacquire`."""
+        if access is Access.UPDATE and self._is_shared(key):
+            await self._copy_threads.run(lambda: self._own_what_changes(key, access))
         return await self._requests.wait_async(self._request(key, access), self._attempt)
 
     def get(self, key: str, timeout: float | None = None) -> Value:
@@ -69,9 +78,55 @@ class Leases:
 
     def acquire_permanently(self, key: str, access: Access) -> Lease:
         """`acquire`, for who never gives it back as long as others may wait for its room."""
+        self._own_what_changes(key, access)
         request = self._request(key, access)
         request.owner = None  # nobody waits for it
         return self._requests.wait(request, self._attempt)
+
+    # What a service serves ---------------------------------------------------------------------
+
+    @transaction
+    def _is_shared(self, key: str) -> bool:
+        group = self.core.current.get(key)
+        return group is not None and self.core.mover.entry(group).shared is not None
+
+    def _own_what_changes(self, key: str, access: Access) -> None:
+        """What a service serves, nobody may change: a copy of the caller's own takes its place."""
+        if access is not Access.UPDATE or not self._is_shared(key):
+            return
+        with self._requests.wait(self._request(key, Access.READ), self._attempt) as lease:
+            entry, tensors = self.core.mover.entry(lease.group), dict(lease.tensors)
+            value = next(iter(tensors.values())) if entry.single else tensors
+            self._puts.put(key, value, durable=True)
+
+    # For a service -------------------------------------------------------------------------------
+
+    def try_for(self, key: str, stream: int) -> Lease | None:
+        """A lease to read for whom uses are a `stream` of their own, if the group is there. Waits
+        for nobody."""
+        return self._requests.attempt_once(self._service_request(key, stream), self._attempt)
+
+    async def acquire_for(self, key: str, stream: int, short_of_room: Callable[[], None]) -> Lease:
+        """`try_for`, as soon as the group is there. `short_of_room` is told, maybe often, when room
+        must come back from those who have leases."""
+
+        def attempt(request: Request) -> Lease | None:
+            lease = self._attempt(request)
+            if lease is None and not self._requests.is_coming(request):
+                short_of_room()
+            return lease
+
+        return await self._requests.wait_async(self._service_request(key, stream), attempt)
+
+    @transaction
+    def end_stream(self, stream: int) -> None:
+        """Nothing more is used on a stream. Its leases were given back."""
+        if not self.core.ended():
+            self.core.tell(events.StreamEnded(stream))
+
+    def _service_request(self, key: str, stream: int) -> Request:
+        # Each lease has an owner of its own: who has it goes on, though others there may wait.
+        return Request(key, RequestKind.LEASE, owner=object(), stream=stream)
 
     def _request(self, key: str, access: Access) -> Request:
         self.core.refuse_capture()
@@ -116,7 +171,8 @@ class Leases:
     def _grant(self, request: Request, group: GroupId, demanded: bool) -> Lease:
         core = self.core
         permanent = request.owner is None
-        instructions = core.handled(events.Leased(group, request.access, permanent, demanded))
+        leased = events.Leased(group, request.access, permanent, demanded, request.stream)
+        instructions = core.handled(leased)
         record = LeaseRecord(
             group, request.owner, request.met, request.since, access=request.access
         )

@@ -67,10 +67,19 @@ class RequestLoop:
             raise
 
     @transaction
+    def attempt_once(self, request: Request, attempt: Callable[[Request], T | None]) -> T | None:
+        """Try once: what is not there is not asked for, and nothing is left behind."""
+        core = self.core
+        group = core.lookup(request.key)
+        if not core.planner.leasable(group, request.access):
+            return None
+        return attempt(request)
+
+    @transaction
     def _try(self, request: Request, attempt: Callable[[Request], T | None]) -> T | None:
         core = self.core
         result = attempt(request)
-        if result is None and core.revocable and not self._is_coming(request):
+        if result is None and core.revocable and not self.is_coming(request):
             self._lease_table.revoke_all()
             result = attempt(request)
         if result is None:
@@ -79,7 +88,7 @@ class RequestLoop:
             core.queue.leave(request)
         return result
 
-    def _is_coming(self, request: Request) -> bool:
+    def is_coming(self, request: Request) -> bool:
         """Whether what a request waits for is on its way: then it lacks no room."""
         if request.kind is RequestKind.LEASE:
             return self.core.planner.state_of(request.group) in (State.RESERVED, State.ARRIVING)

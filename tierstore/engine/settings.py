@@ -12,26 +12,21 @@ import torch
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE, parse_size, usable_memory
 from tierstore.model.tiers import Tier
-from tierstore.tiers.assembly import ExtraTier
+from tierstore.tiers.assembly import TierSettings
 
 Size = int | float | str
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a store works with: `budgets` are bytes per tier, None for no limit.
+@dataclass(frozen=True, kw_only=True)
+class Settings(TierSettings):
+    """What a store works with.
 
     `device_budget_may_grow`: nobody chose it, and it has not grown yet. See `grown_device_budget`.
-    `extra_tiers` make what is below the disk; each has its budget here, too.
     """
 
-    device: torch.device
-    budgets: dict[Tier, int | None]
     disk_dir: str
     policy: str
-    verify: str
     device_budget_may_grow: bool = False
-    extra_tiers: tuple[ExtraTier, ...] = ()
 
 
 def resolve_device(wanted: str | torch.device | None) -> torch.device:

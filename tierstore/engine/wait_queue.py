@@ -60,7 +60,7 @@ class Request:
 
     `group` is the one that the planner pursues; NO_GROUP if it pursues none. `met` says how an
     acquire was met; `stall` is its wait, which began on an accelerator at `mark`; `record` is of
-    the lease that it got.
+    the lease that it got. What is used on one `stream` has an order of its own.
     """
 
     key: str
@@ -75,6 +75,7 @@ class Request:
     stall: Span | None = None
     mark: Any = None
     record: LeaseRecord | None = None
+    stream: int = 0
     wakeup: AutoResetEvent = field(default_factory=AutoResetEvent)
     listener: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 

@@ -122,6 +122,21 @@ class StoreTimeoutError(TierStoreError, TimeoutError):
         self.seconds = seconds
 
 
+class ServiceLostError(TierStoreError, ConnectionError):
+    """The service that a store is connected to is not there (any more).
+
+    What was leased of it stays readable. As soon as it is back, the store goes on by itself.
+    `socket` is where it was looked for.
+    """
+
+    def __init__(self, socket: str, why: str) -> None:
+        super().__init__(
+            f"the service at {socket} is not there ({why}): start tierstore-serve again with this "
+            "socket, and call again; what is leased stays readable"
+        )
+        self.socket = socket
+
+
 class ClosedError(TierStoreError):
     """The store is closed."""
 

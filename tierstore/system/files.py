@@ -97,19 +97,33 @@ class DataFile:
 
     def __init__(self, path: str, *, follow_links: bool) -> None:
         flags = _READ if follow_links else _READ | os.O_NOFOLLOW
-        self.path = path
-        self._cached = os.open(path, flags)
-        self._direct: int | None = None
-        self._refused = False
-        alignment = direct_alignment(self._cached)
-        self._alignment = max(PAGE, alignment or PAGE)
-        if alignment == 0:
+        self._take(path, os.open(path, flags), None)
+        if direct_alignment(self._cached) == 0:
             return
         with contextlib.suppress(OSError):  # the file system may know no direct reads
             self._direct = os.open(path, flags | os.O_DIRECT)
             if not os.path.sameopenfile(self._cached, self._direct):
                 close_quietly(self._direct)  # the name leads to another file by now
                 self._direct = None
+
+    @classmethod
+    def passed(cls, path: str, cached: int, direct: int | None) -> DataFile:
+        """A file that another process has opened, and calls `path`: its descriptors to read through
+        the page cache, and past it. Closes them in the end."""
+        file = cls.__new__(cls)
+        file._take(path, cached, direct)
+        return file
+
+    def _take(self, path: str, cached: int, direct: int | None) -> None:
+        self.path = path
+        self._cached, self._direct = cached, direct
+        self._refused = False
+        self._alignment = max(PAGE, direct_alignment(cached) or PAGE)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What another process needs to read it: see `passed`."""
+        return (self._cached,) if self._direct is None else (self._cached, self._direct)
 
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_cached", None), getattr(self, "_direct", None)):

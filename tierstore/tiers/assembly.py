@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,7 @@ from tierstore.observe.journal import Journal
 from tierstore.system.file_table import FileTable
 from tierstore.system.files import DISK_THREADS
 from tierstore.system.streams import selecting
+from tierstore.tiers.arena import Arena, host_arena
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.disk_tier import DiskTier
@@ -20,9 +22,14 @@ from tierstore.tiers.driver import TierDriver
 from tierstore.tiers.hop import Hop
 from tierstore.tiers.hops import DeviceToHost, HostToDevice, HostToDisk
 from tierstore.tiers.host_tier import HostTier
+from tierstore.tiers.leased_tier import LeasedHostTier, LeaseOrRead
 from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.reading import DiskReader, DiskToHost
+from tierstore.tiers.shared_memory import SharedArena
 from tierstore.tiers.workers import SerialExecutor, Workers
+
+if TYPE_CHECKING:  # it needs a package that not every installation has
+    from tierstore.tiers.service_link import ServiceLink
 
 
 @dataclass(frozen=True)
@@ -44,18 +51,29 @@ ExtraTier = Callable[[StoreTiers], tuple[TierDriver, Sequence[Hop]]]
 """Makes the driver of a tier below the others, and the hops between it and the tier above it."""
 
 
-def build(
-    device: torch.device,
-    budgets: Mapping[Tier, int | None],
-    directory: ObjectDirectory,
-    verify: str,
-    callbacks: MoverCallbacks,
-    extra: Sequence[ExtraTier] = (),
-) -> tuple[StoreTiers, Mover]:
-    """The tiers of `budgets`, with the files of `directory`, and what moves groups between them.
+@dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    """What the tiers of a store are like: `budgets` are bytes by tier, None for no limit.
 
-    `extra` are further tiers below the disk, each slower than the one before it.
+    `extra_tiers` make what is below the disk, each slower than the one before it; each has its
+    budget here, too. Host memory lies in `shared_arena`, if there is one: then other processes see
+    it. Groups that a service serves are leased behind `link`.
     """
+
+    device: torch.device
+    budgets: dict[Tier, int | None]
+    verify: str
+    extra_tiers: tuple[ExtraTier, ...] = ()
+    shared_arena: SharedArena | None = None
+    link: ServiceLink | None = None
+
+
+def build(
+    settings: TierSettings, directory: ObjectDirectory, callbacks: MoverCallbacks
+) -> tuple[StoreTiers, Mover]:
+    """The tiers of these settings, with the files of `directory`, and what moves groups between
+    them."""
+    device, budgets = settings.device, settings.budgets
     on_device: DeviceTier | None = None
     if Tier.DEVICE in budgets:  # before there are threads: there may be no such device
         on_device = DeviceTier(device, budgets[Tier.DEVICE])
@@ -64,17 +82,34 @@ def build(
     files, disk_workers = FileTable(directory.path), Workers(DISK_THREADS, "disk", begin)
     offload = disk_workers if on_device is None else Workers(1, "offload", begin)
     disk = DiskTier(budgets[Tier.DISK], directory, files, names, serial, disk_workers)
-    host = HostTier(budgets[Tier.HOST], on_device, journal, serial, offload)
-    reader = DiskReader(files, disk_workers, verify)
+    reader = DiskReader(files, disk_workers, settings.verify)
+    arena, link = _host_arena(settings), settings.link
+    host: HostTier
+    if link is None:
+        host = HostTier(arena, on_device, journal, serial, offload)
+        reading: Hop = DiskToHost(reader, host)
+    else:
+        link.table = files
+        host = LeasedHostTier(arena, on_device, journal, serial, offload)
+        host.link = link
+        reading = LeaseOrRead(DiskToHost(reader, host), host)
     tiers = StoreTiers(on_device or host, on_device, host, disk, reader)
     drivers: list[TierDriver] = [host, disk]
-    hops: list[Hop] = [DiskToHost(reader, host), HostToDisk(disk)]
+    hops: list[Hop] = [reading, HostToDisk(disk)]
     if on_device is not None:
         drivers.insert(0, on_device)
         hops.append(HostToDevice(on_device, Workers(1, "onload", begin)))
         hops.append(DeviceToHost(on_device, host, offload))
-    for make in extra:
+    for make in settings.extra_tiers:
         driver, more = make(tiers)
         drivers.append(driver)
         hops += more
     return tiers, Mover(drivers, hops, serial, names, journal, callbacks)
+
+
+def _host_arena(settings: TierSettings) -> Arena:
+    """Where copies in host memory lie."""
+    budget, shared = settings.budgets[Tier.HOST], settings.shared_arena
+    if shared is None:
+        return host_arena(budget, settings.device)
+    return Arena(budget, shared.make, shared.unmake, close=shared.close)

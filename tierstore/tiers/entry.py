@@ -14,6 +14,16 @@ from tierstore.tiers.arena import Slot
 from tierstore.tiers.spill import SpillExtent
 
 
+@dataclass(eq=False, frozen=True)
+class SharedGroup:
+    """A group that a service serves: where its bytes lie, in files that are held open here."""
+
+    key: str
+    nbytes: int
+    source: Source
+    files: Mapping[str, HeldFile]
+
+
 @dataclass(eq=False)
 class GroupEntry:
     """One version of a group, as those who move it need to know it.
@@ -26,7 +36,7 @@ class GroupEntry:
     one key, the disk keeps the one of the higher `order`. Its checksums were right when its files
     had the stamps in `verified`. Of a `mutable` group, the spilled copy always lies in the same
     `spill_extent`, where it can be viewed. `backed`, `use_order` and `sticky` are what the
-    planner was told of it.
+    planner was told of it. What is `shared` is leased of a service, which reads it.
     """
 
     group: GroupId
@@ -47,3 +57,4 @@ class GroupEntry:
     backed: bool = False
     use_order: UseOrder = UseOrder.LEARNED
     sticky: bool = False
+    shared: SharedGroup | None = None

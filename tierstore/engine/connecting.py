@@ -1,0 +1,66 @@
+"""How the engine of a worker is made: one whose weights a service serves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstore.engine.engine import Engine
+from tierstore.engine.settings import Settings, Size, is_chosen, resolve_budgets, resolve_device
+from tierstore.model.sizes import PAGE
+from tierstore.model.tiers import Tier
+
+
+def connected_engine(
+    socket: str,
+    device: str | torch.device | None,
+    device_budget: Size | None,
+    ram_budget: Size,
+    disk_dir: str | os.PathLike[str] | None,
+) -> tuple[torch.device, Engine]:
+    """The device, and an engine that is connected. See `TierStore.connect`."""
+    device = resolve_device(device)
+    directory = tempfile.mkdtemp(prefix="tierstore-") if disk_dir is None else os.fspath(disk_dir)
+    try:
+        nothing = str(ram_budget) in ("0", "0B")  # of its own; else it is one page at least
+        ram = PAGE if nothing else ram_budget
+        budgets = resolve_budgets(device, ram, device_budget, None, Path(directory))
+        if nothing:
+            budgets[Tier.HOST] = 0
+        if disk_dir is None:
+            budgets[Tier.DISK] = 0
+        settings = Settings(
+            device=device,
+            budgets=budgets,
+            disk_dir=directory,
+            policy="next-use",
+            verify="first",
+            device_budget_may_grow=device.type != "cpu" and not is_chosen(device_budget),
+            link=_link(socket, private=device.type == "cpu"),
+        )
+        engine = Engine(settings)
+    except BaseException:
+        if disk_dir is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    if disk_dir is None:
+        weakref.finalize(engine, shutil.rmtree, directory, ignore_errors=True)
+    return device, engine
+
+
+def _link(socket: str, *, private: bool) -> Any:
+    try:
+        from tierstore.tiers.service_link import ServiceLink
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"to connect to a service takes a package that is missing ({error.name}): "
+            "pip install 'tierstore[serve]'",
+            name=error.name,
+        ) from error
+    return ServiceLink(socket, private)

@@ -1,0 +1,1 @@
+"""`tierstore-serve`: one process that serves the groups of all others on the machine."""

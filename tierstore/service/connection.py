@@ -1,0 +1,433 @@
+"""One worker of a service: what it has sent, registered, leased, and waits for.
+
+Everything here happens on the thread of the event loop, which never waits: neither for a worker
+that does not read (what it should read is kept, up to a limit; then it is let go), nor for a disk.
+A worker that talks nonsense is let go, with what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tierstore.lease import Lease
+from tierstore.model.errors import BudgetError, TierStoreError
+from tierstore.service.shared_groups import ServedGroup
+from tierstore.service.uploads import Upload
+from tierstore.system.file_table import HeldFile
+from tierstore.system.files import DataFile, FileStamp, close_quietly
+from tierstore.wire import messages
+from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
+
+if TYPE_CHECKING:
+    from tierstore.service.server import Server
+
+READ_AT_ONCE = 65536
+UNREAD = 4 << 20
+"""Bytes that wait for a worker to read them, at most."""
+
+OUTSTANDING = 4096
+"""Leases that a worker may have and wait for, together."""
+
+FILES = 4096
+"""Files that a worker may have open here."""
+
+GROUPS = 1 << 17
+"""Groups that a worker may have registered."""
+
+OBJECT_KEY = re.compile(r"(weights|casts)/[0-9a-f]{32}")
+
+
+@dataclass(eq=False)
+class Granted:
+    """A lease that a worker has, since when (seconds of `time.monotonic`)."""
+
+    lease: Lease
+    nbytes: int
+    since: float
+    named: bool = False  # in the log, for being held while others wait
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A lease that a worker waits for."""
+
+    task: asyncio.Task[None]
+    group: ServedGroup
+    since: float
+
+
+@dataclass
+class Counts:
+    """What a worker was granted so far; `hits` were there when it asked."""
+
+    granted: int = 0
+    hits: int = 0
+    granted_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Connection:
+    """A worker at the other end of `socket`, known by `number`, of the process `pid`."""
+
+    server: Server
+    socket: socket.socket
+    number: int
+    pid: int
+    name: str = ""
+    since: float = field(default_factory=time.time)
+    allowance: int = 0
+    groups: dict[int, ServedGroup] = field(default_factory=dict)
+    leases: dict[int, Granted] = field(default_factory=dict)
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.socket.setblocking(False)
+        self._incoming = Incoming[Any](messages.FromWorker)  # type: ignore[arg-type]
+        self._outgoing = Outgoing()
+        self._inbox: deque[Any] = deque()
+        self._unread: deque[memoryview] = deque()
+        self._unread_bytes = 0
+        self._passed: deque[int] = deque()  # descriptors of messages that are not read yet
+        self._files: list[HeldFile | None] = []
+        self._open_files = 0
+        self._upload: Upload | None = None
+        self._busy = False  # at something that takes long: no other message is looked at
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.socket, self._readable)
+        self._exit: int | None = None
+        with contextlib.suppress(OSError):  # in another namespace, it has no number here
+            self._exit = os.pidfd_open(self.pid)
+            # Its children may have the socket, too: it is over when the process is.
+            self._loop.add_reader(self._exit, lambda: self.close("it ended"))
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            messages.Open: self._open,
+            messages.CloseFile: self._close_file,
+            messages.Register: self._register,
+            messages.Forget: self._forget,
+            messages.Lease: self._lease,
+            messages.Cancel: self._cancel,
+            messages.Release: self._release,
+            messages.Find: self._find,
+            messages.Upload: self._begin_upload,
+            messages.Part: self._take_part,
+            messages.Ping: lambda _: self.send(messages.Pong()),
+            messages.Status: lambda m: self.send(self.server.report(m.request)),
+        }
+
+    # Reading -----------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        try:
+            data, passed, _, _ = socket.recv_fds(
+                self.socket, READ_AT_ONCE, messages.MAX_DESCRIPTORS
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(error.strerror or str(error))
+            return
+        self._passed += passed
+        if not data:
+            self.close("it closed the connection")
+            return
+        try:
+            if len(self._passed) > 2 * messages.MAX_DESCRIPTORS:
+                raise NonsenseError("it sends descriptors that belong to no message")
+            self._inbox += self._incoming.feed(data)
+            self._work()
+        except NonsenseError as error:
+            self.drop(str(error))
+
+    def _work(self) -> None:
+        """Do what the messages that have come ask for, one by one."""
+        while self._inbox and not self._busy and not self.closed:
+            message = self._inbox.popleft()
+            if isinstance(message, messages.Hello):
+                self._greet(message)
+                continue
+            if not self.name:
+                raise NonsenseError(f"it begins with a {type(message).__name__}")
+            self._handlers[type(message)](message)
+
+    def _greet(self, hello: messages.Hello) -> None:
+        if self.name:
+            raise NonsenseError("it says hello twice")
+        if hello.version != messages.VERSION:
+            self.drop(
+                f"it speaks version {hello.version}, not {messages.VERSION}: upgrade tierstore"
+            )
+            return
+        self.name = hello.name or "?"
+        self.server.greeted(self)
+
+    def drop(self, why: str) -> None:
+        """End the connection of who does what is not allowed, and tell them why."""
+        with contextlib.suppress(OSError):
+            self.send(messages.Refused(why[:1000]))
+        self.close(why)
+
+    # Writing -----------------------------------------------------------------------------------
+
+    def send(self, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message as soon as the worker reads it."""
+        if self.closed:
+            return
+        data = memoryview(self._outgoing.encoded(message))
+        if not self._unread:
+            try:
+                sent = (
+                    socket.send_fds(self.socket, [data], list(descriptors))
+                    if descriptors
+                    else self.socket.send(data)
+                )
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                self.close(error.strerror or str(error))
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+            self._loop.add_writer(self.socket, self._writable)
+        self._unread.append(data)
+        self._unread_bytes += len(data)
+        if self._unread_bytes > UNREAD:
+            self.close(f"it has not read {self._unread_bytes:,} bytes")
+
+    def _writable(self) -> None:
+        try:
+            while self._unread:
+                data = self._unread[0]
+                sent = self.socket.send(data)
+                self._unread_bytes -= sent
+                if sent < len(data):
+                    self._unread[0] = data[sent:]
+                    return
+                self._unread.popleft()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(error.strerror or str(error))
+            return
+        self._loop.remove_writer(self.socket)
+
+    # Files and groups --------------------------------------------------------------------------
+
+    def _open(self, message: messages.Open) -> None:
+        for row in message.files:
+            if self._open_files >= FILES:
+                raise NonsenseError(f"it opens more than {FILES:,} files")
+            wanted = 1 + row.direct
+            if len(self._passed) < wanted:
+                raise NonsenseError("a descriptor is missing")
+            descriptors = [self._passed.popleft() for _ in range(wanted)]
+            try:
+                self._files.append(_held(row, descriptors))
+            except (OSError, NonsenseError):
+                for descriptor in descriptors:
+                    close_quietly(descriptor)
+                raise NonsenseError("it passed a descriptor that is no open regular file") from None
+            self._open_files += 1
+
+    def _close_file(self, message: messages.CloseFile) -> None:
+        if message.file < len(self._files) and self._files[message.file] is not None:
+            self._files[message.file] = None
+            self._open_files -= 1
+
+    def _register(self, message: messages.Register) -> None:
+        if len(self.groups) + len(message.groups) > GROUPS:
+            raise NonsenseError(f"it registers more than {GROUPS:,} groups")
+        numbers: list[int] = []
+        try:
+            for row in message.groups:
+                group = self.server.groups.register(row, self._files)
+                if group.number in self.groups:
+                    self.server.groups.leave(group)  # this worker counts once
+                self.groups[group.number] = group
+                numbers.append(group.number)
+        except TierStoreError as error:
+            self.send(messages.failure(message.request, error))
+            return
+        self.server.share_out()
+        self.send(messages.Registered(message.request, numbers))
+
+    def _forget(self, message: messages.Forget) -> None:
+        group = self.groups.pop(message.group, None)
+        if group is not None:
+            self.server.groups.leave(group)
+            self.server.share_out()
+
+    # Leases ------------------------------------------------------------------------------------
+
+    def _lease(self, message: messages.Lease) -> None:
+        request = message.request
+        if request in self.leases or request in self.waiting:
+            raise NonsenseError(f"request {request} is under way already")
+        if len(self.leases) + len(self.waiting) >= OUTSTANDING:
+            raise NonsenseError(f"it asks for more than {OUTSTANDING:,} leases at once")
+        group = self.groups.get(message.group)
+        if group is None:
+            raise NonsenseError(f"it has no group {message.group}")
+        try:
+            lease = self.server.leases.try_for(group.key, self.number)
+        except TierStoreError as error:
+            self.send(messages.failure(request, error))
+            return
+        if lease is not None:
+            self.counts.hits += 1
+            self._grant(request, group, lease)
+            return
+        task = self._loop.create_task(self._wait_for(request, group))
+        self.waiting[request] = Waiting(task, group, time.monotonic())
+
+    async def _wait_for(self, request: int, group: ServedGroup) -> None:
+        try:
+            lease = await self.server.leases.acquire_for(
+                group.key, self.number, self.server.reclaim
+            )
+        except TierStoreError as error:
+            self.waiting.pop(request, None)
+            self.send(messages.failure(request, error))
+            return
+        self.waiting.pop(request, None)
+        if self.closed:
+            lease.release()
+        else:
+            self._grant(request, group, lease)
+
+    def _grant(self, request: int, group: ServedGroup, lease: Lease) -> None:
+        self.leases[request] = Granted(lease, group.nbytes, time.monotonic())
+        self.counts.granted += 1
+        self.counts.granted_bytes += group.nbytes
+        self.server.changed()
+        offset = self.server.offset_of(lease)
+        self.send(messages.Leased(request, offset, group.nbytes))
+
+    def _cancel(self, message: messages.Cancel) -> None:
+        waiting = self.waiting.pop(message.request, None)
+        if waiting is not None:
+            waiting.task.cancel()
+        self._release(message)
+
+    def _release(self, message: messages.Release | messages.Cancel) -> None:
+        granted = self.leases.pop(message.request, None)
+        if granted is not None:
+            granted.lease.release()
+            self.server.changed()
+
+    def refuse_longest_wait(self, why: Callable[[str, int], BudgetError]) -> None:
+        """Tell the worker that what it waits for longest does not come."""
+        request, waiting = min(self.waiting.items(), key=lambda item: item[1].since)
+        del self.waiting[request]
+        waiting.task.cancel()
+        self.send(messages.failure(request, why(waiting.group.key, waiting.group.nbytes)))
+
+    # Objects -----------------------------------------------------------------------------------
+
+    def _find(self, message: messages.Find) -> None:
+        self._check_object_key(message.key)
+        self.send(messages.Found(message.request, self.server.objects.has(message.key)))
+
+    @staticmethod
+    def _check_object_key(key: str) -> None:
+        if not OBJECT_KEY.fullmatch(key):
+            raise NonsenseError(f"it asks for an object {key!r:.60}")
+
+    def _begin_upload(self, message: messages.Upload) -> None:
+        self._check_object_key(message.key)
+        if self._upload is not None:
+            raise NonsenseError("it hands over two objects at once")
+        self._upload = Upload(self.server.engine, message)
+        self._take_time(message.request, self._upload.begin)
+
+    def _take_part(self, message: messages.Part) -> None:
+        upload = self._upload
+        if upload is None or upload.request != message.request:
+            return  # it has failed, and the worker was told
+        self._take_time(message.request, lambda: upload.take(message.data))
+
+    def _take_time(self, request: int, action: Callable[[], bool]) -> None:
+        """Do what may take long on another thread. If it gives True, the worker is told it is done;
+        until then, nothing else that it sends is looked at."""
+        self._busy = True
+        self._loop.remove_reader(self.socket)
+        task = self._loop.create_task(self._in_thread(request, action))
+        self.server.keep(task)
+
+    async def _in_thread(self, request: int, action: Callable[[], bool]) -> None:
+        try:
+            done = await self._loop.run_in_executor(None, action)
+        except (TierStoreError, TypeError, ValueError, OSError) as error:
+            self._upload = None
+            self.send(messages.failure(request, error))
+        else:
+            if done:
+                self.send(messages.Done(request))
+                if self._upload is not None and self._upload.complete:
+                    self._upload = None
+        self._busy = False
+        if self.closed:
+            return
+        self._loop.add_reader(self.socket, self._readable)
+        try:
+            self._work()
+        except NonsenseError as error:
+            self.drop(str(error))
+
+    # The end -----------------------------------------------------------------------------------
+
+    def close(self, why: str) -> None:
+        """The connection is over: everything that the worker had is given back."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self.socket)
+        self._loop.remove_writer(self.socket)
+        if self._exit is not None:
+            self._loop.remove_reader(self._exit)
+            os.close(self._exit)
+        self.socket.close()
+        for waiting in self.waiting.values():
+            waiting.task.cancel()
+        for granted in self.leases.values():
+            granted.lease.release()
+        for group in self.groups.values():
+            self.server.groups.leave(group)
+        while self._passed:
+            close_quietly(self._passed.popleft())
+        self.server.gone(self, why)
+        self.waiting.clear()
+        self.leases.clear()
+        self.groups.clear()
+        self._files.clear()
+        self._upload = None
+
+
+def _held(row: messages.File, descriptors: list[int]) -> HeldFile:
+    """The file that a worker passed, if it is a regular file, and the one that it describes."""
+    stamp = FileStamp(*row.stamp)
+    for descriptor in descriptors:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != (
+            stamp.device,
+            stamp.inode,
+        ):
+            raise NonsenseError("it is another file")
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+            raise NonsenseError("it cannot be read")
+    cached, *direct = descriptors
+    file = DataFile.passed(row.path, cached, direct[0] if direct else None)
+    return HeldFile(row.path, stamp, row.header_digest, file)

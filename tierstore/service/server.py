@@ -1,0 +1,324 @@
+"""The service: a store of its own, and the workers that lease groups in its memory.
+
+The store is an ordinary one on the CPU, whose host memory lies in an arena that other processes can
+read. Its planner ranks a group by the earliest use that is expected of any worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+import torch
+
+from tierstore.engine.engine import Engine
+from tierstore.engine.settings import Settings
+from tierstore.lease import Lease
+from tierstore.model.errors import BudgetError
+from tierstore.model.tiers import Tier
+from tierstore.service.allowances import allowances
+from tierstore.service.connection import Connection, Waiting
+from tierstore.service.shared_groups import SharedGroups
+from tierstore.system.files import close_quietly
+from tierstore.tiers.shared_memory import SharedArena
+from tierstore.wire import messages
+
+log = logging.getLogger("tierstore.service")
+
+WORKERS = 512
+"""Connections at once, at most."""
+
+HELLO_SECONDS = 10.0
+"""Seconds in which who connects must have said hello."""
+
+RECLAIM_SECONDS = 0.01
+"""Seconds between two messages to all workers that somebody needs room."""
+
+LOOK_SECONDS = 1.0
+"""Seconds between looks at who waits, and for whom."""
+
+HELD_SECONDS = 30.0
+"""Seconds after which a lease that others may wait for is named in the log."""
+
+HOPELESS_SECONDS = 60.0
+"""Seconds without any change after which the longest wait is refused: nobody gives anything back.
+"""
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Server:
+    """Serves workers on a listening Unix socket, until `stop`.
+
+    `settings` are those of the store: its device is the CPU.
+    """
+
+    def __init__(self, settings: Settings, listening: socket.socket, path: str) -> None:
+        assert settings.shared_arena is not None
+        self.arena: SharedArena = settings.shared_arena
+        self.engine = Engine(settings)
+        self.objects = self.engine.objects
+        self.leases = self.engine.leases
+        self.groups = SharedGroups(self.engine)
+        self.connections: dict[int, Connection] = {}
+        self.path = path
+        self.since = time.time()
+        self._listening = listening
+        self._budget = settings.budgets[Tier.HOST] or 0
+        self._numbers = 0
+        self._reclaimed = 0.0
+        self._changed = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Serve until `stop` was called, or the task is cancelled."""
+        self._listening.setblocking(False)
+        self._loop.add_reader(self._listening, self._accept)
+        try:
+            while not self._stopping.is_set():
+                self._look()
+                try:
+                    await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS)
+                except TimeoutError:
+                    continue
+        finally:
+            self._loop.remove_reader(self._listening)
+            self._listening.close()
+
+    def stop(self) -> None:
+        """Take nobody in any more, and have `run` return."""
+        self._stopping.set()
+
+    async def end(self, deadline: float) -> None:
+        """Wait for leases to come back, up to `deadline` seconds, let everybody go, and close the
+        store. Raises what `TierStore.close` raises."""
+        ends = time.monotonic() + deadline
+        while self._leased() and time.monotonic() < ends:
+            self.reclaim()
+            await asyncio.sleep(0.05)
+        for connection in list(self.connections.values()):
+            connection.drop("the service ends")
+        for task in list(self._tasks):
+            task.cancel()
+        await self._loop.run_in_executor(None, self.engine.close)
+
+    def _leased(self) -> int:
+        return sum(len(connection.leases) for connection in self.connections.values())
+
+    # Workers come and go -----------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            made, _ = self._listening.accept()
+        except OSError:
+            return  # whoever connected is gone again, or there are no descriptors: they come back
+        raw = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, user, _ = _CREDENTIALS.unpack(raw)
+        if user != os.geteuid():
+            log.warning("refused process %d of user %d: it is another user's", pid, user)
+            made.close()
+            return
+        connection = Connection(self, made, self._next_number(), pid)
+        self.connections[connection.number] = connection
+        if len(self.connections) > WORKERS:
+            connection.drop(f"it has {WORKERS} workers already")
+            return
+        self._loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
+
+    def _next_number(self) -> int:
+        self._numbers += 1  # from 1: stream 0 is the service's own
+        return self._numbers
+
+    @staticmethod
+    def _expect_hello(connection: Connection) -> None:
+        if not connection.name and not connection.closed:
+            connection.drop("it has not said hello")
+
+    def greeted(self, connection: Connection) -> None:
+        """Welcome a worker."""
+        self.share_out()
+        connection.allowance = self._allowances()[connection.number]
+        descriptor = self.arena.read_only_descriptor()
+        try:
+            connection.send(
+                messages.Welcome(
+                    messages.VERSION,
+                    self.engine.core.directory.path,
+                    self._budget,
+                    self.arena.size,
+                    connection.allowance,
+                ),
+                [descriptor],
+            )
+        finally:
+            close_quietly(descriptor)
+        log.info("worker %s came", described(connection))
+
+    def gone(self, connection: Connection, why: str) -> None:
+        """A connection is over; what it had was given back."""
+        self.connections.pop(connection.number, None)
+        self.leases.end_stream(connection.number)
+        self.changed()
+        if not self._stopping.is_set():
+            self.share_out()
+        if connection.name:
+            counts = connection.counts
+            log.info(
+                "worker %s went: %s; it was granted %d leases (%d at once), gave back %d",
+                described(connection),
+                why,
+                counts.granted,
+                counts.hits,
+                len(connection.leases),
+            )
+        else:
+            log.warning("process %d was let go: %s", connection.pid, why)
+
+    # Sharing -----------------------------------------------------------------------------------
+
+    def _allowances(self) -> dict[int, int]:
+        largest = {
+            number: max((group.nbytes for group in connection.groups.values()), default=0)
+            for number, connection in self.connections.items()
+        }
+        return allowances(self._budget, self.groups.bytes_registered, largest)
+
+    def share_out(self) -> None:
+        """Tell workers what they may lease, if that has changed."""
+        for number, nbytes in self._allowances().items():
+            connection = self.connections[number]
+            if nbytes != connection.allowance and connection.name:
+                connection.allowance = nbytes
+                connection.send(messages.Allowance(nbytes))
+
+    def reclaim(self) -> None:
+        """Somebody waits for room: ask all for what they do not use."""
+        now = time.monotonic()
+        if now - self._reclaimed < RECLAIM_SECONDS:
+            return
+        self._reclaimed = now
+        for connection in list(self.connections.values()):
+            if connection.leases:
+                connection.send(messages.Reclaim())
+
+    def offset_of(self, lease: Lease) -> int:
+        """Where a leased group lies in the arena."""
+        slot = self.engine.core.mover.entry(lease.group).slots[Tier.HOST]
+        assert slot.memory is not None
+        return self.arena.offset_of(slot.memory)
+
+    def changed(self) -> None:
+        """A lease was granted, or came back."""
+        self._changed = time.monotonic()
+
+    def keep(self, task: asyncio.Task[None]) -> None:
+        """Have a task that nobody waits for live until it is done."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Watching ----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Name who holds what others wait for, and refuse what nobody can give."""
+        now = time.monotonic()
+        waiting = [c for c in self.connections.values() if c.waiting]
+        if not waiting or not self.engine.core.planner.idle():
+            return
+        for connection in self.connections.values():
+            late = [g for g in connection.leases.values() if now - g.since > HELD_SECONDS]
+            if any(not granted.named for granted in late):
+                for granted in late:
+                    granted.named = True
+                log.warning(
+                    "worker %s has held %d leases (%s bytes) for more than %.0f s while others "
+                    "wait for room",
+                    described(connection),
+                    len(late),
+                    f"{sum(granted.nbytes for granted in late):,}",
+                    HELD_SECONDS,
+                )
+        if now - self._changed > HOPELESS_SECONDS:
+            self.changed()
+            longest = min(waiting, key=lambda c: min(w.since for w in c.waiting.values()))
+            longest.refuse_longest_wait(self._hopeless)
+
+    def _hopeless(self, key: str, nbytes: int) -> BudgetError:
+        held = ", ".join(
+            f"{described(c)} {sum(g.nbytes for g in c.leases.values()):,} bytes"
+            for c in self.connections.values()
+            if c.leases
+        )
+        return BudgetError(
+            key,
+            Tier.HOST.name,
+            nbytes,
+            self._budget,
+            f"for {HOPELESS_SECONDS:.0f} s no worker has given anything back ({held}): release "
+            "leases, or start tierstore-serve with a larger --ram",
+        )
+
+    def report(self, request: int) -> messages.Report:
+        """What the service does at this moment."""
+        core = self.engine.core
+        stats = self.engine.reporting.stats()
+        tiers = {
+            tier.name: (core.planner.used[tier], core.planner.budgets[tier])
+            for tier in core.planner.tiers
+        }
+        return messages.Report(
+            request,
+            os.getpid(),
+            core.directory.path,
+            self.path,
+            self.since,
+            tiers,
+            stats.bytes_read,
+            stats.bytes_written,
+            len(self.groups),
+            [_row(connection) for connection in self.connections.values() if connection.name],
+        )
+
+
+def described(connection: Connection) -> str:
+    """A worker as the log calls it."""
+    return f"{connection.number} ({connection.name}, process {connection.pid})"
+
+
+def _row(connection: Connection) -> messages.WorkerRow:
+    now = time.monotonic()
+    leases, waiting = connection.leases.values(), connection.waiting.values()
+    waits: Callable[[Waiting], float] = lambda one: now - one.since  # noqa: E731
+    return messages.WorkerRow(
+        connection.pid,
+        connection.name,
+        connection.since,
+        len(connection.groups),
+        len(leases),
+        sum(granted.nbytes for granted in leases),
+        len(waiting),
+        max(map(waits, waiting), default=0.0),
+        max((now - granted.since for granted in leases), default=0.0),
+        connection.counts.granted,
+        connection.counts.hits,
+        connection.counts.granted_bytes,
+    )
+
+
+def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -> Settings:
+    """What the store of a service works with: budgets in bytes."""
+    budgets: dict[Tier, int | None] = {Tier.HOST: ram, Tier.DISK: disk}
+    return Settings(
+        device=torch.device("cpu"),
+        budgets=budgets,
+        disk_dir=os.fspath(directory),
+        policy="next-use-of-all",
+        verify="first",
+        shared_arena=SharedArena(ram),
+    )

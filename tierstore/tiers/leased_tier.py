@@ -1,0 +1,103 @@
+"""The host tier of a worker: groups that a service serves lie in the service's memory.
+
+What the worker puts itself lies in memory of its own, as in any store. Of a shared group, to copy
+it "from disk" is to lease it of the service, and to drop it is to give the lease back; nothing is
+copied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from tierstore.model.tiers import Tier
+from tierstore.observe.journal import Journal
+from tierstore.tiers.arena import Arena, Slot
+from tierstore.tiers.device_tier import DeviceTier
+from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.hop import Copied
+from tierstore.tiers.host_tier import HostTier
+from tierstore.tiers.reading import DiskToHost
+from tierstore.tiers.workers import URGENT, SerialExecutor, Workers
+
+if TYPE_CHECKING:  # it needs a package that not every installation has
+    from tierstore.tiers.service_link import ServiceLink, SharedLease
+
+
+class LeasedHostTier(HostTier):
+    """Slots of the worker's own in `arena`, and leases of the service behind `link`."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        device: DeviceTier | None,
+        journal: Journal,
+        serial: SerialExecutor,
+        makers: Workers,
+    ) -> None:
+        super().__init__(arena, device, journal, serial, makers)
+        self._makers = makers
+        self._leases: dict[Slot, SharedLease] = {}
+        self.link: ServiceLink
+
+    def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
+        if entry.shared is None:
+            super().reserve(entry, for_caller=for_caller)
+        else:
+            entry.slots[self.tier] = Slot(entry.spec.nbytes)
+
+    def lease(self, entry: GroupEntry) -> None:
+        """Have the service's copy of a group, for the room that was set aside. May wait."""
+        assert entry.shared is not None
+        slot = entry.slots[self.tier]
+        lease = self.link.lease(entry.shared)
+        self._leases[slot] = lease
+        slot.memory = lease.memory
+
+    def drop(self, entry: GroupEntry) -> None:
+        if entry.shared is None:
+            super().drop(entry)
+            return
+        slot = entry.slots.pop(self.tier)
+        slot.views = None
+        lease = self._leases.pop(slot, None)
+        if lease is None:
+            return  # it never came
+
+        def give_back() -> None:
+            slot.wait()
+            slot.memory = None
+            self.link.release(lease)
+
+        # A device may still read it, and nobody waits for that here.
+        self._makers.submit(URGENT, give_back) if slot.pending else give_back()
+
+    def keep_for_readers(self, entry: GroupEntry) -> None:
+        """The store is closed, and a lease is out: whoever has it goes on seeing the bytes, which
+        the service may overwrite from now on."""
+        slot = entry.slots.get(self.tier)
+        if entry.shared is not None and slot is not None and slot.memory is not None:
+            slot.memory.bitwise_or_(0)  # each page that is written to becomes a copy of our own
+
+    def close(self, entries: Iterable[GroupEntry]) -> None:
+        super().close([entry for entry in entries if entry.shared is None])
+        self.link.close()
+
+
+class LeaseOrRead:
+    """Brings groups into a worker's host memory: leased of the service, or read from its files."""
+
+    src = Tier.DISK
+    dst = Tier.HOST
+    times = None
+
+    def __init__(self, reading: DiskToHost, host: LeasedHostTier) -> None:
+        self.workers = reading.workers
+        self._reading = reading
+        self._host = host
+
+    def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
+        if entry.shared is None:
+            return self._reading.copy(entry, ending)
+        self._host.lease(entry)
+        return Copied(entry.spec.nbytes)

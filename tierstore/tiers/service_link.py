@@ -1,0 +1,429 @@
+"""A worker's side of a service: what it asks for, and what the service tells it unasked.
+
+A `Wire` is one connection, with a thread that reads what comes. A `ServiceLink` has one wire at a
+time: if the service is gone, every call that needs it raises ServiceLostError at once, and the next
+one looks whether it is back. What was leased over a wire that is lost stays readable: the arena's
+memory lives as long as somebody has it mapped, and nobody else is left to write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from tierstore.model.errors import ClosedError, ServiceLostError, TierStoreError
+from tierstore.model.groups import TensorSpec
+from tierstore.system.file_table import FileTable, HeldFile
+from tierstore.system.files import close_quietly
+from tierstore.tiers.entry import SharedGroup
+from tierstore.tiers.shared_memory import SharedMap
+from tierstore.wire import messages
+from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
+from tierstore.wire.messages import FromService, Message
+
+AT_MOST = 65536
+"""Bytes that are read from the socket at once."""
+
+HELLO_SECONDS = 10.0
+"""Seconds for the service to answer who connects; it may be at loading its libraries."""
+
+PING_SECONDS = 1.0
+"""Seconds after which who waits for an answer asks whether the messages arrive."""
+
+BATCH = 64
+"""Groups that are registered with one message."""
+
+M = TypeVar("M")
+
+
+@dataclass(eq=False)
+class SharedLease:
+    """A group in the service's arena, as `memory` (uint8) here, until it is released."""
+
+    wire: Wire
+    request: int
+    offset: int
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what a service says unasked, by the thread that reads: it must not wait for an
+    answer of the service.
+
+    `allowance`: how many bytes may be leased from now on. `reclaim`: others need room.
+    """
+
+    allowance: Callable[[int], None]
+    reclaim: Callable[[], None]
+
+
+class Wire:
+    """One connection to the service that listens at `path`, from its greeting to its end.
+
+    Raises ServiceLostError if nobody listens there, TierStoreError if the service refuses.
+    """
+
+    def __init__(self, path: str, listener: Listener, *, private: bool) -> None:
+        self.path = path
+        self.lost: str | None = None  # why
+        self.numbers: weakref.WeakKeyDictionary[SharedGroup, int] = weakref.WeakKeyDictionary()
+        self._files: weakref.WeakKeyDictionary[HeldFile, int] = weakref.WeakKeyDictionary()
+        self._opened = 0
+        self._listener = listener
+        self._private = private
+        self._outgoing = Outgoing()
+        self._incoming = Incoming[FromService](FromService)  # type: ignore[type-var]
+        self._waiting: dict[int, Future[Any]] = {}
+        self._requests = 0
+        self._sending = threading.Lock()
+        self._socket = _connected(path)
+        try:
+            self.welcome, self.map = self._greet()
+        except BaseException:
+            self._socket.close()
+            raise
+        self._reader = threading.Thread(target=self._read, name="tierstore-service", daemon=True)
+        self._reader.start()
+
+    def _greet(self) -> tuple[messages.Welcome, SharedMap]:
+        """Say hello. Returns the answer, and the arena."""
+        name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
+        hello = messages.Hello(messages.VERSION, name[:200])
+        descriptors: list[int] = []
+        self._socket.settimeout(HELLO_SECONDS)
+        try:
+            self._socket.sendall(self._outgoing.encoded(hello))
+            welcome, *more = self._first_messages(descriptors)
+            if isinstance(welcome, messages.Refused):
+                raise TierStoreError(f"the service at {self.path} refuses: {welcome.why}")
+            if not isinstance(welcome, messages.Welcome) or not descriptors:
+                raise NonsenseError("whoever listens there is no service")
+            for message in more:
+                self._take(message)
+            self._socket.settimeout(None)
+            return welcome, SharedMap(descriptors[0], welcome.arena, private=self._private)
+        except (OSError, NonsenseError) as error:
+            raise ServiceLostError(self.path, str(error) or type(error).__name__) from error
+        finally:
+            for descriptor in descriptors:
+                close_quietly(descriptor)
+
+    def _first_messages(self, descriptors: list[int]) -> list[Any]:
+        """What comes first, at least one message, and the descriptors with it."""
+        while True:
+            data, passed, _, _ = socket.recv_fds(self._socket, AT_MOST, 1)
+            descriptors += passed
+            if not data:
+                raise NonsenseError("it closed the connection")
+            if arrived := list(self._incoming.feed(data)):
+                return arrived
+
+    # Asking ------------------------------------------------------------------------------------
+
+    def new_request(self) -> int:
+        """A number for a request."""
+        with self._sending:
+            self._requests += 1
+            return self._requests
+
+    def ask(self, request: int, message: Message, kind: type[M], key: str = "") -> M:
+        """Send a request, and wait for its answer, which is of this kind.
+
+        Raises the error that the service answers with (about the group `key`), or ServiceLostError.
+        """
+        self._waiting[request] = future = Future[Any]()
+        try:
+            self.post(message)
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    answer = future.result(PING_SECONDS)
+                    break
+                self.post(messages.Ping())  # if a message was lost, this shows it
+        finally:
+            self._waiting.pop(request, None)
+        if isinstance(answer, messages.Failed):
+            raise messages.error_of(answer, key)
+        if not isinstance(answer, kind):
+            raise ServiceLostError(self.path, f"it answered with a {type(answer).__name__}")
+        return answer
+
+    def post(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message. Raises ServiceLostError."""
+        try:
+            with self._sending:
+                if self.lost is not None:
+                    raise ServiceLostError(self.path, self.lost)
+                data = self._outgoing.encoded(message)
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [data], list(descriptors))
+                    data = data[sent:]
+                self._socket.sendall(data)
+        except OSError as error:
+            if isinstance(error, ServiceLostError):
+                raise
+            raise ServiceLostError(self.path, str(error)) from error
+
+    # Files and groups --------------------------------------------------------------------------
+
+    def number_of_file(self, held: HeldFile, table: FileTable) -> int:
+        """The number by which the service knows a file, which is sent if it does not yet.
+
+        Raises StaleCheckpointError or TransferError if the file is not what it was.
+        """
+        found = self._files.get(held)
+        if found is not None:
+            return found
+        file = table.open(held)
+        descriptors = file.descriptors
+        stamp = held.stamp
+        row = messages.File(
+            held.path,
+            (stamp.device, stamp.inode, stamp.size, stamp.modified_ns, stamp.changed_ns),
+            held.header_digest,
+            len(descriptors) > 1,
+        )
+        self.post(messages.Open([row]), descriptors)
+        number, self._opened = self._opened, self._opened + 1
+        self._files[held] = number
+        return number
+
+    # What comes --------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        """Take what comes, until the connection ends."""
+        why = "it closed the connection"
+        try:
+            while data := self._socket.recv(AT_MOST):
+                for message in self._incoming.feed(data):
+                    self._take(message)
+        except (OSError, NonsenseError) as error:
+            why = str(error)
+        self.end(why)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, messages.Allowance):
+            self._listener.allowance(message.nbytes)
+        elif isinstance(message, messages.Reclaim):
+            self._listener.reclaim()
+        elif isinstance(message, messages.Refused):
+            raise NonsenseError(message.why)
+        elif isinstance(message, messages.Pong):
+            pass
+        else:
+            future = self._waiting.get(message.request)
+            if future is not None and not future.done():
+                future.set_result(message)
+            elif isinstance(message, messages.Leased):
+                self.release(message.request)  # whoever asked for it does not wait any more
+
+    def release(self, request: int) -> None:
+        """Give a lease back. If the service is gone, so is the lease."""
+        with contextlib.suppress(ServiceLostError):
+            self.post(messages.Release(request))
+
+    def end(self, why: str) -> None:
+        """The connection is over: whoever waits is told why."""
+        with self._sending:
+            if self.lost is None:
+                self.lost = why
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        for future in list(self._waiting.values()):
+            with contextlib.suppress(Exception):  # it has just been answered
+                future.set_exception(ServiceLostError(self.path, self.lost or why))
+
+    def close(self) -> None:
+        """End the connection. What is still looked at stays mapped."""
+        self.end("the store was closed")
+        if threading.current_thread() is not self._reader:
+            self._reader.join(HELLO_SECONDS)
+        self._socket.close()
+        self.map.close()
+
+
+def _connected(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        made.connect(path)
+    except OSError as error:
+        made.close()
+        why = error.strerror or str(error)
+        raise ServiceLostError(path, why) from error
+    return made
+
+
+@dataclass(eq=False)
+class ServiceLink:
+    """What a store knows of the service at the socket `path`.
+
+    With `private`, leased memory is mapped so that whoever writes to it changes only a copy of
+    their own, until the lease ends; else it can only be read. `table` opens files here. `listener`
+    is told what the service says: see `listen`.
+    """
+
+    path: str
+    private: bool
+    table: FileTable | None = None
+    listener: Listener = Listener(lambda nbytes: None, lambda: None)
+    _wire: Wire | None = None
+    _closed: bool = False
+    _connecting: Any = field(default_factory=threading.RLock)
+    # What finalizers have left to say: they may run anywhere, also where a message is being sent.
+    _left: deque[tuple[weakref.ref[Wire], Message]] = field(default_factory=deque)
+
+    def wire(self) -> Wire:
+        """The connection, made anew if it was lost. Raises ServiceLostError, or ClosedError."""
+        wire = self._wire
+        if wire is not None and wire.lost is None:
+            return wire
+        with self._connecting:
+            if self._closed:
+                raise ClosedError("the store is closed: connect again")
+            if self._wire is None or self._wire.lost is not None:
+                again = self._wire is not None
+                self._wire = Wire(self.path, self.listener, private=self.private)
+                if again:
+                    # What is leased and idle was of another arena, beside the budget of this one.
+                    self.listener.allowance(0)
+                self.listener.allowance(self._wire.welcome.allowance)
+            return self._wire
+
+    def listen(self, allowance: Callable[[int], None], reclaim: Callable[[], None]) -> None:
+        """Have these told what the service says unasked (see `Listener`), and connect.
+
+        Raises ServiceLostError, or TierStoreError if the service refuses.
+        """
+        self.listener = Listener(allowance, reclaim)
+        self.wire()
+
+    def directory(self) -> str:
+        """Where the service keeps object files."""
+        return self.wire().welcome.directory
+
+    # Groups ------------------------------------------------------------------------------------
+
+    def register(self, groups: Sequence[SharedGroup]) -> None:
+        """Have the service know groups. Raises what is wrong with them, or ServiceLostError."""
+        wire = self.wire()
+        for at in range(0, len(groups), BATCH):
+            batch = groups[at : at + BATCH]
+            with self._connecting:  # files are numbered in the order in which they are sent
+                rows = [self._row(wire, group) for group in batch]
+            request = wire.new_request()
+            message = messages.Register(request, rows)
+            answer = wire.ask(request, message, messages.Registered, batch[0].key)
+            for group, number in zip(batch, answer.groups, strict=True):
+                self._know(wire, group, number)
+
+    def _know(self, wire: Wire, group: SharedGroup, number: int) -> None:
+        wire.numbers[group] = number
+        left, of = self._left, weakref.ref(wire)
+        weakref.finalize(group, left.append, (of, messages.Forget(number))).atexit = False
+
+    def _row(self, wire: Wire, group: SharedGroup) -> messages.Group:
+        assert self.table is not None
+        files = {
+            path: wire.number_of_file(group.files[path], self.table)
+            for path in sorted(group.source.paths)
+        }
+        source = group.source
+        return messages.Group(
+            group.nbytes,
+            [
+                messages.Piece(files[s.extent.path], s.extent.offset, s.extent.nbytes, s.at)
+                for s in source.segments
+            ],
+            [messages.Shift(m.src, m.dst, m.nbytes) for m in source.moves],
+            [messages.Checksum(c.name, c.offset, c.nbytes, c.digest) for c in source.checks],
+        )
+
+    def lease(self, group: SharedGroup) -> SharedLease:
+        """A lease on a group. Waits until it is there.
+
+        Raises the errors of a read that failed, BudgetError if it can never fit, ServiceLostError.
+        """
+        self._say_what_was_left()
+        wire = self.wire()
+        number = wire.numbers.get(group)
+        if number is None:  # the service was started again since
+            self.register([group])
+            number = wire.numbers[group]
+        request = wire.new_request()
+        message = messages.Lease(request, number)
+        answer = wire.ask(request, message, messages.Leased, group.key)
+        if answer.nbytes != group.nbytes:
+            raise ServiceLostError(self.path, "it leased another number of bytes than was asked")
+        memory = wire.map.view(answer.offset, answer.nbytes)
+        return SharedLease(wire, request, answer.offset, memory)
+
+    def release(self, lease: SharedLease) -> None:
+        """Give a lease back: nobody looks at its memory any more, nor does a device."""
+        nbytes = lease.memory.nbytes
+        if self.private:
+            lease.wire.map.refresh(lease.offset, nbytes)
+        lease.wire.release(lease.request)
+        self._say_what_was_left()
+
+    def _say_what_was_left(self) -> None:
+        while self._left:
+            of, message = self._left.popleft()
+            wire = of()
+            if wire is not None and wire.lost is None:
+                with contextlib.suppress(ServiceLostError):
+                    wire.post(message)
+
+    # Objects -----------------------------------------------------------------------------------
+
+    def find(self, key: str) -> bool:
+        """Whether the service has an object file of this key."""
+        wire = self.wire()
+        request = wire.new_request()
+        return wire.ask(request, messages.Find(request, key), messages.Found, key).there
+
+    def upload(
+        self, key: str, tensors: Iterable[TensorSpec], nbytes: int, data: Iterable[memoryview]
+    ) -> None:
+        """Hand tensors over that lie in `nbytes` bytes, the parts of `data`, to be kept for all.
+
+        Returns when they are on disk. Raises what a put raises, or ServiceLostError.
+        """
+        wire = self.wire()
+        request = wire.new_request()
+        rows = [
+            messages.TensorRow(t.name, t.dtype, list(t.shape), list(t.stride), t.offset)
+            for t in tensors
+        ]
+        wire.ask(request, messages.Upload(request, key, rows, nbytes), messages.Done, key)
+        last = None
+        for part in _parts(data):
+            if last is not None:
+                wire.post(last)
+            last = messages.Part(request, bytes(part))
+        assert last is not None, "an upload has bytes"
+        wire.ask(request, last, messages.Done, key)
+
+    def close(self) -> None:
+        """End the connection: all leases are given back."""
+        with self._connecting:
+            self._closed = True
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+
+def _parts(data: Iterable[memoryview]) -> Iterator[memoryview]:
+    for block in data:
+        for at in range(0, len(block), messages.UPLOAD):
+            yield block[at : at + messages.UPLOAD]

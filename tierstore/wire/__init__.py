@@ -1,0 +1,1 @@
+"""What a service and its workers say to each other: messages, and how they lie in a stream."""
