@@ -7,10 +7,12 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tierstore import TierStore
+from tierstore.observe.stats import Stats
 from tierstore.service import sockets
 from tierstore.service.server import Server, settings_of
 
@@ -54,6 +56,22 @@ class ThreadService:
     def connect(self, **options: object) -> TierStore:
         """A store that is served here."""
         return TierStore.connect(self.socket, device="cpu", **options)  # type: ignore[arg-type]
+
+    def stats(self) -> Stats:
+        """What its store has done."""
+        return self.server.engine.reporting.stats()
+
+    def leased(self) -> int:
+        """The leases that are out."""
+        return sum(len(c.leases) for c in list(self.server.connections.values()))
+
+    @staticmethod
+    def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+        """Wait until something is true that another thread makes so."""
+        ends = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < ends, "it has not become true"
+            time.sleep(0.005)
 
     def stop(self) -> None:
         """End it, as SIGTERM does."""

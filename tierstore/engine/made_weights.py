@@ -73,8 +73,8 @@ class MadeWeights:
 
     def find(self, derivation: str | None) -> tuple[str, StoredObject] | None:
         """The object file of what was made of the same bytes before; None if there is none."""
-        objects, key = self._objects, CASTS + str(derivation)
-        if not objects.has(key):
+        objects, key = self._objects, f"{CASTS}{derivation}"
+        if derivation is None or not objects.has(key):
             return None
         told = object_views(*objects.stored(key)).get(CONTENT)
         content = "" if told is None else bytes(told.tolist()).hex()

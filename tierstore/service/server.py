@@ -143,7 +143,6 @@ class Server:
 
     def greeted(self, connection: Connection) -> None:
         """Welcome a worker."""
-        self.share_out()
         connection.allowance = self._allowances()[connection.number]
         descriptor = self.arena.read_only_descriptor()
         try:
@@ -159,6 +158,7 @@ class Server:
             )
         finally:
             close_quietly(descriptor)
+        self.share_out()
         log.info("worker %s came", described(connection))
 
     def gone(self, connection: Connection, why: str) -> None:
@@ -318,7 +318,7 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
         device=torch.device("cpu"),
         budgets=budgets,
         disk_dir=os.fspath(directory),
-        policy="next-use-of-all",
+        policy="next-use",
         verify="first",
         shared_arena=SharedArena(ram),
     )
