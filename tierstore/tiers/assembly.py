@@ -13,6 +13,7 @@ from tierstore.observe.journal import Journal
 from tierstore.system.file_table import FileTable
 from tierstore.system.files import DISK_THREADS
 from tierstore.system.streams import selecting
+from tierstore.tiers.arena import host_arena
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.disk_tier import DiskTier
@@ -64,7 +65,9 @@ def build(
     files, disk_workers = FileTable(directory.path), Workers(DISK_THREADS, "disk", begin)
     offload = disk_workers if on_device is None else Workers(1, "offload", begin)
     disk = DiskTier(budgets[Tier.DISK], directory, files, names, serial, disk_workers)
-    host = HostTier(budgets[Tier.HOST], on_device, journal, serial, offload)
+    target = torch.device("cpu") if on_device is None else device
+    arena = host_arena(budgets[Tier.HOST], target)
+    host = HostTier(arena, on_device, journal, serial, offload)
     reader = DiskReader(files, disk_workers, verify)
     tiers = StoreTiers(on_device or host, on_device, host, disk, reader)
     drivers: list[TierDriver] = [host, disk]

@@ -14,7 +14,7 @@ from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import Mark
 from tierstore.observe.journal import Journal, Span, hop
 from tierstore.system.views import view_all
-from tierstore.tiers.arena import Slot, host_arena
+from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier, add_all, copy_all
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
@@ -24,7 +24,7 @@ UP, DOWN = hop(Tier.HOST, Tier.DEVICE), hop(Tier.DEVICE, Tier.HOST)
 
 
 class HostTier(MemoryTier):
-    """Slots in host memory, page-locked for `device` if there is one, at most `budget` bytes.
+    """Slots in host memory, those of `arena`: page-locked for `device`, if there is one.
 
     This is where callers put groups and hold them to change them. Its books are kept by `serial`;
     `makers` are threads that make memory, which takes long where it has to be page-locked.
@@ -35,14 +35,13 @@ class HostTier(MemoryTier):
 
     def __init__(
         self,
-        budget: int | None,
+        arena: Arena,
         device: DeviceTier | None,
         journal: Journal,
         serial: SerialExecutor,
         makers: Workers,
     ) -> None:
-        target = torch.device("cpu") if device is None else device.device
-        super().__init__(host_arena(budget, target), _offsets)
+        super().__init__(arena, _offsets)
         self._device = device
         self._journal = journal
         self._serial = serial
