@@ -33,14 +33,20 @@ def anonymous_file(directory: str) -> int:
 
 
 def map_open_file(
-    descriptor: int, offset: int, nbytes: int, flags: int, keeps: object = None
+    descriptor: int,
+    offset: int,
+    nbytes: int,
+    flags: int,
+    keeps: object = None,
+    protection: int = mmap.PROT_READ | mmap.PROT_WRITE,
 ) -> memoryview:
-    """A writable map of whole pages of an open file, which must have them. Raises OSError.
+    """A map of whole pages of an open file, which must have them. Raises OSError.
 
     It goes when nothing looks at it any more; until then it holds what it `keeps`. Python's own
     maps hold a descriptor each: a process would run out of those long before it does of maps.
+    Python takes it for writable in any case: who may not write to it by its `protection` must not.
     """
-    found = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    found = libc.mmap(None, nbytes, protection, flags, descriptor, offset)
     if found in (None, FAILED):
         number = ctypes.get_errno() or errno.ENOMEM
         raise OSError(number, os.strerror(number))
