@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,23 @@ import torch
 
 from tests.conformance.archive import ARCHIVE, Archive, archive
 from tests.conformance.drivers import DriverConformance
-from tests.conformance.groups import assert_shows, bytes_of, entry_of, tiers_in
+from tests.conformance.groups import CAPACITY, assert_shows, bytes_of, entry_of, tiers_in
 from tests.conformance.hops import HopConformance, Way
 from tests.device import pretend
+from tests.helpers.threads import PATIENCE
 from tierstore.model.errors import TransferError
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
 from tierstore.model.tiers import Tier
+from tierstore.observe.journal import Journal
 from tierstore.system.views import view_all
+from tierstore.tiers.arena import Arena
 from tierstore.tiers.device_tier import copy_runs
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied, QueuedHop
+from tierstore.tiers.host_tier import HostTier
+from tierstore.tiers.shared_memory import SharedArena
+from tierstore.tiers.workers import SerialExecutor, Workers
 
 REASON = pretend.ready()
 needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -55,6 +62,24 @@ class TestHost(DriverConformance):
     def driver(self, device: str, tmp_path: Path) -> Iterator[TierDriver]:
         with tiers_in(tmp_path, device) as (tiers, _, _):
             yield tiers.host
+
+    def bring(self, driver: TierDriver, entry: GroupEntry, data: torch.Tensor) -> None:
+        to_host(driver, entry, data)
+
+
+class TestSharedHost(DriverConformance):
+    """Host memory that other processes may look at."""
+
+    @pytest.fixture
+    def driver(self) -> Iterator[TierDriver]:
+        shared = SharedArena(CAPACITY)
+        arena = Arena(CAPACITY, shared.make, shared.unmake, close=shared.close)
+        serial, makers = SerialExecutor(), Workers(1, "makers")
+        host = HostTier(arena, None, Journal(), serial, makers)
+        yield host
+        host.close([])
+        assert serial.stop(time.monotonic() + PATIENCE)
+        assert makers.stop()
 
     def bring(self, driver: TierDriver, entry: GroupEntry, data: torch.Tensor) -> None:
         to_host(driver, entry, data)

@@ -34,7 +34,7 @@ from tierstore import (
 from tierstore.engine.core import Core
 from tierstore.lease import Lease
 from tierstore.store import engine_of
-from tierstore.tiers import host_tier
+from tierstore.tiers import assembly
 from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.pinned import RegisteredMemory
@@ -282,7 +282,7 @@ def test_a_missing_wait_is_noticed(
 def closes_with_copies_queued(seed: int, place: Path, patch: pytest.MonkeyPatch) -> int:
     """How often memory that a copy still used was let go of by a store that saved activations and
     was closed at once, in memory that is page-locked as CUDA does it."""
-    patch.setattr(host_tier, "host_arena", registered_arena)
+    patch.setattr(assembly, "host_arena", registered_arena)
     choose = random.Random(seed)
     pretend.reset_counters()
     pretend.seed(seed)

@@ -111,5 +111,6 @@ def _host_arena(settings: TierSettings) -> Arena:
     """Where copies in host memory lie."""
     budget, shared = settings.budgets[Tier.HOST], settings.shared_arena
     if shared is None:
-        return host_arena(budget, settings.device)
+        on_host = Tier.DEVICE not in settings.budgets
+    return host_arena(budget, torch.device("cpu") if on_host else settings.device)
     return Arena(budget, shared.make, shared.unmake, close=shared.close)
