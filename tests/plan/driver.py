@@ -83,9 +83,10 @@ class Driver:
         backing: bool = True,
         use_order: UseOrder = UseOrder.LEARNED,
         tier: Tier = Tier.DISK,
+        shared: bool = False,
     ) -> None:
         group = group_of(name)
-        self.handle(events.Registered(group, nbytes, backing, use_order, tier))
+        self.handle(events.Registered(group, nbytes, backing, use_order, tier, shared))
 
     def recover(self, groups: Iterable[events.RecoveredGroup]) -> None:
         self.handle(events.Recovered(tuple(groups)))
@@ -147,6 +148,9 @@ class Driver:
 
     def change_budget(self, nbytes: int) -> None:
         self.handle(events.BudgetChanged(nbytes))
+
+    def change_shared_budget(self, nbytes: int) -> None:
+        self.handle(events.SharedBudgetChanged(nbytes))
 
     def save(self, name: Name) -> None:
         self.handle(events.SaveRequested(group_of(name)))

@@ -82,12 +82,12 @@ def scene(rng: random.Random, tiers: int, kinds: list[str]) -> tuple[Driver, lis
     things.sort(key=lambda thing: thing.kind == "rising")
     for thing in things:
         if thing.kind == "rising":
-            planner.budgets[DEVICE] = planner.used[DEVICE]
+            planner.table.change_budget(DEVICE, planner.used[DEVICE])
         place(planner, thing)
     told(planner)
-    planner.budgets[HOST] = planner.used[HOST] + rng.randint(0, 2)
+    planner.table.change_budget(HOST, planner.used[HOST] + rng.randint(0, 2))
     if rng.random() < 0.5:
-        planner.budgets[DISK] = planner.used[DISK] + rng.randint(0, 6)
+        planner.table.change_budget(DISK, planner.used[DISK] + rng.randint(0, 6))
     return planner, sorted(things, key=lambda thing: thing.key)
 
 

@@ -122,8 +122,8 @@ def test_without_the_protection_it_does(monkeypatch: pytest.MonkeyPatch) -> None
     def forget_what_is_ahead(planner: Driver) -> None:
         next_missing = planner.prefetcher.next_missing
 
-        def forgetful(dst: Tier) -> tuple[int, Numbers] | None:
-            found = next_missing(dst)
+        def forgetful(dst: Tier, without: bool | None) -> tuple[int, Numbers] | None:
+            found = next_missing(dst, without)
             return None if found is None else (found[0], found[1][:0])
 
         monkeypatch.setattr(planner.prefetcher, "next_missing", forgetful)
@@ -240,9 +240,14 @@ def busy_planner() -> Driver:
     return planner
 
 
+def count_less(planner: Driver, nbytes: int) -> None:
+    planner.used[Tier.HOST] -= nbytes
+    planner.table.pools[Tier.HOST].used -= nbytes
+
+
 def lose_a_copy(planner: Driver) -> None:
     planner.record("changed").copies.clear()
-    planner.used[Tier.HOST] -= 10
+    count_less(planner, 10)
 
 
 def miscount(planner: Driver) -> None:
@@ -250,18 +255,18 @@ def miscount(planner: Driver) -> None:
 
 
 def shrink_the_budget(planner: Driver) -> None:
-    planner.budgets[Tier.HOST] = 39
+    planner.table.change_budget(Tier.HOST, 39)
 
 
 def drop_the_leased(planner: Driver) -> None:
     del planner.record("read").copies[Tier.HOST]
-    planner.used[Tier.HOST] -= 10
+    count_less(planner, 10)
 
 
 def drop_the_held(planner: Driver) -> None:
     planner.record("held").copies = {Tier.DISK: CopyRecord(State.PRESENT)}
     planner.record("held").backing = Tier.DISK
-    planner.used[Tier.HOST] -= 10
+    count_less(planner, 10)
 
 
 def lend_the_held_to_a_changer(planner: Driver) -> None:

@@ -21,7 +21,9 @@ from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 class Registered:
     """A group is on `tier`, a persistent one: in a file of the store's own, or of the user's.
 
-    A file of the user's is `backing`: the store may not remove it, and its bytes do not count.
+    A file of the user's is `backing`: the store may not remove it, and its bytes do not count. If
+    the group is `shared`, its copies in host memory are another process's, and read-only: they
+    count against what `SharedBudgetChanged` allows. What is shared is `backing`, and never changed.
     """
 
     group: GroupId
@@ -29,6 +31,7 @@ class Registered:
     backing: bool = False
     use_order: UseOrder = UseOrder.LEARNED
     tier: Tier = Tier.DISK
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ class RecoveredGroup:
 
     `tiers` are those on which there is a copy, complete or not, or room for the put that has
     `claimed` it; `moves` are the copies under way, from and to where. A lease has an access, and is
-    permanent or not. Of a group that is not `visible`, readers see a newer generation, or none.
+    permanent or not. Of a group that is not `visible`, readers see a newer generation, or none. If
+    it is `shared`, its copies in host memory are another process's.
     """
 
     group: GroupId
@@ -51,6 +55,7 @@ class RecoveredGroup:
     sticky: bool = False
     visible: bool = True
     claimed: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +208,15 @@ class BudgetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBudgetChanged:
+    """Copies of shared groups in host memory may take so many bytes together from now on; none
+    before the first such event. If those are fewer, copies go that nobody uses; what is in use goes
+    when that is over, and until then nothing comes instead."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SaveRequested:
     """Somebody waits for the group to be on a persistent tier. See `Planner.saved`."""
 
@@ -303,6 +317,7 @@ Event = (
     | DeviceVacated
     | MadeSticky
     | BudgetChanged
+    | SharedBudgetChanged
     | SaveRequested
     | SpillAdvised
     | ErrorReported

@@ -12,6 +12,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.policy import Policy
+from tierstore.plan.pools import MORE_TO_SHARE, Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import LearnedOrder
@@ -20,10 +21,11 @@ from tierstore.plan.schedule import LearnedOrder
 class CopyTable:
     """The copies on the tiers of `budgets` (bytes; None for no limit), and what moves them.
 
-    `used` and `peak` are bytes by tier, `in_flight` counts copies that are on their way or being
-    filled, `leased` counts leases whose room somebody may wait for. `promised` are groups with room
-    set aside on the fastest tier, of which nothing may be dropped meanwhile. `instructions` are
-    those that were not handed out yet.
+    `pools` are the tiers' budgets, and `shared` is that of shared groups in host memory, beside the
+    one of the others there; see `pool`. `used` and `peak` are bytes by tier, of both. `in_flight`
+    counts copies that are on their way or being filled, `leased` counts leases whose room somebody
+    may wait for. `promised` are groups with room set aside on the fastest tier, of which nothing
+    may be dropped meanwhile. `instructions` are those that were not handed out yet.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class CopyTable:
         self.below = dict(zip(self.tiers, self.tiers[1:], strict=False))
         self.above = {below: tier for tier, below in self.below.items()}
         self.budgets = budgets
+        self.pools = {tier: Pool(tier, budgets[tier]) for tier in self.tiers}
+        self.shared = Pool(self.host, 0, shared=True)
         self.used = dict.fromkeys(self.tiers, 0)
         self.peak = dict.fromkeys(self.tiers, 0)
         self.groups: dict[GroupId, GroupRecord] = {}
@@ -50,7 +54,7 @@ class CopyTable:
         self.instructions: list[Instruction] = []
         # Up to how many bytes room is on its way already, and from how many on there is none:
         # until anything is dropped, it is in vain to ask for it again.
-        self.in_vain: dict[Tier, tuple[float, float]] = {}
+        self.in_vain: dict[Pool, tuple[float, float]] = {}
         self._policy = policy
         self._schedule = schedule
         self._prefetcher = prefetcher
@@ -67,7 +71,7 @@ class CopyTable:
             self._unnumber(self.numbered[number])
         group.number = number
         self.numbered[number] = group
-        self._prefetcher.know(number, group.nbytes)
+        self._prefetcher.know(number, group.nbytes, shared=group.shared)
 
     def forget(self, group: GroupRecord) -> None:
         """Nobody can ask for a group any more; see `remove` for when its last copy is gone."""
@@ -91,42 +95,60 @@ class CopyTable:
 
     # Room --------------------------------------------------------------------------------------
 
-    def has_room(self, tier: Tier, nbytes: int) -> bool:
-        """Whether so many bytes more are within the budget of `tier`."""
-        budget = self.budgets[tier]
-        return budget is None or self.used[tier] + nbytes <= budget
+    def pool(self, group: GroupRecord, tier: Tier) -> Pool:
+        """Where a copy of `group` on `tier` takes room."""
+        return self.shared if group.shared and tier is self.host else self.pools[tier]
 
-    def way_up(self, group: GroupRecord, top: Tier) -> list[Tier]:
-        """The tiers that a group needs room on, now or once memory is short, to come to `top`."""
+    def change_budget(self, tier: Tier, nbytes: int) -> None:
+        """A tier has so many bytes from now on."""
+        self.budgets[tier] = self.pools[tier].limit = nbytes
+
+    def way_up(self, group: GroupRecord, top: Tier) -> list[Pool]:
+        """Where a group needs room, now or once memory is short, to come to `top`.
+
+        Others allow what is shared its room, and may allow less by now: what has come that far
+        needs none any more.
+        """
         saved = [tier for tier in group.copies if tier.persistent]
         lowest = self.above[min(saved)] if saved else self.host
-        return [tier for tier in self.tiers if top <= tier <= lowest]
+        came = group.shared and any(
+            top <= tier <= self.host and copy.state is not State.RESERVED
+            for tier, copy in group.copies.items()
+        )
+        pools = [self.pool(group, tier) for tier in self.tiers if top <= tier <= lowest]
+        return [pool for pool in pools if not (came and pool.shared)]
 
-    def refuse_what_never_fits(self, group: GroupId, nbytes: int, tiers: Iterable[Tier]) -> None:
-        """Raise BudgetError if one of `tiers` is too small for it."""
-        for tier in tiers:
-            budget = self.budgets[tier]
-            if budget is not None and nbytes > budget:
-                name = "ram_budget" if tier is Tier.HOST else f"{tier.name.lower()}_budget"
-                advice = f"raise {name} to at least {nbytes:,} bytes, or use smaller groups"
-                raise BudgetError(group.key, tier.name, nbytes, budget, advice)
+    def refuse_what_never_fits(self, group: GroupId, nbytes: int, pools: Iterable[Pool]) -> None:
+        """Raise BudgetError if one of `pools` is too small for it."""
+        for pool in pools:
+            if pool.limit is not None and nbytes > pool.limit:
+                name = pool.tier.name
+                option = "ram_budget" if pool.tier is Tier.HOST else f"{name.lower()}_budget"
+                advice = f"raise {option} to at least {nbytes:,} bytes, or use smaller groups"
+                if pool.shared:
+                    advice = MORE_TO_SHARE
+                raise BudgetError(group.key, name, nbytes, pool.limit, advice)
 
     def can_ever_hold(self, group: GroupRecord) -> bool:
         """Whether a group is within all budgets on its way to the top."""
-        budgets = (self.budgets[tier] for tier in self.way_up(group, self.top))
-        return all(budget is None or group.nbytes <= budget for budget in budgets)
+        pools = self.way_up(group, self.top)
+        return all(pool.limit is None or group.nbytes <= pool.limit for pool in pools)
 
     def place(self, group: GroupRecord, tier: Tier, state: State) -> None:
         """Take room for a copy that is there, or for one to come."""
         group.copies[tier] = CopyRecord(state)
         if group.number >= 0:
             self._prefetcher.took(group.number, tier)
-        self.used[tier] += group.cost(tier)
+        cost = group.cost(tier)
+        self.pool(group, tier).used += cost
+        self.used[tier] += cost
         self.peak[tier] = max(self.peak[tier], self.used[tier])
 
     def release_room(self, group: GroupRecord, tier: Tier) -> None:
         """Give the room of a copy back, whatever had been of it."""
-        self.used[tier] -= group.cost(tier)
+        cost = group.cost(tier)
+        self.pool(group, tier).used -= cost
+        self.used[tier] -= cost
         self.in_vain.clear()
         copy = group.copies.pop(tier)
         if group.number >= 0:
@@ -141,6 +163,7 @@ class CopyTable:
 
     def keep_only(self, group: GroupRecord, tier: Tier) -> None:
         """Give up all other copies: this one is going to be changed."""
+        assert not group.shared, f"{group.id.key} is another process's"
         for other in [t for t in group.copies if t is not tier]:
             self.drop(group, other)
         group.backing = None

@@ -14,6 +14,7 @@ from itertools import islice
 from tierstore.model.tiers import Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.policy import Policy
+from tierstore.plan.pools import Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
@@ -43,8 +44,8 @@ class Eviction:
     def set_aside(self, group: GroupRecord, tier: Tier, rival: GroupRecord | None = None) -> bool:
         """Take room for a copy of `group` on `tier`, evicting what must and may go."""
         copies = self._copies
-        nbytes = group.cost(tier)
-        if not copies.has_room(tier, nbytes) and not self._evict(tier, nbytes, rival):
+        nbytes, pool = group.cost(tier), copies.pool(group, tier)
+        if not pool.has_room(nbytes) and not self._evict(pool, nbytes, rival):
             return False
         copies.place(group, tier, State.RESERVED)
         if tier is copies.top and rival is None:
@@ -84,12 +85,25 @@ class Eviction:
             return False  # its waiter is about to wake up and lease it
         return rival is None or group.valid_elsewhere(tier)
 
-    def candidates(self, tier: Tier, rival: GroupRecord | None) -> Iterator[GroupRecord]:
+    def drop_idle(self, pool: Pool, most: int) -> None:
+        """Drop what nobody uses and is valid elsewhere, until at most so many bytes are used."""
+        if pool.used <= most:
+            return
+        for group in list(self._candidates(pool, None)):
+            droppable = self.may_be_dropped(group, pool.tier, None)
+            if droppable and group.valid_elsewhere(pool.tier):
+                self._copies.drop(group, pool.tier)
+            if pool.used <= most:
+                break
+
+    def _candidates(self, pool: Pool, rival: GroupRecord | None) -> Iterator[GroupRecord]:
         """In the policy's order, but what is sticky late, and a demand's own source last."""
         sticky, going_up = [], []
-        demands, copies = self._requests.demands, self._copies
+        demands, copies, tier = self._requests.demands, self._copies, pool.tier
         for group_id in self._policy.victims(tier, None if rival is None else rival.id):
             group = copies.groups[group_id]
+            if tier is copies.host and group.shared is not pool.shared:
+                continue  # its room is elsewhere
             if group in demands and not group.present(copies.top):
                 going_up.append(group)
             elif group.sticky and tier is copies.host:
@@ -100,37 +114,36 @@ class Eviction:
             yield from sticky
         yield from going_up
 
-    def _evict(self, tier: Tier, nbytes: int, rival: GroupRecord | None) -> bool:
-        """Make room on `tier`. True if it is there now; False if it is not, or not yet."""
+    def _evict(self, pool: Pool, nbytes: int, rival: GroupRecord | None) -> bool:
+        """Make room in `pool`. True if it is there now; False if it is not, or not yet."""
         in_vain = self._copies.in_vain
-        few, many = in_vain.get(tier, (0, math.inf)) if rival is None else (0, math.inf)
+        few, many = in_vain.get(pool, (0, math.inf)) if rival is None else (0, math.inf)
         if nbytes <= few or nbytes >= many:
             return False
         tried: set[GroupRecord] = set()
-        in_vain[tier] = few, many  # until something goes, or is about to
-        while (chosen := self._chosen(tier, nbytes, rival, tried)) is not None:
+        in_vain[pool] = few, many  # until something goes, or is about to
+        while (chosen := self._chosen(pool, nbytes, rival, tried)) is not None:
             for group in chosen:
-                self._evict_copy(group, tier, nbytes)
+                self._evict_copy(group, pool, nbytes)
             tried.update(chosen)
-            if self._copies.has_room(tier, nbytes - self._bytes_leaving(tier)):
+            if pool.has_room(nbytes - self._bytes_leaving(pool)):
                 few = nbytes
                 break  # otherwise, one of them could not be saved
         else:
             many = many if tried else nbytes
-        if rival is None and tier in in_vain:
-            in_vain[tier] = few, many
-        return self._copies.has_room(tier, nbytes)
+        if rival is None and pool in in_vain:
+            in_vain[pool] = few, many
+        return pool.has_room(nbytes)
 
-    def _evict_copy(self, group: GroupRecord, tier: Tier, nbytes: int) -> None:
+    def _evict_copy(self, group: GroupRecord, pool: Pool, nbytes: int) -> None:
+        tier = pool.tier
         if group.valid_elsewhere(tier):
             self._copies.drop(group, tier)
-        elif not self._copies.has_room(
-            tier, nbytes - self._bytes_leaving(tier)
-        ) and self.save_below(group, tier):
+        elif not pool.has_room(nbytes - self._bytes_leaving(pool)) and self.save_below(group, tier):
             self.leave_when_saved(group, tier)
 
     def _chosen(
-        self, tier: Tier, nbytes: int, rival: GroupRecord | None, tried: Set[GroupRecord]
+        self, pool: Pool, nbytes: int, rival: GroupRecord | None, tried: Set[GroupRecord]
     ) -> list[GroupRecord] | None:
         """Whose copies should go; None if there are not enough that may.
 
@@ -138,50 +151,52 @@ class Eviction:
         little less.
         """
         copies = self._copies
-        short = copies.used[tier] + nbytes - (copies.budgets[tier] or 0)
-        beside_an_accelerator = copies.top is not copies.host and not tier.persistent
+        short = pool.used + nbytes - (pool.limit or 0)
+        beside_an_accelerator = copies.top is not copies.host and not pool.tier.persistent
         if 0 < short <= nbytes and beside_an_accelerator:
-            same = self._of_same_size(tier, nbytes, rival, tried)
+            same = self._of_same_size(pool, nbytes, rival, tried)
             if same is not None:
                 return [same]
         chosen = []
-        for group in self._may_go(tier, rival, tried) if short > 0 else ():
+        for group in self._may_go(pool, rival, tried) if short > 0 else ():
             chosen.append(group)
             short -= group.nbytes
             if short <= 0:
                 break
         if rival is None:
-            short -= self._bytes_leaving(tier)
+            short -= self._bytes_leaving(pool)
         return chosen if short <= 0 else None
 
     def _of_same_size(
-        self, tier: Tier, nbytes: int, rival: GroupRecord | None, tried: Set[GroupRecord]
+        self, pool: Pool, nbytes: int, rival: GroupRecord | None, tried: Set[GroupRecord]
     ) -> GroupRecord | None:
         """Of those that need not stay, one of `nbytes` bytes that is not needed much sooner than
         the one that is missed least."""
         first = None
-        for group in islice(self._may_go(tier, rival, tried), SAME_SIZE_AMONG):
+        for group in islice(self._may_go(pool, rival, tried), SAME_SIZE_AMONG):
             first = first or group
-            if group.nbytes == nbytes and group.valid_elsewhere(tier):
+            if group.nbytes == nbytes and group.valid_elsewhere(pool.tier):
                 staying = group.sticky or group in self._requests.demands
                 about = self._prefetcher.about_as_far(group.number, first.number)
                 return group if about and not staying else None
         return None
 
     def _may_go(
-        self, tier: Tier, rival: GroupRecord | None, tried: Set[GroupRecord]
+        self, pool: Pool, rival: GroupRecord | None, tried: Set[GroupRecord]
     ) -> Iterator[GroupRecord]:
         """Those that may be evicted and were not tried yet, the one missed least first."""
-        for group in self.candidates(tier, rival):
-            if group not in tried and self.may_be_dropped(group, tier, rival):
+        for group in self._candidates(pool, rival):
+            if group not in tried and self.may_be_dropped(group, pool.tier, rival):
                 yield group
 
-    def _bytes_leaving(self, tier: Tier) -> int:
-        """Bytes of `tier` that go as soon as a save that is under way is done."""
+    def _bytes_leaving(self, pool: Pool) -> int:
+        """Bytes of `pool` that go as soon as a save that is under way is done."""
         if not self._leaving:
             return 0
         self._leaving = {(group, t) for group, t in self._leaving if _is_leaving(group, t)}
-        return sum(group.nbytes for group, t in self._leaving if t is tier)
+        return sum(
+            group.nbytes for group, tier in self._leaving if self._copies.pool(group, tier) is pool
+        )
 
 
 def _is_leaving(group: GroupRecord, tier: Tier) -> bool:

@@ -64,18 +64,24 @@ class HintEvents:
         copies, nbytes = self._copies, event.nbytes
         tier, before = copies.top, copies.budgets[copies.top]
         assert before is not None
-        candidates = self._eviction.candidates(tier, None) if nbytes < copies.used[tier] else ()
-        for group in list(candidates):
-            droppable = self._eviction.may_be_dropped(group, tier, None)
-            if droppable and group.valid_elsewhere(tier):
-                copies.drop(group, tier)
-            if copies.used[tier] <= nbytes:
-                break
-        largest = max((group.nbytes for group in copies.groups.values()), default=0)
-        copies.budgets[tier] = max(nbytes, copies.used[tier], min(largest, before))
+        pool = copies.pools[tier]
+        self._eviction.drop_idle(pool, nbytes)
+        groups = (group for group in copies.groups.values() if copies.pool(group, tier) is pool)
+        largest = max((group.nbytes for group in groups), default=0)
+        copies.change_budget(tier, max(nbytes, pool.used, min(largest, before)))
         copies.in_vain.clear()
         self._movement.look_ahead = True
         return True
+
+    def shared_budget_changed(self, event: events.SharedBudgetChanged) -> bool:
+        copies = self._copies
+        copies.shared.limit = self._prefetcher.shared_budget = event.nbytes
+        copies.in_vain.clear()
+        for number, group in copies.numbered.items():
+            if group.shared:
+                self._prefetcher.consider_again(number)
+        self._movement.look_ahead = True
+        return True  # what is idle goes before anything else is done
 
     def save_requested(self, event: events.SaveRequested) -> bool:
         group = self._copies.groups[event.group]

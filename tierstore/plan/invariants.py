@@ -1,7 +1,9 @@
 """What must be true of a planner after every event: the five promises, asserted.
 
 1. Every known group has a valid copy on some tier, or is just being put.
-2. No tier holds more bytes than its budget, counting copies still arriving.
+2. No tier holds more bytes than its budget, counting copies still arriving. In host memory, this
+   is true of what is not shared; what is shared has a budget beside it, which may fall below what
+   is in use.
 3. A copy that is leased, or that a transfer reads or writes, is never dropped.
 4. A group being changed has exactly one copy.
 5. An unwanted copy is in use: had it not been, it would be gone.
@@ -26,9 +28,14 @@ def check(copies: CopyTable, requests: Requests, prefetcher: Prefetcher) -> None
     for tier in copies.tiers:
         groups = [group for group in copies.groups.values() if tier in group.copies]
         held = sum(group.cost(tier) for group in groups)
-        budget = copies.budgets[tier]
         assert held == copies.used[tier], f"{tier.name}: holds {held}, counts {copies.used[tier]}"
-        assert budget is None or held <= budget, f"{tier.name}: {held} over {budget}"
+        pool, budget = copies.pools[tier], copies.budgets[tier]
+        own = sum(group.cost(tier) for group in groups if copies.pool(group, tier) is pool)
+        assert own == pool.used, f"{tier.name}: {own} are not shared, counts {pool.used}"
+        assert budget == pool.limit, f"{tier.name}: a budget of {budget}, and of {pool.limit}"
+        assert budget is None or own <= budget, f"{tier.name}: {own} over {budget}"
+        shared = copies.shared.used if tier is copies.host else 0
+        assert held - own == shared, f"{tier.name}: {held - own} are shared, counts {shared}"
     lent = [group for group in copies.groups.values() if group.leases or group.host_lease]
     assert lent or not copies.leased, f"nothing is lent, and {copies.leased} leases are counted"
     for group in copies.groups.values():
@@ -55,6 +62,7 @@ def _check_leases(group: GroupRecord, copies: CopyTable) -> None:
 
 def _check_copies(group: GroupRecord, copies: CopyTable) -> None:
     key = group.id.key
+    assert group.backing is not None or not group.shared, f"{key} is shared and in no file"
     for tier, copy in group.copies.items():
         reading = copy.readers > 0
         assert copy.state is State.PRESENT or not reading, f"{key} is read before it is there"

@@ -31,11 +31,13 @@ class KnownEvents:
     _prefetcher: Prefetcher
 
     def registered(self, event: events.Registered) -> bool:
+        assert event.backing or not event.shared, f"{event.group.key} is in no file"
         group = GroupRecord(
             event.group,
             event.nbytes,
             event.tier if event.backing else None,
             use_order=event.use_order,
+            shared=event.shared,
         )
         self._copies.add(group)
         self._copies.place(group, event.tier, State.PRESENT)
@@ -56,7 +58,7 @@ class KnownEvents:
     def _add(self, found: events.RecoveredGroup) -> GroupRecord:
         copies = self._copies
         group = GroupRecord(found.group, found.nbytes, found.backing, use_order=found.use_order)
-        group.sticky, group.host_lease = found.sticky, found.host_lease
+        group.sticky, group.host_lease, group.shared = found.sticky, found.host_lease, found.shared
         if found.visible or found.claimed:
             copies.add(group)
         else:

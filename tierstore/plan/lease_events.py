@@ -52,7 +52,7 @@ class LeaseEvents:
 
     def claimed(self, event: events.Claimed) -> bool:
         copies = self._copies
-        copies.refuse_what_never_fits(event.group, event.nbytes, (copies.host,))
+        copies.refuse_what_never_fits(event.group, event.nbytes, (copies.pools[copies.host],))
         group = GroupRecord(event.group, event.nbytes, use_order=event.use_order)
         copies.add(group)
         self._requests.claims[group] = None

@@ -15,6 +15,7 @@ from tierstore.model.tiers import HostAccess, Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.matching import Numbers
+from tierstore.plan.pools import MORE_TO_SHARE, Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
@@ -99,7 +100,8 @@ class Movement:
         if self._prefetcher.all_there():
             return
         for dst in tiers:
-            while (found := self._prefetcher.next_missing(dst)) is not None:
+            blocked = None  # the first group that had no room
+            while (found := self._prefetcher.next_missing(dst, blocked)) is not None:
                 number, sooner = found
                 group = self._copies.numbered[number]
                 if (
@@ -109,7 +111,10 @@ class Movement:
                 ):
                     self._prefetcher.pass_over(number)
                 elif not self._fetch_one_early(group, dst, sooner):
-                    break
+                    others = dst is self._copies.host and self._copies.shared.limit
+                    if blocked is not None or not others:
+                        break
+                    blocked = group.shared  # there may be room for the others
 
     def _fetch_one_early(self, group: GroupRecord, dst: Tier, sooner: Numbers) -> bool:
         """Copy `group` to `dst`, if it is on the tier below and there is room."""
@@ -195,7 +200,13 @@ class Movement:
             if tier in self._copies.below:
                 copy.unwanted = False
 
-    # Room on the fastest tier ------------------------------------------------------------------
+    # Room --------------------------------------------------------------------------------------
+
+    def give_back_shared_room(self) -> None:
+        """Give up what is idle of the room for shared groups, if it is less than they take."""
+        shared = self._copies.shared
+        if shared.is_over():
+            self._eviction.drop_idle(shared, shared.limit or 0)
 
     def idle_on_top(self) -> Iterator[GroupRecord]:
         """What nobody uses, or is about to, on the fastest tier, and is on another, too."""
@@ -228,6 +239,7 @@ class Fixpoint:
 
     def run(self) -> None:
         """Make the next move of everything that is wanted, and fail what can never be met."""
+        self._movement.give_back_shared_room()
         requests = self._requests  # looked through here: this is asked after every use
         if (
             requests.demands
@@ -251,6 +263,7 @@ class Fixpoint:
         if roomy and movement.look_ahead:  # a hope must not take the room that somebody waits for
             self._fetch_early()
         if copies.promised and movement.abandon_orphans():
+            movement.give_back_shared_room()
             self._pursue_needs()
         self._fail_what_is_stuck()
 
@@ -301,46 +314,58 @@ class Fixpoint:
 
     def _no_room(self, group: GroupRecord) -> BudgetError:
         copies = self._copies
-        tier, needed = copies.top, self._kept(copies.top) + group.nbytes
-        budget = copies.budgets[tier]
-        if group in self._requests.demands and budget is not None and needed > budget:
-            name = "ram_budget" if tier is copies.host else f"{tier.name.lower()}_budget"
-            advice = (
-                f"{needed - group.nbytes:,} bytes are in use there for good; raise {name} to at "
-                f"least {needed:,} bytes, or use smaller groups"
-            )
-            return BudgetError(group.id.key, tier.name, group.nbytes, budget, advice)
-        tier, kept = copies.host, self._kept(copies.host)
+        shared = copies.shared
+        if group.shared and shared.tier not in group.copies and group.nbytes > (shared.limit or 0):
+            return _budget_error(group, shared, MORE_TO_SHARE)
+        pool = copies.pool(group, copies.top)
+        needed = self._kept(pool) + group.nbytes
+        if group in self._requests.demands and pool.limit is not None and needed > pool.limit:
+            name = "ram_budget" if pool.tier is copies.host else f"{pool.tier.name.lower()}_budget"
+            more = f"raise {name} to at least {needed:,} bytes, or use smaller groups"
+            if pool.shared:
+                more = MORE_TO_SHARE
+            advice = f"{needed - group.nbytes:,} bytes are in use there for good; {more}"
+            return _budget_error(group, pool, advice)
         stuck = max(self._may_need_host_memory(group), key=lambda g: g.nbytes)
-        if kept and not copies.has_room(tier, stuck.nbytes):
+        pool = copies.pool(stuck, copies.host)
+        kept = self._kept(pool)
+        if kept and not pool.has_room(stuck.nbytes):
             advice = f"{kept:,} bytes are in use there for good"
             if stuck is not group:
                 advice += f", which leaves no room for group {stuck.id.key!r} to go there"
-            advice += "; raise ram_budget"
-        else:
-            tier = copies.below[copies.host]
-            advice = (
-                f"{copies.used[tier]:,} bytes are in use there and nothing may be dropped; raise "
-                "disk_budget, or discard groups that are not needed"
-            )
-        budget = copies.budgets[tier]
-        limit = copies.used[tier] if budget is None else budget
-        return BudgetError(group.id.key, tier.name, group.nbytes, limit, advice)
+            advice += f"; {MORE_TO_SHARE if pool.shared else 'raise ram_budget'}"
+            return _budget_error(group, pool, advice)
+        pool = copies.pools[copies.below[copies.host]]
+        advice = (
+            f"{pool.used:,} bytes are in use there and nothing may be dropped; raise "
+            "disk_budget, or discard groups that are not needed"
+        )
+        return _budget_error(group, pool, advice)
 
-    def _kept(self, tier: Tier) -> int:
-        """The bytes that somebody has on a tier for good. Nothing else is leased."""
-        top, host = tier is self._copies.top, tier is self._copies.host
+    def _kept(self, pool: Pool) -> int:
+        """The bytes that somebody has in a pool for good. Nothing else is leased."""
+        copies, tier = self._copies, pool.tier
+        top, host = tier is copies.top, tier is copies.host
         return sum(
             group.nbytes
-            for group in self._copies.groups.values()
-            if (top and group.leases) or (host and group.host_lease is HostAccess.PERMANENT)
+            for group in copies.groups.values()
+            if ((top and group.leases) or (host and group.host_lease is HostAccess.PERMANENT))
+            and copies.pool(group, tier) is pool
         )
 
     def _may_need_host_memory(self, group: GroupRecord) -> Iterator[GroupRecord]:
         """The group, and what is only on the device."""
-        yield group
+        only_above = [other for other in self._copies.groups.values() if self._is_only_above(other)]
+        yield from only_above
+        if not (group.shared and only_above):  # room for what is shared makes none for them
+            yield group
+
+    def _is_only_above(self, group: GroupRecord) -> bool:
         top = self._copies.top
-        if top is not self._copies.host:
-            for other in self._copies.groups.values():
-                if other.present(top) and not other.valid_elsewhere(top):
-                    yield other
+        above = top is not self._copies.host and group.present(top)
+        return above and not group.valid_elsewhere(top)
+
+
+def _budget_error(group: GroupRecord, pool: Pool, advice: str) -> BudgetError:
+    limit = pool.used if pool.limit is None else pool.limit
+    return BudgetError(group.id.key, pool.tier.name, group.nbytes, limit, advice)

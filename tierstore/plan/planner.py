@@ -60,8 +60,9 @@ class Planner:
 
     Groups are leased on `top`, the fastest of the `tiers`; they are put to `host`, the last one in
     memory, and changed there. `budgets`, `used` and `peak` are bytes by tier, counting copies still
-    arriving; they change with each event. `copies`, `requests` and `prefetcher` are there to be
-    looked at; what changes them is `handle`.
+    arriving; they change with each event. In host memory `used` and `peak` also count copies of
+    shared groups, of which `budgets` says nothing: see `shared_budget`. `copies`, `requests` and
+    `prefetcher` are there to be looked at; what changes them is `handle`.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Planner:
             events.DeviceVacated: hints.vacated,
             events.MadeSticky: hints.made_sticky,
             events.BudgetChanged: hints.budget_changed,
+            events.SharedBudgetChanged: hints.shared_budget_changed,
             events.SaveRequested: hints.save_requested,
             events.SpillAdvised: hints.spill_advised,
             events.ErrorReported: hints.error_reported,
@@ -147,6 +149,17 @@ class Planner:
     def spare_bytes(self) -> int:
         """Bytes on the fastest tier that `DeviceVacated` would free."""
         return sum(group.cost(self.top) for group in self._movement.idle_on_top())
+
+    @property
+    def shared_used(self) -> int:
+        """Bytes of the copies of shared groups in host memory, counting those still arriving."""
+        return self.copies.shared.used
+
+    @property
+    def shared_budget(self) -> int:
+        """Bytes that those may take: what was allowed, or more while more is in use."""
+        shared = self.copies.shared
+        return max(shared.limit or 0, shared.used)
 
     def idle(self) -> bool:
         """Whether nothing is on its way."""

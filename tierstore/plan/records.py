@@ -41,7 +41,7 @@ class GroupRecord:
     `number` is what the schedule knows its key by; -1 if a newer generation has taken it over.
     `sticky` says that it should stay in host memory. `use_order` says how it is known when it is
     used next. While there is a `host_lease`, somebody has its copy in host memory, and may change
-    it.
+    it. The copies in host memory of what is `shared` are another process's: nobody changes them.
     """
 
     id: GroupId
@@ -56,6 +56,7 @@ class GroupRecord:
     use_order: UseOrder = UseOrder.LEARNED
     host_lease: HostAccess | None = None
     error: BaseException | None = None
+    shared: bool = False
 
     def present(self, tier: Tier) -> bool:
         """Whether a complete copy is on `tier`."""

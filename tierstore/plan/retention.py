@@ -58,7 +58,8 @@ class EvenLoad:
 
 
 class RetentionSet:
-    """Says once per round of a loop which groups should stay in a tier of `budget` bytes.
+    """Says once per round of a loop which groups should stay in a tier of `budget` bytes, and of as
+    many `beside` it as others allow at that time.
 
     Groups go by the numbers of the schedule. Tell it of every use, and of the seconds that pass.
     `staying` are the groups; they should count as if their next use were `nearer` times as far.
@@ -67,6 +68,7 @@ class RetentionSet:
     def __init__(self, schedule: LearnedOrder, budget: int | None) -> None:
         self.staying: list[int] = []
         self.nearer = 1.0
+        self.beside = 0
         self._schedule = schedule
         self._budget = budget
         self._latest: int | None = None
@@ -105,8 +107,8 @@ class RetentionSet:
     def begin_round(self, order: Numbers, nbytes: Numbers, seconds: Seconds, speed: float) -> None:
         """A round begins: see who should stay. For each use of it, the group and its bytes, and the
         seconds of computing that follow; `speed` is that of the disk, in bytes per second."""
-        budget = self._budget
-        assert budget is not None
+        assert self._budget is not None
+        budget = self._budget + self.beside
         ahead = AHEAD_GROUPS * int(nbytes.max())
         total = sum(dict(zip(order.tolist(), nbytes.tolist(), strict=True)).values())
         if total <= budget // shares.LOOP or ahead > budget // shares.STREAMED:
