@@ -27,8 +27,7 @@ from tierstore.model.outline import (
     portions,
     usual_sizes,
 )
-from tierstore.model.tiers import TIERS
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import COMPILED_CALL
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -43,7 +42,7 @@ _STACKED = 3
 
 def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
     """How large groups and whole blocks should be at most, given the store's budgets."""
-    budgets = {TIERS[name]: nbytes for name, nbytes in store.stats().budget_bytes.items()}
+    budgets = engine_of(store).reporting.weight_budgets()
     leaves = (leaf for p in module.parameters() for leaf in leaves_of(p).values())
     return usual_sizes(offload_type, budgets, sum(map(tensor_bytes, leaves)))
 

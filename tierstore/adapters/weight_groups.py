@@ -163,10 +163,11 @@ class WeightGroups:
     def refuse_what_never_fits(self, cutting: Cutting, units: list[Unit]) -> None:
         """Raise BudgetError if a group has no room beside what stays on the device, or if all
         groups of a unit, which are there at once, have none on the fastest tier."""
+        reporting = engine_of(self.store).reporting
         snapshot = {group.key: group.nbytes for group in self.store.snapshot().groups}
         staying = sum(nbytes for key, nbytes in snapshot.items() if is_resident(key))
-        for tier, budget in self.store.stats().budget_bytes.items():
-            if tier == Tier.DISK.name or budget is None:
+        for tier, budget in reporting.weight_budgets().items():
+            if tier.persistent or budget is None:
                 continue
             in_slices = {key for key, _ in self._slices.values()}
             needs = {
@@ -174,20 +175,20 @@ class WeightGroups:
                 for key in self.groups
                 if not is_resident(key) and key not in in_slices
             }
-            if tier == Tier.DEVICE.name or self.store.device.type == "cpu":
+            if tier is Tier.DEVICE or self.store.device.type == "cpu":
                 needs |= self._needs_of_units(units, needs)
             key = max(needs, key=lambda k: needs[k], default=None)
-            beside = staying if tier == Tier.DEVICE.name else 0
+            beside = staying if tier is Tier.DEVICE else 0
             if key is not None and needs[key] + beside > budget:
-                name = "ram_budget" if tier == Tier.HOST.name else "device_budget"
                 advice = (
-                    f"raise {name} to at least {needs[key] + beside:,} bytes ("
+                    f"raise {reporting.budget_name(tier)} to at least "
+                    f"{needs[key] + beside:,} bytes ("
                     + (f"{beside:,} are in use there for good; " if beside else "")
                     + f"{3 * needs[key] + beside:,} for prefetch)"
                 )
                 if cutting.block_limit is None or cutting.block_limit > budget:
                     advice += ", or cut the model finer with offload_type='leaf_level'"
-                raise BudgetError(key, tier, needs[key], budget, advice)
+                raise BudgetError(key, tier.name, needs[key], budget, advice)
 
     def _needs_of_units(self, units: list[Unit], nbytes: Mapping[str, int]) -> dict[str, int]:
         """Bytes of the groups of each unit that has several, by its first group's key."""

@@ -7,6 +7,7 @@ import time
 from tierstore.engine.core import Core
 from tierstore.engine.transaction import transaction
 from tierstore.model.groups import GroupId
+from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Summary
 from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
 from tierstore.observe.trace_writer import Notes
@@ -35,6 +36,20 @@ class Reporting:
         """See `TierStore.stats`."""
         self._catch_up()
         return self._stats(self.core.mover.journal.summary())
+
+    @transaction
+    def weight_budgets(self) -> dict[Tier, int | None]:
+        """Bytes by tier for what is registered: of a worker, its service's host memory."""
+        core = self.core
+        budgets = {tier: core.planner.budgets[tier] for tier in core.planner.tiers}
+        link = core.settings.link
+        return budgets if link is None else {**budgets, Tier.HOST: link.budget}
+
+    def budget_name(self, tier: Tier) -> str:
+        """What a user calls the budget of `weight_budgets`."""
+        if tier is not Tier.HOST:
+            return f"{tier.name.lower()}_budget"
+        return "ram_budget" if self.core.settings.link is None else "tierstore-serve's --ram"
 
     def _stats(self, summary: Summary) -> Stats:
         core = self.core

@@ -112,6 +112,12 @@ class Leased:
     access: Access
     permanent: bool = False
     demanded: bool = True
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +306,7 @@ class UseMeasured:
 
 Event = (
     Registered
+    | StreamEnded
     | Recovered
     | Claimed
     | Filled

@@ -110,7 +110,7 @@ def build(
 def _host_arena(settings: TierSettings) -> Arena:
     """Where copies in host memory lie."""
     budget, shared = settings.budgets[Tier.HOST], settings.shared_arena
-    if shared is None:
-        on_host = Tier.DEVICE not in settings.budgets
-    return host_arena(budget, torch.device("cpu") if on_host else settings.device)
-    return Arena(budget, shared.make, shared.unmake, close=shared.close)
+    if shared is not None:
+        return Arena(budget, shared.make, shared.unmake, close=shared.close)
+    on_device = Tier.DEVICE in settings.budgets
+    return host_arena(budget, settings.device if on_device else torch.device("cpu"))

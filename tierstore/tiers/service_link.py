@@ -308,6 +308,12 @@ class ServiceLink:
         self.listener = Listener(allowance, reclaim)
         self.wire()
 
+    @property
+    def budget(self) -> int:
+        """Bytes of the service's host memory, as far as is known."""
+        wire = self._wire
+        return 0 if wire is None else wire.welcome.budget
+
     def directory(self) -> str:
         """Where the service keeps object files."""
         return self.wire().welcome.directory
