@@ -95,7 +95,7 @@ class Connection:
 
     def __post_init__(self) -> None:
         self.socket.setblocking(False)
-        self._incoming = Incoming[Any](messages.FromWorker)  # type: ignore[arg-type]
+        self._incoming = Incoming[messages.Message](messages.FromWorker)
         self._outgoing = Outgoing()
         self._inbox: deque[Any] = deque()
         self._unread: deque[memoryview] = deque()

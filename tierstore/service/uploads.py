@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from tierstore.engine.adoption import WEIGHTS, content_hash
@@ -75,5 +73,5 @@ def _check(row: messages.TensorRow, nbytes: int) -> None:
     size = DTYPE_SIZES.get(row.dtype)
     if size is None or row.dtype not in DTYPES or len(row.shape) != len(row.stride):
         raise ValueError(f"{row.name!r:.60} can be no tensor")
-    if row.offset % size or row.offset + cast(int, _spec(row).nbytes) > nbytes:
+    if row.offset % size or row.offset + _spec(row).nbytes > nbytes:
         raise ValueError(f"{row.name!r:.60} lies beyond the bytes that come")

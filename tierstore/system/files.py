@@ -95,16 +95,19 @@ class FileStamp:
 class DataFile:
     """A file open for reading. Closed when the last reference goes."""
 
+    _direct: int | None
+
     def __init__(self, path: str, *, follow_links: bool) -> None:
         flags = _READ if follow_links else _READ | os.O_NOFOLLOW
         self._take(path, os.open(path, flags), None)
         if direct_alignment(self._cached) == 0:
             return
         with contextlib.suppress(OSError):  # the file system may know no direct reads
-            self._direct = os.open(path, flags | os.O_DIRECT)
-            if not os.path.sameopenfile(self._cached, self._direct):
-                close_quietly(self._direct)  # the name leads to another file by now
-                self._direct = None
+            direct = os.open(path, flags | os.O_DIRECT)
+            if os.path.sameopenfile(self._cached, direct):
+                self._direct = direct
+            else:
+                close_quietly(direct)  # the name leads to another file by now
 
     @classmethod
     def passed(cls, path: str, cached: int, direct: int | None) -> DataFile:
@@ -116,7 +119,8 @@ class DataFile:
 
     def _take(self, path: str, cached: int, direct: int | None) -> None:
         self.path = path
-        self._cached, self._direct = cached, direct
+        self._cached = cached
+        self._direct = direct
         self._refused = False
         self._alignment = max(PAGE, direct_alignment(cached) or PAGE)
 

@@ -84,7 +84,7 @@ class Wire:
         self._listener = listener
         self._private = private
         self._outgoing = Outgoing()
-        self._incoming = Incoming[FromService](FromService)  # type: ignore[type-var]
+        self._incoming = Incoming[Message](FromService)
         self._waiting: dict[int, Future[Any]] = {}
         self._requests = 0
         self._sending = threading.Lock()

@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -54,8 +54,8 @@ class Outgoing:
 class Incoming(Generic[M]):
     """The bytes of a stream whose messages are of the types in `kinds` (a union)."""
 
-    def __init__(self, kinds: type[M]) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kinds)
+    def __init__(self, kinds: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kinds)
         self._parts: deque[bytes] = deque()
         self._length = 0
         self._came = 0

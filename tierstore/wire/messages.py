@@ -41,11 +41,11 @@ Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Stride = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
-class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
     """The base of all messages."""
 
 
-class Row(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The base of what messages consist of."""
 
 
