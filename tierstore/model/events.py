@@ -112,12 +112,6 @@ class Leased:
     access: Access
     permanent: bool = False
     demanded: bool = True
-    stream: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
-    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +300,6 @@ class UseMeasured:
 
 Event = (
     Registered
-    | StreamEnded
     | Recovered
     | Claimed
     | Filled

@@ -94,7 +94,6 @@ class Planner:
         transfers = TransferEvents(copies, requests, movement, prefetcher)
         # What to do for each type of event. True: something may have to move now.
         self._handlers: dict[type, Callable[[Any], bool]] = {
-            events.StreamEnded: lambda e: False,
             events.Registered: known.registered,
             events.Recovered: known.recovered,
             events.Claimed: leases.claimed,
