@@ -46,6 +46,8 @@ class Movement:
             return True
         if not any(group.present(tier) for tier in group.copies):
             return True
+        if group.shared and not copies.can_ever_hold(group):
+            return True  # it waits until others allow more, and keeps nobody from the top meanwhile
         if top not in group.copies and not set_aside(group, top):
             return False
         # Not before: what was saved to make that room may have taken the place of the source.
@@ -203,10 +205,14 @@ class Movement:
     # Room --------------------------------------------------------------------------------------
 
     def give_back_shared_room(self) -> None:
-        """Give up what is idle of the room for shared groups, if it is less than they take."""
-        shared = self._copies.shared
-        if shared.is_over():
-            self._eviction.drop_idle(shared, shared.limit or 0)
+        """Others may allow less room for shared groups than these take: what is idle goes. What
+        can come no more gives up the room that was set aside for it on the fastest tier."""
+        copies = self._copies
+        if copies.shared.is_over():
+            self._eviction.drop_idle(copies.shared, copies.shared.limit or 0)
+        for group in [group for group in copies.promised if group.shared]:
+            if not copies.can_ever_hold(group):
+                copies.abandon(group)
 
     def idle_on_top(self) -> Iterator[GroupRecord]:
         """What nobody uses, or is about to, on the fastest tier, and is on another, too."""
