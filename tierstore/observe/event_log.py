@@ -226,8 +226,9 @@ def _said(error: Exception) -> str:
 
 
 def _made(kind: type[Any], values: list[Any], tiers: Mapping[str, Tier]) -> Any:
-    """A dataclass of the values of its fields."""
-    pairs = zip(_TYPED[kind], values, strict=True)
+    """A dataclass of the values of its fields. The last ones may be missing, as they are from
+    records that are older than these fields: then they have their defaults."""
+    pairs = zip(_TYPED[kind][: len(values)], values, strict=True)
     return kind(*[_value(of, value, tiers) for (_, of), value in pairs])
 
 

@@ -75,11 +75,11 @@ class HintEvents:
 
     def shared_budget_changed(self, event: events.SharedBudgetChanged) -> bool:
         copies = self._copies
-        copies.shared.limit = self._prefetcher.shared_budget = event.nbytes
+        copies.shared.limit = self._prefetcher.sizes.allowed = event.nbytes
         copies.in_vain.clear()
         for number, group in copies.numbered.items():
             if group.shared:
-                self._prefetcher.consider_again(number)
+                self._prefetcher.pass_over(number, ended=True)
         self._movement.look_ahead = True
         return True  # what is idle goes before anything else is done
 
