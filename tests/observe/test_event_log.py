@@ -62,6 +62,8 @@ ALL: list[Event] = [
     events.Demanded(A),
     events.Withdrawn(A),
     *(events.Leased(A, access, True, False) for access in Access),
+    events.Leased(A, Access.READ, stream=7),
+    events.StreamEnded(7),
     *(events.Released(A, access, True) for access in Access),
     *(events.HostDemanded(A, purpose) for purpose in HostAccess),
     events.HostWithdrawn(A, HostAccess.RENEW),

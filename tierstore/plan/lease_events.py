@@ -24,20 +24,25 @@ class Uses:
     _prefetcher: Prefetcher
     _movement: Movement
 
-    def note(self, group: GroupRecord) -> None:
-        """A group was lent."""
+    def note(self, group: GroupRecord, stream: int = 0) -> None:
+        """A group was lent, to who uses groups in an order of its own."""
         prefetcher = self._prefetcher
         self._policy.used(group.id)
         self._movement.look_ahead = True
         if group.use_order is not UseOrder.LEARNED:
-            self._schedule.come(group.id.key)
+            self._schedule.come(group.id.key, stream)
             prefetcher.came(group.number)
             return
-        self._schedule.advance_past(group.id.key)
+        self._schedule.advance_past(group.id.key, stream)
         prefetcher.used(group.number)
         if prefetcher.choose_retained(group.number):
             retention = prefetcher.retention
             self._policy.keep(retention.staying, retention.nearer)
+
+    def ended(self, event: events.StreamEnded) -> bool:
+        """What was learned of a stream is forgotten."""
+        self._schedule.end(event.stream)
+        return False
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +119,7 @@ class LeaseEvents:
         group.exclusive = None if access is Access.READ else access
         group.leases += 1
         copies.leased += not event.permanent
-        self._uses.note(group)
+        self._uses.note(group, event.stream)
         if event.demanded:
             self._requests.take_back(group)
         return True

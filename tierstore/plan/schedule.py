@@ -128,7 +128,7 @@ class LearnedOrder:
         if self._registered.remove(key):
             self._hints = None
         self._kept.discard(key)
-        self._wait_no_more(key)
+        self.expect_not(key)
         number = self._numbers.get(key)
         if number is None:
             return
@@ -150,16 +150,13 @@ class LearnedOrder:
 
     def expect_not(self, key: str) -> None:
         """The caller does not expect the key any more."""
-        self._wait_no_more(key)
-
-    def _wait_no_more(self, key: str) -> None:
         if self._expected.pop(key, None) is not None:
             self.epoch += 1
 
     # Learning ----------------------------------------------------------------------------------
 
-    def advance_past(self, key: str) -> None:
-        """Note that `key` has just been used."""
+    def advance_past(self, key: str, stream: int = 0) -> None:
+        """Note that `key` has just been used. The uses of all streams are one order here."""
         again, self._latest, self._hints = key == self._latest, key, None
         # First of all, as it may take away this key's number, and the place that matches.
         if self._history.full and not again:
@@ -184,7 +181,10 @@ class LearnedOrder:
         if (self.trusted, self.learning) != before or (self.trusted and changed):
             self.epoch += 1
 
-    def come(self, key: str) -> None:
+    def end(self, stream: int) -> None:
+        """A stream is over. Of one order for all, nothing is forgotten."""
+
+    def come(self, key: str, stream: int = 0) -> None:
         """Note that `key`, which the caller expected or data chose, was used. Of an order, nothing
         is learned from that."""
         number = self._numbers.get(key)
@@ -201,7 +201,7 @@ class LearnedOrder:
         now = self._rates.clock
         over = [k for k, limit in self._expected.items() if k == key or limit < now]
         for gone in over:
-            self._wait_no_more(gone)
+            self.expect_not(gone)
 
     def _forget_the_oldest(self) -> None:
         """Make room, and keep the newest half, or enough for twice the registered keys."""
