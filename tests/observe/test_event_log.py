@@ -104,6 +104,14 @@ def test_an_event_goes_through_json_unchanged(event: Event) -> None:
         assert type(getattr(read, field.name)) is type(getattr(event, field.name))
 
 
+def test_a_row_of_before_a_field_was_added_has_the_default() -> None:
+    older = to_row(1.5, events.Leased(A, Access.READ, True, False))[:-1]
+    assert from_row(through_json(older)) == (1.5, events.Leased(A, Access.READ, True, False, 0))
+    for wrong in ([1.5, "Leased", ["a", 0]], [*older, 0, 0]):
+        with pytest.raises(ValueError, match="is no event"):
+            from_row(through_json(wrong))
+
+
 def test_an_error_goes_through_json_as_its_text() -> None:
     failed = events.Failed(A, DISK, HOST, OSError(5, "no such luck"))
     _, read = from_row(through_json(to_row(0, failed)))

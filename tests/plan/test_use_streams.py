@@ -256,7 +256,8 @@ class Told:
 
     def ranks(self, keys: str) -> list[float]:
         numbers = np.array([self.schedule.number(key) for key in keys])
-        return self.schedule.ranks(numbers).tolist()
+        ranks: list[float] = self.schedule.ranks(numbers).tolist()
+        return ranks
 
 
 def test_a_group_is_ranked_by_the_earliest_of_its_next_uses() -> None:
@@ -328,9 +329,16 @@ def test_it_foretells_nothing() -> None:
     schedule = told.schedule
     schedule.expect(["b"])
     schedule.expect_not("b")
-    assert list(schedule.upcoming(9)) == []
+    assert schedule.ahead(9).tolist() == []
     assert (schedule.foretold(), schedule.round(0), schedule.repeats(1)) == (0, 0, False)
-    assert (schedule.learning, schedule.trusted) == (False, False)
+    assert not schedule.learning
+
+
+def test_what_is_new_has_a_rank_at_once() -> None:
+    told = Told("ab")
+    told.loop(0, "ab", 1.0)
+    assert told.ranks("ab") == [6, 7]
+    assert told.ranks("bc") == [7, np.inf]
 
 
 def test_before_anybody_used_anything_nobody_is_spared() -> None:

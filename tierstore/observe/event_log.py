@@ -226,8 +226,11 @@ def _said(error: Exception) -> str:
 
 
 def _made(kind: type[Any], values: list[Any], tiers: Mapping[str, Tier]) -> Any:
-    """A dataclass of the values of its fields."""
-    pairs = zip(_TYPED[kind], values, strict=True)
+    """A dataclass of the values of its fields. The last ones may be missing, where they have a
+    default: older records lack what was added since."""
+    if len(values) > len(_TYPED[kind]):
+        raise ValueError(f"{kind.__name__} has {len(_TYPED[kind])} fields")
+    pairs = zip(_TYPED[kind], values, strict=False)
     return kind(*[_value(of, value, tiers) for (_, of), value in pairs])
 
 

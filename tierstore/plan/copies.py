@@ -14,7 +14,7 @@ from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import CopyRecord, GroupRecord, State
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 class CopyTable:
@@ -30,7 +30,7 @@ class CopyTable:
         self,
         budgets: dict[Tier, int | None],
         policy: Policy,
-        schedule: LearnedOrder,
+        schedule: Schedule,
         prefetcher: Prefetcher,
     ) -> None:
         self.tiers = tuple(sorted(budgets))

@@ -12,7 +12,7 @@ from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +20,7 @@ class Uses:
     """Learns from each use: the order of uses, the times between them, and who should stay."""
 
     _policy: Policy
-    _schedule: LearnedOrder
+    _schedule: Schedule
     _prefetcher: Prefetcher
     _movement: Movement
 

@@ -46,7 +46,7 @@ from tierstore.plan.policy import Policy, RankingPolicy, policy_named
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import MEMORY, LearnedOrder
+from tierstore.plan.schedule import MEMORY, LearnedOrder, Schedule
 from tierstore.plan.transfer_events import TransferEvents
 from tierstore.plan.use_streams import EarliestNextUse, UseStreams
 
@@ -72,7 +72,7 @@ class Planner:
         self,
         budgets: Mapping[Tier, int | None],
         policy: Policy,
-        schedule: LearnedOrder,
+        schedule: Schedule,
         *,
         timed_by_device: bool = False,
     ) -> None:

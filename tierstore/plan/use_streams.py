@@ -42,28 +42,29 @@ _ROOM = 16
 _NOBODY = -1
 
 
-class UseStream(LearnedOrder):
+class UseStream:
     """The order of one stream, and its pace. It began at `now`, in seconds, as all times are.
 
-    It has numbers of its own; `numbers` tells by them which groups they are for all streams,
+    The order has numbers of its own; `numbers` tells by them which groups they are for all streams,
     negative for none. `latest` is the time of the latest use.
     """
 
     def __init__(self, memory: int, now: float) -> None:
-        super().__init__(memory)
+        self.order = LearnedOrder(memory)
         self.numbers = np.full(_ROOM, _NOBODY)
         self.latest = now
         self.seconds_per_use = 0.0
         self._timed_from = now
         self._uses = 0
+        self._in_use: str | None = None
         self._known = 0
         self._in_time: Ranks | None = None  # what `times` tells while it is not late
 
     def use(self, key: str, number: int, now: float) -> None:
         """The group of this key, which has this number for all streams, is used."""
-        again = key == self._latest
+        again, self._in_use = key == self._in_use, key
         self._know(key, number, UseOrder.LEARNED)
-        self.advance_past(key)
+        self.order.advance_past(key)
         self.latest, self._in_time = now, None
         if not again:
             self._time(now)
@@ -71,15 +72,15 @@ class UseStream(LearnedOrder):
     def use_routed(self, key: str, number: int, now: float) -> None:
         """The same, of a group that data choose."""
         self._know(key, number, UseOrder.ROUTED)
-        self.come(key)
+        self.order.come(key)
         self.latest, self._in_time = now, None
 
     def _know(self, key: str, number: int, order: UseOrder) -> None:
-        own = self.number(key)
+        own = self.order.number(key)
         if own >= len(self.numbers):
             self.numbers = np.append(self.numbers, np.full(len(self.numbers), _NOBODY))
         if self.numbers[own] != number:
-            self.introduce(key, order)
+            self.order.introduce(key, order)
             self.numbers[own] = number
             self._known += 1
 
@@ -87,7 +88,7 @@ class UseStream(LearnedOrder):
         """The group is gone."""
         if (known := self.numbers == number).any():
             self.numbers[known] = _NOBODY
-            self.forget(key)
+            self.order.forget(key)
             self._in_time = None
             self._known -= 1
 
@@ -127,16 +128,17 @@ class UseStream(LearnedOrder):
         """By its own numbers, after how many uses each is used next. Where no order is known, that
         is told by access rates: in the first pass, a group comes again after a pass that is as long
         as what was seen of it, or a little longer."""
-        numbers = np.arange(len(self.numbers))
-        if self.trusted:
-            return self.ranks(numbers) - self._history.place
-        rates = self._rates
+        order, numbers = self.order, np.arange(len(self.numbers))
+        if order.trusted:
+            return order.ranks(numbers) - order.history.place
+        rates = order.rates
         with np.errstate(over="ignore"):
             passed = np.exp(rates.ranks(numbers) + rates.clock / rates.span)
-            return rates.span * passed
+        waits: Ranks = rates.span * passed
+        return waits
 
 
-class UseStreams(LearnedOrder):
+class UseStreams:
     """A schedule of several streams: it numbers the groups, and each stream has its own order.
 
     It ranks by the seconds, on the `clock`, at which the earliest of them uses a group next. It
@@ -144,28 +146,51 @@ class UseStreams(LearnedOrder):
     """
 
     learning = False
-    trusted = False
 
     def __init__(self, clock: Callable[[], float], memory: int = MEMORY) -> None:
-        super().__init__(memory)
         self._clock = clock
+        self._memory = memory
+        self._numbers: dict[str, int] = {}
+        self._spare: list[int] = []  # numbers that are nobody's
+        self._routed: set[str] = set()
         self._streams: dict[int, UseStream] = {}
-        self._looked_at: tuple[int, float] | None = None  # at which epoch and time
+        self._looked_at: float | None = None  # when; None: something has changed since
         self._soonest = np.full(1, np.inf)  # by number, and for nobody
+
+    def number(self, key: str) -> int:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._spare.pop() if self._spare else len(self._numbers)
+            self._numbers[key] = number
+            self._looked_at = None
+        return number
+
+    def introduce(self, key: str, order: UseOrder = UseOrder.LEARNED) -> None:
+        self.number(key)
+        if order is UseOrder.ROUTED:
+            self._routed.add(key)
+
+    def forget(self, key: str) -> None:
+        number = self._numbers.pop(key, None)
+        if number is None:
+            return
+        self._spare.append(number)
+        self._routed.discard(key)
+        for stream in self._streams.values():
+            stream.forget_number(key, number)
+        self._looked_at = None
 
     def advance_past(self, key: str, stream: int = 0) -> None:
         number = self._numbers.get(key)
         if number is not None:  # else it is an older version, of a group that is gone
             self._stream(stream).use(key, number, self._clock())
-            self.epoch += 1
 
     def come(self, key: str, stream: int = 0) -> None:
-        number = self._numbers.get(key)
-        if number is not None and self.routed.has(number):
-            self._stream(stream).use_routed(key, number, self._clock())
-            self.epoch += 1
+        if key in self._routed:
+            self._stream(stream).use_routed(key, self._numbers[key], self._clock())
 
     def _stream(self, stream: int) -> UseStream:
+        self._looked_at = None
         found = self._streams.get(stream)
         if found is None:
             found = self._streams[stream] = UseStream(self._memory, self._clock())
@@ -173,23 +198,31 @@ class UseStreams(LearnedOrder):
 
     def end(self, stream: int) -> None:
         self._streams.pop(stream, None)
-        self.epoch += 1
-
-    def forget(self, key: str) -> None:
-        number = self._numbers.get(key)
-        if number is not None:
-            for stream in self._streams.values():
-                stream.forget_number(key, number)
-            self.epoch += 1
-        super().forget(key)
+        self._looked_at = None
 
     def expect(self, keys: Iterable[str]) -> None:
         """Hints are of one order, and here are several."""
 
+    def expect_not(self, key: str) -> None:
+        """Nothing was expected."""
+
+    def foretold(self) -> int:
+        return 0
+
+    def ahead(self, count: int) -> Numbers:
+        return np.zeros(0, dtype=np.int64)
+
+    def round(self, number: int) -> int:
+        return 0
+
+    def repeats(self, length: int) -> bool:
+        return False
+
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next; infinity: not expected."""
         self._look()
-        return self._soonest[numbers]
+        ranks: Ranks = self._soonest[numbers]
+        return ranks
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         now = self._clock()
@@ -216,10 +249,10 @@ class UseStreams(LearnedOrder):
 
     def _look(self) -> None:
         """See when each group is used next, and who uses which."""
-        now, nobody = self._clock(), len(self._keys)
-        if self._looked_at == (self.epoch, now):
+        now, nobody = self._clock(), len(self._numbers) + len(self._spare)
+        if self._looked_at == now:
             return
-        self._looked_at = (self.epoch, now)
+        self._looked_at = now
         self._soonest = np.full(nobody + 1, np.inf)
         streams = list(self._streams.values())
         if not streams:
