@@ -63,6 +63,8 @@ ALL: list[Event] = [
     events.Demanded(A),
     events.Withdrawn(A),
     *(events.Leased(A, access, True, False) for access in Access),
+    events.Leased(A, Access.READ, stream=7),
+    events.StreamEnded(7),
     *(events.Released(A, access, True) for access in Access),
     *(events.HostDemanded(A, purpose) for purpose in HostAccess),
     events.HostWithdrawn(A, HostAccess.RENEW),
@@ -102,6 +104,14 @@ def test_an_event_goes_through_json_unchanged(event: Event) -> None:
     assert (now, read) == (1.5, event)
     for field in fields(event):
         assert type(getattr(read, field.name)) is type(getattr(event, field.name))
+
+
+def test_a_row_of_before_a_field_was_added_has_the_default() -> None:
+    older = to_row(1.5, events.Leased(A, Access.READ, True, False))[:-1]
+    assert from_row(through_json(older)) == (1.5, events.Leased(A, Access.READ, True, False, 0))
+    for wrong in ([1.5, "Leased", ["a", 0]], [*older, 0, 0]):
+        with pytest.raises(ValueError, match="is no event"):
+            from_row(through_json(wrong))
 
 
 def test_an_error_goes_through_json_as_its_text() -> None:

@@ -105,13 +105,22 @@ class Withdrawn:
 class Leased:
     """The group, which was `leasable`, is lent: one demand is met, if it had to be `demanded`.
 
-    Nobody may wait for the room of what is lent permanently.
+    Nobody may wait for the room of what is lent permanently. `stream` says who uses it: each stream
+    has an order of its own.
     """
 
     group: GroupId
     access: Access
     permanent: bool = False
     demanded: bool = True
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """This stream is over: nobody uses anything in its order any more."""
+
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +315,7 @@ Event = (
     | Demanded
     | Withdrawn
     | Leased
+    | StreamEnded
     | Released
     | HostDemanded
     | HostWithdrawn

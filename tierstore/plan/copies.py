@@ -15,7 +15,7 @@ from tierstore.plan.policy import Policy
 from tierstore.plan.pools import LARGER_ARENA, Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import CopyRecord, GroupRecord, State
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 class CopyTable:
@@ -32,7 +32,7 @@ class CopyTable:
         self,
         budgets: dict[Tier, int | None],
         policy: Policy,
-        schedule: LearnedOrder,
+        schedule: Schedule,
         prefetcher: Prefetcher,
     ) -> None:
         self.tiers = tuple(sorted(budgets))

@@ -10,7 +10,7 @@ from tierstore.plan.eviction import Eviction
 from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +21,7 @@ class HintEvents:
     _requests: Requests
     _eviction: Eviction
     _movement: Movement
-    _schedule: LearnedOrder
+    _schedule: Schedule
     _prefetcher: Prefetcher
 
     def expected(self, event: events.Expected) -> bool:

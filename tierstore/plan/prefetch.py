@@ -30,7 +30,7 @@ from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.matching import Numbers
 from tierstore.plan.pools import Sizes
 from tierstore.plan.retention import RetentionSet
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
 """Uses that are looked ahead at."""
@@ -124,7 +124,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        schedule: LearnedOrder,
+        schedule: Schedule,
         budgets: Mapping[Tier, int | None],
         *,
         timed_by_device: bool = False,

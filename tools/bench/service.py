@@ -35,7 +35,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import machine
 from tools.bench.report import Claim, Page
 
 WORKERS = 4
@@ -178,9 +177,7 @@ def in_step(page: Page, place: Path, checkpoint: Path, nbytes: int, options: Any
         socket, serving = stack.enter_context(service(place, budget))
         idle = service_pss(serving)
         groups = {
-            "service": [
-                Process.start(checkpoint, socket=socket, **device) for _ in range(WORKERS)
-            ],
+            "service": [Process.start(checkpoint, socket=socket, **device) for _ in range(WORKERS)],
             "private": [
                 Process.start(
                     checkpoint, budget=budget // WORKERS, store=place / f"own-{i}", **device
