@@ -153,6 +153,7 @@ def service(directory: Path, ram: int) -> Iterator[tuple[str, subprocess.Popen[b
     try:
         while not os.path.exists(socket):
             time.sleep(0.05)
+        report_of(socket, 60.0)  # it has loaded its libraries
         yield socket, process
     finally:
         process.send_signal(signal.SIGTERM)
@@ -164,7 +165,7 @@ def service_pss(process: subprocess.Popen[bytes]) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
-# --- what is compared ------------------------------------------------------------------------------
+# --- what is compared -----------------------------------------------------------------------------
 
 
 def in_step(page: Page, place: Path, checkpoint: Path, nbytes: int, options: Any) -> list[Claim]:
@@ -212,9 +213,14 @@ def in_step(page: Page, place: Path, checkpoint: Path, nbytes: int, options: Any
         memory["service"] += service_pss(serving) - idle
     median = {name: statistics.median(times) for name, times in seconds.items()}
     rows = [
-        (name, len(groups[name]), f"{median[name]:.3f}", f"{read[name] / 1e6:.0f} MB")
-        + (f"{memory[name] / 1e6:.0f} MB",)
-        for name in groups
+        (
+            name,
+            len(group),
+            f"{median[name]:.3f}",
+            f"{read[name] / 1e6:.0f} MB",
+            f"{memory[name] / 1e6:.0f} MB",
+        )
+        for name, group in groups.items()
     ]
     page.table(("what", "processes", "s per step", "read per step", "memory"), rows)
     return [
@@ -242,8 +248,6 @@ def in_step(page: Page, place: Path, checkpoint: Path, nbytes: int, options: Any
 def read_bytes(name: str, group: Sequence[Process], socket: str) -> int:
     """What has left the disk so far."""
     if name == "service":
-        from tierstore.wire.asking import report_of
-
         return int(report_of(socket).read_bytes)
     return sum(int(answer["bytes_read"]) for answer in together(group, "stats")[1])
 
