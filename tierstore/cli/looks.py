@@ -10,11 +10,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.output import Code, Document, Failure
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 PAGE_SECONDS = 5.0
 """Seconds for a page of metrics to come."""
@@ -123,21 +126,15 @@ def rates(before: Look | None, after: Look) -> Document:
 
 def looks_at_page(url: str) -> list[Look]:
     """A look at each of the stores that tell of themselves at a URL. Raises Failure."""
+    _parser()
     return looks_in(_page(url), url)
 
 
 def looks_in(text: str, url: str) -> list[Look]:
     """A look at each of the stores in the text of a page, in Prometheus' format. Raises Failure."""
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ModuleNotFoundError as error:
-        raise Failure(
-            f"to read metrics takes a package that is missing ({error.name})",
-            "Install it: pip install 'tierstore[metrics]'",
-        ) from error
     samples: dict[str, list[Any]] = defaultdict(list)
     try:
-        for family in text_string_to_metric_families(text):
+        for family in _parser()(text):
             for sample in family.samples:
                 if sample.name.startswith("tierstore_"):
                     samples[sample.name].append(sample)
@@ -147,6 +144,17 @@ def looks_in(text: str, url: str) -> list[Look]:
     if not looks:
         raise _no_page(url, "no store tells anything there")
     return list(looks.values())
+
+
+def _parser() -> Callable[[str], Iterable[Metric]]:
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ModuleNotFoundError as error:
+        raise Failure(
+            f"to read metrics takes a package that is missing ({error.name})",
+            "Install it: pip install 'tierstore[metrics]'",
+        ) from error
+    return text_string_to_metric_families
 
 
 def _stores(samples: Mapping[str, list[Any]], url: str) -> dict[str, Look]:
