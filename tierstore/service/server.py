@@ -28,6 +28,7 @@ from tierstore.service.shared_groups import SharedGroups
 from tierstore.system.files import close_quietly
 from tierstore.tiers.shared_memory import SharedArena
 from tierstore.wire import messages
+from tierstore.wire.messages import HELD_SECONDS
 
 log = logging.getLogger("tierstore.service")
 
@@ -42,9 +43,6 @@ RECLAIM_SECONDS = 0.01
 
 LOOK_SECONDS = 1.0
 """Seconds between looks at who waits, and for whom."""
-
-HELD_SECONDS = 30.0
-"""Seconds after which a lease that others may wait for is named in the log."""
 
 HOPELESS_SECONDS = 60.0
 """Seconds without any change after which the longest wait is refused: nobody gives anything back.
@@ -166,7 +164,8 @@ class Server:
         """A connection is over; what it had was given back."""
         self.connections.pop(connection.number, None)
         self.leases.end_stream(connection.number)
-        self.changed()
+        if connection.name:
+            self.changed()
         if not self._stopping.is_set():
             self.share_out()
         if connection.name:
@@ -179,7 +178,7 @@ class Server:
                 counts.hits,
                 len(connection.leases),
             )
-        else:
+        elif not connection.visitor:
             log.warning("process %d was let go: %s", connection.pid, why)
 
     # Sharing -----------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ class Server:
         )
 
     def report(self, request: int) -> messages.Report:
-        """What the service does at this moment."""
+        """What the service does at this moment. May be called by any thread."""
         core = self.engine.core
         stats = self.engine.reporting.stats()
         tiers = {
@@ -283,7 +282,7 @@ class Server:
             stats.bytes_read,
             stats.bytes_written,
             len(self.groups),
-            [_row(connection) for connection in self.connections.values() if connection.name],
+            [_row(connection) for connection in list(self.connections.values()) if connection.name],
         )
 
 
@@ -294,7 +293,7 @@ def described(connection: Connection) -> str:
 
 def _row(connection: Connection) -> messages.WorkerRow:
     now = time.monotonic()
-    leases, waiting = connection.leases.values(), connection.waiting.values()
+    leases, waiting = list(connection.leases.values()), list(connection.waiting.values())
     waits: Callable[[Waiting], float] = lambda one: now - one.since  # noqa: E731
     return messages.WorkerRow(
         connection.pid,
