@@ -35,6 +35,10 @@ from tierstore.observe.trace_writer import document, merged, save
 VERIFY = ("first", "always", "never")
 
 
+def _close_on_exit(store: TierStore, *_exception: object) -> None:
+    store.close()
+
+
 class TierStore(AbstractContextManager["TierStore"]):
     """Serves groups of tensors by key, within hard budgets.
 
@@ -311,8 +315,7 @@ class TierStore(AbstractContextManager["TierStore"]):
         """Whether `close` was called."""
         return self._engine.core.closed
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    __exit__ = _close_on_exit
 
 
 def engine_of(store: TierStore) -> Engine:

@@ -14,8 +14,10 @@ from tierstore.cli.listing import disk_use, environment, list_groups, show
 from tierstore.cli.machine import version_of
 from tierstore.cli.output import Code, Failure, remark
 from tierstore.cli.plan import plan
+from tierstore.cli.ps import list_workers
 from tierstore.cli.removal import prune, remove_groups
 from tierstore.cli.replay import replay
+from tierstore.cli.top import top
 from tierstore.cli.trace import trace
 from tierstore.cli.verify import verify
 
@@ -80,11 +82,11 @@ def inspector() -> None:
     """Look into a tierstore directory: what it holds, whether it is whole, what can go.
 
     `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. Only `prune`, `rm` and `verify
-    --repair` change anything.
+    --repair` change anything. `ps` and `top` look at what runs: services (`tierstore-serve`).
     """
 
 
 for _command in (list_groups, show, disk_use, verify, prune, remove_groups):
     inspector.add_command(_command)
-for _command in (environment, bench, plan, replay, trace):
+for _command in (environment, bench, plan, replay, trace, list_workers, top):
     inspector.add_command(_command)

@@ -25,7 +25,7 @@ Document = dict[str, Any]
 
 _NARROWEST = 10
 _GAP = 2
-_STYLES = {"damaged": "bold red", "unreadable": "bold yellow"}
+_STYLES = {"damaged": "bold red", "unreadable": "bold yellow", "holds others up": "bold red"}
 
 
 class Code(IntEnum):

@@ -50,6 +50,9 @@ FILES = 4096
 GROUPS = 1 << 17
 """Groups that a worker may have registered."""
 
+LONGEST_NAME = 200
+"""Characters of a worker's name that are kept: those of all workers fit into one report."""
+
 OBJECT_KEY = re.compile(r"(weights|casts)/[0-9a-f]{32}")
 
 
@@ -99,6 +102,7 @@ class Connection:
     let_go: bool = False
     closed: bool = False
     unfinished: float | None = None  # since when a message has been there in part
+    visitor: bool = False
 
     def __post_init__(self) -> None:
         self.socket.setblocking(False)
@@ -173,7 +177,9 @@ class Connection:
                 if isinstance(message, messages.Hello):
                     self._greet(message)
                     continue
-                if not self.name:
+                if isinstance(message, messages.Status) and not self.name:
+                    self.visitor = True  # no worker: it looks, and goes
+                elif not self.name:
                     raise NonsenseError(f"it begins with a {type(message).__name__}")
                 self._handlers[type(message)](message)
         except NonsenseError as error:
@@ -190,7 +196,7 @@ class Connection:
                 f"it speaks version {hello.version}, not {messages.VERSION}: upgrade tierstore"
             )
             return
-        self.name = printable(hello.name) or "?"
+        self.name = printable(hello.name[:LONGEST_NAME]) or "?"
         self.server.greeted(self)
 
     def drop(self, why: str) -> None:

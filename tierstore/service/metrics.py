@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -30,12 +31,19 @@ class WorkerCollector(Collector):
         granted = CounterMetricFamily(
             "tierstore_worker_leases", "Leases granted: at once, or later.", labels=[*labels, "met"]
         )
+        # A process may have several stores: Prometheus takes each set of labels once.
+        numbers: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for row in self._server.report(0).workers:
-            worker = [str(row.pid), row.name]
-            leased.add_metric(worker, row.leased_bytes)
-            waits.add_metric(worker, row.waits)
-            granted.add_metric([*worker, "hit"], row.hits)
-            granted.add_metric([*worker, "miss"], row.granted - row.hits)
+            of_one = numbers[str(row.pid), row.name]
+            of_one["leased"] += row.leased_bytes
+            of_one["waits"] += row.waits
+            of_one["hits"] += row.hits
+            of_one["misses"] += row.granted - row.hits
+        for worker, of_one in numbers.items():
+            leased.add_metric(worker, of_one["leased"])
+            waits.add_metric(worker, of_one["waits"])
+            granted.add_metric([*worker, "hit"], of_one["hits"])
+            granted.add_metric([*worker, "miss"], of_one["misses"])
         yield from (leased, waits, granted)
 
 

@@ -22,12 +22,14 @@ from tierstore.engine.settings import Settings
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
+from tierstore.plan.planner import NEXT_USE_OF_ALL
 from tierstore.service.allowances import allowances
 from tierstore.service.connection import Connection, Waiting
 from tierstore.service.shared_groups import SharedGroups
 from tierstore.system.files import close_quietly
 from tierstore.tiers.shared_memory import SharedArena
 from tierstore.wire import messages
+from tierstore.wire.messages import HELD_SECONDS
 
 log = logging.getLogger("tierstore.service")
 
@@ -45,9 +47,6 @@ LOOK_SECONDS = 1.0
 
 UNFINISHED_SECONDS = 10.0
 """Seconds in which a message must have come as a whole."""
-
-HELD_SECONDS = 30.0
-"""Seconds after which a lease that others may wait for is named in the log."""
 
 HOPELESS_SECONDS = 60.0
 """Seconds without any change after which the longest wait is refused: nobody gives anything back.
@@ -195,7 +194,8 @@ class Server:
         """A connection is over; what it had was given back."""
         self.connections.pop(connection.number, None)
         self.leases.end_stream(connection.number)
-        self.changed()
+        if connection.name:
+            self.changed()
         if not self._stopping.is_set():
             self.share_out_soon()
         if connection.name:
@@ -208,7 +208,7 @@ class Server:
                 counts.hits,
                 len(connection.leases),
             )
-        else:
+        elif not connection.visitor:
             log.warning("process %d was let go: %s", connection.pid, why)
 
     # Sharing -----------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class Server:
         )
 
     def report(self, request: int) -> messages.Report:
-        """What the service does at this moment."""
+        """What the service does at this moment. May be called by any thread."""
         core = self.engine.core
         stats = self.engine.reporting.stats()
         tiers = {
@@ -328,7 +328,7 @@ class Server:
             stats.bytes_read,
             stats.bytes_written,
             len(self.groups),
-            [_row(connection) for connection in self.connections.values() if connection.name],
+            [_row(connection) for connection in list(self.connections.values()) if connection.name],
         )
 
 
@@ -339,7 +339,7 @@ def described(connection: Connection) -> str:
 
 def _row(connection: Connection) -> messages.WorkerRow:
     now = time.monotonic()
-    leases, waiting = connection.leases.values(), connection.waiting.values()
+    leases, waiting = list(connection.leases.values()), list(connection.waiting.values())
     waits: Callable[[Waiting], float] = lambda one: now - one.since  # noqa: E731
     return messages.WorkerRow(
         connection.pid,
@@ -364,7 +364,7 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
         device=torch.device("cpu"),
         budgets=budgets,
         disk_dir=os.fspath(directory),
-        policy="next-use",
+        policy=NEXT_USE_OF_ALL,
         verify="first",
         shared_arena=SharedArena(ram),
     )

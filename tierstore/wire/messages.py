@@ -8,7 +8,8 @@ what it means.
 A worker begins with `Hello`, and the service answers with `Welcome` (and the descriptor of its
 arena) or with `Refused`. After that, each request of the worker has a number that the answer
 repeats; a `Release`, a `Cancel` and a `Forget` have no answer. Some messages of the service
-answer nothing: `Allowance` and `Reclaim`.
+answer nothing: `Allowance` and `Reclaim`. Who is no worker may ask for the
+`Status` without a hello.
 
 Sizes and offsets are in bytes.
 """
@@ -32,6 +33,9 @@ MAX_DESCRIPTORS = 128
 
 UPLOAD = 1 << 19
 """Bytes of a part of an upload."""
+
+HELD_SECONDS = 30.0
+"""Seconds after which a lease that others wait for is told of, in the log and by `ps`."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -256,7 +260,7 @@ class Pong(Message):
 
 
 class Status(Message):
-    """What does the service do at this moment?"""
+    """What does the service do at this moment? May be asked without a hello."""
 
     request: Number
 
