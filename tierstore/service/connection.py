@@ -196,7 +196,7 @@ class Connection:
                 f"it speaks version {hello.version}, not {messages.VERSION}: upgrade tierstore"
             )
             return
-        self.name = printable(hello.name[:LONGEST_NAME]) or "?"
+        self.name = hello.name[:LONGEST_NAME] or "?"
         self.server.greeted(self)
 
     def drop(self, why: str) -> None:
@@ -467,7 +467,7 @@ class Connection:
 
 def printable(text: str) -> str:
     """What a worker says, for a line of the log."""
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _held(row: messages.File, descriptors: list[int]) -> HeldFile:

@@ -24,7 +24,7 @@ from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import NEXT_USE_OF_ALL
 from tierstore.service.allowances import allowances
-from tierstore.service.connection import Connection, Waiting
+from tierstore.service.connection import Connection, Waiting, printable
 from tierstore.service.shared_groups import SharedGroups
 from tierstore.system.files import close_quietly
 from tierstore.tiers.shared_memory import SharedArena
@@ -334,7 +334,7 @@ class Server:
 
 def described(connection: Connection) -> str:
     """A worker as the log calls it."""
-    return f"{connection.number} ({connection.name}, process {connection.pid})"
+    return f"{connection.number} ({printable(connection.name)}, process {connection.pid})"
 
 
 def _row(connection: Connection) -> messages.WorkerRow:
