@@ -314,6 +314,8 @@ class Connection:
     # Leases ------------------------------------------------------------------------------------
 
     def _lease(self, message: messages.Lease) -> None:
+        if self.server.stopping:
+            return  # who has leased in advance would do so again; the end of it all is the answer
         request = message.request
         if request in self.leases or request in self.waiting:
             raise NonsenseError(f"request {request} is under way already")

@@ -86,7 +86,7 @@ class Server:
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._accept)
         try:
-            while not self._stopping.is_set():
+            while not self.stopping:
                 self._look()
                 try:
                     await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS)
@@ -95,6 +95,11 @@ class Server:
         finally:
             self._loop.remove_reader(self._listening)
             self._listening.close()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether nobody is taken in any more, and nothing is leased."""
+        return self._stopping.is_set()
 
     def stop(self) -> None:
         """Take nobody in any more, and have `run` return."""
@@ -147,7 +152,7 @@ class Server:
         self._loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
 
     def _accept_again(self) -> None:
-        if not self._stopping.is_set():
+        if not self.stopping:
             self._loop.add_reader(self._listening, self._accept)
 
     def _next_number(self) -> int:
@@ -181,7 +186,7 @@ class Server:
 
     def let_go(self, connection: Connection, why: str) -> None:
         """A worker is not served any more, and has not hung up yet."""
-        if not self._stopping.is_set():
+        if not self.stopping:
             self.share_out_soon()
         log.warning(
             "worker %s was let go: %s; it has not given back %d leases yet",
@@ -196,7 +201,7 @@ class Server:
         self.leases.end_stream(connection.number)
         if connection.name:
             self.changed()
-        if not self._stopping.is_set():
+        if not self.stopping:
             self.share_out_soon()
         if connection.name:
             counts = connection.counts
@@ -243,8 +248,10 @@ class Server:
         if now - self._reclaimed < RECLAIM_SECONDS:
             return
         self._reclaimed = now
+        # A process that was let go may have connected again, and have leases from before, too.
+        holders = {connection.pid for connection in self.connections.values() if connection.leases}
         for connection in list(self.connections.values()):
-            if connection.leases:
+            if connection.pid in holders and connection.name:
                 connection.send(messages.Reclaim())
 
     def offset_of(self, lease: Lease) -> int:

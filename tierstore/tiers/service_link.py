@@ -361,7 +361,7 @@ class ServiceLink:
                 self._wire = Wire(self.path, self.listener, private=self.private)
                 if again:
                     # What is leased and idle was of another arena, beside the budget of this one.
-                    self.listener.allowance(0)
+                    self.listener.reclaim()
                 self.listener.allowance(self._wire.welcome.allowance)
             return self._wire
 
