@@ -22,6 +22,7 @@ from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
     Settings,
     Size,
+    TierSettings,
     is_chosen,
     resolve_budgets,
     resolve_device,
@@ -80,11 +81,9 @@ class TierStore(AbstractContextManager["TierStore"]):
         self.device = device
         self._engine = Engine(
             Settings(
-                device=device,
-                budgets=budgets,
+                tiers=TierSettings(device=device, budgets=budgets, verify=verify),
                 disk_dir=os.fspath(disk_dir),
                 policy=policy,
-                verify=verify,
                 device_budget_may_grow=grows,
             )
         )
