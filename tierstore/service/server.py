@@ -75,6 +75,7 @@ class Server:
         self._budget = settings.tiers.budgets[Tier.HOST] or 0
         self._numbers = 0
         self._reclaimed = 0.0
+        self._to_reclaim = False
         self._to_share_out = False
         self._changed = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -243,11 +244,15 @@ class Server:
                 connection.send(messages.Allowance(nbytes))
 
     def reclaim(self) -> None:
-        """Somebody waits for room: ask all for what they do not use."""
-        now = time.monotonic()
-        if now - self._reclaimed < RECLAIM_SECONDS:
-            return
-        self._reclaimed = now
+        """Somebody waits for room: ask all for what they do not use, soon if it was just done."""
+        if not self._to_reclaim:
+            self._to_reclaim = True
+            due = self._reclaimed + RECLAIM_SECONDS - time.monotonic()
+            self._loop.call_later(max(due, 0.0), self._reclaim)
+
+    def _reclaim(self) -> None:
+        self._to_reclaim = False
+        self._reclaimed = time.monotonic()
         # A process that was let go may have connected again, and have leases from before, too.
         holders = {connection.pid for connection in self.connections.values() if connection.leases}
         for connection in list(self.connections.values()):
