@@ -24,23 +24,25 @@ RAM = 4 * MIB + 65536
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it_though_a_worker_holds_leases(tmp_path: Path, number: int):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=3)
-    with served_by_a_process(tmp_path / "served", RAM, "--deadline", "0.3") as service:
-        with service.connect() as store:
-            store.register_checkpoint(tmp_path / "m.safetensors")
-            with store.acquire("w0") as lease:
-                service.send_signal(number)
-                began = time.monotonic()
-                done = service.wait(10)
-                assert 0.2 < time.monotonic() - began < 5
-                assert same(lease, tensors["w0"], "w0")
-                assert done.returncode == 0, done.stderr
-                assert not os.path.exists(service.socket)
-                with TierStore(RAM, tmp_path / "served", device="cpu") as again:
-                    assert not again.keys()
+    with (
+        served_by_a_process(tmp_path / "served", RAM, "--deadline", "0.3") as service,
+        service.connect() as store,
+    ):
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        with store.acquire("w0") as lease:
+            service.send_signal(number)
             began = time.monotonic()
-            with pytest.raises(ServiceLostError):
-                store.acquire("w1")
-            assert time.monotonic() - began < 1
+            done = service.wait(10)
+            assert 0.2 < time.monotonic() - began < 5
+            assert same(lease, tensors["w0"], "w0")
+            assert done.returncode == 0, done.stderr
+            assert not os.path.exists(service.socket)
+            with TierStore(RAM, tmp_path / "served", device="cpu") as again:
+                assert not again.keys()
+        began = time.monotonic()
+        with pytest.raises(ServiceLostError):
+            store.acquire("w1")
+        assert time.monotonic() - began < 1
     came, *others = [line for line in done.stderr.splitlines() if " worker " in line]
     assert re.search(r"INFO worker 2 \(.*, process \d+\) came$", came)  # 1 asked for the state
     assert "the service ends" in others[0]
@@ -68,14 +70,16 @@ def test_one_line_for_who_comes_and_one_for_who_goes(
 
 def test_an_end_that_nobody_delays_takes_no_time(tmp_path: Path):
     checkpoint(tmp_path / "m.safetensors", groups=3)
-    with served_by_a_process(tmp_path / "served", RAM, "--deadline", "30") as service:
-        with service.connect() as store:
-            store.register_checkpoint(tmp_path / "m.safetensors")
-            with store.acquire("w0"):
-                pass  # and stays leased, as it may be of use again
-            began = time.monotonic()
-            assert service.end().returncode == 0
-            assert time.monotonic() - began < 5
+    with (
+        served_by_a_process(tmp_path / "served", RAM, "--deadline", "30") as service,
+        service.connect() as store,
+    ):
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        with store.acquire("w0"):
+            pass  # and stays leased, as it may be of use again
+        began = time.monotonic()
+        assert service.end().returncode == 0
+        assert time.monotonic() - began < 5
 
 
 def test_what_is_held_stays_true_after_the_end(tmp_path: Path):

@@ -96,8 +96,7 @@ class Leases:
             return
         with self._requests.wait(self._request(key, Access.READ), self._attempt) as lease:
             entry, tensors = self.core.mover.entry(lease.group), dict(lease.tensors)
-            value = next(iter(tensors.values())) if entry.single else tensors
-            self._puts.put(key, value, durable=True)
+            self._puts.put(key, tensors, durable=True, single=entry.single)
 
     # For a service -------------------------------------------------------------------------------
 

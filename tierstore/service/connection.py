@@ -18,7 +18,7 @@ import socket
 import stat
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -113,6 +113,7 @@ class Connection:
         self._unread_bytes = 0
         self._passed: deque[int] = deque()  # descriptors of messages that are not read yet
         self._files: list[HeldFile | None] = []
+        self._times: Counter[int] = Counter()  # how often each group was registered
         self._open_files: weakref.WeakSet[HeldFile] = weakref.WeakSet()
         self._upload: Upload | None = None
         self._busy = False  # at something that takes long: no other message is looked at
@@ -298,6 +299,7 @@ class Connection:
                 if group.number in self.groups:
                     self.server.groups.leave(group)  # this worker counts once
                 self.groups[group.number] = group
+                self._times[group.number] += 1
                 numbers.append(group.number)
         except TierStoreError as error:
             self.send(messages.failure(message.request, error))
@@ -306,8 +308,12 @@ class Connection:
         self.send(messages.Registered(message.request, numbers))
 
     def _forget(self, message: messages.Forget) -> None:
-        group = self.groups.pop(message.group, None)
-        if group is not None:
+        group = self.groups.get(message.group)
+        if group is None:
+            return
+        self._times[message.group] -= 1
+        if not self._times[message.group]:
+            del self.groups[message.group], self._times[message.group]
             self.server.groups.leave(group)
             self.server.share_out_soon()
 

@@ -154,7 +154,7 @@ class Registered(Message):
 
 
 class Forget(Message):
-    """A worker leases this group no more."""
+    """A worker leases this group no more: once for each time that it has registered it."""
 
     group: Number
 
