@@ -41,7 +41,8 @@ class RawWorker:
         if descriptors:
             sent = socket.send_fds(self.socket, [data], list(descriptors))
             data = data[sent:]
-        self.socket.sendall(data)
+        if data:
+            self.socket.sendall(data)
 
     def take(self, kind: type[M]) -> M:
         """The next message of this kind; others that come before it are kept in `came`.

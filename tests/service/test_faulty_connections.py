@@ -53,7 +53,7 @@ class Worker:
         return TierStore.connect(path, device="cpu", ram_budget=4 * MIB, disk_dir=own)
 
     def work(self, store: TierStore) -> None:
-        """Everything that there is to do. What it sees must be true; it may raise TierStoreError."""
+        """Everything that there is to do. What it sees must be true; may raise TierStoreError."""
         self.turns += 1
         prefix = f"{self.turns}/"
         store.register_checkpoint(self.place / "m.safetensors", prefix)

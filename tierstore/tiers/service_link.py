@@ -109,7 +109,7 @@ class Wire:
     def _greet(self) -> tuple[messages.Welcome, SharedMap]:
         """Say hello. Returns the answer, and the arena."""
         name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
-        hello = messages.Hello(messages.VERSION, name[:200])
+        hello = messages.Hello(messages.VERSION, _shown(name)[:200])
         descriptors: list[int] = []
         self._socket.settimeout(HELLO_SECONDS)
         try:
@@ -231,7 +231,7 @@ class Wire:
         descriptors = file.descriptors
         stamp = held.stamp
         row = messages.File(
-            held.path,
+            _shown(held.path),
             (stamp.device, stamp.inode, stamp.size, stamp.modified_ns, stamp.changed_ns),
             held.header_digest,
             len(descriptors) > 1,
@@ -316,6 +316,11 @@ class Wire:
             self._reader.join(HELLO_SECONDS)
         self._socket.close()
         self.map.close()
+
+
+def _shown(text: str) -> str:
+    """A name for people to read: one of files need not be text."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _connected(path: str) -> socket.socket:
