@@ -18,7 +18,7 @@ from tests.lanes import by_lane
 from tests.service.raw import PAGE, RawWorker, pages
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB
-from tierstore.service import connection, server, shared_groups
+from tierstore.service import connection, passed_files, server, shared_groups
 from tierstore.wire import messages as m
 from tierstore.wire.framing import Outgoing
 
@@ -111,7 +111,7 @@ def test_too_many_files(
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(connection, "FILES", 5)
+    monkeypatch.setattr(passed_files, "FILES", 5)
     with RawWorker(service.socket) as raw, pytest.raises(ConnectionError):
         for number in range(20):  # those that groups lie in count, though they were closed
             raw.open(data)

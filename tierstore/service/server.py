@@ -147,10 +147,12 @@ class Server:
             return
         connection = Connection(self, made, self._next_number(), pid)
         self.connections[connection.number] = connection
+        connection.alarm = self._loop.call_later(
+            HELLO_SECONDS, connection.drop, "it has not said hello"
+        )
         if len(self.connections) > WORKERS:
             connection.drop(f"it has {WORKERS} workers already")
             return
-        self._loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
 
     def _accept_again(self) -> None:
         if not self.stopping:
@@ -159,11 +161,6 @@ class Server:
     def _next_number(self) -> int:
         self._numbers += 1  # from 1: stream 0 is the service's own
         return self._numbers
-
-    @staticmethod
-    def _expect_hello(connection: Connection) -> None:
-        if not connection.name:
-            connection.drop("it has not said hello")
 
     def greeted(self, connection: Connection) -> None:
         """Welcome a worker."""
