@@ -276,7 +276,7 @@ class Connection:
         except TierStoreError as error:
             self.send(messages.failure(message.request, error))
             return
-        self.server.share_out_soon()
+        self.server.share_out()
         self.send(messages.Registered(message.request, numbers))
 
     def _forget(self, message: messages.Forget) -> None:

@@ -224,15 +224,13 @@ class Server:
         return allowances(self._budget, self.groups.bytes_registered, largest)
 
     def share_out_soon(self) -> None:
-        """Tell workers what they may lease, if that has changed: once for all changes until then.
-
-        Not at once: of a worker that is gone, that may show, and changes it again.
-        """
+        """`share_out`, once for all changes until then: it may show that more workers are gone."""
         if not self._to_share_out:
             self._to_share_out = True
-            self._loop.call_soon(self._share_out)
+            self._loop.call_soon(self.share_out)
 
-    def _share_out(self) -> None:
+    def share_out(self) -> None:
+        """Tell workers what they may lease, if that has changed."""
         self._to_share_out = False
         for number, nbytes in self._allowances().items():
             connection = self.connections.get(number)
