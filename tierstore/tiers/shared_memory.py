@@ -199,9 +199,9 @@ class SharedMap:
     def refresh(self, offset: int, nbytes: int) -> None:
         """Show the owner's bytes again, whatever this process wrote to these whole pages.
 
-        Where it wrote to none, as almost always, they stay as they are: to find each page anew costs
-        more than to look whether it must be. Raises ValueError for a map that is not private, and
-        for bytes that it does not have.
+        Where it wrote to none, as almost always, they stay as they are: to find each page anew
+        costs more than to look whether it must be. Raises ValueError for a map that is not private,
+        and for bytes that it does not have.
         """
         if not self._private or offset % PAGE:
             raise ValueError("only whole pages of a private map can be refreshed")
