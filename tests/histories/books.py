@@ -43,6 +43,7 @@ class Entry:
     renewed: bool = False  # by who holds it: there is no copy with the new values yet
     held: bool = False
     away: set[Tier] = field(default_factory=set)  # where it was when it was put away
+    shared: bool = False  # in host memory it takes another process's room
 
     def complete(self, tier: Tier) -> bool:
         """Whether the newest bytes are on `tier`."""
@@ -71,14 +72,17 @@ class Books:
         self.top = self.tiers[0]
         self.host = [tier for tier in self.tiers if not tier.persistent][-1]
         self.used = dict.fromkeys(self.tiers, 0)
+        self.shared_budget = self.shared_used = 0  # of host memory, beside its budget
         self.entries: dict[GroupId, Entry] = {}
         self.moving: list[Copy] = []
         self.followed: list[Instruction] = []
 
     # What the caller of the planner does -------------------------------------------------------
 
-    def registered(self, key: GroupId, nbytes: int, tier: Tier, *, backed: bool) -> None:
-        self.entries[key] = Entry(key, nbytes, tier if backed else None)
+    def registered(
+        self, key: GroupId, nbytes: int, tier: Tier, *, backed: bool, shared: bool = False
+    ) -> None:
+        self.entries[key] = Entry(key, nbytes, tier if backed else None, shared=shared)
         self._take(self.entries[key], tier)
         self.entries[key].copies[tier].version = 0
 
@@ -205,9 +209,17 @@ class Books:
         cost = 0 if tier is entry.backing else entry.nbytes
         entry.copies[tier] = Held(cost)
         self.used[tier] += cost
-        budget = self.budgets[tier]
-        over = budget is not None and self.used[tier] > budget
-        assert not over, f"{tier.name} holds {self.used[tier]} bytes of {budget}"
+        if entry.shared and tier is self.host:
+            self.shared_used += cost
+            over = self.shared_used > self.shared_budget
+            assert not over, f"others lent {self.shared_used} bytes of {self.shared_budget}"
+            return
+        budget, used = self.budgets[tier], self.own(tier)
+        assert budget is None or used <= budget, f"{tier.name} holds {used} bytes of {budget}"
+
+    def own(self, tier: Tier) -> int:
+        """The bytes that count against the budget of a tier."""
+        return self.used[tier] - (self.shared_used if tier is self.host else 0)
 
     def _drop(self, entry: Entry, tier: Tier) -> None:
         assert tier in entry.copies, f"{entry.group} is not on {tier.name}: dropped twice"
@@ -216,6 +228,7 @@ class Books:
         if not copy.lost:
             self._assert_may_go(entry, tier)
         self.used[tier] -= copy.cost
+        self.shared_used -= copy.cost if entry.shared and tier is self.host else 0
         del entry.copies[tier]
         entry.away.discard(tier)
         if tier is self.top:
@@ -289,6 +302,9 @@ class Books:
                 return False
             passes = tier <= self.host or any(there > tier for there in entry.copies)
             budget = self.budgets[tier]
+            if entry.shared and tier is self.host:
+                came = any(goal <= there <= tier for there in entry.copies)
+                budget = None if came else self.shared_budget
             if passes and budget is not None and entry.nbytes > budget:
                 return True
         return False

@@ -169,18 +169,35 @@ class World:
             for entry in entries.values()
             if any(map(entry.complete, above)) and not any(map(entry.complete, below))
         ]
-        return self.books.held_for_good_leave(max([entries[key].nbytes, *only_above]), held)
+        if entries[key].shared:
+            if entries[key].nbytes > self.books.shared_budget:
+                return False
+            only_above.append(0)  # it takes no room of the others, but on the device
+        else:
+            only_above.append(entries[key].nbytes)
+        return self.books.held_for_good_leave(max(only_above), held)
 
     # What callers do ---------------------------------------------------------------------------
 
     def register(
-        self, nbytes: int, *, backed: bool = True, guided: bool = False, tier: Tier = Tier.DISK
+        self,
+        nbytes: int,
+        *,
+        backed: bool = True,
+        guided: bool = False,
+        tier: Tier = Tier.DISK,
+        shared: bool = False,
     ) -> GroupId:
         key = self._new_key("file")
         self._guided |= {key} if guided else set()
-        self.books.registered(key, nbytes, tier, backed=backed)
-        self.step(events.Registered(key, nbytes, backed, self._order(key), tier))
+        self.books.registered(key, nbytes, tier, backed=backed, shared=shared)
+        self.step(events.Registered(key, nbytes, backed, self._order(key), tier, shared))
         return key
+
+    def allow(self, nbytes: int) -> None:
+        """What is shared may take so many bytes of host memory from now on."""
+        self.books.shared_budget = nbytes
+        self.step(events.SharedBudgetChanged(nbytes))
 
     def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> GroupId | None:
         """Ask for room for a new group, or a new version of `name`. None if it can never fit."""
@@ -453,6 +470,10 @@ class World:
         for entry in entries:  # of all this the new planner knows nothing
             entry.demands = entry.fetches = 0
             entry.offloaded, entry.away = False, set()
+        if self.books.shared_budget:
+            allowed = events.SharedBudgetChanged(self.books.shared_budget)
+            self.log.append((self.now, allowed))
+            self.told.append(self.planner.handle(allowed, self.now))
         self.step(events.Recovered(tuple(self.found(entry.group) for entry in entries)))
         self._ask_again(waits)
 
@@ -460,14 +481,30 @@ class World:
         entries, planner = self.books.entries, self.planner
         for waiter in [w for w in self.waiters if w.key in planner]:
             entries[waiter.key].demands = waits[waiter.key][0]
-            self.step(events.Demanded(waiter.key))
+            if not self._asks_again(waiter.key, events.Demanded(waiter.key), self.books.top):
+                self._answered(waiter)
+                waits[waiter.key] = (entries[waiter.key].demands, waits[waiter.key][1])
         for fetcher in [f for f in self.fetchers if f.key in planner]:
             entries[fetcher.key].fetches = waits[fetcher.key][1]
-            self.step(events.HostDemanded(fetcher.key, fetcher.purpose))
+            demand = events.HostDemanded(fetcher.key, fetcher.purpose)
+            if not self._asks_again(fetcher.key, demand, self.books.host):
+                self._no_longer_fetched(fetcher)
+                waits[fetcher.key] = (waits[fetcher.key][0], entries[fetcher.key].fetches)
         for saver in [s for s in self.savers if s.answer is None and s.key in planner]:
             self.step(events.SaveRequested(saver.key))
         for entry in entries.values():
             entry.demands, entry.fetches = waits[entry.group]
+
+    def _asks_again(self, key: GroupId, demand: events.Event, goal: Tier) -> bool:
+        """False if it is refused: others may allow what is shared less than before."""
+        try:
+            self.step(demand)
+        except BudgetError:
+            assert self.books.entries[key].shared, f"{key} waited"
+            assert self.books.never_comes_up(key, goal), f"{key} would fit"
+            self.sound = True
+            return False
+        return True
 
     def found(self, key: GroupId) -> events.RecoveredGroup:
         entry = self.books.entries[key]
@@ -483,6 +520,7 @@ class World:
             use_order=self._order(key),
             visible=not entry.discarded and not entry.claimed,
             claimed=entry.claimed and not entry.discarded,
+            shared=entry.shared,
         )
 
     def finish(self) -> None:

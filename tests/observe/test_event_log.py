@@ -51,10 +51,11 @@ WHOLE = events.RecoveredGroup(
     sticky=True,
     visible=False,
     claimed=True,
+    shared=True,
 )
 ALL: list[Event] = [
     events.Registered(A, 5),
-    events.Registered(A, 5, True, UseOrder.ANNOUNCED, HOST),
+    events.Registered(A, 5, True, UseOrder.ANNOUNCED, HOST, True),
     events.Recovered(()),
     events.Recovered((BARE, WHOLE)),
     events.Claimed(A, 5, UseOrder.ROUTED),
@@ -62,6 +63,8 @@ ALL: list[Event] = [
     events.Demanded(A),
     events.Withdrawn(A),
     *(events.Leased(A, access, True, False) for access in Access),
+    events.Leased(A, Access.READ, stream=7),
+    events.StreamEnded(7),
     *(events.Released(A, access, True) for access in Access),
     *(events.HostDemanded(A, purpose) for purpose in HostAccess),
     events.HostWithdrawn(A, HostAccess.RENEW),
@@ -74,6 +77,7 @@ ALL: list[Event] = [
     events.DeviceVacated(),
     events.MadeSticky(A),
     events.BudgetChanged(7),
+    events.SharedBudgetChanged(8),
     events.SaveRequested(A),
     events.SpillAdvised(A),
     events.ErrorReported(A),
@@ -102,6 +106,14 @@ def test_an_event_goes_through_json_unchanged(event: Event) -> None:
         assert type(getattr(read, field.name)) is type(getattr(event, field.name))
 
 
+def test_a_row_of_before_a_field_was_added_has_the_default() -> None:
+    older = to_row(1.5, events.Leased(A, Access.READ, True, False))[:-1]
+    assert from_row(through_json(older)) == (1.5, events.Leased(A, Access.READ, True, False, 0))
+    for wrong in ([1.5, "Leased", ["a", 0]], [*older, 0, 0]):
+        with pytest.raises(ValueError, match="is no event"):
+            from_row(through_json(wrong))
+
+
 def test_an_error_goes_through_json_as_its_text() -> None:
     failed = events.Failed(A, DISK, HOST, OSError(5, "no such luck"))
     _, read = from_row(through_json(to_row(0, failed)))
@@ -124,6 +136,14 @@ def test_tiers_are_known_by_name() -> None:
     assert known.tier is DISK
 
 
+def test_what_is_older_than_a_field_is_read_with_its_default() -> None:
+    whole = through_json(to_row(0, events.Registered(A, 5)))
+    assert whole[-1] is False, "it says whether the group is shared"
+    assert from_row(whole[:-1]) == from_row(whole)
+    with pytest.raises(ValueError, match="is no event"):
+        from_row([*whole, False])
+
+
 @pytest.mark.parametrize(
     ("row", "wrong"),
     [
@@ -134,7 +154,7 @@ def test_tiers_are_known_by_name() -> None:
         ([1.0, ["Leased"], ["a", 1]], "unhashable"),
         (["noon", "Filled", ["a", 1]], "'noon' is no int or float"),
         ([True, "Filled", ["a", 1]], "True is no int or float"),
-        ([1.0, "Filled"], "shorter"),
+        ([1.0, "Filled"], "missing 1 required"),
         ([1.0, "Filled", ["a", 1], 2], "longer"),
         ([1.0, "Filled", "ab"], "'ab' is no list"),
         ([1.0, "Filled", ["a", "1"]], "'1' is no int"),
@@ -149,7 +169,7 @@ def test_tiers_are_known_by_name() -> None:
         ([1.0, "Failed", ["a", 1], "DISK", "HOST", 5], "5 is no str"),
         ([1.0, "Expected", "ab", None], "'ab' is no list"),
         ([1.0, "Recovered", [["a", 1]]], "'a' is no list"),
-        ([1.0, "Recovered", [[["a", 1], 5]]], "shorter"),
+        ([1.0, "Recovered", [[["a", 1], 5]]], "missing 1 required"),
         ([1.0, "TransferMeasured", "DISK", "HOST", 5, 10**400, 1.0], "too large"),
     ],
 )

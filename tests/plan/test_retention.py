@@ -166,10 +166,11 @@ def test_who_stayed_goes_when_the_loop_is_over() -> None:
     assert sum(reads_of_others) <= 3 * 26, "they fit, and are read about once"
 
 
-def residents_after(uses: Sequence[str], budget: int) -> RetentionSet:
+def residents_after(uses: Sequence[str], budget: int, beside: int = 0) -> RetentionSet:
     """RetentionSet of a schedule that saw `uses`, in which every round computes and waits alike."""
     schedule = LearnedOrder()
     residents = RetentionSet(schedule, budget)
+    residents.beside = beside
     for key in uses:
         schedule.advance_past(key)
         residents.passed(computed=1.0, waited=1.0)

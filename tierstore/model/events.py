@@ -105,7 +105,8 @@ class Withdrawn:
 class Leased:
     """The group, which was `leasable`, is lent: one demand is met, if it had to be `demanded`.
 
-    Nobody may wait for the room of what is lent permanently.
+    Nobody may wait for the room of what is lent permanently. `stream` says who uses it: each stream
+    has an order of its own.
     """
 
     group: GroupId
@@ -117,6 +118,8 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
+    """This stream is over: nobody uses anything in its order any more."""
+
     stream: int
 
 
@@ -306,13 +309,13 @@ class UseMeasured:
 
 Event = (
     Registered
-    | StreamEnded
     | Recovered
     | Claimed
     | Filled
     | Demanded
     | Withdrawn
     | Leased
+    | StreamEnded
     | Released
     | HostDemanded
     | HostWithdrawn

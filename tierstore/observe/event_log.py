@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -226,8 +226,10 @@ def _said(error: Exception) -> str:
 
 
 def _made(kind: type[Any], values: list[Any], tiers: Mapping[str, Tier]) -> Any:
-    """A dataclass of the values of its fields."""
-    pairs = zip(_TYPED[kind], values, strict=True)
+    """A dataclass of the values of its fields. The last ones may be missing, where they have a
+    default: older records lack what was added since."""
+    needed = sum(field.default is MISSING for field in fields(kind))
+    pairs = zip(_TYPED[kind][: max(len(values), needed)], values, strict=True)
     return kind(*[_value(of, value, tiers) for (_, of), value in pairs])
 
 

@@ -12,10 +12,10 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.policy import Policy
-from tierstore.plan.pools import MORE_TO_SHARE, Pool
+from tierstore.plan.pools import LARGER_ARENA, Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import CopyRecord, GroupRecord, State
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 class CopyTable:
@@ -32,7 +32,7 @@ class CopyTable:
         self,
         budgets: dict[Tier, int | None],
         policy: Policy,
-        schedule: LearnedOrder,
+        schedule: Schedule,
         prefetcher: Prefetcher,
     ) -> None:
         self.tiers = tuple(sorted(budgets))
@@ -126,7 +126,7 @@ class CopyTable:
                 option = "ram_budget" if pool.tier is Tier.HOST else f"{name.lower()}_budget"
                 advice = f"raise {option} to at least {nbytes:,} bytes, or use smaller groups"
                 if pool.shared:
-                    advice = MORE_TO_SHARE
+                    advice = LARGER_ARENA
                 raise BudgetError(group.key, name, nbytes, pool.limit, advice)
 
     def can_ever_hold(self, group: GroupRecord) -> bool:

@@ -10,7 +10,7 @@ from tierstore.plan.eviction import Eviction
 from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
@@ -21,7 +21,7 @@ class HintEvents:
     _requests: Requests
     _eviction: Eviction
     _movement: Movement
-    _schedule: LearnedOrder
+    _schedule: Schedule
     _prefetcher: Prefetcher
 
     def expected(self, event: events.Expected) -> bool:
@@ -75,11 +75,11 @@ class HintEvents:
 
     def shared_budget_changed(self, event: events.SharedBudgetChanged) -> bool:
         copies = self._copies
-        copies.shared.limit = self._prefetcher.shared_budget = event.nbytes
+        copies.shared.limit = self._prefetcher.sizes.allowed = event.nbytes
         copies.in_vain.clear()
         for number, group in copies.numbered.items():
             if group.shared:
-                self._prefetcher.consider_again(number)
+                self._prefetcher.pass_over(number, ended=True)
         self._movement.look_ahead = True
         return True  # what is idle goes before anything else is done
 

@@ -17,7 +17,7 @@ from tierstore.plan.movement import Movement
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +27,7 @@ class KnownEvents:
     _copies: CopyTable
     _requests: Requests
     _movement: Movement
-    _schedule: LearnedOrder
+    _schedule: Schedule
     _prefetcher: Prefetcher
 
     def registered(self, event: events.Registered) -> bool:

@@ -12,7 +12,7 @@ from tierstore.plan.policy import Policy
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
@@ -20,24 +20,29 @@ class Uses:
     """Learns from each use: the order of uses, the times between them, and who should stay."""
 
     _policy: Policy
-    _schedule: LearnedOrder
+    _schedule: Schedule
     _prefetcher: Prefetcher
     _movement: Movement
 
-    def note(self, group: GroupRecord) -> None:
-        """A group was lent."""
+    def note(self, group: GroupRecord, stream: int = 0) -> None:
+        """A group was lent, to who uses groups in an order of its own."""
         prefetcher = self._prefetcher
         self._policy.used(group.id)
         self._movement.look_ahead = True
         if group.use_order is not UseOrder.LEARNED:
-            self._schedule.come(group.id.key)
+            self._schedule.come(group.id.key, stream)
             prefetcher.came(group.number)
             return
-        self._schedule.advance_past(group.id.key)
+        self._schedule.advance_past(group.id.key, stream)
         prefetcher.used(group.number)
         if prefetcher.choose_retained(group.number):
             retention = prefetcher.retention
             self._policy.keep(retention.staying, retention.nearer)
+
+    def ended(self, event: events.StreamEnded) -> bool:
+        """What was learned of a stream is forgotten."""
+        self._schedule.end(event.stream)
+        return False
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +119,7 @@ class LeaseEvents:
         group.exclusive = None if access is Access.READ else access
         group.leases += 1
         copies.leased += not event.permanent
-        self._uses.note(group)
+        self._uses.note(group, event.stream)
         if event.demanded:
             self._requests.take_back(group)
         return True

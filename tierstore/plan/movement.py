@@ -15,7 +15,7 @@ from tierstore.model.tiers import HostAccess, Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.matching import Numbers
-from tierstore.plan.pools import MORE_TO_SHARE, Pool
+from tierstore.plan.pools import LARGER_ARENA, Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
@@ -46,6 +46,8 @@ class Movement:
             return True
         if not any(group.present(tier) for tier in group.copies):
             return True
+        if group.shared and not copies.can_ever_hold(group):
+            return True  # it waits until others allow more, and keeps nobody from the top meanwhile
         if top not in group.copies and not set_aside(group, top):
             return False
         # Not before: what was saved to make that room may have taken the place of the source.
@@ -203,10 +205,14 @@ class Movement:
     # Room --------------------------------------------------------------------------------------
 
     def give_back_shared_room(self) -> None:
-        """Give up what is idle of the room for shared groups, if it is less than they take."""
-        shared = self._copies.shared
-        if shared.is_over():
-            self._eviction.drop_idle(shared, shared.limit or 0)
+        """Others may allow less room for shared groups than these take: what is idle goes. What
+        can come no more gives up the room that was set aside for it on the fastest tier."""
+        copies = self._copies
+        if copies.shared.is_over():
+            self._eviction.drop_idle(copies.shared, copies.shared.limit or 0)
+        for group in [group for group in copies.promised if group.shared]:
+            if not copies.can_ever_hold(group):
+                copies.abandon(group)
 
     def idle_on_top(self) -> Iterator[GroupRecord]:
         """What nobody uses, or is about to, on the fastest tier, and is on another, too."""
@@ -316,14 +322,14 @@ class Fixpoint:
         copies = self._copies
         shared = copies.shared
         if group.shared and shared.tier not in group.copies and group.nbytes > (shared.limit or 0):
-            return _budget_error(group, shared, MORE_TO_SHARE)
+            return _budget_error(group, shared, LARGER_ARENA)
         pool = copies.pool(group, copies.top)
         needed = self._kept(pool) + group.nbytes
         if group in self._requests.demands and pool.limit is not None and needed > pool.limit:
             name = "ram_budget" if pool.tier is copies.host else f"{pool.tier.name.lower()}_budget"
             more = f"raise {name} to at least {needed:,} bytes, or use smaller groups"
             if pool.shared:
-                more = MORE_TO_SHARE
+                more = LARGER_ARENA
             advice = f"{needed - group.nbytes:,} bytes are in use there for good; {more}"
             return _budget_error(group, pool, advice)
         stuck = max(self._may_need_host_memory(group), key=lambda g: g.nbytes)
@@ -333,7 +339,7 @@ class Fixpoint:
             advice = f"{kept:,} bytes are in use there for good"
             if stuck is not group:
                 advice += f", which leaves no room for group {stuck.id.key!r} to go there"
-            advice += f"; {MORE_TO_SHARE if pool.shared else 'raise ram_budget'}"
+            advice += f"; {LARGER_ARENA if pool.shared else 'raise ram_budget'}"
             return _budget_error(group, pool, advice)
         pool = copies.pools[copies.below[copies.host]]
         advice = (

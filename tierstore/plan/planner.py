@@ -42,12 +42,16 @@ from tierstore.plan.hint_events import HintEvents
 from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.lease_events import HostLeaseEvents, LeaseEvents, Uses
 from tierstore.plan.movement import Fixpoint, Movement
-from tierstore.plan.policy import Policy, policy_named
+from tierstore.plan.policy import Policy, RankingPolicy, policy_named
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import MEMORY, LearnedOrder
+from tierstore.plan.schedule import MEMORY, LearnedOrder, Schedule
 from tierstore.plan.transfer_events import TransferEvents
+from tierstore.plan.use_streams import EarliestNextUse, UseStreams
+
+NEXT_USE_OF_ALL = "next-use-of-all"
+"""The policy of who serves several streams of uses from one memory. No store is given it."""
 
 
 class Planner:
@@ -69,7 +73,7 @@ class Planner:
         self,
         budgets: Mapping[Tier, int | None],
         policy: Policy,
-        schedule: LearnedOrder,
+        schedule: Schedule,
         *,
         timed_by_device: bool = False,
     ) -> None:
@@ -94,7 +98,6 @@ class Planner:
         transfers = TransferEvents(copies, requests, movement, prefetcher)
         # What to do for each type of event. True: something may have to move now.
         self._handlers: dict[type, Callable[[Any], bool]] = {
-            events.StreamEnded: lambda e: False,
             events.Registered: known.registered,
             events.Recovered: known.recovered,
             events.Claimed: leases.claimed,
@@ -102,6 +105,7 @@ class Planner:
             events.Demanded: leases.demanded,
             events.Withdrawn: leases.withdrawn,
             events.Leased: leases.leased,
+            events.StreamEnded: uses.ended,
             events.Released: leases.released,
             events.HostDemanded: host_leases.demanded,
             events.HostWithdrawn: host_leases.withdrawn,
@@ -251,9 +255,15 @@ def planner_for(
 ) -> Planner:
     """A planner with the policy of this name, and a schedule that remembers `memory` uses.
 
+    With `NEXT_USE_OF_ALL` it remembers that many of each stream, and nothing is fetched early.
     Raises ValueError for a policy that there is not, and for budgets without memory above something
     persistent.
     """
+    if policy == NEXT_USE_OF_ALL:
+        streams = UseStreams(lambda: planner.prefetcher.now, memory)
+        order = EarliestNextUse(streams, lambda group: planner.copies.groups[group].nbytes)
+        planner = Planner(budgets, RankingPolicy(order, budgets_of(budgets)), streams)
+        return planner
     schedule = LearnedOrder(memory)
     ranking = policy_named(policy, schedule, budgets_of(budgets))
     return Planner(budgets, ranking, schedule, timed_by_device=timed_by_device)

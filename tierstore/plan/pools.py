@@ -6,11 +6,12 @@ another process's memory, which allows them so many bytes, more or fewer at any 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tierstore.model.tiers import Tier
 
-MORE_TO_SHARE = "start tierstore-serve with a larger --ram"
+LARGER_ARENA = "start tierstore-serve with a larger --ram"
 """What makes more room for what is shared."""
 
 
@@ -33,3 +34,26 @@ class Pool:
     def is_over(self) -> bool:
         """Whether more is used than there should be."""
         return self.limit is not None and self.used > self.limit
+
+
+@dataclass(eq=False, slots=True)
+class Sizes:
+    """How much there is of each tier, for who foresees what should come and stay.
+
+    Where there are `shared` groups (by number), what is `allowed` of them counts as one with the
+    budget of `host`. Each has a limit of its own nevertheless: see `Pool`.
+    """
+
+    budgets: Mapping[Tier, int | None]
+    host: Tier
+    allowed: int = 0
+    shared: set[int] = field(default_factory=set)
+
+    def beside(self, tier: Tier) -> int:
+        """Bytes of `tier` beside its budget."""
+        return self.allowed if self.shared and tier is self.host else 0
+
+    def of(self, tier: Tier) -> int | None:
+        """All bytes of `tier`; None for no limit."""
+        budget = self.budgets[tier]
+        return None if budget is None else budget + self.beside(tier)

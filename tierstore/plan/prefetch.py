@@ -28,8 +28,9 @@ import numpy.typing as npt
 from tierstore.model import shares
 from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.matching import Numbers
+from tierstore.plan.pools import Sizes
 from tierstore.plan.retention import RetentionSet
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
 """Uses that are looked ahead at."""
@@ -116,30 +117,28 @@ class Prefetcher:
     """What will be missing, and whether it should be fetched now.
 
     Groups go by the numbers of the schedule. `budgets` are the planner's; `now` is the time of the
-    latest event, in seconds. Copies of shared groups in host memory may take `shared_budget` bytes
-    beside the budget of the others. Where groups are used on a device that works later than it is
-    told to, that time says only how long its caller takes to tell it; then uses are
-    `timed_by_device`, which tells (`ran`) how long it computes.
+    latest event, in seconds. Where groups are used on a device that works later than it is told to,
+    that time says only how long its caller takes to tell it; then uses are `timed_by_device`, which
+    tells (`ran`) how long it computes.
     """
 
     def __init__(
         self,
-        schedule: LearnedOrder,
+        schedule: Schedule,
         budgets: Mapping[Tier, int | None],
         *,
         timed_by_device: bool = False,
     ) -> None:
         self.now = 0.0
-        self.shared_budget = 0
         self._timed_by_device = timed_by_device
         self._running: _Use | None = None  # on the device
         self._schedule = schedule
-        self._budgets = budgets
         self.hops = {(src, dst): HopSpeed() for src in budgets for dst in budgets if src is not dst}
         tiers = sorted(budgets)
         self._tiers = tuple(tiers[:-1])
         self._way_to = {dst: (src, dst) for dst, src in pairwise(tiers)}
         self._host = in_memory(tiers)[-1]
+        self.sizes = Sizes(budgets, self._host)
         self.retention = RetentionSet(schedule, budgets[self._host])
         # By number: bytes, seconds of computing after a use, on which tiers it has room, and for
         # how many bytes it should have some, had it time.
@@ -148,8 +147,6 @@ class Prefetcher:
         self._held = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
         self._lacking = {tier: np.zeros(_ROOM) for tier in self._tiers}
         self._fetchable = np.zeros(_ROOM, dtype=np.bool_)  # known, and not passed over
-        self._shared = np.zeros(_ROOM, dtype=np.bool_)
-        self._shared_groups = 0
         self._highest = np.zeros(_ROOM, dtype=np.int64)  # the fastest tier that it is hoped for on
         self._early: dict[Tier, dict[int, int]] = {tier: {} for tier in self._tiers}
         self._known = 0
@@ -165,23 +162,17 @@ class Prefetcher:
         """A group of `nbytes` bytes is known by this number."""
         if number >= len(self._nbytes) - 1:  # the last place is nobody's
             more = number  # at least as much again
-            self._nbytes, self._seconds, self._fetchable, self._highest, self._shared = (
+            self._nbytes, self._seconds, self._fetchable, self._highest = (
                 np.append(array, np.zeros(more, array.dtype))
-                for array in (
-                    self._nbytes,
-                    self._seconds,
-                    self._fetchable,
-                    self._highest,
-                    self._shared,
-                )
+                for array in (self._nbytes, self._seconds, self._fetchable, self._highest)
             )
             for by_tier in (self._held, self._lacking):
                 for tier, array in by_tier.items():
                     by_tier[tier] = np.append(array, np.zeros(more, array.dtype))
         self._nbytes[number] = nbytes
         self._fetchable[number] = True
-        self._shared[number] = shared
-        self._shared_groups += shared
+        if shared:
+            self.sizes.shared.add(number)
         self._highest[number] = 0
         self._seconds[number] = 0.0
         self._see(number)
@@ -192,7 +183,7 @@ class Prefetcher:
         """The group is gone, or another now goes by its number."""
         self._known -= 1
         self._known_bytes -= int(self._nbytes[number])
-        self._shared_groups -= self._shared.item(number)
+        self.sizes.shared.discard(number)
         for tier in self._tiers:
             self.gave_up(number, tier)
         self._nbytes[number] = 0
@@ -229,14 +220,10 @@ class Prefetcher:
             self._highest[number] = highest
             self._see(number)
 
-    def pass_over(self, number: int) -> None:
-        """Fetch the group no more until somebody insists on it: it cannot be had."""
-        self._fetchable[number] = False
-        self._see(number)
-
-    def consider_again(self, number: int) -> None:
-        """The group may be fetched early, though it was passed over."""
-        self._fetchable[number] = True
+    def pass_over(self, number: int, *, ended: bool = False) -> None:
+        """Fetch the group no more until somebody insists on it, or this has `ended`: it cannot be
+        had."""
+        self._fetchable[number] = ended
         self._see(number)
 
     def check(self, nbytes: Mapping[int, int], held: Mapping[Tier, set[int]]) -> None:
@@ -341,7 +328,7 @@ class Prefetcher:
                     order = order[~self._held[nearer][order]]
             speed = self.hops[self._way_to[self._host]].bandwidth
             if speed is not None and len(order):
-                self.retention.beside = self._beside(self._host)
+                self.retention.beside = self.sizes.beside(self._host)
                 self.retention.begin_round(order, self._nbytes[order], self._seconds[order], speed)
         return (self.retention.staying, self.retention.nearer) != before
 
@@ -364,18 +351,6 @@ class Prefetcher:
             math.isfinite(ranks[1]) and self._schedule.farther(ranks[:1], 4.0)[0] >= ranks[1]
         )
 
-    def _beside(self, tier: Tier) -> int:
-        """The bytes of `tier` that are beside its budget: for shared groups, where there are any.
-
-        What to fetch, and when, is found as if they were one with it. Each has a limit of its own
-        nevertheless, which is looked at when room is taken.
-        """
-        return self.shared_budget if self._shared_groups and tier is self._host else 0
-
-    def _budget(self, tier: Tier) -> int | None:
-        budget = self._budgets[tier]
-        return None if budget is None else budget + self._beside(tier)
-
     def next_missing(self, dst: Tier, without: bool | None = None) -> tuple[int, Numbers] | None:
         """The group to copy to `dst` now, if any, and those that are used before it.
 
@@ -391,13 +366,13 @@ class Prefetcher:
             return None
         lacking = _of(self._lacking[dst], ahead)
         if without is not None:
-            lacking[_of(self._shared, ahead) == without] = 0
+            lacking[np.isin(ahead, list(self.sizes.shared)) == without] = 0
         first = int((lacking > 0).argmax())
         if not lacking.item(first):
             return None
         number = ahead.item(first)
         nbytes, foretold = self._nbytes.item(number), self._schedule.foretold()
-        most = hop.most_bytes(self._budget(dst), named=first < foretold)
+        most = hop.most_bytes(self.sizes.of(dst), named=first < foretold)
         if hop.copies and hop.nbytes + nbytes > most:
             return None
         if self._is_early_enough(dst, nbytes, first < foretold):
@@ -408,7 +383,7 @@ class Prefetcher:
 
     def _is_early_enough(self, dst: Tier, nbytes: int, foretold: bool) -> bool:
         """Whether what was fetched early, and waits to be used, takes all that it may take."""
-        early, budget = self._early[dst], self._budget(dst)
+        early, budget = self._early[dst], self.sizes.of(dst)
         if not early or budget is None:
             return False
         share = shares.EARLY_IF_STEADY if self._surprise < STEADY else shares.EARLY
@@ -443,7 +418,7 @@ class Prefetcher:
 
     def _is_within(self, dst: Tier, numbers: Numbers) -> bool:
         """Whether the groups take a small enough share of the tier, or are only one."""
-        budget = self._budget(dst)
+        budget = self.sizes.of(dst)
         if budget is None or len(numbers) < 2:
             return True
         return _sum(self._nbytes, numbers, set(numbers.tolist())) <= budget // shares.NAMED_AHEAD
@@ -455,7 +430,7 @@ class Prefetcher:
         """
         if len(numbers) < 2:
             return True
-        different, budget = set(numbers.tolist()), self._budget(dst)
+        different, budget = set(numbers.tolist()), self.sizes.of(dst)
         nbytes = _sum(self._nbytes, numbers, different)
         few = len(different) <= 2 or nbytes * self._known <= 2 * self._known_bytes
         return few and (budget is None or nbytes <= budget // shares.UNTIMED_AHEAD)

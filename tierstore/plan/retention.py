@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tierstore.model import shares
 from tierstore.plan.matching import Numbers
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 
 WORTH = 0.9
 """An even load is worth its while if it takes at most this share of the time a round takes now."""
@@ -65,7 +65,7 @@ class RetentionSet:
     `staying` are the groups; they should count as if their next use were `nearer` times as far.
     """
 
-    def __init__(self, schedule: LearnedOrder, budget: int | None) -> None:
+    def __init__(self, schedule: Schedule, budget: int | None) -> None:
         self.staying: list[int] = []
         self.nearer = 1.0
         self.beside = 0

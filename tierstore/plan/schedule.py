@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
@@ -43,6 +44,59 @@ _ROOM = 16
 _NOBODY: Numbers = np.zeros(0, dtype=np.int64)
 
 
+class Schedule(Protocol):
+    """What a planner learns the order of uses with. It numbers the groups, by their keys.
+
+    `LearnedOrder` says what each of its methods does, where one order is learned of all uses.
+    """
+
+    @property
+    def learning(self) -> bool:
+        """Whether nothing has been seen twice yet."""
+
+    def number(self, key: str) -> int:
+        """The number of `key`."""
+
+    def introduce(self, key: str, order: UseOrder = UseOrder.LEARNED) -> None:
+        """A group is registered."""
+
+    def forget(self, key: str) -> None:
+        """A group is gone."""
+
+    def expect(self, keys: Iterable[str]) -> None:
+        """The caller says that these keys come next, in this order."""
+
+    def expect_not(self, key: str) -> None:
+        """The caller does not expect the key any more."""
+
+    def advance_past(self, key: str, stream: int = 0) -> None:
+        """Note that `key` has just been used, in this stream of uses."""
+
+    def come(self, key: str, stream: int = 0) -> None:
+        """Note a use of which no order is learned."""
+
+    def end(self, stream: int) -> None:
+        """A stream is over."""
+
+    def round(self, number: int) -> int:
+        """After how many uses the group in use comes again; 0 if that is not known."""
+
+    def repeats(self, length: int) -> bool:
+        """Whether the next uses, so many, are expected to be what the latest ones were."""
+
+    def ranks(self, numbers: Numbers) -> Ranks:
+        """For each number, when it is used next, on a scale of its own; infinity: not expected."""
+
+    def farther(self, ranks: Ranks, times: float) -> Ranks:
+        """The ranks of keys that are used so many times as far ahead."""
+
+    def ahead(self, count: int) -> Numbers:
+        """The numbers of what the caller named, and of `count` others at most, soonest first."""
+
+    def foretold(self) -> int:
+        """How many of them the caller named."""
+
+
 class LearnedOrder:
     """A schedule that predicts by the longest suffix match over the last `memory` uses.
 
@@ -52,7 +106,8 @@ class LearnedOrder:
     `trusted` is False while there is no prediction, or fewer than about half of the latest ones
     came true (wrong guesses count half); keys are then ranked by decayed access rates, or not at
     all (infinity for every key) during the first pass. The memory grows to twice the number of
-    registered keys, so that a pass over them fits.
+    registered keys, so that a pass over them fits. `history`, `rates` and `routed` are there to be
+    looked at.
     """
 
     def __init__(self, memory: int = MEMORY) -> None:
@@ -62,8 +117,8 @@ class LearnedOrder:
         self._keys: list[str] = []  # by number
         self._spare: list[int] = []  # numbers that are nobody's
         self._kept: set[str] = set()  # keys whose number somebody was told
-        self._history = UseHistory(_ROOM)
-        self._rates = UseRates(_ROOM)
+        self.history = UseHistory(_ROOM)
+        self.rates = UseRates(_ROOM)
         self.routed = RoutedUses(_ROOM)
         self._used = 0  # how many uses had a place in the order
         self._registered = RegistrationOrder()
@@ -76,12 +131,12 @@ class LearnedOrder:
     @property
     def trusted(self) -> bool:
         """Whether the learned order is worth ranking by."""
-        return self._history.place >= 0 and self._confidence >= TRUSTED
+        return self.history.place >= 0 and self._confidence >= TRUSTED
 
     @property
     def learning(self) -> bool:
         """Whether nothing has been seen twice yet: there are hints, and no ranks."""
-        return self._history.place < 0 and self._confidence >= TRUSTED
+        return self.history.place < 0 and self._confidence >= TRUSTED
 
     # Keys and their numbers --------------------------------------------------------------------
 
@@ -100,16 +155,16 @@ class LearnedOrder:
         else:
             number = len(self._keys)
             self._keys.append(key)
-            if number == len(self._history.last):
-                self._history.make_room()
-                self._rates.make_room()
+            if number == len(self.history.last):
+                self.history.make_room()
+                self.rates.make_room()
                 self.routed.make_room()
         self._numbers[key] = number
-        self._rates.clear(number)
+        self.rates.clear(number)
         self.routed.clear(number)
         span = 2.0 ** math.ceil(math.log2(len(self._numbers)))
-        if span != self._rates.span:
-            self._rates.span = span
+        if span != self.rates.span:
+            self.rates.span = span
             self.epoch += 1
         return number
 
@@ -128,13 +183,14 @@ class LearnedOrder:
         if self._registered.remove(key):
             self._hints = None
         self._kept.discard(key)
-        self._wait_no_more(key)
+        if self._expected.pop(key, None) is not None:
+            self.epoch += 1
         number = self._numbers.get(key)
         if number is None:
             return
-        self._rates.clear(number)
+        self.rates.clear(number)
         self.routed.clear(number)
-        if self._history.last[number] < 0:
+        if self.history.last[number] < 0:
             self._spare.append(
                 self._numbers.pop(key)
             )  # else it has a place in the history, for now
@@ -145,34 +201,31 @@ class LearnedOrder:
             self._number(key)
             self._expected.pop(key, None)
             # A caller who changes their mind must not keep the room taken for ever.
-            self._expected[key] = self._rates.clock + PATIENCE + 2 * len(self._expected)
+            self._expected[key] = self.rates.clock + PATIENCE + 2 * len(self._expected)
         self.epoch += 1
 
     def expect_not(self, key: str) -> None:
         """The caller does not expect the key any more."""
-        self._wait_no_more(key)
-
-    def _wait_no_more(self, key: str) -> None:
         if self._expected.pop(key, None) is not None:
             self.epoch += 1
 
     # Learning ----------------------------------------------------------------------------------
 
-    def advance_past(self, key: str) -> None:
-        """Note that `key` has just been used."""
+    def advance_past(self, key: str, stream: int = 0) -> None:
+        """Note that `key` has just been used. The uses of all streams are one order here."""
         again, self._latest, self._hints = key == self._latest, key, None
         # First of all, as it may take away this key's number, and the place that matches.
-        if self._history.full and not again:
+        if self.history.full and not again:
             self._forget_the_oldest()
         number = self._number(key)
-        self._rates.count(number)
+        self.rates.count(number)
         self._come(key)
         if not again:
             self._used += 1
             self._learn(number)
 
     def _learn(self, number: int) -> None:
-        history = self._history
+        history = self.history
         before = (self.trusted, self.learning)
         foreseen = history.foretells(history.place, number)
         if history.place >= 0:
@@ -184,31 +237,34 @@ class LearnedOrder:
         if (self.trusted, self.learning) != before or (self.trusted and changed):
             self.epoch += 1
 
-    def come(self, key: str) -> None:
+    def end(self, stream: int) -> None:
+        """A stream is over. Of one order for all, nothing is forgotten."""
+
+    def come(self, key: str, stream: int = 0) -> None:
         """Note that `key`, which the caller expected or data chose, was used. Of an order, nothing
         is learned from that."""
         number = self._numbers.get(key)
         if number is not None and self.routed.has(number):
-            self._rates.count(number)
+            self.rates.count(number)
             turn = self._numbers.get(self._latest or "", number)
             self.routed.count(number, turn, self._used, len(self._numbers))
         else:
-            self._rates.clock += 1
+            self.rates.clock += 1
         self._come(key)
 
     def _come(self, key: str) -> None:
         """What was expected has come, or has not come for too long."""
-        now = self._rates.clock
+        now = self.rates.clock
         over = [k for k, limit in self._expected.items() if k == key or limit < now]
         for gone in over:
-            self._wait_no_more(gone)
+            self.expect_not(gone)
 
     def _forget_the_oldest(self) -> None:
         """Make room, and keep the newest half, or enough for twice the registered keys."""
-        self._history.forget_the_oldest(max(self._memory, 2 * len(self._registered)))
+        self.history.forget_the_oldest(max(self._memory, 2 * len(self._registered)))
         self.epoch += 1
         for key, number in list(self._numbers.items()):
-            unused = self._history.last[number] < 0
+            unused = self.history.last[number] < 0
             if unused and key not in self._kept and key not in self._expected:
                 self._spare.append(self._numbers.pop(key))
 
@@ -222,38 +278,38 @@ class LearnedOrder:
         if number is None or self.learning:
             return math.inf
         if self.trusted:
-            return float(self.ranks(np.array([number]))[0]) - self._history.place
-        rate = self._rates.rate(number)
-        return self._rates.span / rate if rate > 0 else math.inf
+            return float(self.ranks(np.array([number]))[0]) - self.history.place
+        rate = self.rates.rate(number)
+        return self.rates.span / rate if rate > 0 else math.inf
 
     def round(self, number: int) -> int:
         """After how many uses the group in use, `number`, comes again; 0 if that is not known."""
         if not self.trusted or self._expected:
             return 0
-        away = float(self._history.next_places()[number]) - self._history.place
+        away = float(self.history.next_places()[number]) - self.history.place
         return int(away) if math.isfinite(away) else 0
 
     def repeats(self, length: int) -> bool:
         """Whether the next uses, so many, are expected to be what the latest ones were."""
-        return self.trusted and self._history.repeats(length)
+        return self.trusted and self.history.repeats(length)
 
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
         if self.trusted:
-            following = self._history.next_places()
+            following = self.history.next_places()
             ranks = following[numbers]
             if self.routed.any:
                 routed = self.routed.of(numbers)
                 waits = self.routed.waits(numbers[routed], self._used, len(self._numbers))
                 turns = following[self.routed.turns(numbers[routed])]
-                ranks[routed] = np.where(np.isinf(turns), self._history.place, turns) + waits
+                ranks[routed] = np.where(np.isinf(turns), self.history.place, turns) + waits
         elif self.learning:
             ranks = np.full(len(numbers), np.inf)
         else:
-            ranks = self._rates.ranks(numbers)
+            ranks = self.rates.ranks(numbers)
         if not self._expected:
             return ranks
-        soon = np.full(len(self._history.last), np.inf)
+        soon = np.full(len(self.history.last), np.inf)
         soon[self._named()] = SOON + np.arange(1, len(self._expected) + 1)
         sooner: Ranks = np.minimum(soon[numbers], ranks)  # than anything that was learned
         return sooner
@@ -261,7 +317,7 @@ class LearnedOrder:
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         """The ranks of keys that are used so many times as far ahead."""
         if self.trusted:
-            place = self._history.place
+            place = self.history.place
             farther = place + times * (ranks - place)
         else:
             farther = ranks + math.log(times)  # ranks are logarithms of rates, or infinite
@@ -284,7 +340,7 @@ class LearnedOrder:
 
     def _learned(self, count: int) -> Numbers:
         if self.trusted:
-            return self._history.following(count)
+            return self.history.following(count)
         if not self.learning:
             return _NOBODY
         if self._hints is None:

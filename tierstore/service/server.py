@@ -21,6 +21,7 @@ from tierstore.engine.settings import Settings
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
+from tierstore.plan.planner import NEXT_USE_OF_ALL
 from tierstore.service.allowances import allowances
 from tierstore.service.connection import Connection, Waiting
 from tierstore.service.shared_groups import SharedGroups
@@ -317,7 +318,7 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
         device=torch.device("cpu"),
         budgets=budgets,
         disk_dir=os.fspath(directory),
-        policy="next-use",
+        policy=NEXT_USE_OF_ALL,
         verify="first",
         shared_arena=SharedArena(ram),
     )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tierstore.model.errors import TransferError
+from tierstore.model.errors import BudgetError, ServiceLostError, TransferError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, UseOrder
@@ -247,6 +247,8 @@ def explained(error: BaseException, copy: Copy) -> BaseException:
     key = copy.group.key
     if isinstance(error, TransferError):
         error.key = error.key or key
+        return without_frames(error)
+    if isinstance(error, BudgetError | ServiceLostError):  # of the service that has the group
         return without_frames(error)
     if isinstance(error, OSError):
         without_frames(error)

@@ -1,0 +1,402 @@
+"""Shared groups: in host memory they take another process's room, which has a budget of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from tests.plan.driver import Driver
+from tests.plan.in_words import DEVICE, DISK, HOST, planner_of, told
+from tests.plan.test_retention import residents_after
+from tierstore.model import events
+from tierstore.model.errors import BudgetError
+from tierstore.model.groups import GroupId
+from tierstore.model.tiers import Access, HostAccess, UseOrder
+
+
+def sharing(
+    own: int, allowed: int, names: str = "", device: int | None = None, nbytes: int = 10
+) -> Driver:
+    """What is named in capitals is shared. Nobody expects any of it."""
+    planner = planner_of(own, device)
+    planner.change_shared_budget(allowed)
+    for name in names:
+        register(planner, name, nbytes)
+    return planner
+
+
+def register(
+    planner: Driver, name: str, nbytes: int = 10, use_order: UseOrder = UseOrder.ANNOUNCED
+) -> None:
+    planner.register(name, nbytes, use_order=use_order, shared=name.isupper())
+
+
+def come(planner: Driver, names: Iterable[str]) -> None:
+    """To the fastest tier: nobody uses them any more."""
+    for name in names:
+        lend(planner, name)
+        planner.release(name, Access.READ)
+
+
+def lend(planner: Driver, name: str, *, permanent: bool = False) -> None:
+    planner.demand(name)
+    if HOST not in planner.residence(planner.record(name).id):
+        planner.arrive(name, DISK, HOST)
+    if planner.top is DEVICE:
+        planner.arrive(name, HOST, DEVICE)
+    assert planner.lease(name, Access.READ, permanent=permanent)
+
+
+def on_host(planner: Driver) -> str:
+    planner.check()
+    found = [group.key for group in planner.groups() if HOST in planner.residence(group)]
+    return "".join(sorted(found))
+
+
+# Two budgets -------------------------------------------------------------------------------------
+
+
+def test_each_budget_is_full_by_itself() -> None:
+    planner = sharing(20, 20, "abAB")
+    come(planner, "abAB")
+    assert on_host(planner) == "ABab"
+    assert (planner.used[HOST], planner.peak[HOST]) == (40, 40), "a tier counts all that is there"
+    assert (planner.shared_used, planner.shared_budget) == (20, 20)
+    assert planner.budgets[HOST] == 20
+
+
+def test_room_is_made_among_those_who_take_the_same_room() -> None:
+    planner = sharing(20, 20, "abcABC")
+    come(planner, "abAB")
+    come(planner, "c")
+    assert on_host(planner) == "ABbc"
+    come(planner, "C")
+    assert on_host(planner) == "BCbc"
+
+
+def test_on_the_device_all_share_one_budget() -> None:
+    planner = sharing(40, 40, "aBcD", device=20)
+    come(planner, "aBcD")
+    words = told(planner)
+    assert [word for word in words if "leaves" in word] == ["B leaves DEVICE", "a leaves DEVICE"]
+    assert planner.used[DEVICE] == 20
+    assert on_host(planner) == "BDac"
+
+
+def test_a_need_of_one_kind_is_no_proof_that_the_other_waits_in_vain() -> None:
+    planner = sharing(10, 10, "abAB")
+    lend(planner, "a")
+    planner.demand("b")
+    planner.demand("A")
+    told(planner)
+    planner.arrive("A", DISK, HOST)
+    assert planner.lease("A", Access.READ)
+    assert on_host(planner) == "Aa"
+
+
+# What is allowed changes -------------------------------------------------------------------------
+
+
+def test_before_anything_is_allowed_what_is_shared_is_refused() -> None:
+    planner = planner_of(100)
+    register(planner, "A")
+    assert planner.shared_budget == 0
+    with pytest.raises(BudgetError, match="start tierstore-serve with a larger --ram") as refused:
+        planner.demand("A")
+    assert (refused.value.tier, refused.value.nbytes, refused.value.budget) == ("HOST", 10, 0)
+    with pytest.raises(BudgetError, match="tierstore-serve"):
+        planner.demand_on_host("A", HostAccess.READ)
+
+
+def test_where_less_is_allowed_what_is_missed_least_goes() -> None:
+    planner = sharing(20, 40, "aABCD")
+    come(planner, "aBDAC")
+    told(planner)
+    planner.change_shared_budget(25)
+    assert told(planner) == ["A leaves HOST", "B leaves HOST"]
+    planner.change_shared_budget(20)
+    assert told(planner) == []
+
+
+def test_all_that_is_idle_is_given_back() -> None:
+    planner = sharing(20, 40, "aABC")
+    come(planner, "aABC")
+    lend(planner, "B")
+    planner.change_shared_budget(0)
+    planner.change_shared_budget(40)
+    assert on_host(planner) == "Ba"
+    come(planner, "A")
+    assert on_host(planner) == "ABa"
+
+
+def test_what_is_in_use_stays_until_nobody_uses_it() -> None:
+    planner = sharing(20, 40, "ABC")
+    for name in "ABC":
+        lend(planner, name)
+    planner.change_shared_budget(10)
+    assert on_host(planner) == "ABC"
+    assert planner.shared_budget == 30
+    planner.release("B", Access.READ)
+    assert on_host(planner) == "AC"
+    assert planner.shared_budget == 20
+    with pytest.raises(BudgetError):
+        register(planner, "D", 15)
+        planner.demand("D")
+    planner.release("C", Access.READ)
+    planner.release("A", Access.READ)
+    assert on_host(planner) == "A"
+    assert planner.shared_budget == 10
+
+
+def test_room_that_nobody_wants_any_more_is_given_back_as_well() -> None:
+    """Of what was to go on to the device."""
+    planner = sharing(40, 20, "AB", device=20)
+    lend(planner, "A")
+    planner.demand_on_host("B", HostAccess.READ)
+    planner.arrive("B", DISK, HOST)
+    assert planner.lease_on_host("B", HostAccess.READ)
+    planner.change_shared_budget(0)
+    assert on_host(planner) == "B", "it is held; the other one is needed on the device only"
+    planner.release_on_host("B")
+    assert on_host(planner) == ""
+    assert planner.shared_budget == 0
+
+
+def test_the_budget_of_the_cpu_is_about_what_is_not_shared() -> None:
+    planner = sharing(40, 40, "abAB")
+    register(planner, "C", 30)
+    come(planner, "abAB")
+    planner.change_budget(10)
+    assert on_host(planner) == "ABb"
+    assert planner.budgets[HOST] == 10, "what is shared is larger, but needs no room there"
+    assert planner.shared_budget == 40
+
+
+def test_what_has_come_as_far_as_it_needs_is_not_refused() -> None:
+    planner = sharing(40, 20, "AB", device=20)
+    lend(planner, "A")
+    planner.change_shared_budget(0)
+    planner.demand("A")
+    assert planner.lease("A", Access.READ)
+    with pytest.raises(BudgetError):
+        planner.demand_on_host("A", HostAccess.READ)
+    with pytest.raises(BudgetError):
+        planner.demand("B")
+
+
+def test_what_can_come_no_more_gives_up_its_room_on_the_device() -> None:
+    planner = sharing(40, 10, "AaB", device=20, nbytes=10)
+    planner.demand_on_host("B", HostAccess.READ)
+    planner.arrive("B", DISK, HOST)
+    assert planner.lease_on_host("B", HostAccess.READ)
+    come(planner, "a")
+    lend(planner, "a")
+    planner.demand("A")
+    assert planner.used[DEVICE] == 20, "room on the device is set aside for it"
+    told(planner)
+    planner.change_shared_budget(5)
+    planner.check()
+    assert planner.used[DEVICE] == 10
+    planner.change_shared_budget(20)
+    assert told(planner) == ["A: DISK to HOST!"]
+
+
+# Errors of who would wait for ever ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [None, 40])
+def test_who_waits_is_told_that_too_little_is_allowed_by_now(device: int | None) -> None:
+    planner = sharing(40, 20, "AB", device=device)
+    lend(planner, "A")
+    planner.demand_on_host("B", HostAccess.READ)
+    planner.arrive("B", DISK, HOST)
+    assert planner.lease_on_host("B", HostAccess.READ)
+    register(planner, "C", 20)
+    planner.demand("C")
+    planner.change_shared_budget(5)
+    planner.release_on_host("B")
+    assert planner.error_of(planner.record("C").id) is None, "something is still lent"
+    planner.release("A", Access.READ)
+    error = planner.error_of(planner.record("C").id)
+    assert isinstance(error, BudgetError)
+    assert str(error).endswith("whose budget is 5 bytes: start tierstore-serve with a larger --ram")
+    assert on_host(planner) == ""
+
+
+def test_who_waits_is_told_what_is_in_use_for_good() -> None:
+    planner = sharing(40, 20, "aABC")
+    lend(planner, "a", permanent=True)
+    lend(planner, "A", permanent=True)
+    lend(planner, "B", permanent=True)
+    more = "20 bytes are in use there for good; start tierstore-serve with a larger --ram"
+    planner.demand("C")
+    assert more in str(planner.error_of(planner.record("C").id))
+    planner.withdraw("C")
+    planner.demand_on_host("C", HostAccess.READ)
+    assert more in str(planner.error_of(planner.record("C").id))
+
+
+def test_what_is_not_shared_is_told_of_its_own_budget() -> None:
+    planner = sharing(20, 20, "abcA")
+    for name in "abA":
+        lend(planner, name, permanent=True)
+    planner.demand("c")
+    error = str(planner.error_of(planner.record("c").id))
+    assert "20 bytes are in use there for good; raise ram_budget to at least 30 bytes" in error
+
+
+def test_a_shared_group_has_no_place_on_the_device_that_others_cannot_leave() -> None:
+    planner = sharing(10, 10, "aA", device=10)
+    planner.claim("x", 10)
+    planner.fill("x")
+    planner.demand("x")
+    planner.arrive("x", HOST, DEVICE)
+    assert planner.lease("x", Access.UPDATE)
+    planner.release("x", Access.UPDATE)
+    planner.demand_on_host("a", HostAccess.PERMANENT)
+    planner.arrive("a", DISK, HOST)
+    assert planner.lease_on_host("a", HostAccess.PERMANENT)
+    planner.demand("A")
+    error = str(planner.error_of(planner.record("A").id))
+    assert "10 bytes are in use there for good, which leaves no room for group 'x'" in error
+    assert error.endswith("raise ram_budget")
+
+
+# What comes early --------------------------------------------------------------------------------
+
+
+def early(planner: Driver) -> str:
+    return "".join(word[0] for word in told(planner) if word.endswith("DISK to HOST"))
+
+
+@pytest.mark.parametrize(("order", "own", "allowed"), [("aA", 10, 100), ("Aa", 100, 10)])
+def test_what_has_no_room_keeps_nobody_of_the_others_from_coming_early(
+    order: str, own: int, allowed: int
+) -> None:
+    planner = sharing(own, allowed, "xXaA")
+    lend(planner, "x" if order[0] == "a" else "X")
+    told(planner)
+    planner.expect(order)
+    assert early(planner) == order[1]
+
+
+def test_what_is_expected_comes_once_it_is_allowed() -> None:
+    planner = sharing(10, 0, "A")
+    planner.expect("A")
+    assert early(planner) == ""
+    planner.change_shared_budget(10)
+    assert early(planner) == "A"
+
+
+def test_how_much_comes_early_goes_by_both_budgets() -> None:
+    def fetched(allowed: int, *, shared: bool) -> int:
+        planner = planner_of(400)
+        planner.change_shared_budget(allowed)
+        names = "ABCDEFGH" if shared else "abcdefgh"
+        for name in names:
+            register(planner, name, 50)
+        planner.expect(names)
+        return len(early(planner))
+
+    assert fetched(400, shared=False) == fetched(0, shared=False), "nothing is shared"
+    assert fetched(400, shared=True) > fetched(400, shared=False)
+
+
+def test_who_stays_goes_by_both_budgets() -> None:
+    once = [f"g{i}" for i in range(20)]
+    assert residents_after(once * 8, budget=100, beside=90).staying
+    assert (
+        residents_after(once * 8, budget=100, beside=90).staying
+        == residents_after(once * 8, budget=190).staying
+    )
+
+
+# What is shared is never changed, and always in a file -------------------------------------------
+
+
+def change_on_top(planner: Driver) -> None:
+    planner.release("A", Access.READ)
+    planner.lease("A", Access.UPDATE, demanded=False)
+
+
+def change_on_host(planner: Driver) -> None:
+    planner.release("A", Access.READ)
+    planner.demand_on_host("A", HostAccess.UPDATE)
+    planner.lease_on_host("A", HostAccess.UPDATE)
+
+
+def register_without_a_file(planner: Driver) -> None:
+    planner.register("C", 5, backing=False, shared=True)
+
+
+def lose_its_file(planner: Driver) -> None:
+    planner.record("A").backing = None
+    planner.table.used[DISK] += 10
+    planner.table.pools[DISK].used += 10
+    planner.check()
+
+
+def miscount_what_is_shared(planner: Driver) -> None:
+    planner.table.shared.used -= 10
+    planner.check()
+
+
+def count_it_as_own(planner: Driver) -> None:
+    planner.table.pools[HOST].used += 10
+    planner.check()
+
+
+def have_two_budgets(planner: Driver) -> None:
+    planner.table.pools[HOST].limit = 41
+    planner.check()
+
+
+@pytest.mark.parametrize(
+    ("breakage", "symptom"),
+    [
+        (change_on_top, "A is another process's"),
+        (change_on_host, "A is another process's"),
+        (register_without_a_file, "C is in no file"),
+        (lose_its_file, "A is shared and in no file"),
+        (miscount_what_is_shared, "HOST: 10 are shared, counts 0"),
+        (count_it_as_own, "HOST: 0 are not shared, counts 10"),
+        (have_two_budgets, "HOST: a budget of 40, and of 41"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_may_not_be_is_noticed(breakage: Callable[[Driver], None], symptom: str) -> None:
+    planner = sharing(40, 40, "A")
+    lend(planner, "A")
+    planner.check()
+    with pytest.raises(AssertionError, match=symptom):
+        breakage(planner)
+
+
+# After a step that was cut short -----------------------------------------------------------------
+
+
+def test_a_new_planner_knows_what_is_shared() -> None:
+    found = events.RecoveredGroup(
+        GroupId("A", 0), 10, (HOST, DISK), backing=DISK, shared=True, use_order=UseOrder.ANNOUNCED
+    )
+    planner = planner_of(5)
+    planner.change_shared_budget(10)
+    planner.recover([found])
+    assert on_host(planner) == "A"
+    assert planner.shared_used == 10
+
+    planner = planner_of(5)
+    planner.recover([found])
+    assert on_host(planner) == "", "nothing is allowed"
+
+
+def test_a_name_may_be_shared_and_then_not() -> None:
+    planner = sharing(40, 40, "A")
+    come(planner, "A")
+    planner.claim(GroupId("A", 1), 10)
+    planner.fill(GroupId("A", 1))
+    assert (planner.shared_used, planner.used[HOST]) == (10, 20)
+    planner.discard("A")
+    planner.check()
+    assert (planner.shared_used, planner.used[HOST]) == (0, 10)
