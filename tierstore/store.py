@@ -22,6 +22,7 @@ from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
     Settings,
     Size,
+    TierSettings,
     is_chosen,
     resolve_budgets,
     resolve_device,
@@ -33,6 +34,10 @@ from tierstore.observe.trace import load
 from tierstore.observe.trace_writer import document, merged, save
 
 VERIFY = ("first", "always", "never")
+
+
+def _close_on_exit(store: TierStore, *_exception: object) -> None:
+    store.close()
 
 
 class TierStore(AbstractContextManager["TierStore"]):
@@ -76,11 +81,9 @@ class TierStore(AbstractContextManager["TierStore"]):
         self.device = device
         self._engine = Engine(
             Settings(
-                device=device,
-                budgets=budgets,
+                tiers=TierSettings(device=device, budgets=budgets, verify=verify),
                 disk_dir=os.fspath(disk_dir),
                 policy=policy,
-                verify=verify,
                 device_budget_may_grow=grows,
             )
         )
@@ -311,8 +314,7 @@ class TierStore(AbstractContextManager["TierStore"]):
         """Whether `close` was called."""
         return self._engine.core.closed
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    __exit__ = _close_on_exit
 
 
 def engine_of(store: TierStore) -> Engine:

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from tierstore.engine.engine import Engine
-from tierstore.engine.settings import Settings, Size, is_chosen, resolve_budgets, resolve_device
+from tierstore.engine.settings import (
+    Settings,
+    Size,
+    TierSettings,
+    is_chosen,
+    resolve_budgets,
+    resolve_device,
+)
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 
@@ -36,13 +43,15 @@ def connected_engine(
         if disk_dir is None:
             budgets[Tier.DISK] = 0
         settings = Settings(
-            device=device,
-            budgets=budgets,
+            tiers=TierSettings(
+                device=device,
+                budgets=budgets,
+                verify="first",
+                link=_link(socket, private=device.type == "cpu"),
+            ),
             disk_dir=directory,
             policy="next-use",
-            verify="first",
             device_budget_may_grow=device.type != "cpu" and not is_chosen(device_budget),
-            link=_link(socket, private=device.type == "cpu"),
         )
         engine = Engine(settings)
     except BaseException:

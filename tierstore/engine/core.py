@@ -61,7 +61,7 @@ class Core:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.device = settings.device
+        self.device = settings.tiers.device
         self.settings = settings
         self.lock = RLock()
         self.dirty = False  # a transaction has begun, and is not over
@@ -83,7 +83,7 @@ class Core:
         self.directory = ObjectDirectory(settings.disk_dir)
         try:
             self.reports = TransferReports(self)
-            self.tiers, self.mover = build(settings, self.directory, self.reports.told())
+            self.tiers, self.mover = build(settings.tiers, self.directory, self.reports.told())
         except BaseException:
             self.directory.close()
             raise
@@ -100,7 +100,7 @@ class Core:
 
     def _begin_planning(self) -> None:
         """Have a planner that knows nothing yet, and the log of what it is told."""
-        budgets, policy = self.settings.budgets, self.settings.policy
+        budgets, policy = self.settings.tiers.budgets, self.settings.policy
         on_device = self.device.type != "cpu"
         self.planner = planner_for(budgets, policy, timed_by_device=on_device)
         self.events = EventLog(budgets, policy, timed_by_device=on_device)
@@ -300,7 +300,7 @@ class Core:
         peak = self.planner.peak
         self._begin_planning()
         instructions = self.handled(events.Recovered(tuple(self._existing_groups())))
-        if self.settings.link is not None:
+        if self.settings.tiers.link is not None:
             instructions += self.handled(events.SharedBudgetChanged(self.shared_budget))
         for tier, nbytes in peak.items():
             self.planner.peak[tier] = max(self.planner.peak[tier], nbytes)

@@ -59,7 +59,7 @@ class DeviceMemory:
         if core.ended():
             return
         tier = core.tiers.top.tier
-        before = core.settings.budgets[tier]
+        before = core.settings.tiers.budgets[tier]
         assert before is not None, "memory has a budget"
         if nbytes >= before:
             what = "tensors outside of the store"
@@ -70,8 +70,9 @@ class DeviceMemory:
     def _set_budget(self, budget: int) -> None:
         core = self.core
         core.tiers.top.arena.resize(budget)  # first: the planner's instructions may need it
-        budgets = {**core.settings.budgets, core.tiers.top.tier: budget}
-        core.settings = replace(core.settings, budgets=budgets)
+        tiers = core.settings.tiers
+        budgets = {**tiers.budgets, core.tiers.top.tier: budget}
+        core.settings = replace(core.settings, tiers=replace(tiers, budgets=budgets))
         core.tell(events.BudgetChanged(budget))
 
     @transaction
@@ -82,7 +83,7 @@ class DeviceMemory:
         given = core.settings
         if core.ended() or not given.device_budget_may_grow:
             return
-        arena, before = self._arena, given.budgets[Tier.DEVICE]
+        arena, before = self._arena, given.tiers.budgets[Tier.DEVICE]
         assert before is not None
         free, _ = device_memory(core.device)
         budget = grown_device_budget(before, arena.bytes_held, free)

@@ -32,13 +32,13 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self.core = core = Core(settings)
-        self.copy_threads = CopyThreads(selecting(settings.device), core.current_stream)
+        self.copy_threads = CopyThreads(selecting(settings.tiers.device), core.current_stream)
         self.lease_table = LeaseTable(core)
         self.requests = RequestLoop(core, self.lease_table)
         self.puts = Puts(core, self.requests, self.copy_threads)
         self.leases = Leases(core, self.lease_table, self.requests, self.copy_threads, self.puts)
         self.saves = Saves(core, self.requests)
-        link = settings.link
+        link = settings.tiers.link
         self.objects = OwnObjects(core, self.puts, self.saves)
         objects: Objects = self.objects if link is None else ServiceObjects(link)
         self.groups = Groups(core, MadeWeights(objects))

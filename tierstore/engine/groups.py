@@ -76,7 +76,7 @@ class Groups:
 
         Raises ServiceLostError, or what is wrong with their files.
         """
-        link = self.core.settings.link
+        link = self.core.settings.tiers.link
         if link is None or not found:
             return found
         core, table = self.core, self.core.tiers.disk.files

@@ -42,14 +42,14 @@ class Reporting:
         """Bytes by tier for what is registered: of a worker, its service's host memory."""
         core = self.core
         budgets = {tier: core.planner.budgets[tier] for tier in core.planner.tiers}
-        link = core.settings.link
+        link = core.settings.tiers.link
         return budgets if link is None else {**budgets, Tier.HOST: link.budget}
 
     def budget_name(self, tier: Tier) -> str:
         """What a user calls the budget of `weight_budgets`."""
         if tier is not Tier.HOST:
             return f"{tier.name.lower()}_budget"
-        return "ram_budget" if self.core.settings.link is None else "tierstore-serve's --ram"
+        return "ram_budget" if self.core.settings.tiers.link is None else "tierstore-serve's --ram"
 
     def _stats(self, summary: Summary) -> Stats:
         core = self.core

@@ -16,7 +16,7 @@ class ServiceAllowance:
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
         self.core = core
         self._lease_table = lease_table
-        link = core.settings.link
+        link = core.settings.tiers.link
         if link is None:
             return
         # Whoever drops a store without closing it must not find it kept alive by that thread.

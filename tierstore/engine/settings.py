@@ -12,18 +12,19 @@ import torch
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE, parse_size, usable_memory
 from tierstore.model.tiers import Tier
-from tierstore.tiers.assembly import TierSettings
+from tierstore.tiers.assembly import TierSettings as TierSettings
 
 Size = int | float | str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TierSettings):
+class Settings:
     """What a store works with.
 
     `device_budget_may_grow`: nobody chose it, and it has not grown yet. See `grown_device_budget`.
     """
 
+    tiers: TierSettings
     disk_dir: str
     policy: str
     device_budget_may_grow: bool = False

@@ -111,11 +111,11 @@ class Connection:
         self._busy = False  # at something that takes long: no other message is looked at
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.socket, self._readable)
-        self._exit: int | None = None
+        self._process: int | None = None
         with contextlib.suppress(OSError):  # in another namespace, it has no number here
-            self._exit = os.pidfd_open(self.pid)
+            self._process = os.pidfd_open(self.pid)
             # Its children may have the socket, too: it is over when the process is.
-            self._loop.add_reader(self._exit, lambda: self.close("it ended"))
+            self._loop.add_reader(self._process, lambda: self.close("it ended"))
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Open: self._open,
             messages.CloseFile: self._close_file,
@@ -402,9 +402,9 @@ class Connection:
         self.closed = True
         self._loop.remove_reader(self.socket)
         self._loop.remove_writer(self.socket)
-        if self._exit is not None:
-            self._loop.remove_reader(self._exit)
-            os.close(self._exit)
+        if self._process is not None:
+            self._loop.remove_reader(self._process)
+            os.close(self._process)
         self.socket.close()
         for waiting in self.waiting.values():
             waiting.task.cancel()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from tierstore.engine.engine import Engine
-from tierstore.engine.settings import Settings
+from tierstore.engine.settings import Settings, TierSettings
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
@@ -58,8 +58,8 @@ class Server:
     """
 
     def __init__(self, settings: Settings, listening: socket.socket, path: str) -> None:
-        assert settings.shared_arena is not None
-        self.arena: SharedArena = settings.shared_arena
+        assert settings.tiers.shared_arena is not None
+        self.arena: SharedArena = settings.tiers.shared_arena
         self.engine = Engine(settings)
         self.objects = self.engine.objects
         self.leases = self.engine.leases
@@ -68,7 +68,7 @@ class Server:
         self.path = path
         self.since = time.time()
         self._listening = listening
-        self._budget = settings.budgets[Tier.HOST] or 0
+        self._budget = settings.tiers.budgets[Tier.HOST] or 0
         self._numbers = 0
         self._reclaimed = 0.0
         self._changed = time.monotonic()
@@ -315,10 +315,12 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
     """What the store of a service works with: budgets in bytes."""
     budgets: dict[Tier, int | None] = {Tier.HOST: ram, Tier.DISK: disk}
     return Settings(
-        device=torch.device("cpu"),
-        budgets=budgets,
+        tiers=TierSettings(
+            device=torch.device("cpu"),
+            budgets=budgets,
+            verify="first",
+            shared_arena=SharedArena(ram),
+        ),
         disk_dir=os.fspath(directory),
         policy=NEXT_USE_OF_ALL,
-        verify="first",
-        shared_arena=SharedArena(ram),
     )

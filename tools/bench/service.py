@@ -35,6 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tierstore.wire.asking import report_of
 from tools.bench.report import Claim, Page
 
 WORKERS = 4
@@ -76,26 +77,34 @@ def work(arguments: argparse.Namespace) -> None:
     enable_group_offload(model, store)
     steps = flux.denoise(model, 1 << 30, arguments.device)
     print(json.dumps({"ready": os.getpid()}), flush=True)
+    asked = {
+        "step": lambda: step(steps, arguments.pause),
+        "stats": lambda: store.stats().as_dict() | {"pss": pss() - before},
+        "kept": lambda: {"seconds": seconds_of_a_hit(store, leased=True)},
+        "leased": lambda: {"seconds": seconds_of_a_hit(store, leased=False)},
+    }
     for line in sys.stdin:
-        if line.strip() == "step":
-            began = time.perf_counter()
-            image = next(steps)
-            took = time.perf_counter() - began
-            if arguments.pause:
-                time.sleep(arguments.pause * took)
-            told = {"seconds": time.perf_counter() - began, "sum": image.double().sum().item()}
-        elif line.strip() == "stats":
-            told = store.stats().as_dict() | {"pss": pss() - before}
-        else:
-            keys = sorted(store.keys(), key=len)
-            key, times = keys[0], []
-            for _ in range(HITS):
-                store.offload(key) if line.strip() == "leased" else None
-                began = time.perf_counter()
-                store.acquire(key).release()
-                times.append(time.perf_counter() - began)
-            told = {"seconds": statistics.median(times)}
-        print(json.dumps(told), flush=True)
+        print(json.dumps(asked[line.strip()]()), flush=True)
+
+
+def step(steps: Iterator[Any], pause: float) -> dict[str, float]:
+    """The next step, and a pause of so many times as long."""
+    began = time.perf_counter()
+    image = next(steps)
+    time.sleep(pause * (time.perf_counter() - began))
+    return {"seconds": time.perf_counter() - began, "sum": image.double().sum().item()}
+
+
+def seconds_of_a_hit(store: Any, *, leased: bool) -> float:
+    """The median time of an acquire and release of one group, which the store has or has not."""
+    key, times = min(store.keys(), key=len), []
+    for _ in range(HITS):
+        if not leased:
+            store.offload(key)
+        began = time.perf_counter()
+        store.acquire(key).release()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 @dataclass
@@ -153,6 +162,7 @@ def service(directory: Path, ram: int) -> Iterator[tuple[str, subprocess.Popen[b
     try:
         while not os.path.exists(socket):
             time.sleep(0.05)
+        report_of(socket, 60.0)  # it has loaded its libraries
         yield socket, process
     finally:
         process.send_signal(signal.SIGTERM)
@@ -164,7 +174,7 @@ def service_pss(process: subprocess.Popen[bytes]) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
-# --- what is compared ------------------------------------------------------------------------------
+# --- what is compared -----------------------------------------------------------------------------
 
 
 def in_step(page: Page, place: Path, checkpoint: Path, nbytes: int, options: Any) -> list[Claim]:
@@ -212,9 +222,14 @@ def in_step(page: Page, place: Path, checkpoint: Path, nbytes: int, options: Any
         memory["service"] += service_pss(serving) - idle
     median = {name: statistics.median(times) for name, times in seconds.items()}
     rows = [
-        (name, len(groups[name]), f"{median[name]:.3f}", f"{read[name] / 1e6:.0f} MB")
-        + (f"{memory[name] / 1e6:.0f} MB",)
-        for name in groups
+        (
+            name,
+            len(group),
+            f"{median[name]:.3f}",
+            f"{read[name] / 1e6:.0f} MB",
+            f"{memory[name] / 1e6:.0f} MB",
+        )
+        for name, group in groups.items()
     ]
     page.table(("what", "processes", "s per step", "read per step", "memory"), rows)
     return [
@@ -242,8 +257,6 @@ def in_step(page: Page, place: Path, checkpoint: Path, nbytes: int, options: Any
 def read_bytes(name: str, group: Sequence[Process], socket: str) -> int:
     """What has left the disk so far."""
     if name == "service":
-        from tierstore.wire.asking import report_of
-
         return int(report_of(socket).read_bytes)
     return sum(int(answer["bytes_read"]) for answer in together(group, "stats")[1])
 
