@@ -245,7 +245,6 @@ class Fixpoint:
 
     def run(self) -> None:
         """Make the next move of everything that is wanted, and fail what can never be met."""
-        self._movement.give_back_shared_room()
         requests = self._requests  # looked through here: this is asked after every use
         if (
             requests.demands
@@ -256,11 +255,15 @@ class Fixpoint:
             or self._copies.promised
         ):
             self._pursue_all()
-        elif self._movement.look_ahead:
+            return
+        if self._copies.shared.used:
+            self._movement.give_back_shared_room()
+        if self._movement.look_ahead:
             self._fetch_early()
 
     def _pursue_all(self) -> None:
         copies, movement = self._copies, self._movement
+        movement.give_back_shared_room()
         beside_an_accelerator = copies.top is not copies.host
         if movement.look_ahead and beside_an_accelerator and self._requests.only_need_the_top():
             # What was fetched early and came half-way goes on before its place is needed again.
