@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
-from tierstore.service import server
 from tierstore.service.metrics import serve_metrics
 from tierstore.wire import messages
 from tierstore.wire.asking import NoAnswerError, report_of
@@ -78,11 +77,7 @@ def test_who_asks_is_no_worker(
     assert "went" in went
 
 
-def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(server, "HOPELESS_SECONDS", 0.4)
+def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "one.safetensors", groups=1, nbytes=4 * MIB)
     shutil.copy(tmp_path / "one.safetensors", tmp_path / "other.safetensors")
     with (
@@ -91,6 +86,7 @@ def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(
         service.connect() as other,
         asking(service.socket, 0.1),
     ):
+        service.server.hopeless_seconds = 0.4
         one.register_checkpoint(tmp_path / "one.safetensors")
         other.register_checkpoint(tmp_path / "other.safetensors")
         with one.acquire("w0"), pytest.raises(TierStoreError, match="no worker has given anything"):
