@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,27 @@ def test_it_tells_of_its_workers(service: ThreadService, tmp_path: Path) -> None
         assert report.tiers["HOST"][1] == 4 * MIB + 65536
         assert report.read_bytes >= MIB
     service.wait_until(lambda: not report_of(service.socket).workers)
+
+
+def test_it_tells_who_waits_and_since_when(service: ThreadService, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        checkpoint(tmp_path / f"{name}.safetensors", groups=1, nbytes=4 * MIB)
+    with service.connect() as one, service.connect() as other:
+        one.register_checkpoint(tmp_path / "one.safetensors")
+        other.register_checkpoint(tmp_path / "other.safetensors")
+        with one.acquire("w0"):
+            thread = threading.Thread(target=lambda: other.acquire("w0").release())
+            thread.start()
+            service.wait_until(lambda: any(w.waits for w in report_of(service.socket).workers))
+            time.sleep(0.05)
+            holder, waiter = report_of(service.socket).workers
+            assert (holder.leases, holder.waits, holder.waiting) == (1, 0, 0)
+            assert (waiter.leases, waiter.waits) == (0, 1)
+            assert 0.05 <= waiter.waiting < 30
+            assert holder.longest_lease > waiter.waiting
+        thread.join(30)
+        waiter = report_of(service.socket).workers[1]
+        assert (waiter.waits, waiter.granted, waiter.hits) == (0, 1, 0)
 
 
 def test_who_asks_is_no_worker(
