@@ -15,7 +15,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Tier
 from tierstore.system.views import laid_out, packed, view_all
-from tierstore.tiers.assembly import ExtraTier, StoreTiers, build
+from tierstore.tiers.assembly import ExtraTier, StoreTiers, TierSettings, build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import Mover, MoverCallbacks
@@ -98,7 +98,8 @@ def tiers_in(
         budgets[Tier.DEVICE] = CAPACITY
     ends, directory = Ends(), ObjectDirectory(place)
     at = torch.device("cpu") if device == "cpu" else torch.device(device, 0)
-    tiers, mover = build(at, budgets, directory, "always", ends.told(), extra)
+    settings = TierSettings(device=at, budgets=budgets, verify="always", extra_tiers=tuple(extra))
+    tiers, mover = build(settings, directory, ends.told())
     try:
         yield tiers, mover, ends
     finally:

@@ -18,7 +18,7 @@ from tests.histories import logs
 from tests.store.helpers import PAGE, on_both, open_store, pages, wait_until_idle
 from tierstore import Access, BudgetError, TierStore
 from tierstore.engine.engine import Engine
-from tierstore.engine.settings import Settings
+from tierstore.engine.settings import Settings, TierSettings
 from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
@@ -216,7 +216,8 @@ def test_a_tier_of_somebody_elses_is_in_the_record(tmp_path: Path) -> None:
     budgets = {Tier.HOST: 8 * PAGE, Tier.DISK: 8 * PAGE, ARCHIVE: None}
     directory = str(tmp_path / "store")
     cpu = torch.device("cpu")
-    settings = Settings(cpu, budgets, directory, "next-use", "first", extra_tiers=(archive,))
+    tiers = TierSettings(device=cpu, budgets=budgets, verify="first", extra_tiers=(archive,))
+    settings = Settings(tiers=tiers, disk_dir=str(directory), policy="next-use")
     engine = Engine(settings)
     for n in range(6):
         engine.puts.put(f"made.{n}", pages(n, 4), durable=False, timeout=None)

@@ -299,9 +299,10 @@ class Core:
             self.unseen.pop(demand.group, None)
         peak = self.planner.peak
         self._begin_planning()
-        instructions = self.handled(events.Recovered(tuple(self._existing_groups())))
+        instructions = []
         if self.settings.tiers.link is not None:
-            instructions += self.handled(events.SharedBudgetChanged(self.shared_budget))
+            instructions = self.handled(events.SharedBudgetChanged(self.shared_budget))
+        instructions += self.handled(events.Recovered(tuple(self._existing_groups())))
         for tier, nbytes in peak.items():
             self.planner.peak[tier] = max(self.planner.peak[tier], nbytes)
         for request in self.queue.requests():

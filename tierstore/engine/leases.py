@@ -182,7 +182,8 @@ class Leases:
         request.group = NO_GROUP
         entry = core.mover.entry(group)
         nbytes = entry.spec.nbytes
-        if nbytes > core.largest:
+        own = entry.shared is None or core.tiers.device is not None  # in memory of this process
+        if own and nbytes > core.largest:
             core.largest = nbytes
         tensors = core.tiers.top.view(entry)
         record.stream = stream = core.current_stream()

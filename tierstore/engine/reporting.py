@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from tierstore.engine.core import Core
 from tierstore.engine.transaction import transaction
@@ -55,7 +56,21 @@ class Reporting:
         core = self.core
         drivers = core.mover.drivers.items()
         peak = {tier: d.peak_bytes for tier, d in drivers if d.peak_bytes is not None}
-        return core.observer.stats(summary, core.planner, peak)
+        stats = core.observer.stats(summary, core.planner, peak)
+        if core.settings.tiers.link is None:
+            return stats
+        return replace(
+            stats,
+            used_bytes=self._used(),
+            leased_bytes=core.planner.shared_used,
+            allowed_bytes=core.shared_budget,
+        )
+
+    def _used(self) -> dict[str, int]:
+        """Bytes on each tier, without those that are leased of a service."""
+        planner = self.core.planner
+        used = {tier.name: planner.used[tier] for tier in planner.tiers}
+        return {**used, Tier.HOST.name: used[Tier.HOST.name] - planner.shared_used}
 
     @transaction
     def notes(self) -> Notes:
@@ -86,7 +101,7 @@ class Reporting:
         groups = [self._group(key, group) for key, group in sorted(self.core.current.items())]
         return Snapshot(
             tuple(groups),
-            {t.name: planner.used[t] for t in planner.tiers},
+            self._used(),
             {t.name: planner.budgets[t] for t in planner.tiers},
         )
 

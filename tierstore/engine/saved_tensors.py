@@ -113,7 +113,8 @@ class SavedTensors:
         due = core.mover.entry(group).spec.nbytes
         core.largest = max(core.largest, due)
         self._unspilled[number] = group
-        if core.planner.used[Tier.HOST] <= budget - min(budget // shares.SCARCE, SCARCE_BYTES):
+        used = core.planner.used[Tier.HOST] - core.planner.shared_used
+        if used <= budget - min(budget // shares.SCARCE, SCARCE_BYTES):
             return
         while due > 0 and self._unspilled:
             oldest = self._unspilled.pop(next(iter(self._unspilled)))

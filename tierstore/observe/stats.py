@@ -43,7 +43,8 @@ class Stats:
     this process now: the store's memory, everybody else's, and what is kept for later tensors
     (empty on the CPU, and where torch cannot tell). Of experts that a router chooses, `routed_uses`
     counts the leases; `routed_bytes_used` is what these were of, and `routed_bytes_read` what was
-    read for them.
+    read for them. Of a store that is connected to a service, `bytes_read` counts what it leased
+    there, too; `leased_bytes` is what it has leased now, of `allowed_bytes` that it may.
     """
 
     hits: int
@@ -64,6 +65,8 @@ class Stats:
     routed_uses: int = 0
     routed_bytes_used: int = 0
     routed_bytes_read: int = 0
+    leased_bytes: int = 0
+    allowed_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict of plain values."""
