@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
-from tierstore.service import server
 from tierstore.service.metrics import serve_metrics
 from tierstore.wire import messages
 from tierstore.wire.asking import NoAnswerError, report_of
@@ -60,6 +60,27 @@ def test_it_tells_of_its_workers(service: ThreadService, tmp_path: Path) -> None
     service.wait_until(lambda: not report_of(service.socket).workers)
 
 
+def test_it_tells_who_waits_and_since_when(service: ThreadService, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        checkpoint(tmp_path / f"{name}.safetensors", groups=1, nbytes=4 * MIB)
+    with service.connect() as one, service.connect() as other:
+        one.register_checkpoint(tmp_path / "one.safetensors")
+        other.register_checkpoint(tmp_path / "other.safetensors")
+        with one.acquire("w0"):
+            thread = threading.Thread(target=lambda: other.acquire("w0").release())
+            thread.start()
+            service.wait_until(lambda: any(w.waits for w in report_of(service.socket).workers))
+            time.sleep(0.05)
+            holder, waiter = report_of(service.socket).workers
+            assert (holder.leases, holder.waits, holder.waiting) == (1, 0, 0)
+            assert (waiter.leases, waiter.waits) == (0, 1)
+            assert 0.05 <= waiter.waiting < 30
+            assert holder.longest_lease > waiter.waiting
+        thread.join(30)
+        waiter = report_of(service.socket).workers[1]
+        assert (waiter.waits, waiter.granted, waiter.hits) == (0, 1, 0)
+
+
 def test_who_asks_is_no_worker(
     service: ThreadService, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
@@ -78,11 +99,7 @@ def test_who_asks_is_no_worker(
     assert "went" in went
 
 
-def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(server, "HOPELESS_SECONDS", 0.4)
+def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "one.safetensors", groups=1, nbytes=4 * MIB)
     shutil.copy(tmp_path / "one.safetensors", tmp_path / "other.safetensors")
     with (
@@ -91,6 +108,7 @@ def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(
         service.connect() as other,
         asking(service.socket, 0.1),
     ):
+        service.server.hopeless_seconds = 0.4
         one.register_checkpoint(tmp_path / "one.safetensors")
         other.register_checkpoint(tmp_path / "other.safetensors")
         with one.acquire("w0"), pytest.raises(TierStoreError, match="no worker has given anything"):
