@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from tests.cli.conftest import Inspect, command, environment, start
-from tests.service.serving import ThreadService, serving
+from tests.service.serving import ThreadService, serving, wait_until
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStore
 from tierstore.cli.looks import Look, looks_in, rates
@@ -181,7 +181,7 @@ def named_worker(service: ThreadService) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(service.socket)
         raw.sendall(Outgoing().encoded(Hello(VERSION, EVIL)))
-        service.wait_until(lambda: any(c.name for c in service.server.connections.values()))
+        wait_until(lambda: any(c.name for c in service.server.connections.values()))
         yield
 
 

@@ -148,17 +148,8 @@ def kill_services(count: int, seed: int) -> dict[str, object]:
     draw = random.Random(seed)
     service = start_service()
     workers = [forked(lambda n=n: worker(seed + n)) for n in range(2)]
-    granted = 0
     for _ in range(count):
-
-        def both_have_leased() -> bool:
-            with contextlib.suppress(NoAnswerError):
-                rows = report_of(SOCKET).workers
-                return len(rows) >= 2 and all(row.granted > 3 for row in rows)
-            return False
-
-        wait_until(both_have_leased, 30.0)
-        granted += 1
+        wait_until(lambda: both_lease(4), 30.0)
         time.sleep(draw.uniform(0, 0.03))
         os.kill(service, signal.SIGKILL)
         os.waitpid(service, 0)

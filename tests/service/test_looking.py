@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.serving import ThreadService, serving
+from tests.service.serving import ThreadService, serving, wait_until
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
 from tierstore.service.metrics import serve_metrics
@@ -57,7 +57,7 @@ def test_it_tells_of_its_workers(service: ThreadService, tmp_path: Path) -> None
         assert report.tiers["HOST"][0] >= MIB
         assert report.tiers["HOST"][1] == 4 * MIB + 65536
         assert report.read_bytes >= MIB
-    service.wait_until(lambda: not report_of(service.socket).workers)
+    wait_until(lambda: not report_of(service.socket).workers)
 
 
 def test_it_tells_who_waits_and_since_when(service: ThreadService, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_it_tells_who_waits_and_since_when(service: ThreadService, tmp_path: Pat
         with one.acquire("w0"):
             thread = threading.Thread(target=lambda: other.acquire("w0").release())
             thread.start()
-            service.wait_until(lambda: any(w.waits for w in report_of(service.socket).workers))
+            wait_until(lambda: any(w.waits for w in report_of(service.socket).workers))
             time.sleep(0.05)
             holder, waiter = report_of(service.socket).workers
             assert (holder.leases, holder.waits, holder.waiting) == (1, 0, 0)
@@ -92,9 +92,9 @@ def test_who_asks_is_no_worker(
         log.clear()
         for _ in range(20):
             assert len(report_of(service.socket).workers) == 1
-        service.wait_until(lambda: len(service.server.connections) == 1)
+        wait_until(lambda: len(service.server.connections) == 1)
         assert connection.allowance == allowance
-    service.wait_until(lambda: not service.server.connections)
+    wait_until(lambda: not service.server.connections)
     (went,) = log.messages  # and not a word of twenty that asked
     assert "went" in went
 
@@ -139,7 +139,7 @@ def test_who_says_nothing_is_logged_but_who_asks_is_not(
     report_of(service.socket)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.connect(service.socket)
-    service.wait_until(lambda: bool(log.messages))
+    wait_until(lambda: bool(log.messages))
     assert len(log.messages) == 1
 
 
@@ -167,7 +167,7 @@ def test_names_of_workers_are_cut(service: ThreadService) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(service.socket)
         raw.sendall(Outgoing().encoded(messages.Hello(messages.VERSION, "x" * 4096)))
-        service.wait_until(lambda: bool(report_of(service.socket).workers))
+        wait_until(lambda: bool(report_of(service.socket).workers))
         assert report_of(service.socket).workers[0].name == "x" * 200
 
 
