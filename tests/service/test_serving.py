@@ -171,3 +171,32 @@ def test_everything_comes_back_from_a_worker_that_ends(service: ThreadService, t
     store.close()
     wait_until(lambda: service.leased() == 0 and not service.server.connections)
     assert len(leases) == 3
+
+
+def test_a_group_under_two_keys_outlives_the_end_of_one(service: ThreadService, tmp_path: Path):
+    tensors = checkpoint(tmp_path / "m.safetensors", groups=1)
+    with service.connect() as store:
+        for prefix in ("a/", "b/"):
+            store.register_checkpoint(tmp_path / "m.safetensors", prefix)
+        with store.acquire("a/w0"):
+            pass
+        (connection,) = service.server.connections.values()
+        store.discard("a/w0")
+        for _ in range(2):
+            with store.acquire("b/w0") as lease:
+                assert same(lease, tensors["w0"], "w0")
+            store.offload("b/w0")
+            assert len(connection.groups) == 1
+        store.discard("b/w0")
+        assert list(service.server.connections.values()) == [connection]
+
+
+def test_a_changed_tensor_keeps_its_name(service: ThreadService, tmp_path: Path):
+    tensors = checkpoint(tmp_path / "m.safetensors", groups=1)
+    with service.connect(ram_budget=4 * MIB, disk_dir=tmp_path / "own") as store:
+        store.register_checkpoint(tmp_path / "m.safetensors", "a/")
+        with store.acquire("a/w0", Access.UPDATE) as lease:
+            lease.tensors["w0"].add_(1)
+        with store.acquire("a/w0") as lease:
+            assert same(lease, tensors["w0"] + 1, "w0")
+        assert torch.equal(store.get("a/w0"), tensors["w0"] + 1)

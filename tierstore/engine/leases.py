@@ -15,7 +15,7 @@ from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
 from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
-from tierstore.model.errors import LeaseError
+from tierstore.model.errors import LeaseError, ServiceLostError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.tiers import Access
 from tierstore.plan.records import State
@@ -96,8 +96,7 @@ class Leases:
             return
         with self._requests.wait(self._request(key, Access.READ), self._attempt) as lease:
             entry, tensors = self.core.mover.entry(lease.group), dict(lease.tensors)
-            value = next(iter(tensors.values())) if entry.single else tensors
-            self._puts.put(key, value, durable=True)
+            self._puts.put(key, tensors, durable=True, single=entry.single)
 
     # For a service -------------------------------------------------------------------------------
 
@@ -159,6 +158,8 @@ class Leases:
     def _demand(self, request: Request, group: GroupId) -> None:
         """Insist on a group that cannot be leased at once."""
         core = self.core
+        if isinstance(core.planner.error_of(group), ServiceLostError):
+            core.handled(events.ErrorReported(group))  # of a prefetch; it may be back by now
         state = core.planner.state_of(group)
         instructions = core.handled(events.Demanded(group))
         request.group = group

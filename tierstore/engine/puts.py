@@ -35,10 +35,16 @@ class Puts:
         self._copy_threads = copy_threads
 
     def put(
-        self, key: str, tensors: Tensors, *, durable: bool, timeout: float | None = None
+        self,
+        key: str,
+        tensors: Tensors,
+        *,
+        durable: bool,
+        timeout: float | None = None,
+        **settings: Any,
     ) -> None:
-        """See `TierStore.put`."""
-        self.put_with(key, tensors, self._fill, durable=durable, timeout=timeout)
+        """See `TierStore.put`. `settings` are fields of the group's entry."""
+        self.put_with(key, tensors, self._fill, durable=durable, timeout=timeout, **settings)
 
     def put_with(
         self,
@@ -104,14 +110,15 @@ class Puts:
         core = self.core
         core.check_open()
         core.refuse_capture()
-        key, single = request.key, isinstance(tensors, torch.Tensor)
+        key = request.key
+        settings = {"single": isinstance(tensors, torch.Tensor), **settings}
         named = {key: tensors} if isinstance(tensors, torch.Tensor) else tensors
         packing, sources = packed(key, named)
         if durable:
-            refuse_unreadable(key, packing, single=single)
+            refuse_unreadable(key, packing, single=settings["single"])
         spec = laid_out(key, packing, named)
         group = core.new_group(key)
-        self._enter(request, GroupEntry(group, spec, None, packing, durable, single, **settings))
+        self._enter(request, GroupEntry(group, spec, None, packing, durable, **settings))
         return sources
 
     @transaction

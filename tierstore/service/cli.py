@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
@@ -58,6 +57,7 @@ def serve(
     path = os.path.abspath(sockets.default_socket(directory) if path is None else path)
     try:
         listening = sockets.listen(path)
+        made = sockets.identity(path)
     except (OSError, TierStoreError) as error:
         raise click.ClickException(str(error)) from error
     log.info("serving %s at %s (process %d)", os.path.abspath(directory), path, os.getpid())
@@ -68,8 +68,7 @@ def serve(
         raise click.ClickException(str(error)) from error
     finally:
         listening.close()
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        sockets.remove(path, made)  # where the next service may listen already
 
 
 def _raise_limit_of_files() -> None:

@@ -2,7 +2,8 @@
 
 Everything here happens on the thread of the event loop, which never waits: neither for a worker
 that does not read (what it should read is kept, up to a limit; then it is let go), nor for a disk.
-A worker that talks nonsense is let go, with what it had.
+A worker that talks nonsense is let go, with what it had. But what it has leased, it may still be
+looking at, and is not told that it must not: that comes back when it hangs up, or its process ends.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import socket
 import stat
 import time
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +35,8 @@ from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
 if TYPE_CHECKING:
     from tierstore.service.server import Server
 
+log = logging.getLogger("tierstore.service")
+
 READ_AT_ONCE = 65536
 UNREAD = 4 << 20
 """Bytes that wait for a worker to read them, at most."""
@@ -40,7 +45,7 @@ OUTSTANDING = 4096
 """Leases that a worker may have and wait for, together."""
 
 FILES = 4096
-"""Files that a worker may have open here."""
+"""Files that a worker may have open here, those that its groups lie in among them."""
 
 GROUPS = 1 << 17
 """Groups that a worker may have registered."""
@@ -94,7 +99,9 @@ class Connection:
     leases: dict[int, Granted] = field(default_factory=dict)
     waiting: dict[int, Waiting] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    let_go: bool = False
     closed: bool = False
+    unfinished: float | None = None  # since when a message has been there in part
     visitor: bool = False
 
     def __post_init__(self) -> None:
@@ -106,7 +113,8 @@ class Connection:
         self._unread_bytes = 0
         self._passed: deque[int] = deque()  # descriptors of messages that are not read yet
         self._files: list[HeldFile | None] = []
-        self._open_files = 0
+        self._times: Counter[int] = Counter()  # how often each group was registered
+        self._open_files: weakref.WeakSet[HeldFile] = weakref.WeakSet()
         self._upload: Upload | None = None
         self._busy = False  # at something that takes long: no other message is looked at
         self._loop = asyncio.get_running_loop()
@@ -147,26 +155,39 @@ class Connection:
         if not data:
             self.close("it closed the connection")
             return
+        if self.let_go:
+            self._close_passed()
+            return
         try:
             if len(self._passed) > 2 * messages.MAX_DESCRIPTORS:
                 raise NonsenseError("it sends descriptors that belong to no message")
+            before = len(self._inbox)
             self._inbox += self._incoming.feed(data)
-            self._work()
+            if self.unfinished is None or len(self._inbox) > before:
+                self.unfinished = time.monotonic() if self._incoming.unfinished else None
         except NonsenseError as error:
             self.drop(str(error))
+            return
+        self._work()
 
     def _work(self) -> None:
         """Do what the messages that have come ask for, one by one."""
-        while self._inbox and not self._busy and not self.closed:
-            message = self._inbox.popleft()
-            if isinstance(message, messages.Hello):
-                self._greet(message)
-                continue
-            if isinstance(message, messages.Status) and not self.name:
-                self.visitor = True  # no worker: it looks, and goes
-            elif not self.name:
-                raise NonsenseError(f"it begins with a {type(message).__name__}")
-            self._handlers[type(message)](message)
+        try:
+            while self._inbox and not (self._busy or self.let_go or self.closed):
+                message = self._inbox.popleft()
+                if isinstance(message, messages.Hello):
+                    self._greet(message)
+                    continue
+                if isinstance(message, messages.Status) and not self.name:
+                    self.visitor = True  # no worker: it looks, and goes
+                elif not self.name:
+                    raise NonsenseError(f"it begins with a {type(message).__name__}")
+                self._handlers[type(message)](message)
+        except NonsenseError as error:
+            self.drop(str(error))
+        except Exception as error:  # of ours: nobody is to wait for an answer that never comes
+            log.exception("a message could not be handled")
+            self.drop(f"the service failed: {type(error).__name__}: {error}")
 
     def _greet(self, hello: messages.Hello) -> None:
         if self.name:
@@ -181,15 +202,30 @@ class Connection:
 
     def drop(self, why: str) -> None:
         """End the connection of who does what is not allowed, and tell them why."""
+        why = printable(why[:1000])
+        self.send(messages.Refused(why))
+        self.abandon(why)
+
+    def abandon(self, why: str) -> None:
+        """Neither listen to the worker any more, nor speak: what it has leased is all that is left
+        until it hangs up."""
+        if self.closed or self.let_go:
+            return
+        self.let_go = True
+        self.unfinished = None
+        self._stop_serving()
+        if not self.leases:
+            self.close(why)
+            return
         with contextlib.suppress(OSError):
-            self.send(messages.Refused(why[:1000]))
-        self.close(why)
+            self.socket.shutdown(socket.SHUT_WR)
+        self.server.let_go(self, why)
 
     # Writing -----------------------------------------------------------------------------------
 
     def send(self, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message as soon as the worker reads it."""
-        if self.closed:
+        if self.closed or self.let_go:
             return
         data = memoryview(self._outgoing.encoded(message))
         if not self._unread:
@@ -202,7 +238,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
-                self.close(error.strerror or str(error))
+                self.abandon(error.strerror or str(error))
                 return
             if sent == len(data):
                 return
@@ -211,7 +247,7 @@ class Connection:
         self._unread.append(data)
         self._unread_bytes += len(data)
         if self._unread_bytes > UNREAD:
-            self.close(f"it has not read {self._unread_bytes:,} bytes")
+            self.abandon(f"it has not read {self._unread_bytes:,} bytes")
 
     def _writable(self) -> None:
         try:
@@ -226,7 +262,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.close(error.strerror or str(error))
+            self.abandon(error.strerror or str(error))
             return
         self._loop.remove_writer(self.socket)
 
@@ -234,24 +270,24 @@ class Connection:
 
     def _open(self, message: messages.Open) -> None:
         for row in message.files:
-            if self._open_files >= FILES:
+            if len(self._open_files) >= FILES:
                 raise NonsenseError(f"it opens more than {FILES:,} files")
             wanted = 1 + row.direct
             if len(self._passed) < wanted:
                 raise NonsenseError("a descriptor is missing")
             descriptors = [self._passed.popleft() for _ in range(wanted)]
             try:
-                self._files.append(_held(row, descriptors))
+                held = _held(row, descriptors)
             except (OSError, NonsenseError):
                 for descriptor in descriptors:
                     close_quietly(descriptor)
                 raise NonsenseError("it passed a descriptor that is no open regular file") from None
-            self._open_files += 1
+            self._files.append(held)
+            self._open_files.add(held)
 
     def _close_file(self, message: messages.CloseFile) -> None:
-        if message.file < len(self._files) and self._files[message.file] is not None:
+        if message.file < len(self._files):
             self._files[message.file] = None
-            self._open_files -= 1
 
     def _register(self, message: messages.Register) -> None:
         if len(self.groups) + len(message.groups) > GROUPS:
@@ -263,22 +299,29 @@ class Connection:
                 if group.number in self.groups:
                     self.server.groups.leave(group)  # this worker counts once
                 self.groups[group.number] = group
+                self._times[group.number] += 1
                 numbers.append(group.number)
         except TierStoreError as error:
             self.send(messages.failure(message.request, error))
             return
-        self.server.share_out()
+        self.server.share_out_soon()
         self.send(messages.Registered(message.request, numbers))
 
     def _forget(self, message: messages.Forget) -> None:
-        group = self.groups.pop(message.group, None)
-        if group is not None:
+        group = self.groups.get(message.group)
+        if group is None:
+            return
+        self._times[message.group] -= 1
+        if not self._times[message.group]:
+            del self.groups[message.group], self._times[message.group]
             self.server.groups.leave(group)
-            self.server.share_out()
+            self.server.share_out_soon()
 
     # Leases ------------------------------------------------------------------------------------
 
     def _lease(self, message: messages.Lease) -> None:
+        if self.server.stopping:
+            return  # who has leased in advance would do so again; the end of it all is the answer
         request = message.request
         if request in self.leases or request in self.waiting:
             raise NonsenseError(f"request {request} is under way already")
@@ -304,12 +347,12 @@ class Connection:
             lease = await self.server.leases.acquire_for(
                 group.key, self.number, self.server.reclaim
             )
-        except TierStoreError as error:
+        except Exception as error:
             self.waiting.pop(request, None)
             self.send(messages.failure(request, error))
             return
         self.waiting.pop(request, None)
-        if self.closed:
+        if self.closed or self.let_go:
             lease.release()
         else:
             self._grant(request, group, lease)
@@ -369,6 +412,7 @@ class Connection:
         """Do what may take long on another thread. If it gives True, the worker is told it is done;
         until then, nothing else that it sends is looked at."""
         self._busy = True
+        self.unfinished = None
         self._loop.remove_reader(self.socket)
         task = self._loop.create_task(self._in_thread(request, action))
         self.server.keep(task)
@@ -376,7 +420,7 @@ class Connection:
     async def _in_thread(self, request: int, action: Callable[[], bool]) -> None:
         try:
             done = await self._loop.run_in_executor(None, action)
-        except (TierStoreError, TypeError, ValueError, OSError) as error:
+        except Exception as error:  # whatever it was: the worker waits to be told
             self._upload = None
             self.send(messages.failure(request, error))
         else:
@@ -387,11 +431,10 @@ class Connection:
         self._busy = False
         if self.closed:
             return
+        if self._incoming.unfinished and not self.let_go:
+            self.unfinished = time.monotonic()
         self._loop.add_reader(self.socket, self._readable)
-        try:
-            self._work()
-        except NonsenseError as error:
-            self.drop(str(error))
+        self._work()
 
     # The end -----------------------------------------------------------------------------------
 
@@ -401,25 +444,38 @@ class Connection:
             return
         self.closed = True
         self._loop.remove_reader(self.socket)
-        self._loop.remove_writer(self.socket)
+        self._stop_serving()
         if self._process is not None:
             self._loop.remove_reader(self._process)
             os.close(self._process)
         self.socket.close()
-        for waiting in self.waiting.values():
-            waiting.task.cancel()
         for granted in self.leases.values():
             granted.lease.release()
+        self.server.gone(self, printable(why))
+        self.leases.clear()
+
+    def _stop_serving(self) -> None:
+        self._loop.remove_writer(self.socket)
+        for waiting in self.waiting.values():
+            waiting.task.cancel()
+        self.waiting.clear()
         for group in self.groups.values():
             self.server.groups.leave(group)
-        while self._passed:
-            close_quietly(self._passed.popleft())
-        self.server.gone(self, why)
-        self.waiting.clear()
-        self.leases.clear()
         self.groups.clear()
+        self._close_passed()
+        self._inbox.clear()
+        self._unread.clear()
         self._files.clear()
         self._upload = None
+
+    def _close_passed(self) -> None:
+        while self._passed:
+            close_quietly(self._passed.popleft())
+
+
+def printable(text: str) -> str:
+    """What a worker says, for a line of the log."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _held(row: messages.File, descriptors: list[int]) -> HeldFile:
@@ -432,7 +488,8 @@ def _held(row: messages.File, descriptors: list[int]) -> HeldFile:
             stamp.inode,
         ):
             raise NonsenseError("it is another file")
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
             raise NonsenseError("it cannot be read")
     cached, *direct = descriptors
     file = DataFile.passed(row.path, cached, direct[0] if direct else None)

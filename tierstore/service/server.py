@@ -7,6 +7,7 @@ read. Its planner ranks a group by the earliest use that is expected of any work
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -23,7 +24,7 @@ from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import NEXT_USE_OF_ALL
 from tierstore.service.allowances import allowances
-from tierstore.service.connection import Connection, Waiting
+from tierstore.service.connection import Connection, Waiting, printable
 from tierstore.service.shared_groups import SharedGroups
 from tierstore.system.files import close_quietly
 from tierstore.tiers.shared_memory import SharedArena
@@ -43,6 +44,9 @@ RECLAIM_SECONDS = 0.01
 
 LOOK_SECONDS = 1.0
 """Seconds between looks at who waits, and for whom."""
+
+UNFINISHED_SECONDS = 10.0
+"""Seconds in which a message must have come as a whole."""
 
 HOPELESS_SECONDS = 60.0
 """Seconds without any change after which the longest wait is refused: nobody gives anything back.
@@ -72,6 +76,8 @@ class Server:
         self._budget = settings.tiers.budgets[Tier.HOST] or 0
         self._numbers = 0
         self._reclaimed = 0.0
+        self._to_reclaim = False
+        self._to_share_out = False
         self._changed = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
@@ -82,7 +88,7 @@ class Server:
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._accept)
         try:
-            while not self._stopping.is_set():
+            while not self.stopping:
                 self._look()
                 try:
                     await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS)
@@ -91,6 +97,11 @@ class Server:
         finally:
             self._loop.remove_reader(self._listening)
             self._listening.close()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether nobody is taken in any more, and nothing is leased."""
+        return self._stopping.is_set()
 
     def stop(self) -> None:
         """Take nobody in any more, and have `run` return."""
@@ -105,9 +116,15 @@ class Server:
             await asyncio.sleep(0.05)
         for connection in list(self.connections.values()):
             connection.drop("the service ends")
+            for granted in connection.leases.values():  # it may still be looking at it
+                self.arena.keep(self._memory_of(granted.lease))
         for task in list(self._tasks):
             task.cancel()
-        await self._loop.run_in_executor(None, self.engine.close)
+        try:
+            await self._loop.run_in_executor(None, self.engine.close)
+        finally:
+            for connection in list(self.connections.values()):
+                connection.close("the service has ended")
 
     def _leased(self) -> int:
         return sum(len(connection.leases) for connection in self.connections.values())
@@ -117,8 +134,12 @@ class Server:
     def _accept(self) -> None:
         try:
             made, _ = self._listening.accept()
-        except OSError:
-            return  # whoever connected is gone again, or there are no descriptors: they come back
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                log.warning("too many files are open for another worker: it waits")
+                self._loop.remove_reader(self._listening)
+                self._loop.call_later(LOOK_SECONDS, self._accept_again)
+            return  # else whoever connected is gone again
         raw = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, user, _ = _CREDENTIALS.unpack(raw)
         if user != os.geteuid():
@@ -132,13 +153,17 @@ class Server:
             return
         self._loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
 
+    def _accept_again(self) -> None:
+        if not self.stopping:
+            self._loop.add_reader(self._listening, self._accept)
+
     def _next_number(self) -> int:
         self._numbers += 1  # from 1: stream 0 is the service's own
         return self._numbers
 
     @staticmethod
     def _expect_hello(connection: Connection) -> None:
-        if not connection.name and not connection.closed:
+        if not connection.name:
             connection.drop("it has not said hello")
 
     def greeted(self, connection: Connection) -> None:
@@ -158,8 +183,19 @@ class Server:
             )
         finally:
             close_quietly(descriptor)
-        self.share_out()
+        self.share_out_soon()
         log.info("worker %s came", described(connection))
+
+    def let_go(self, connection: Connection, why: str) -> None:
+        """A worker is not served any more, and has not hung up yet."""
+        if not self.stopping:
+            self.share_out_soon()
+        log.warning(
+            "worker %s was let go: %s; it has not given back %d leases yet",
+            described(connection),
+            why,
+            len(connection.leases),
+        )
 
     def gone(self, connection: Connection, why: str) -> None:
         """A connection is over; what it had was given back."""
@@ -167,8 +203,8 @@ class Server:
         self.leases.end_stream(connection.number)
         if connection.name:
             self.changed()
-        if not self._stopping.is_set():
-            self.share_out()
+        if not self.stopping:
+            self.share_out_soon()
         if connection.name:
             counts = connection.counts
             log.info(
@@ -191,29 +227,47 @@ class Server:
         }
         return allowances(self._budget, self.groups.bytes_registered, largest)
 
-    def share_out(self) -> None:
-        """Tell workers what they may lease, if that has changed."""
+    def share_out_soon(self) -> None:
+        """Tell workers what they may lease, if that has changed: once for all changes until then.
+
+        Not at once: of a worker that is gone, that may show, and changes it again.
+        """
+        if not self._to_share_out:
+            self._to_share_out = True
+            self._loop.call_soon(self._share_out)
+
+    def _share_out(self) -> None:
+        self._to_share_out = False
         for number, nbytes in self._allowances().items():
-            connection = self.connections[number]
-            if nbytes != connection.allowance and connection.name:
+            connection = self.connections.get(number)
+            if connection is not None and nbytes != connection.allowance and connection.name:
                 connection.allowance = nbytes
                 connection.send(messages.Allowance(nbytes))
 
     def reclaim(self) -> None:
-        """Somebody waits for room: ask all for what they do not use."""
-        now = time.monotonic()
-        if now - self._reclaimed < RECLAIM_SECONDS:
-            return
-        self._reclaimed = now
+        """Somebody waits for room: ask all for what they do not use, soon if it was just done."""
+        if not self._to_reclaim:
+            self._to_reclaim = True
+            due = self._reclaimed + RECLAIM_SECONDS - time.monotonic()
+            self._loop.call_later(max(due, 0.0), self._reclaim)
+
+    def _reclaim(self) -> None:
+        self._to_reclaim = False
+        self._reclaimed = time.monotonic()
+        # A process that was let go may have connected again, and have leases from before, too.
+        holders = {connection.pid for connection in self.connections.values() if connection.leases}
         for connection in list(self.connections.values()):
-            if connection.leases:
+            if connection.pid in holders and connection.name:
                 connection.send(messages.Reclaim())
 
     def offset_of(self, lease: Lease) -> int:
         """Where a leased group lies in the arena."""
+        return self.arena.offset_of(self._memory_of(lease))
+
+    def _memory_of(self, lease: Lease) -> torch.Tensor:
         slot = self.engine.core.mover.entry(lease.group).slots[Tier.HOST]
         assert slot.memory is not None
-        return self.arena.offset_of(slot.memory)
+        return slot.memory
 
     def changed(self) -> None:
         """A lease was granted, or came back."""
@@ -229,6 +283,10 @@ class Server:
     def _look(self) -> None:
         """Name who holds what others wait for, and refuse what nobody can give."""
         now = time.monotonic()
+        for connection in list(self.connections.values()):
+            since = connection.unfinished
+            if since is not None and now - since > UNFINISHED_SECONDS:
+                connection.drop("the rest of a message does not come")
         waiting = [c for c in self.connections.values() if c.waiting]
         if not waiting or not self.engine.core.planner.idle():
             return
@@ -289,7 +347,7 @@ class Server:
 
 def described(connection: Connection) -> str:
     """A worker as the log calls it."""
-    return f"{connection.number} ({connection.name}, process {connection.pid})"
+    return f"{connection.number} ({printable(connection.name)}, process {connection.pid})"
 
 
 def _row(connection: Connection) -> messages.WorkerRow:

@@ -80,6 +80,19 @@ def listen(path: str) -> socket.socket:
     return made
 
 
+def identity(path: str) -> tuple[int, int, int]:
+    """What tells the socket at `path` from another one that is put there later. Raises OSError."""
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino, status.st_ctime_ns  # numbers are used again
+
+
+def remove(path: str, made: tuple[int, int, int]) -> None:
+    """Remove a socket that does not listen any more, unless another one is at its place by now."""
+    with contextlib.suppress(OSError):
+        if identity(path) == made:
+            os.unlink(path)
+
+
 def _remove_what_was_left(path: str) -> None:
     try:
         mode = os.lstat(path).st_mode
@@ -90,9 +103,12 @@ def _remove_what_was_left(path: str) -> None:
             f"{path} is there and is no socket: remove it, or pass another --socket"
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # where the queue of a service is full, nobody waits
         try:
             probe.connect(path)
-        except OSError:
+        except BlockingIOError:
+            pass
+        except ConnectionRefusedError:
             os.unlink(path)
             return
     raise StoreLockedError(

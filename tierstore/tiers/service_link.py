@@ -3,7 +3,9 @@
 A `Wire` is one connection, with a thread that reads what comes. A `ServiceLink` has one wire at a
 time: if the service is gone, every call that needs it raises ServiceLostError at once, and the next
 one looks whether it is back. What was leased over a wire that is lost stays readable: the arena's
-memory lives as long as somebody has it mapped, and nobody else is left to write to it.
+memory lives as long as somebody has it mapped, and the service leaves alone what was leased until
+the worker hangs up. So who is let go by a service that is alive hangs up only when it has given all
+leases of that wire back.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +43,9 @@ HELLO_SECONDS = 60.0
 
 PING_SECONDS = 1.0
 """Seconds after which who waits for an answer asks whether the messages arrive."""
+
+UNFINISHED_SECONDS = 10.0
+"""Seconds in which a message must have come as a whole, where somebody waits for one."""
 
 BATCH = 64
 """Groups that are registered with one message."""
@@ -81,6 +87,9 @@ class Wire:
         self.numbers: weakref.WeakKeyDictionary[SharedGroup, int] = weakref.WeakKeyDictionary()
         self._files: weakref.WeakKeyDictionary[HeldFile, int] = weakref.WeakKeyDictionary()
         self._opened = 0
+        self._held: set[int] = set()  # requests whose leases are here, or may come
+        self._over = False  # nobody reads any more
+        self._unfinished: float | None = None  # since when a message has been there in part
         self._listener = listener
         self._private = private
         self._outgoing = Outgoing()
@@ -100,7 +109,7 @@ class Wire:
     def _greet(self) -> tuple[messages.Welcome, SharedMap]:
         """Say hello. Returns the answer, and the arena."""
         name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
-        hello = messages.Hello(messages.VERSION, name[:200])
+        hello = messages.Hello(messages.VERSION, _shown(name)[:200])
         descriptors: list[int] = []
         self._socket.settimeout(HELLO_SECONDS)
         try:
@@ -114,7 +123,7 @@ class Wire:
                 self._take(message)
             self._socket.settimeout(None)
             return welcome, SharedMap(descriptors[0], welcome.arena, private=self._private)
-        except (OSError, NonsenseError) as error:
+        except (OSError, ValueError) as error:  # also of a map that cannot be
             raise ServiceLostError(self.path, str(error) or type(error).__name__) from error
         finally:
             for descriptor in descriptors:
@@ -150,6 +159,7 @@ class Wire:
                 with contextlib.suppress(TimeoutError):
                     answer = future.result(PING_SECONDS)
                     break
+                self._expect_the_rest()
                 self.post(messages.Ping())  # if a message was lost, this shows it
         finally:
             self._waiting.pop(request, None)
@@ -175,6 +185,38 @@ class Wire:
                 raise
             raise ServiceLostError(self.path, str(error)) from error
 
+    def _expect_the_rest(self) -> None:
+        since = self._unfinished
+        if since is not None and time.monotonic() - since > UNFINISHED_SECONDS:
+            self.end("the rest of a message does not come")
+
+    # Leases ------------------------------------------------------------------------------------
+
+    def lease(self, group: SharedGroup, number: int) -> SharedLease:
+        """A lease on the group that the service knows by this number. See `ServiceLink.lease`."""
+        request = self.new_request()
+        self._held.add(request)
+        try:
+            message = messages.Lease(request, number)
+            answer = self.ask(request, message, messages.Leased, group.key)
+            if answer.nbytes != group.nbytes:
+                raise ServiceLostError(self.path, "it leased other bytes than were asked for")
+            memory = self.map.view(answer.offset, answer.nbytes)
+        except BaseException:
+            self._give_back(messages.Cancel(request))
+            raise
+        return SharedLease(self, request, answer.offset, memory)
+
+    def release(self, request: int) -> None:
+        """Give a lease back. If the service is gone, so is the lease."""
+        self._give_back(messages.Release(request))
+
+    def _give_back(self, message: messages.Release | messages.Cancel) -> None:
+        with contextlib.suppress(ServiceLostError):
+            self.post(message)
+        self._held.discard(message.request)
+        self._hang_up()
+
     # Files and groups --------------------------------------------------------------------------
 
     def number_of_file(self, held: HeldFile, table: FileTable) -> int:
@@ -189,7 +231,7 @@ class Wire:
         descriptors = file.descriptors
         stamp = held.stamp
         row = messages.File(
-            held.path,
+            _shown(held.path),
             (stamp.device, stamp.inode, stamp.size, stamp.modified_ns, stamp.changed_ns),
             held.header_digest,
             len(descriptors) > 1,
@@ -203,14 +245,30 @@ class Wire:
 
     def _read(self) -> None:
         """Take what comes, until the connection ends."""
-        why = "it closed the connection"
+        why = "its messages cannot be read any more"
         try:
             while data := self._socket.recv(AT_MOST):
+                came = False
                 for message in self._incoming.feed(data):
                     self._take(message)
-        except (OSError, NonsenseError) as error:
+                    came = True
+                if came or self._unfinished is None:
+                    self._unfinished = time.monotonic() if self._incoming.unfinished else None
+            why = "it closed the connection"
+        except OSError as error:
             why = str(error)
+        except NonsenseError as error:
+            why = str(error)
+            self._give_back_idle(why)
+        finally:
+            self.end(why)
+            self._over = True
+            self._hang_up()
+
+    def _give_back_idle(self, why: str) -> None:
+        """The service may be alive, and others may need the room of what nobody uses here."""
         self.end(why)
+        self._listener.reclaim()
 
     def _take(self, message: Any) -> None:
         if isinstance(message, messages.Allowance):
@@ -221,6 +279,8 @@ class Wire:
             raise NonsenseError(message.why)
         elif isinstance(message, messages.Pong):
             pass
+        elif isinstance(message, messages.Welcome):
+            raise NonsenseError("it welcomes this worker twice")
         else:
             future = self._waiting.get(message.request)
             if future is not None and not future.done():
@@ -228,29 +288,39 @@ class Wire:
             elif isinstance(message, messages.Leased):
                 self.release(message.request)  # whoever asked for it does not wait any more
 
-    def release(self, request: int) -> None:
-        """Give a lease back. If the service is gone, so is the lease."""
-        with contextlib.suppress(ServiceLostError):
-            self.post(messages.Release(request))
-
     def end(self, why: str) -> None:
         """The connection is over: whoever waits is told why."""
         with self._sending:
             if self.lost is None:
                 self.lost = why
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RD)  # nobody reads on; the service keeps leases
         for future in list(self._waiting.values()):
             with contextlib.suppress(Exception):  # it has just been answered
                 future.set_exception(ServiceLostError(self.path, self.lost or why))
 
+    def _hang_up(self) -> None:
+        """Once the connection is over and no lease of it is left here, have the service know."""
+        if self._over and not self._held:
+            with self._sending:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # a child may have it, too
+                self._socket.close()
+
     def close(self) -> None:
         """End the connection. What is still looked at stays mapped."""
         self.end("the store was closed")
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
             self._reader.join(HELLO_SECONDS)
         self._socket.close()
         self.map.close()
+
+
+def _shown(text: str) -> str:
+    """A name for people to read: one of files need not be text."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _connected(path: str) -> socket.socket:
@@ -296,7 +366,7 @@ class ServiceLink:
                 self._wire = Wire(self.path, self.listener, private=self.private)
                 if again:
                     # What is leased and idle was of another arena, beside the budget of this one.
-                    self.listener.allowance(0)
+                    self.listener.reclaim()
                 self.listener.allowance(self._wire.welcome.allowance)
             return self._wire
 
@@ -366,13 +436,7 @@ class ServiceLink:
         if number is None:  # the service was started again since
             self.register([group])
             number = wire.numbers[group]
-        request = wire.new_request()
-        message = messages.Lease(request, number)
-        answer = wire.ask(request, message, messages.Leased, group.key)
-        if answer.nbytes != group.nbytes:
-            raise ServiceLostError(self.path, "it leased another number of bytes than was asked")
-        memory = wire.map.view(answer.offset, answer.nbytes)
-        return SharedLease(wire, request, answer.offset, memory)
+        return wire.lease(group, number)
 
     def release(self, lease: SharedLease) -> None:
         """Give a lease back: nobody looks at its memory any more, nor does a device."""

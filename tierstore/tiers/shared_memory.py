@@ -90,6 +90,7 @@ class SharedArena:
         self.size = RANGES * round_up(budget, CHUNK)
         self._free = FreeRanges(self.size)
         self._made: dict[int, int] = {}  # bytes of ranges by their offsets
+        self._kept: set[int] = set()
         self._lock = RLock()
         with _refusals(self.size):
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -136,10 +137,13 @@ class SharedArena:
     def unmake(self, memory: torch.Tensor) -> None:
         """Give the pages of memory that was made back to the system, at once; its range is free.
 
-        Whoever still looks at it sees zeros, and later what is made there next.
+        Whoever still looks at it sees zeros, and later what is made there next. What is to be kept
+        stays.
         Raises ValueError for other memory, and OSError if the system refuses: then it stays.
         """
         offset = self.offset_of(memory)
+        if offset in self._kept:
+            return
         nbytes, address = self._made[offset], self._address + offset
         if libc.madvise(address, nbytes, mmap.MADV_REMOVE):
             number = ctypes.get_errno()
@@ -147,6 +151,10 @@ class SharedArena:
         if whole := nbytes // CHUNK * CHUNK:
             _advise(address, whole, mmap.MADV_NOHUGEPAGE)
         under(self._lock, lambda: self._free.give(offset, self._made.pop(offset)))
+
+    def keep(self, memory: torch.Tensor) -> None:
+        """Have memory last as long as the file: somebody still looks at it. Raises ValueError."""
+        self._kept.add(self.offset_of(memory))
 
     def offset_of(self, memory: torch.Tensor) -> int:
         """Where in the file memory begins that was made and not unmade. Raises ValueError."""

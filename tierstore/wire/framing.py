@@ -60,6 +60,11 @@ class Incoming(Generic[M]):
         self._length = 0
         self._came = 0
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a message has come in part."""
+        return self._length > 0
+
     def feed(self, data: bytes) -> Iterator[M]:
         """The messages that end with these bytes, in order. To be looked through to the end.
 
@@ -73,7 +78,7 @@ class Incoming(Generic[M]):
             at += HEAD.size + len(body)
             try:
                 message = self._decoder.decode(body)
-            except (msgspec.DecodeError, RecursionError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise NonsenseError(f"{error} (in {len(body):,} bytes)") from error
             yield message
         rest = buffer[at:]

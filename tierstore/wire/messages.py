@@ -104,7 +104,7 @@ class CloseFile(Message):
     file: Number
 
 
-class Piece(Row):
+class Piece(Row, gc=False):
     """`nbytes` bytes from `offset` of a file (by its number), which are read to byte `at`."""
 
     file: Number
@@ -113,7 +113,7 @@ class Piece(Row):
     at: Number
 
 
-class Shift(Row):
+class Shift(Row, gc=False):
     """Bytes to move inside the group once it is read."""
 
     src: Number
@@ -121,7 +121,7 @@ class Shift(Row):
     nbytes: Count
 
 
-class Checksum(Row):
+class Checksum(Row, gc=False):
     """What the xxh3_64 checksum of some bytes of the group must be, once they are moved."""
 
     name: Text
@@ -154,7 +154,7 @@ class Registered(Message):
 
 
 class Forget(Message):
-    """A worker leases this group no more."""
+    """A worker leases this group no more: once for each time that it has registered it."""
 
     group: Number
 

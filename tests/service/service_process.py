@@ -1,0 +1,103 @@
+"""Services in processes of their own, which start at once: torch is imported already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.fresh import run_fresh
+from tierstore import TierStore
+from tierstore.wire.asking import NoAnswerError, report_of
+from tierstore.wire.messages import Report
+
+PROGRAM = Path(__file__).with_name("served.py")
+
+
+class ServiceProcess:
+    """`tierstore-serve DIRECTORY` with these options. One at a time in a process that tests."""
+
+    def __init__(self, directory: Path, *options: str, notes: Path | None = None) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="ts-")
+        os.chmod(self._place.name, 0o700)
+        self.socket = os.path.join(self._place.name, "s")
+        self._words = (
+            str(notes or "-"),
+            str(directory),
+            "--socket",
+            self.socket,
+            *options,
+        )
+        self._done: subprocess.CompletedProcess[str] | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.pid = self._wait_until_ready().pid
+
+    def _run(self) -> None:
+        self._done = run_fresh(PROGRAM, *self._words, directory=Path(self._place.name))
+
+    def _wait_until_ready(self) -> Report:
+        ends = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(NoAnswerError):
+                return report_of(self.socket)
+            assert time.monotonic() < ends, "it does not begin"
+            assert self._thread.is_alive(), self._done
+            time.sleep(0.01)
+
+    def report(self) -> Report:
+        return report_of(self.socket)
+
+    def connect(self, **options: object) -> TierStore:
+        """A store that is served here."""
+        return TierStore.connect(self.socket, device="cpu", **options)  # type: ignore[arg-type]
+
+    def resident_bytes(self) -> int:
+        """What it has in memory of its own: neither files nor the arena."""
+        with open(f"/proc/{self.pid}/status") as status:
+            lines = dict(line.split(":", 1) for line in status)
+        return int(lines["RssAnon"].split()[0]) << 10
+
+    def descriptors(self) -> list[str]:
+        """What it has open, but for connections."""
+        found = []
+        for name in os.listdir(f"/proc/{self.pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(f"/proc/{self.pid}/fd/{name}"))
+        return sorted(found)
+
+    def send_signal(self, number: int = signal.SIGTERM) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 30.0) -> subprocess.CompletedProcess[str]:
+        """How it has ended, which it must do by then."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "it goes on"
+        assert self._done is not None
+        return self._done
+
+    def end(self, number: int = signal.SIGTERM) -> subprocess.CompletedProcess[str]:
+        """End it, if it has not ended yet. How it did."""
+        if self._thread.is_alive():
+            self.send_signal(number)
+        done = self.wait()
+        self._place.cleanup()
+        return done
+
+
+@contextlib.contextmanager
+def served_by_a_process(
+    directory: Path, ram: int, *options: str, notes: Path | None = None
+) -> Iterator[ServiceProcess]:
+    """A service of this directory, until the end."""
+    service = ServiceProcess(directory, "--ram", f"{ram >> 10}KiB", *options, notes=notes)
+    try:
+        yield service
+    finally:
+        service.end()

@@ -1,0 +1,152 @@
+"""How a service ends: at once, cleanly, and without a worker losing what it looks at."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.service.service_process import served_by_a_process
+from tests.service.serving import ThreadService, serving
+from tests.service.test_serving import MIB, checkpoint, same
+from tierstore import ServiceLostError, TierStore
+from tierstore.service import sockets
+
+RAM = 4 * MIB + 65536
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_though_a_worker_holds_leases(tmp_path: Path, number: int):
+    tensors = checkpoint(tmp_path / "m.safetensors", groups=3)
+    with (
+        served_by_a_process(tmp_path / "served", RAM, "--deadline", "0.3") as service,
+        service.connect() as store,
+    ):
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        with store.acquire("w0") as lease:
+            service.send_signal(number)
+            began = time.monotonic()
+            done = service.wait(10)
+            assert 0.2 < time.monotonic() - began < 5
+            assert same(lease, tensors["w0"], "w0")
+            assert done.returncode == 0, done.stderr
+            assert not os.path.exists(service.socket)
+            with TierStore(RAM, tmp_path / "served", device="cpu") as again:
+                assert not again.keys()
+        began = time.monotonic()
+        with pytest.raises(ServiceLostError):
+            store.acquire("w1")
+        assert time.monotonic() - began < 1
+    came, *others = [line for line in done.stderr.splitlines() if " worker " in line]
+    assert re.search(r"INFO worker 2 \(.*, process \d+\) came$", came)  # 1 asked for the state
+    assert "the service ends" in others[0]
+    assert "WARNING" not in done.stderr.replace("WARNING worker 2", "")
+
+
+def test_one_line_for_who_comes_and_one_for_who_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, logger="tierstore.service")
+    checkpoint(tmp_path / "m.safetensors", groups=3)
+    with serving(tmp_path / "served", RAM) as service:
+        with service.connect() as store:
+            store.register_checkpoint(tmp_path / "m.safetensors")
+            for name in ("w0", "w1", "w0"):
+                with store.acquire(name):
+                    pass
+        service.wait_until(lambda: not service.server.connections)
+        came, went = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"worker 1 \(.*, process \d+\) came", came)
+    assert re.fullmatch(
+        r"worker 1 \(.*\) went: it closed the connection; it was granted \d leases .*", went
+    )
+
+
+def test_an_end_that_nobody_delays_takes_no_time(tmp_path: Path):
+    checkpoint(tmp_path / "m.safetensors", groups=3)
+    with (
+        served_by_a_process(tmp_path / "served", RAM, "--deadline", "30") as service,
+        service.connect() as store,
+    ):
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        with store.acquire("w0"):
+            pass  # and stays leased, as it may be of use again
+        began = time.monotonic()
+        assert service.end().returncode == 0
+        assert time.monotonic() - began < 5
+
+
+def test_what_is_held_stays_true_after_the_end(tmp_path: Path):
+    tensors = checkpoint(tmp_path / "m.safetensors", groups=4)
+    with serving(tmp_path / "served", RAM) as service:
+        store = service.connect()
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        lease = store.acquire("w0")
+    assert same(lease, tensors["w0"], "w0")
+    store.close()
+    assert same(lease, tensors["w0"], "w0")
+    lease.release()
+
+
+def let_go(service: ThreadService) -> None:
+    """Have the service let its only worker go, which has done nothing wrong."""
+    (connection,) = service.server.connections.values()
+    service.loop.call_soon_threadsafe(connection.drop, "a test of it")
+    service.wait_until(lambda: connection.let_go)
+
+
+def test_what_is_held_stays_true_when_a_worker_is_let_go(tmp_path: Path):
+    tensors = checkpoint(tmp_path / "m.safetensors", groups=12)
+    with serving(tmp_path / "served", RAM) as service, service.connect() as store:
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        with store.acquire("w0") as lease:
+            with store.acquire("w1"):
+                pass  # leased and idle
+            let_go(service)
+            with service.connect() as other:  # would take the room
+                other.register_checkpoint(tmp_path / "m.safetensors")
+                for i in range(1, 12):
+                    with other.acquire(f"w{i}"):
+                        pass
+            assert same(lease, tensors["w0"], "w0")
+            assert torch.equal(store.get("w1"), tensors["w1"])  # over a new connection
+            assert same(lease, tensors["w0"], "w0")
+            assert len(service.server.connections) == 2
+        with service.connect() as other, service.connect() as third:  # need all of the room
+            leases = []
+            for each, names in ((other, ("w8", "w9")), (third, ("w10", "w11"))):
+                each.register_checkpoint(tmp_path / "m.safetensors")
+                leases += [each.acquire(name, timeout=5) for name in names]
+            for taken in leases:
+                taken.release()
+        service.wait_until(lambda: len(service.server.connections) == 1)
+        for name, tensor in tensors.items():
+            assert torch.equal(store.get(name), tensor)
+    assert service.leased() == 0
+
+
+def test_a_service_that_ends_removes_no_other_ones_socket(tmp_path: Path):
+    checkpoint(tmp_path / "m.safetensors", groups=1)
+    with served_by_a_process(tmp_path / "served", RAM, "--deadline", "5") as service:
+        with service.connect() as store:
+            store.register_checkpoint(tmp_path / "m.safetensors")
+            with store.acquire("w0"):
+                service.send_signal()
+                ThreadService.wait_until(lambda: not is_live(service.socket))
+                following = sockets.listen(service.socket)  # the next service begins meanwhile
+            assert service.wait(10).returncode == 0
+        assert is_live(service.socket)
+        following.close()
+
+
+def is_live(path: str) -> bool:
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
