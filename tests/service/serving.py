@@ -77,6 +77,8 @@ class ThreadService:
         """A store that is served here."""
         return TierStore.connect(self.socket, device="cpu", **options)  # type: ignore[arg-type]
 
+    wait_until = staticmethod(wait_until)
+
     def stats(self) -> Stats:
         """What its store has done."""
         return self.server.engine.reporting.stats()
