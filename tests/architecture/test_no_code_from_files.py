@@ -25,6 +25,9 @@ CALLS = {
     *("ctypes.cdll.LoadLibrary", "builtins.exec", "builtins.eval", "builtins.compile"),
 }
 
+TYPED = {"tierstore/cli/page.py": ["http.client", "urllib.request"]}
+"""Where the network is reached: at a URL that a user typed, for a text in which numbers are."""
+
 DYNAMIC = {"importlib.import_module", "import_module", "importlib.util.spec_from_file_location"}
 """Calls that import a module by its name: only a name that is written in the source will do."""
 
@@ -120,5 +123,6 @@ def test_nothing_in_the_package_could_run_what_a_file_holds() -> None:
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for path, tree in parsed_files(None, set())
         for line, what in dangers(tree)
+        if what not in TYPED.get(str(path.relative_to(ROOT)), ())
     ]
     assert not found, "no code may ever come from a file"

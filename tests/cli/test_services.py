@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from tests.cli.conftest import Inspect, command, environment, start
-from tests.service.serving import ThreadService, serving
+from tests.service.serving import ThreadService, serving, wait_until
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStore
 from tierstore.cli.looks import Look, looks_in, rates
@@ -182,7 +181,7 @@ def named_worker(service: ThreadService) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(service.socket)
         raw.sendall(Outgoing().encoded(Hello(VERSION, EVIL)))
-        service.wait_until(lambda: any(c.name for c in service.server.connections.values()))
+        wait_until(lambda: any(c.name for c in service.server.connections.values()))
         yield
 
 
@@ -353,16 +352,10 @@ def test_neither_loads_torch(words: tuple[str, ...], service: ThreadService) -> 
         (["top", "http://127.0.0.1:1/metrics"], "prometheus_client", "metrics"),
     ],
 )
-def test_a_missing_package_is_named(
-    words: list[str], module: str, extra: str, monkeypatch: pytest.MonkeyPatch, inspect: Inspect
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("tierstore.wire.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, f"{module}.parser", None)
-    result = inspect(*words)
-    assert result.exit_code == 2
-    assert f"pip install 'tierstore[{extra}]'" in result.stderr
+def test_a_missing_package_is_named(words: list[str], module: str, extra: str) -> None:
+    run = start(*words, before=f"import sys; sys.modules[{module!r}] = None")
+    assert run.returncode == 2
+    assert f"pip install 'tierstore[{extra}]'" in run.stderr
 
 
 # A served directory ------------------------------------------------------------------------------

@@ -9,12 +9,32 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore import TierStore
 from tierstore.observe.stats import Stats
 from tierstore.service import sockets
 from tierstore.service.server import Server, settings_of
+
+
+@dataclass
+class LeftOver:
+    """What a service has: workers, leases, descriptors, threads, bytes of memory."""
+
+    workers: int
+    leases: int
+    descriptors: int
+    threads: int
+    resident: int
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until something is true that somebody else makes so."""
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends, "it has not become true"
+        time.sleep(0.005)
 
 
 class ThreadService:
@@ -57,6 +77,8 @@ class ThreadService:
         """A store that is served here."""
         return TierStore.connect(self.socket, device="cpu", **options)  # type: ignore[arg-type]
 
+    wait_until = staticmethod(wait_until)
+
     def stats(self) -> Stats:
         """What its store has done."""
         return self.server.engine.reporting.stats()
@@ -64,14 +86,6 @@ class ThreadService:
     def leased(self) -> int:
         """The leases that are out."""
         return sum(len(c.leases) for c in list(self.server.connections.values()))
-
-    @staticmethod
-    def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-        """Wait until something is true that another thread makes so."""
-        ends = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < ends, "it has not become true"
-            time.sleep(0.005)
 
     def stop(self) -> None:
         """End it, as SIGTERM does."""

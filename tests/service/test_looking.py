@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.serving import ThreadService, serving
+from tests.service.serving import ThreadService, serving, wait_until
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
-from tierstore.service import server
 from tierstore.service.metrics import serve_metrics
 from tierstore.wire import messages
 from tierstore.wire.asking import NoAnswerError, report_of
@@ -57,7 +57,28 @@ def test_it_tells_of_its_workers(service: ThreadService, tmp_path: Path) -> None
         assert report.tiers["HOST"][0] >= MIB
         assert report.tiers["HOST"][1] == 4 * MIB + 65536
         assert report.read_bytes >= MIB
-    service.wait_until(lambda: not report_of(service.socket).workers)
+    wait_until(lambda: not report_of(service.socket).workers)
+
+
+def test_it_tells_who_waits_and_since_when(service: ThreadService, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        checkpoint(tmp_path / f"{name}.safetensors", groups=1, nbytes=4 * MIB)
+    with service.connect() as one, service.connect() as other:
+        one.register_checkpoint(tmp_path / "one.safetensors")
+        other.register_checkpoint(tmp_path / "other.safetensors")
+        with one.acquire("w0"):
+            thread = threading.Thread(target=lambda: other.acquire("w0").release())
+            thread.start()
+            wait_until(lambda: any(w.waits for w in report_of(service.socket).workers))
+            time.sleep(0.05)
+            holder, waiter = report_of(service.socket).workers
+            assert (holder.leases, holder.waits, holder.waiting) == (1, 0, 0)
+            assert (waiter.leases, waiter.waits) == (0, 1)
+            assert 0.05 <= waiter.waiting < 30
+            assert holder.longest_lease > waiter.waiting
+        thread.join(30)
+        waiter = report_of(service.socket).workers[1]
+        assert (waiter.waits, waiter.granted, waiter.hits) == (0, 1, 0)
 
 
 def test_who_asks_is_no_worker(
@@ -71,18 +92,14 @@ def test_who_asks_is_no_worker(
         log.clear()
         for _ in range(20):
             assert len(report_of(service.socket).workers) == 1
-        service.wait_until(lambda: len(service.server.connections) == 1)
+        wait_until(lambda: len(service.server.connections) == 1)
         assert connection.allowance == allowance
-    service.wait_until(lambda: not service.server.connections)
+    wait_until(lambda: not service.server.connections)
     (went,) = log.messages  # and not a word of twenty that asked
     assert "went" in went
 
 
-def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(server, "HOPELESS_SECONDS", 0.4)
+def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "one.safetensors", groups=1, nbytes=4 * MIB)
     shutil.copy(tmp_path / "one.safetensors", tmp_path / "other.safetensors")
     with (
@@ -91,6 +108,7 @@ def test_who_asks_does_not_put_off_that_a_hopeless_wait_is_refused(
         service.connect() as other,
         asking(service.socket, 0.1),
     ):
+        service.server.hopeless_seconds = 0.4
         one.register_checkpoint(tmp_path / "one.safetensors")
         other.register_checkpoint(tmp_path / "other.safetensors")
         with one.acquire("w0"), pytest.raises(TierStoreError, match="no worker has given anything"):
@@ -121,7 +139,7 @@ def test_who_says_nothing_is_logged_but_who_asks_is_not(
     report_of(service.socket)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.connect(service.socket)
-    service.wait_until(lambda: bool(log.messages))
+    wait_until(lambda: bool(log.messages))
     assert len(log.messages) == 1
 
 
@@ -149,7 +167,7 @@ def test_names_of_workers_are_cut(service: ThreadService) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(service.socket)
         raw.sendall(Outgoing().encoded(messages.Hello(messages.VERSION, "x" * 4096)))
-        service.wait_until(lambda: bool(report_of(service.socket).workers))
+        wait_until(lambda: bool(report_of(service.socket).workers))
         assert report_of(service.socket).workers[0].name == "x" * 200
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.service.serving import ThreadService, serving
+from tests.service.serving import ThreadService, serving, wait_until
 from tierstore import Access, BudgetError, TierStore, UnknownKeyError
 
 MIB = 1 << 20
@@ -169,7 +169,7 @@ def test_everything_comes_back_from_a_worker_that_ends(service: ThreadService, t
     leases = [store.acquire(f"w{i}") for i in range(3)]
     assert service.leased() == 3
     store.close()
-    service.wait_until(lambda: service.leased() == 0 and not service.server.connections)
+    wait_until(lambda: service.leased() == 0 and not service.server.connections)
     assert len(leases) == 3
 
 

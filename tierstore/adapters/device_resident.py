@@ -80,8 +80,15 @@ class DeviceResident:
             self._wrapped.append(wrapped)
 
     def _take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._store.put(key, tensors, durable=False)
-        lease = engine_of(self._store).leases.acquire_permanently(key, Access.UPDATE)
+        engine = engine_of(self._store)
+        if engine.is_connected:
+            # They pass through the service's memory: there may be none of our own. What changes is
+            # the copy on the device, which nobody else has for as long as it is leased.
+            engine.groups.register(key, tensors)
+            lease = engine.leases.acquire_permanently(key, Access.READ)
+        else:
+            self._store.put(key, tensors, durable=False)
+            lease = engine.leases.acquire_permanently(key, Access.UPDATE)
         self.leases.append(lease)
         for name, tensor in tensors.items():
             self._before.append((tensor, tensor.device))

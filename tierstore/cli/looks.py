@@ -5,25 +5,17 @@ A service tells by its socket; the stores of a process by the page that they hav
 
 from __future__ import annotations
 
-import http.client
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.output import Code, Document, Failure
+from tierstore.cli.page import page_at
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-PAGE_SECONDS = 5.0
-"""Seconds for a page of metrics to come."""
-
-LONGEST_PAGE = 16 << 20
-"""Bytes of a page of metrics. More is none."""
 
 SERVICE = "service"
 """What a service calls its own store in its metrics."""
@@ -126,8 +118,12 @@ def rates(before: Look | None, after: Look) -> Document:
 
 def looks_at_page(url: str) -> list[Look]:
     """A look at each of the stores that tell of themselves at a URL. Raises Failure."""
-    _parser()
-    return looks_in(_page(url), url)
+    _parser()  # before anybody is asked
+    try:
+        text = page_at(url)
+    except (OSError, ValueError) as error:
+        raise _no_page(url, str(error)) from error
+    return looks_in(text, url)
 
 
 def looks_in(text: str, url: str) -> list[Look]:
@@ -196,20 +192,6 @@ def _workers(samples: Mapping[str, list[Any]]) -> dict[str, WorkerLook]:
         worker.granted += sample.value
         worker.hits += sample.value if sample.labels["met"] == _HIT else 0
     return workers
-
-
-def _page(url: str) -> str:
-    # No proxy: pages of metrics are for machines nearby.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=PAGE_SECONDS) as answer:
-            found = answer.read(LONGEST_PAGE + 1)
-        if len(found) > LONGEST_PAGE:
-            raise ValueError(f"it has more than {LONGEST_PAGE:,} bytes")
-        return str(found.decode())
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise _no_page(url, str(reason) or type(error).__name__) from error
 
 
 def _no_page(url: str, why: str) -> Failure:

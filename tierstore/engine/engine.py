@@ -54,6 +54,11 @@ class Engine:
             core.finalizer()
             raise
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a service serves what is registered."""
+        return self.core.settings.tiers.link is not None
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a TierStore belongs to its process: open another one, with a disk_dir of its own, in "

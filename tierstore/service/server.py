@@ -71,6 +71,7 @@ class Server:
         self.connections: dict[int, Connection] = {}
         self.path = path
         self.since = time.time()
+        self.hopeless_seconds = HOPELESS_SECONDS
         self._listening = listening
         self._budget = settings.tiers.budgets[Tier.HOST] or 0
         self._numbers = 0
@@ -297,7 +298,7 @@ class Server:
                     f"{sum(granted.nbytes for granted in late):,}",
                     HELD_SECONDS,
                 )
-        if now - self._changed > HOPELESS_SECONDS:
+        if now - self._changed > self.hopeless_seconds:
             self.changed()
             longest = min(waiting, key=lambda c: min(w.since for w in c.waiting.values()))
             longest.refuse_longest_wait(self._hopeless)
@@ -313,7 +314,7 @@ class Server:
             Tier.HOST.name,
             nbytes,
             self._budget,
-            f"for {HOPELESS_SECONDS:.0f} s no worker has given anything back ({held}): release "
+            f"for {self.hopeless_seconds:g} s no worker has given anything back ({held}): release "
             "leases, or start tierstore-serve with a larger --ram",
         )
 

@@ -115,6 +115,19 @@ def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
         return None
 
 
+def may_be_written(address: int, nbytes: int) -> bool:
+    """Whether any page of a private file mapping was written to since it was mapped, as far as the
+    system tells; True if it does not."""
+    try:
+        with open(PAGEMAP, "rb", buffering=0) as pagemap:
+            if not _any_written(pagemap.fileno(), address, address + nbytes):
+                return False
+            pages = _written_pages_in(pagemap.fileno(), address, nbytes)
+            return pages is None or bool(pages.any())
+    except OSError:
+        return True
+
+
 def _written_pages_in(pagemap: int, address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
     first, last = address // PAGE, (address + nbytes - 1) // PAGE
     wanted = (last - first + 1) * _PAGEMAP_ENTRY

@@ -38,7 +38,7 @@ from tierstore.wire.messages import FromService, Message
 AT_MOST = 65536
 """Bytes that are read from the socket at once."""
 
-HELLO_SECONDS = 10.0
+HELLO_SECONDS = 60.0
 """Seconds for the service to answer who connects; it may be at loading its libraries."""
 
 PING_SECONDS = 1.0

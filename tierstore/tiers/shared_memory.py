@@ -31,6 +31,7 @@ from tierstore.model.locks import RLock, under
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.files import close_quietly
 from tierstore.system.mapping import libc, map_open_file
+from tierstore.system.maps import may_be_written
 from tierstore.tiers.pages import HUGE_PAGE
 
 RANGES = 16
@@ -206,11 +207,15 @@ class SharedMap:
     def refresh(self, offset: int, nbytes: int) -> None:
         """Show the owner's bytes again, whatever this process wrote to these whole pages.
 
-        Raises ValueError for a map that is not private, and for bytes that it does not have.
+        Where it wrote to none, as almost always, they stay as they are: to find each page anew
+        costs more than to look whether it must be. Raises ValueError for a map that is not private,
+        and for bytes that it does not have.
         """
         if not self._private or offset % PAGE:
             raise ValueError("only whole pages of a private map can be refreshed")
         address = _address(self._part(offset, nbytes))
+        if not may_be_written(address, nbytes):
+            return
         if libc.madvise(address, round_up(nbytes, PAGE), mmap.MADV_DONTNEED):
             number = ctypes.get_errno()
             raise OSError(number, f"{os.strerror(number)}: could not refresh shared memory")

@@ -1,0 +1,49 @@
+"""Workers and services that are killed at random moments, looked at from outside."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fresh import ROOT, run_fresh
+from tests.helpers.processes import results_in
+from tests.lanes import by_lane
+
+KILLED = Path(__file__).with_name("killed.py")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory with a short name: the path of a socket is short."""
+    made = Path(tempfile.mkdtemp(prefix="ts-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def run(what: str, count: int, place: Path, seconds: float) -> Any:
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = run_fresh(
+        KILLED, what, str(count), "7", directory=place, seconds=seconds, environment=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return results_in(done.stdout)[-1]
+
+
+def test_killed_workers_leave_nothing_behind(place: Path) -> None:
+    found = run("workers", by_lane(8, 120, 1000), place, by_lane(60, 300, 3000))
+    before, after = found["before"], found["after"]
+    assert before["workers"] == after["workers"] == after["leases"] == 0
+    assert after["descriptors"] == before["descriptors"]
+    assert after["threads"] == before["threads"]
+    assert after["resident"] - before["resident"] < 16 << 20
+
+
+def test_workers_go_on_when_a_killed_service_is_back(place: Path) -> None:
+    count = by_lane(3, 25, 200)
+    found = run("services", count, place, by_lane(60, 300, 3000))
+    assert found == {"alive": [True, True], "killed": count}
