@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from tests.lanes import by_lane
+from tests.service.limits import set_limit
 from tests.service.proxy import Fault, Harm, Proxy
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint, same
 from tierstore import Access, TierStore, TierStoreError
 from tierstore.service import server
-from tierstore.tiers import service_link
+from tierstore.tiers import service_wire
 
 SECONDS = 5.0
 NO_FAULT = Fault(True, -1, Harm.NONE)
@@ -29,11 +30,11 @@ HARMS = [harm for harm in Harm if harm is not Harm.NONE]
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadService]:
-    monkeypatch.setattr(service_link, "HELLO_SECONDS", 0.5)
-    monkeypatch.setattr(service_link, "PING_SECONDS", 0.05)
-    monkeypatch.setattr(service_link, "UNFINISHED_SECONDS", 0.1)
-    monkeypatch.setattr(server, "UNFINISHED_SECONDS", 0.1)
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
+    set_limit(monkeypatch, service_wire, "HELLO_SECONDS", 0.5)
+    set_limit(monkeypatch, service_wire, "PING_SECONDS", 0.05)
+    set_limit(monkeypatch, service_wire, "UNFINISHED_SECONDS", 0.1)
+    set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 0.1)
+    set_limit(monkeypatch, server, "LOOK_SECONDS", 0.05)
     with serving(tmp_path / "served", 4 * MIB + 65536) as running:
         yield running
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.lanes import by_lane
+from tests.service.limits import set_limit
 from tests.service.raw import PAGE, RawWorker, pages
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB
@@ -50,7 +51,7 @@ def nobody_is_left(service: ThreadService) -> bool:
 def test_who_says_nothing_is_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(server, "HELLO_SECONDS", 0.2)
+    set_limit(monkeypatch, server, "HELLO_SECONDS", 0.2)
     with serving(tmp_path / "served", MIB) as service, RawWorker(service.socket) as polite:
         began = time.monotonic()
         with RawWorker(service.socket, name=None) as silent:
@@ -63,8 +64,8 @@ def test_who_says_nothing_is_let_go(
 def test_the_rest_of_a_message_must_come(
     service: ThreadService, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(server, "UNFINISHED_SECONDS", 0.1)
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
+    set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 0.1)
+    set_limit(monkeypatch, server, "LOOK_SECONDS", 0.05)
     with RawWorker(service.socket) as slow, RawWorker(service.socket) as quick:
         slow.send_bytes(b"\x90\0\0")
         assert "the rest of a message" in slow.why_refused()
@@ -77,8 +78,8 @@ def test_the_rest_of_a_message_must_come(
 def test_the_rest_of_an_upload_may_take_its_time(
     service: ThreadService, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(server, "UNFINISHED_SECONDS", 0.3)
-    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
+    set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 0.3)
+    set_limit(monkeypatch, server, "LOOK_SECONDS", 0.05)
     with RawWorker(service.socket) as raw:
         row = m.TensorRow("w", "U8", [3 * m.UPLOAD], [1], 0)
         raw.send(m.Upload(1, "casts/" + "0" * 32, [row], 3 * m.UPLOAD))
@@ -93,7 +94,7 @@ def test_the_rest_of_an_upload_may_take_its_time(
 def test_too_many_workers(
     service: ThreadService, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(server, "WORKERS", 3)
+    set_limit(monkeypatch, server, "WORKERS", 3)
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(RawWorker(service.socket))
@@ -111,7 +112,7 @@ def test_too_many_files(
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(passed_files, "FILES", 5)
+    set_limit(monkeypatch, passed_files, "FILES", 5)
     with RawWorker(service.socket) as raw, pytest.raises(ConnectionError):
         for number in range(20):  # those that groups lie in count, though they were closed
             raw.open(data)
@@ -133,7 +134,7 @@ def test_too_many_groups(
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(connection, "GROUPS", 10)
+    set_limit(monkeypatch, connection, "GROUPS", 10)
     with RawWorker(service.socket) as raw:
         raw.open(data)
         raw.register([pages(i) for i in range(10)])
@@ -149,7 +150,7 @@ def test_too_many_leases(
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(connection, "OUTSTANDING", 10)
+    set_limit(monkeypatch, connection, "OUTSTANDING", 10)
     with RawWorker(service.socket) as raw:
         raw.open(data)
         (group,) = raw.register([pages(0)])
@@ -165,7 +166,7 @@ def test_too_many_leases(
 def test_groups_that_nobody_has_go_in_time(
     service: ThreadService, data: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(shared_groups, "KEPT", 8)
+    set_limit(monkeypatch, shared_groups, "KEPT", 8)
     for turn in range(3):
         with RawWorker(service.socket) as raw:
             raw.open(data)

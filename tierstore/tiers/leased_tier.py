@@ -21,7 +21,8 @@ from tierstore.tiers.reading import DiskToHost
 from tierstore.tiers.workers import URGENT, SerialExecutor, Workers
 
 if TYPE_CHECKING:  # it needs a package that not every installation has
-    from tierstore.tiers.service_link import ServiceLink, SharedLease
+    from tierstore.tiers.service_link import ServiceLink
+    from tierstore.tiers.service_wire import SharedLease
 
 
 class LeasedHostTier(HostTier):
