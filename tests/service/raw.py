@@ -77,7 +77,7 @@ class RawWorker:
             return True
         return time.monotonic() < ends
 
-    def open(self, path: Path, **changes: object) -> None:
+    def open(self, path: Path, /, **changes: object) -> None:
         """Send a file, described as it is but for the changes."""
         with open(path, "rb") as file:
             self.send(m.Open([row_of(path, **changes)]), [file.fileno()])
@@ -122,7 +122,7 @@ class RawWorker:
         self.close()
 
 
-def row_of(path: Path, **changes: object) -> m.File:
+def row_of(path: Path, /, **changes: object) -> m.File:
     """A file as it is described to a service."""
     status = path.stat()
     stamp = (

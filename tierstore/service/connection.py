@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import socket
-import stat
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, TierStoreError
+from tierstore.service.passed_files import PassedFiles
 from tierstore.service.shared_groups import ServedGroup
 from tierstore.service.uploads import Upload
-from tierstore.system.file_table import HeldFile
-from tierstore.system.files import DataFile, FileStamp, close_quietly
+from tierstore.system.files import close_quietly
 from tierstore.wire import messages
 from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
 
@@ -43,9 +40,6 @@ UNREAD = 4 << 20
 
 OUTSTANDING = 4096
 """Leases that a worker may have and wait for, together."""
-
-FILES = 4096
-"""Files that a worker may have open here, those that its groups lie in among them."""
 
 GROUPS = 1 << 17
 """Groups that a worker may have registered."""
@@ -103,6 +97,7 @@ class Connection:
     closed: bool = False
     unfinished: float | None = None  # since when a message has been there in part
     visitor: bool = False
+    alarm: asyncio.TimerHandle | None = None  # lets it go if it does not say hello
 
     def __post_init__(self) -> None:
         self.socket.setblocking(False)
@@ -111,10 +106,8 @@ class Connection:
         self._inbox: deque[Any] = deque()
         self._unread: deque[memoryview] = deque()
         self._unread_bytes = 0
-        self._passed: deque[int] = deque()  # descriptors of messages that are not read yet
-        self._files: list[HeldFile | None] = []
+        self._files = PassedFiles()
         self._times: Counter[int] = Counter()  # how often each group was registered
-        self._open_files: weakref.WeakSet[HeldFile] = weakref.WeakSet()
         self._upload: Upload | None = None
         self._busy = False  # at something that takes long: no other message is looked at
         self._loop = asyncio.get_running_loop()
@@ -125,8 +118,8 @@ class Connection:
             # Its children may have the socket, too: it is over when the process is.
             self._loop.add_reader(self._process, lambda: self.close("it ended"))
         self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.Open: self._open,
-            messages.CloseFile: self._close_file,
+            messages.Open: self._files.open,
+            messages.CloseFile: self._files.close,
             messages.Register: self._register,
             messages.Forget: self._forget,
             messages.Lease: self._lease,
@@ -151,16 +144,14 @@ class Connection:
         except OSError as error:
             self.close(error.strerror or str(error))
             return
-        self._passed += passed
-        if not data:
-            self.close("it closed the connection")
-            return
-        if self.let_go:
-            self._close_passed()
+        if self.let_go or not data:
+            for descriptor in passed:
+                close_quietly(descriptor)
+            if not data:
+                self.close("it closed the connection")
             return
         try:
-            if len(self._passed) > 2 * messages.MAX_DESCRIPTORS:
-                raise NonsenseError("it sends descriptors that belong to no message")
+            self._files.take(passed)
             before = len(self._inbox)
             self._inbox += self._incoming.feed(data)
             if self.unfinished is None or len(self._inbox) > before:
@@ -198,6 +189,8 @@ class Connection:
             )
             return
         self.name = hello.name[:LONGEST_NAME] or "?"
+        if self.alarm is not None:
+            self.alarm.cancel()
         self.server.greeted(self)
 
     def drop(self, why: str) -> None:
@@ -268,34 +261,13 @@ class Connection:
 
     # Files and groups --------------------------------------------------------------------------
 
-    def _open(self, message: messages.Open) -> None:
-        for row in message.files:
-            if len(self._open_files) >= FILES:
-                raise NonsenseError(f"it opens more than {FILES:,} files")
-            wanted = 1 + row.direct
-            if len(self._passed) < wanted:
-                raise NonsenseError("a descriptor is missing")
-            descriptors = [self._passed.popleft() for _ in range(wanted)]
-            try:
-                held = _held(row, descriptors)
-            except (OSError, NonsenseError):
-                for descriptor in descriptors:
-                    close_quietly(descriptor)
-                raise NonsenseError("it passed a descriptor that is no open regular file") from None
-            self._files.append(held)
-            self._open_files.add(held)
-
-    def _close_file(self, message: messages.CloseFile) -> None:
-        if message.file < len(self._files):
-            self._files[message.file] = None
-
     def _register(self, message: messages.Register) -> None:
         if len(self.groups) + len(message.groups) > GROUPS:
             raise NonsenseError(f"it registers more than {GROUPS:,} groups")
         numbers: list[int] = []
         try:
             for row in message.groups:
-                group = self.server.groups.register(row, self._files)
+                group = self.server.groups.register(row, self._files.files)
                 if group.number in self.groups:
                     self.server.groups.leave(group)  # this worker counts once
                 self.groups[group.number] = group
@@ -304,7 +276,7 @@ class Connection:
         except TierStoreError as error:
             self.send(messages.failure(message.request, error))
             return
-        self.server.share_out_soon()
+        self.server.share_out()
         self.send(messages.Registered(message.request, numbers))
 
     def _forget(self, message: messages.Forget) -> None:
@@ -455,6 +427,8 @@ class Connection:
         self.leases.clear()
 
     def _stop_serving(self) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
         self._loop.remove_writer(self.socket)
         for waiting in self.waiting.values():
             waiting.task.cancel()
@@ -462,35 +436,12 @@ class Connection:
         for group in self.groups.values():
             self.server.groups.leave(group)
         self.groups.clear()
-        self._close_passed()
         self._inbox.clear()
         self._unread.clear()
-        self._files.clear()
+        self._files.forget()
         self._upload = None
-
-    def _close_passed(self) -> None:
-        while self._passed:
-            close_quietly(self._passed.popleft())
 
 
 def printable(text: str) -> str:
     """What a worker says, for a line of the log."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def _held(row: messages.File, descriptors: list[int]) -> HeldFile:
-    """The file that a worker passed, if it is a regular file, and the one that it describes."""
-    stamp = FileStamp(*row.stamp)
-    for descriptor in descriptors:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != (
-            stamp.device,
-            stamp.inode,
-        ):
-            raise NonsenseError("it is another file")
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
-            raise NonsenseError("it cannot be read")
-    cached, *direct = descriptors
-    file = DataFile.passed(row.path, cached, direct[0] if direct else None)
-    return HeldFile(row.path, stamp, row.header_digest, file)

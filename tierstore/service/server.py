@@ -148,10 +148,12 @@ class Server:
             return
         connection = Connection(self, made, self._next_number(), pid)
         self.connections[connection.number] = connection
+        connection.alarm = self._loop.call_later(
+            HELLO_SECONDS, connection.drop, "it has not said hello"
+        )
         if len(self.connections) > WORKERS:
             connection.drop(f"it has {WORKERS} workers already")
             return
-        self._loop.call_later(HELLO_SECONDS, self._expect_hello, connection)
 
     def _accept_again(self) -> None:
         if not self.stopping:
@@ -160,11 +162,6 @@ class Server:
     def _next_number(self) -> int:
         self._numbers += 1  # from 1: stream 0 is the service's own
         return self._numbers
-
-    @staticmethod
-    def _expect_hello(connection: Connection) -> None:
-        if not connection.name:
-            connection.drop("it has not said hello")
 
     def greeted(self, connection: Connection) -> None:
         """Welcome a worker."""
@@ -228,15 +225,13 @@ class Server:
         return allowances(self._budget, self.groups.bytes_registered, largest)
 
     def share_out_soon(self) -> None:
-        """Tell workers what they may lease, if that has changed: once for all changes until then.
-
-        Not at once: of a worker that is gone, that may show, and changes it again.
-        """
+        """`share_out`, once for all changes until then: it may show that more workers are gone."""
         if not self._to_share_out:
             self._to_share_out = True
-            self._loop.call_soon(self._share_out)
+            self._loop.call_soon(self.share_out)
 
-    def _share_out(self) -> None:
+    def share_out(self) -> None:
+        """Tell workers what they may lease, if that has changed."""
         self._to_share_out = False
         for number, nbytes in self._allowances().items():
             connection = self.connections.get(number)

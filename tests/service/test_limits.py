@@ -1,0 +1,253 @@
+"""What a service bears of its workers, and how it says that it bears no more."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lanes import by_lane
+from tests.service.raw import PAGE, RawWorker, pages
+from tests.service.serving import ThreadService, serving
+from tests.service.test_serving import MIB
+from tierstore.service import connection, passed_files, server, shared_groups
+from tierstore.wire import messages as m
+from tierstore.wire.framing import Outgoing
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="tierstore.service")
+    return caplog
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ThreadService]:
+    with serving(tmp_path / "served", 4 * MIB) as running:
+        yield running
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(64 * PAGE))
+    return path
+
+
+def nobody_is_left(service: ThreadService) -> bool:
+    service.wait_until(lambda: not service.server.connections)
+    return service.leased() == 0 and service.server.groups.bytes_registered == 0
+
+
+def test_who_says_nothing_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(server, "HELLO_SECONDS", 0.2)
+    with serving(tmp_path / "served", MIB) as service, RawWorker(service.socket) as polite:
+        began = time.monotonic()
+        with RawWorker(service.socket, name=None) as silent:
+            assert "has not said hello" in silent.why_refused()
+        assert 0.1 < time.monotonic() - began < 2
+        polite.ping()
+    assert f"process {os.getpid()} was let go: it has not said hello" in log.text
+
+
+def test_the_rest_of_a_message_must_come(
+    service: ThreadService, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(server, "UNFINISHED_SECONDS", 0.1)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
+    with RawWorker(service.socket) as slow, RawWorker(service.socket) as quick:
+        slow.send_bytes(b"\x90\0\0")
+        assert "the rest of a message" in slow.why_refused()
+        time.sleep(0.3)  # who has said all of what it had to say may be silent
+        quick.ping()
+    assert nobody_is_left(service)
+    assert "the rest of a message" in log.text
+
+
+def test_the_rest_of_an_upload_may_take_its_time(
+    service: ThreadService, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server, "UNFINISHED_SECONDS", 0.3)
+    monkeypatch.setattr(server, "LOOK_SECONDS", 0.05)
+    with RawWorker(service.socket) as raw:
+        row = m.TensorRow("w", "U8", [3 * m.UPLOAD], [1], 0)
+        raw.send(m.Upload(1, "casts/" + "0" * 32, [row], 3 * m.UPLOAD))
+        raw.take(m.Done)
+        for _ in range(3):  # each takes less, all together more
+            time.sleep(0.12)
+            raw.send(m.Part(1, bytes(m.UPLOAD)))
+        raw.take(m.Done)
+        raw.ping()
+
+
+def test_too_many_workers(
+    service: ThreadService, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(server, "WORKERS", 3)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(RawWorker(service.socket))
+        with RawWorker(service.socket, name=None) as more:
+            assert "3 workers already" in more.why_refused()
+    assert nobody_is_left(service)
+    assert "3 workers already" in log.text
+    with RawWorker(service.socket) as raw:
+        raw.ping()
+
+
+def test_too_many_files(
+    service: ThreadService,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(passed_files, "FILES", 5)
+    with RawWorker(service.socket) as raw, pytest.raises(ConnectionError):
+        for number in range(20):  # those that groups lie in count, though they were closed
+            raw.open(data)
+            raw.register([pages(number, file=number)])
+            raw.send(m.CloseFile(number))
+    assert number == 5
+    assert nobody_is_left(service)
+    with RawWorker(service.socket) as raw:
+        for number in range(20):  # those that nothing lies in any more do not
+            raw.open(data)
+            raw.send(m.CloseFile(number))
+            raw.ping()
+    assert "more than 5 files" in log.text
+
+
+def test_too_many_groups(
+    service: ThreadService,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(connection, "GROUPS", 10)
+    with RawWorker(service.socket) as raw:
+        raw.open(data)
+        raw.register([pages(i) for i in range(10)])
+        raw.send(m.Register(2, [pages(30)]))
+        assert "more than 10 groups" in raw.why_refused()
+    assert nobody_is_left(service)
+    assert "more than 10 groups" in log.text
+
+
+def test_too_many_leases(
+    service: ThreadService,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+):
+    monkeypatch.setattr(connection, "OUTSTANDING", 10)
+    with RawWorker(service.socket) as raw:
+        raw.open(data)
+        (group,) = raw.register([pages(0)])
+        for _ in range(10):
+            assert isinstance(raw.lease(group), m.Leased)
+        raw.send(m.Lease(99, group))
+        assert "more than 10 leases" in raw.why_refused()
+        assert service.leased() == 10  # it may still be looking at them
+    assert nobody_is_left(service)
+    assert "more than 10 leases" in log.text
+
+
+def test_groups_that_nobody_has_go_in_time(
+    service: ThreadService, data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shared_groups, "KEPT", 8)
+    for turn in range(3):
+        with RawWorker(service.socket) as raw:
+            raw.open(data)
+            numbers = raw.register([pages(20 * turn + i) for i in range(20)])
+            for number in numbers:
+                assert isinstance(raw.lease(number), m.Leased)
+        assert nobody_is_left(service)
+        assert len(service.server.groups) == 8
+
+
+def test_cancelled_leases_leave_nothing(service: ThreadService, data: Path):
+    with RawWorker(service.socket) as raw:
+        raw.open(data)
+        groups = raw.register([pages(i) for i in range(60)])
+        for _ in range(3):
+            requests = [raw.request() for _ in groups]
+            for request, group in zip(requests, groups, strict=True):
+                raw.send(m.Lease(request, group))
+                raw.send(m.Cancel(request))
+            raw.ping()
+        service.wait_until(lambda: service.leased() == 0)
+        (worker,) = service.server.connections.values()
+        assert not worker.waiting
+    assert nobody_is_left(service)
+
+
+def test_hundreds_that_go_at_once(
+    service: ThreadService, data: Path, caplog: pytest.LogCaptureFixture
+):
+    """Each end changes what all others may lease, and shows that more are gone."""
+    number = by_lane(60, 400)
+    os.truncate(data, number * 32 * PAGE)
+    workers = [RawWorker(service.socket) for _ in range(number)]
+    for i, worker in enumerate(workers):
+        worker.open(data)
+        worker.register([pages(32 * i + k) for k in range(32)])
+    allowances = {c.allowance for c in service.server.connections.values()}
+    assert len(service.server.connections) == number
+    assert max(allowances) < MIB  # they share
+    paused, go_on = pause(service)
+    for worker in workers:
+        worker.close()
+    go_on.set()
+    assert paused
+    assert nobody_is_left(service)
+    assert "Traceback" not in caplog.text
+    with RawWorker(service.socket) as raw:
+        raw.ping()
+
+
+def pause(service: ThreadService) -> tuple[bool, threading.Event]:
+    """Have the service do nothing until the event that is returned is set."""
+    stopped, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        stopped.set()
+        go_on.wait(10)
+
+    service.loop.call_soon_threadsafe(wait)
+    return stopped.wait(10), go_on
+
+
+def test_without_descriptors_workers_wait(service: ThreadService, log: pytest.LogCaptureFixture):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with RawWorker(service.socket) as raw:
+        raw.ping()
+        waiting = socket.socket(socket.AF_UNIX)
+        paused, go_on = pause(service)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # fewer than there are
+            waiting.connect(service.socket)
+            go_on.set()
+            began = time.process_time()
+            service.wait_until(lambda: "too many files are open" in log.text)
+            time.sleep(0.3)
+            assert time.process_time() - began < 0.25  # it does not try again and again
+            raw.ping()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert paused
+        waiting.settimeout(10)
+        waiting.sendall(Outgoing().encoded(m.Hello(m.VERSION, "late")))
+        assert waiting.recv(100)
+        waiting.close()
+    assert nobody_is_left(service)
