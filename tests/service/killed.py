@@ -50,11 +50,13 @@ def forked(action: Callable[[], None]) -> int:
     raise AssertionError
 
 
-def start_service() -> int:
+def start_service(ram: int = RAM) -> int:
+    """The process of a service with so many bytes."""
+
     def run() -> None:
         log = os.open("service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 2)
-        serve(["served", "--ram", f"{RAM}B", "--socket", SOCKET], standalone_mode=False)
+        serve(["served", "--ram", f"{ram}B", "--socket", SOCKET], standalone_mode=False)
 
     return forked(run)
 

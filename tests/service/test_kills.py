@@ -14,7 +14,7 @@ from tests.fresh import ROOT, run_fresh
 from tests.helpers.processes import results_in
 from tests.lanes import by_lane
 
-KILLED = Path(__file__).with_name("killed.py")
+KILLED, CROWDED = (Path(__file__).with_name(name) for name in ("killed.py", "crowded.py"))
 
 
 @pytest.fixture
@@ -25,17 +25,19 @@ def place() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-def run(what: str, count: int, place: Path, seconds: float) -> Any:
+def run(program: Path, *words: object, place: Path, seconds: float) -> Any:
     environment = {"PYTHONPATH": str(ROOT)}
     done = run_fresh(
-        KILLED, what, str(count), "7", directory=place, seconds=seconds, environment=environment
+        program, *map(str, words), directory=place, seconds=seconds, environment=environment
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return results_in(done.stdout)[-1]
 
 
 def test_killed_workers_leave_nothing_behind(place: Path) -> None:
-    found = run("workers", by_lane(8, 120, 1000), place, by_lane(60, 300, 3000))
+    found = run(
+        KILLED, "workers", by_lane(8, 120, 1000), 7, place=place, seconds=by_lane(60, 300, 3000)
+    )
     before, after = found["before"], found["after"]
     assert before["workers"] == after["workers"] == after["leases"] == 0
     assert after["descriptors"] == before["descriptors"]
@@ -44,6 +46,16 @@ def test_killed_workers_leave_nothing_behind(place: Path) -> None:
 
 
 def test_workers_go_on_when_a_killed_service_is_back(place: Path) -> None:
-    count = by_lane(3, 25, 200)
-    found = run("services", count, place, by_lane(60, 300, 3000))
+    count, seconds = by_lane((3, 60), (25, 300), (200, 3000))
+    found = run(KILLED, "services", count, 7, place=place, seconds=seconds)
     assert found == {"alive": [True, True], "killed": count}
+
+
+def test_nobody_starves_in_a_crowd(place: Path) -> None:
+    workers, models = by_lane((8, 4), (64, 8))
+    found = run(CROWDED, workers, models, place=place, seconds=290)
+    assert found["workers"] == workers
+    assert min(found["passes"]) >= 2
+    # Whoever is fastest has done no more than a few times as much as who is slowest.
+    assert max(found["passes"]) <= 12 * min(found["passes"])
+    assert found["grew"] <= found["budget"] + 100 * 10**6
