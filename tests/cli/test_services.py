@@ -224,7 +224,8 @@ def test_top_reads_the_metrics_of_a_process(tmp_path: Path, inspect: Inspect) ->
     checkpoint(tmp_path / "m.safetensors", groups=2)
     with TierStore(4 * MIB, tmp_path / "own", device="cpu") as store:
         store.register_checkpoint(tmp_path / "m.safetensors")
-        with store.acquire("w0"), serving_metrics(store) as url:
+        # Both, so that none of them is fetched early while one looks.
+        with store.acquire("w0"), store.acquire("w1"), serving_metrics(store) as url:
             (told,) = inspect.json("top", url, "--interval", 0.05)["pictures"]
             shown = inspect("top", url, "--once", "--interval", 0.05).stdout
     assert told["name"] == f"mine at {url}"

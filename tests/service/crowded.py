@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import os
-import signal
 import struct
 import sys
 from pathlib import Path
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tests.service.killed import connect, forked, left_over, start_service
+from tests.service.killed import connect, end_children, forked, left_over, start_service
 from tests.service.serving import wait_until
 from tierstore.wire.asking import NoAnswerError, report_of
 
@@ -61,25 +59,30 @@ def main() -> None:
     passes = mmap.mmap(-1, 4 * workers)
     budget = models * GROUPS * NBYTES // 4
     service = start_service(budget)
+    try:
+        found = crowd(service, workers, models, passes)
+    finally:
+        end_children()
+    print("RESULT", json.dumps(found | {"budget": budget}))
+
+
+def crowd(service: int, workers: int, models: int, passes: mmap.mmap) -> dict[str, object]:
+    """What comes of so many workers, once each has been through its model twice."""
     wait_until(answers, 30.0)
     before = left_over(service)
-    children = [forked(lambda n=n: worker(n, n % models, passes)) for n in range(workers)]
+    for n in range(workers):
+        forked(lambda n=n: worker(n, n % models, passes))
 
     def counts() -> list[int]:
         return list(struct.unpack_from(f"{workers}I", passes))
 
     wait_until(lambda: min(counts()) >= 2, 240.0)
     found, report, after = counts(), report_of(SOCKET), left_over(service)
-    for child in [*children, service]:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    result = {
+    return {
         "passes": found,
         "workers": len(report.workers),
         "grew": after.resident - before.resident,
-        "budget": budget,
     }
-    print("RESULT", json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -36,10 +36,14 @@ def value(number: int) -> float:
     return float(number * 37 % 101)
 
 
+CHILDREN: list[int] = []
+
+
 def forked(action: Callable[[], None]) -> int:
-    """A child that does something and ends with 0, or with 1 if that raises."""
+    """A child that does something, and is killed: by itself, or by SIGABRT if that raises."""
     child = os.fork()
     if child:
+        CHILDREN.append(child)
         return child
     try:
         action()
@@ -48,6 +52,15 @@ def forked(action: Callable[[], None]) -> int:
         os.kill(os.getpid(), signal.SIGABRT)
     os.kill(os.getpid(), signal.SIGKILL)  # without the ends of what it was forked from
     raise AssertionError
+
+
+def end_children() -> None:
+    """End those that are left, however this ends."""
+    for child in CHILDREN:
+        with contextlib.suppress(ChildProcessError):  # it was waited for
+            if os.waitpid(child, os.WNOHANG) == (0, 0):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 def start_service(ram: int = RAM) -> int:
@@ -188,6 +201,8 @@ def main() -> None:
         log = Path("service.log")
         print(log.read_text()[-2000:] if log.exists() else "", file=sys.stderr)
         raise SystemExit(f"{type(error).__name__}: {error}") from error
+    finally:
+        end_children()
     print("RESULT", json.dumps(found))
 
 
