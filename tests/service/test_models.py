@@ -28,6 +28,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipelines.build_flux(tmp_path_factory.mktemp("flux"))
 
 
+@pytest.mark.full("whole pipelines; a served Llama shows the same in seconds")
 @pytest.mark.parametrize("device", ["cpu", "pretend"])
 def test_two_pipelines_share_one_copy(
     flux: Path, tmp_path: Path, device: str, request: pytest.FixtureRequest
