@@ -160,6 +160,7 @@ def test_leases_outlive_the_store(service: ThreadService, tmp_path: Path):
             with other.acquire(f"w{i}"):
                 pass
     assert same(lease, tensors["w0"], "w0")
+    lease.release()
 
 
 def test_everything_comes_back_from_a_worker_that_ends(service: ThreadService, tmp_path: Path):
