@@ -23,17 +23,17 @@ from tierstore import Access, TierStore, TierStoreError
 from tierstore.service import server
 from tierstore.tiers import service_wire
 
-SECONDS = 5.0
+SECONDS = 10.0
 NO_FAULT = Fault(True, -1, Harm.NONE)
 HARMS = [harm for harm in Harm if harm is not Harm.NONE]
 
 
 @pytest.fixture
 def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadService]:
-    set_limit(monkeypatch, service_wire, "HELLO_SECONDS", 0.5)
+    set_limit(monkeypatch, service_wire, "HELLO_SECONDS", 2.0)
     set_limit(monkeypatch, service_wire, "PING_SECONDS", 0.05)
-    set_limit(monkeypatch, service_wire, "UNFINISHED_SECONDS", 0.1)
-    set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 0.1)
+    set_limit(monkeypatch, service_wire, "UNFINISHED_SECONDS", 0.5)
+    set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 0.5)
     set_limit(monkeypatch, server, "LOOK_SECONDS", 0.05)
     with serving(tmp_path / "served", 4 * MIB + 65536) as running:
         yield running
