@@ -147,7 +147,7 @@ def kill_workers(count: int, seed: int) -> dict[str, object]:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        wait_until(lambda: not report_of(SOCKET).workers, 2.0)
+        wait_until(lambda: not report_of(SOCKET).workers)
         if number % 50 == 49:
             check_honest(seed + number)
     check_honest(seed)
