@@ -395,3 +395,21 @@ def test_errors_of_the_system_name_the_file_and_what_to_do(
     assert (error.key, error.path, error.__cause__) == ("k", "/some/file", cause)
     assert "/some/file" in str(error)
     assert os.strerror(number) in str(error)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_that_was_passed_is_read_by_its_descriptors(path: str, direct: bool) -> None:
+    opened = DataFile(path, follow_links=True)
+    cached, *past_the_cache = map(os.dup, opened.descriptors)
+    if not direct:
+        for descriptor in past_the_cache:
+            os.close(descriptor)
+        past_the_cache = []
+    os.unlink(path)  # nobody opens it by its name
+    passed = DataFile.passed("as they call it", cached, next(iter(past_the_cache), None))
+    assert passed.descriptors == (cached, *past_the_cache)
+    assert passed.direct == bool(past_the_cache)
+    assert read(passed, PAGE, 9) == content(SIZE)[PAGE : PAGE + 9]
+    assert passed.stamp() == opened.stamp()
+    with pytest.raises(TruncatedFileError, match="as they call it ends"):
+        read(passed, SIZE, 9)
