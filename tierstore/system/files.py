@@ -103,11 +103,10 @@ class DataFile:
         if direct_alignment(self._cached) == 0:
             return
         with contextlib.suppress(OSError):  # the file system may know no direct reads
-            direct = os.open(path, flags | os.O_DIRECT)
-            if os.path.sameopenfile(self._cached, direct):
-                self._direct = direct
-            else:
-                close_quietly(direct)  # the name leads to another file by now
+            self._direct = os.open(path, flags | os.O_DIRECT)
+            if not os.path.sameopenfile(self._cached, self._direct):
+                close_quietly(self._direct)  # the name leads to another file by now
+                self._direct = None
 
     @classmethod
     def passed(cls, path: str, cached: int, direct: int | None) -> DataFile:
