@@ -140,7 +140,7 @@ def test_a_store_that_takes_more_than_it_may_is_noticed(tmp_path: Path) -> None:
     watch = Watch(store, lambda: 0)
     store.put("fits", pages(1, 3))
     watch.look()
-    core_of(store).planner.budgets[Tier.HOST] = 8 * PAGE
+    core_of(store).planner.copies.change_budget(Tier.HOST, 8 * PAGE)
     store.put("more", pages(1, 4))
     with pytest.raises(AssertionError, match="used 28672 of 16384 on HOST"):
         watch.look()
