@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import socket
@@ -22,12 +21,6 @@ from tests.service.test_serving import MIB
 from tierstore.service import connection, passed_files, server, shared_groups
 from tierstore.wire import messages as m
 from tierstore.wire.framing import Outgoing
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="tierstore.service")
-    return caplog
 
 
 @pytest.fixture

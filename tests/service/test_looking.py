@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import socket
@@ -29,12 +28,6 @@ from tierstore.wire.framing import Outgoing
 def service(tmp_path: Path) -> Iterator[ThreadService]:
     with serving(tmp_path / "served", 4 * MIB + 65536) as running:
         yield running
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="tierstore.service")
-    return caplog
 
 
 def test_it_tells_of_its_workers(service: ThreadService, tmp_path: Path) -> None:

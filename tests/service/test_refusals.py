@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import mmap
 import os
 import socket
@@ -27,12 +26,6 @@ from tierstore.service import sockets
 from tierstore.wire import messages as m
 
 KEY = "weights/" + "0" * 32
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="tierstore.service")
-    return caplog
 
 
 @pytest.fixture

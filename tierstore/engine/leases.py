@@ -48,7 +48,7 @@ class Leases:
 
     async def acquire_async(self, key: str, access: Access) -> Lease:
         """See `TierStore.aacquire`."""
-        if access is Access.UPDATE and self._is_shared(key):
+        if Access(access) is Access.UPDATE and self._is_shared(key):
             await self._copy_threads.run(lambda: self._own_what_changes(key, access))
         return await self._requests.wait_async(self._request(key, access), self._attempt)
 
@@ -92,7 +92,7 @@ class Leases:
 
     def _own_what_changes(self, key: str, access: Access) -> None:
         """What a service serves, nobody may change: a copy of the caller's own takes its place."""
-        if access is not Access.UPDATE or not self._is_shared(key):
+        if Access(access) is not Access.UPDATE or not self._is_shared(key):
             return
         with self._requests.wait(self._request(key, Access.READ), self._attempt) as lease:
             entry, tensors = self.core.mover.entry(lease.group), dict(lease.tensors)

@@ -37,7 +37,6 @@ class LeasedHostTier(HostTier):
         makers: Workers,
     ) -> None:
         super().__init__(arena, device, journal, serial, makers)
-        self._makers = makers
         self._leases: dict[Slot, SharedLease] = {}
         self.link: ServiceLink
 
