@@ -19,8 +19,16 @@ import torch
 from tests.helpers.system_calls import system_call
 from tests.lanes import by_lane
 from tierstore.model.sizes import PAGE, round_up
+from tierstore.system.mapping import libc, map_beginning
 from tierstore.tiers.arena import Arena
-from tierstore.tiers.shared_memory import CHUNK, RANGES, FreeRanges, SharedArena, SharedMap
+from tierstore.tiers.shared_memory import (
+    CHUNK,
+    MADV_COLLAPSE,
+    RANGES,
+    FreeRanges,
+    SharedArena,
+    SharedMap,
+)
 
 BUDGET = 8 * CHUNK
 SIZES = [PAGE, 3 * PAGE, CHUNK - PAGE, CHUNK, CHUNK + PAGE, 2 * CHUNK, 5 * CHUNK + 7 * PAGE]
@@ -451,3 +459,56 @@ def test_another_process_sees_the_owners_bytes_and_takes_no_memory_for_them(
     assert taken(shared) == memory.numel()
     for end in (*to_child, *from_child):
         os.close(end)
+
+
+def shared_bytes_in_huge_pages(address: int) -> int:
+    """Of the map of this process that begins at `address`."""
+    found, here = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            start, stop = (int(part, 16) for part in words[0].split("-"))
+            here = start <= address < stop
+        elif here and words[0] == "ShmemPmdMapped:":
+            found += int(words[1]) << 10
+    return found
+
+
+def collapses() -> bool:
+    """Whether this system makes huge pages of shared memory where it is asked to."""
+    file = os.memfd_create("probe")
+    try:
+        os.ftruncate(file, CHUNK)
+        pages = map_beginning(file, CHUNK, mmap.MAP_SHARED, mmap.PROT_WRITE, CHUNK)
+    finally:
+        os.close(file)
+    pages[0] = 1
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    return bool(libc.madvise(address, CHUNK, MADV_COLLAPSE) == 0)
+
+
+def test_whole_chunks_are_in_huge_pages_for_owner_and_reader(shared: SharedArena) -> None:
+    if not collapses():
+        pytest.skip("this system makes no huge pages of shared memory")
+    memory = shared.make(2 * CHUNK + PAGE)
+    assert memory.data_ptr() % CHUNK == 0
+    assert shared_bytes_in_huge_pages(memory.data_ptr()) == 2 * CHUNK
+    memory.fill_(3)
+    with descriptor_of(shared) as descriptor:
+        reader = SharedMap(descriptor, shared.size, private=True)
+    seen = reader.view(shared.offset_of(memory), memory.nbytes)
+    assert seen.data_ptr() % CHUNK == 0
+    assert bool((seen == 3).all())
+    assert shared_bytes_in_huge_pages(seen.data_ptr()) == 2 * CHUNK
+    seen[7] = 5  # a copy of its own, of one page
+    assert memory[7] == 3
+    assert int(seen.sum()) == 3 * (memory.nbytes - 1) + 5
+    reader.refresh(shared.offset_of(memory), memory.nbytes)
+    assert bool((seen == 3).all())
+
+
+def test_chunks_that_cannot_be_collapsed_hold_the_same_bytes(shared: SharedArena) -> None:
+    with system_call("madvise", fails_with=errno.EINVAL):
+        memory = shared.make(CHUNK + PAGE)
+    memory.fill_(9)
+    assert int(memory.sum()) == 9 * memory.nbytes

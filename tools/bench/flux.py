@@ -1,7 +1,7 @@
 """A Flux transformer of any size with random weights, and the loop that denoises with it.
 
 Only the transformer runs in every step, so only the transformer is here: the text is a fixed
-random embedding, the image 64 tokens.
+random embedding, the image 64 tokens (8 by 8) or another square.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ CLASS = diffusers.FluxTransformer2DModel
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention heads of `head_dim`, double and single blocks, and a dtype by its name in torch."""
+    """Attention heads of `head_dim`, double and single blocks, a dtype by its name in torch, and
+    the seed of the weights."""
 
     heads: int
     double: int
@@ -38,6 +39,7 @@ class Shape:
     dtype: str = "bfloat16"
     head_dim: int = 128
     shard: str = "1GB"
+    seed: int = 0
 
     def build(self) -> Any:
         """The transformer, its weights not set to anything useful."""
@@ -61,7 +63,7 @@ def save(shape: Shape, directory: Path) -> Path:
     recipe = directory / RECIPE
     if recipe.exists() and json.loads(recipe.read_text()) == asdict(shape):
         return directory
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shape.seed)
     model = shape.build()
     for parameter in model.parameters():
         fan_in = parameter[0].numel() if parameter.ndim > 1 else 100
@@ -86,18 +88,20 @@ def weight_bytes(model: Any) -> int:
 
 
 @torch.no_grad()
-def denoise(model: Any, steps: int, device: str = "cpu") -> Iterator[torch.Tensor]:
+def denoise(
+    model: Any, steps: int, device: str = "cpu", tokens: int = IMAGE_TOKENS
+) -> Iterator[torch.Tensor]:
     """Yield the image (packed latents) after each step, always the same for the same weights."""
     dtype = next(iter(model.parameters())).dtype
     generator = torch.Generator().manual_seed(1)
-    ids = torch.zeros(IMAGE_TOKENS, 3)
-    side = int(IMAGE_TOKENS**0.5)
-    ids[:, 1], ids[:, 2] = torch.arange(IMAGE_TOKENS) // side, torch.arange(IMAGE_TOKENS) % side
+    ids = torch.zeros(tokens, 3)
+    side = int(tokens**0.5)
+    ids[:, 1], ids[:, 2] = torch.arange(tokens) // side, torch.arange(tokens) % side
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(device, dtype)
 
-    image = random(1, IMAGE_TOKENS, CHANNELS)
+    image = random(1, tokens, CHANNELS)
     fixed = {
         "encoder_hidden_states": random(1, TEXT_TOKENS, 256),
         "pooled_projections": random(1, 128),
