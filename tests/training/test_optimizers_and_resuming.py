@@ -228,7 +228,9 @@ def test_extra_may_be_tensors(tmp_path: Path) -> None:
     assert_same(load_training(tmp_path / "run", nn.Linear(2, 2)), extra)
 
 
-@pytest.mark.parametrize("extra", [{"function": print}, {"deep": [nn.ReLU()]}, {"object": object()}])
+@pytest.mark.parametrize(
+    "extra", [{"function": print}, {"deep": [nn.ReLU()]}, {"object": object()}]
+)
 def test_what_cannot_be_extra_is_refused_before_anything_is_written(
     extra: Any, tmp_path: Path
 ) -> None:

@@ -681,7 +681,10 @@ def test_files_of_two_saves_are_refused_together_and_nothing_is_changed(
     run = shutil.copytree(saves[0], tmp_path / "run")
     shutil.copy(saves[1] / name, run / name)
 
-    with unchanged(*target), pytest.raises(CorruptDataError, match="is not the file that was saved"):
+    with (
+        unchanged(*target),
+        pytest.raises(CorruptDataError, match="is not the file that was saved"),
+    ):
         load_training(run, *target)
 
 

@@ -194,11 +194,18 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in flat.items():
         *path, last = name.split(".")
-        inner = found
+        place = found
         for each in path:
-            inner = inner.setdefault(each, {})
-        inner[last] = value
+            place = place.setdefault(each, {})
+        place[last] = value
     return found
+
+
+def inner(values: Any, name: str) -> Any:
+    """The value that has this name in dicts in dicts."""
+    for each in name.split("."):
+        values = values[each]
+    return values
 
 
 def _below(prefix: str, names: Iterable[str]) -> list[str]:

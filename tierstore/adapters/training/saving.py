@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tierstore.adapters.codecs.memory import address_of
 from tierstore.adapters.training.checkpoint_files import CheckpointFiles, CheckpointWriter, Encoded
 from tierstore.adapters.training.checkpoint_names import (
-    GROUPS,
     MODEL,
     OPTIMIZER,
     OURS,
@@ -37,6 +36,7 @@ from tierstore.adapters.training.checkpoint_names import (
     SavedNames,
     as_part,
     dtype_of,
+    inner,
     kind_of,
     like_parameter,
     model_state,
@@ -135,6 +135,8 @@ def load_training(
 
 def _on_all(ranks: Any, step: str, do: Callable[[], Any]) -> Any:
     """Do it on this rank. Raises, on every rank, what it raises on one."""
+    if not ranks.use_dist:
+        return do()
     done = []
     ranks.all_gather(step, lambda: done.append(do()))
     return done[0]
@@ -176,39 +178,47 @@ class _Loading:
                 for parameter, name in zip(group["params"], names, strict=True)
             }
             if saved.optimizer is None:
-                raise ValueError(f"{self._path} was saved without an optimizer: load the model only")
+                raise ValueError(
+                    f"{self._path} was saved without an optimizer: load the model only"
+                )
             self._refuse_other_kind(optimizer)
             self._options = self._checked_options(optimizer)
             self._saved_states = self._checked_states()
 
     def _refuse_other_model(self) -> None:
-        added = _no_tensors(self._state)
-        known = set(self.saved.model)
-        for name in added:
-            there = {each for each in known if f"{each}.".startswith(f"{name}.")}
-            known -= there
-            if there or (self.saved.ours is not None and name in self.saved.ours["model"]):
-                known.add(name)
+        known = self._known_to_the_model()
         lacking, more = self._state.keys() - known, known - self._state.keys()
         for what, names in (("lacks", lacking), ("has", more)):
             if names:
-                raise ValueError(
-                    f"{self._path} was saved of another model: it {what} {_some(names)}; load it "
-                    "into one like that it was saved of"
-                )
+                raise self._other_model(f"it {what} {_some(names)}")
         for name, tensor in self._state.items():
             found = self.saved.items.get(f"{MODEL}.{name}")
-            if name in added:
+            if not isinstance(tensor, torch.Tensor):
                 continue
             if not isinstance(found, TensorStorageMetadata):
-                raise ValueError(f"{self._path} was saved of another model: {name!r} is no tensor")
+                raise self._other_model(f"{name!r} is no tensor there")
             if found.size != tensor.shape or found.properties.dtype is not tensor.dtype:
-                raise ValueError(
-                    f"{self._path} was saved of another model: {name!r} is "
-                    f"{dtype_of(found.properties)} {list(found.size)} there, and "
-                    f"{dtype_of(tensor)} {list(tensor.shape)} in the model; load it into one like "
-                    "that it was saved of"
+                raise self._other_model(
+                    f"{name!r} is {dtype_of(found.properties)} {list(found.size)} there, and "
+                    f"{dtype_of(tensor)} {list(tensor.shape)} in the model"
                 )
+
+    def _known_to_the_model(self) -> set[str]:
+        """What was saved of the model. What a module adds may be saved in parts, or have none."""
+        known = set(self.saved.model)
+        ours = {} if self.saved.ours is None else self.saved.ours["model"]
+        for name in _no_tensors(self._state):
+            parts = {each for each in known if f"{each}.".startswith(f"{name}.")}
+            known -= parts
+            if parts or name in ours:
+                known.add(name)
+        return known
+
+    def _other_model(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._path} was saved of another model: {why}; load it into one like that it was "
+            "saved of"
+        )
 
     def _refuse_other_kind(self, optimizer: torch.optim.Optimizer) -> None:
         if self.saved.ours is None:
@@ -259,19 +269,16 @@ class _Loading:
     def load(self) -> None:
         """Change the model and the optimizer."""
         targets: dict[str, torch.Tensor] = {}
-        optimizer_targets: dict[str, torch.Tensor] = {}
         given = self._model_targets(targets)
         if self._optimizer is not None:
-            optimizer_targets = self._optimizer_targets()
+            targets |= self._optimizer_targets(self._optimizer)
         places = places_of(self._model, self._optimizer)
-        GroupLoadPlanner(places).read(targets | optimizer_targets, self.saved.files)
+        GroupLoadPlanner(places).read(targets, self.saved.files)
         if given:
             set_model_state_dict(self._model, given, options=StateDictOptions(strict=False))
         for parameter in self._model.parameters():
             if places.of(parameter) is not None:  # it was written without torch's knowing of it
                 torch.autograd.graph.increment_version(parameter)
-        if self._optimizer is not None and not isinstance(self._optimizer, OffloadOptimizer):
-            self._optimizer.load_state_dict(self._state_dict(self._states))
 
     def _model_targets(self, targets: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Add the tensors that are written where they are. Returns what the model has to be given:
@@ -287,26 +294,37 @@ class _Loading:
             targets[f"{MODEL}.{name}"] = value
         return given
 
-    def _optimizer_targets(self) -> dict[str, torch.Tensor]:
+    def _optimizer_targets(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """See that the optimizer has the states that were saved, and return those that are written
         where they are."""
-        optimizer, lazily = self._optimizer, isinstance(self._optimizer, OffloadOptimizer)
-        assert optimizer is not None
-        self._states = {
-            name: {key: self._made(name, key, each, lazily) for key, each in states.items()}
-            for name, states in self._saved_states.items()
+        lazily = isinstance(optimizer, OffloadOptimizer)
+        states = {
+            name: {key: self._made(name, key, each, lazily) for key, each in of_one.items()}
+            for name, of_one in self._saved_states.items()
         }
         if isinstance(optimizer, OffloadOptimizer):
-            optimizer.lay_out(self._state_dict(self._states))
-        targets = {}
-        for name, states in self._states.items():
-            parameter = self._parameters[name]
-            for key, made in states.items():
-                if isinstance(made, torch.Tensor) and made.dim():
-                    now = optimizer.state[parameter].get(key, made) if lazily else made
-                    where = f"{self.saved.optimizer}.{STATE}.{name}.{key}"
-                    targets[where] = as_part(now, parameter)
-        return targets
+            optimizer.lay_out(self._state_dict(states))
+        else:
+            self._lay_out(optimizer, self._state_dict(states))
+        return {
+            f"{self.saved.optimizer}.{STATE}.{name}.{key}": as_part(
+                inner(optimizer.state[self._parameters[name]], key), self._parameters[name]
+            )
+            for name, of_one in states.items()
+            for key, made in of_one.items()
+            if isinstance(made, torch.Tensor) and made.dim()
+        }
+
+    def _lay_out(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        before = optimizer.state, optimizer.param_groups
+        try:
+            optimizer.load_state_dict(state)
+        except Exception as error:  # whatever a class has to say of states that it does not know
+            optimizer.state, optimizer.param_groups = before
+            raise ValueError(
+                f"{self._path} was saved of another optimizer than {type(optimizer).__name__} "
+                f"({error!r:.200}): load it into one like that it was saved of"
+            ) from error
 
     def _made(self, name: str, key: str, saved: Any, lazily: bool) -> Any:
         """A state: its value, or what is to have it."""
