@@ -204,7 +204,7 @@ def save_checkpoint(state: dict[str, Any], writer: Any, planner: Any) -> None:
     _save_state_dict(state, writer, None, no_dist=no_dist, planner=planner)
 
 
-def qualified_name(model: torch.nn.Module, name: str) -> str:
+def qualified_name(model: Any, name: str) -> str:
     """What a checkpoint calls a parameter: without what wraps its module."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 

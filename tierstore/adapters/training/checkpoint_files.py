@@ -43,12 +43,12 @@ from tierstore.model.errors import (
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE
 from tierstore.progress import bar
-from tierstore.system.files import WRITE_BLOCK, OpenForWriting, write_all
+from tierstore.system.files import OpenForWriting, write_all
 from tierstore.torch_private import stored_at
 
 METADATA, SUMS = ".metadata", "tierstore.json"
 FORMAT = 1
-CHUNK = WRITE_BLOCK
+CHUNK = 4 << 20
 """Bytes that are in memory for the sake of writing, or of comparing."""
 OTHERS_ADVICE = "restore it, or load another save"
 
