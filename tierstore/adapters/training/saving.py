@@ -95,7 +95,7 @@ def save_training(
     places = places_of(model, optimizer)
     planner = GroupSavePlanner(state, places)
     directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
-    with directory.explained("saving to"), _own_errors(), ExitStack() as draft:
+    with directory.explained("saving to"), own_errors(), ExitStack() as draft:
         folder = ranks.broadcast("draft", lambda: draft.enter_context(directory.draft()))
         try:
             save_checkpoint(state, CheckpointWriter(folder), planner)
@@ -124,7 +124,7 @@ def load_training(
     model or optimizer. The model and the optimizer are unchanged then.
     """
     directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
-    with directory.explained("loading from"), _own_errors(), ExitStack() as stack:
+    with directory.explained("loading from"), own_errors(), ExitStack() as stack:
         files = _on_all(ranks, "open", lambda: CheckpointFiles(directory, stack))
         _on_all(ranks, "check", lambda: files.check(ranks.rank, ranks.get_world_size()))
         loading = _on_all(ranks, "match", lambda: _Loading(SavedNames(files), model, optimizer))
@@ -143,7 +143,7 @@ def _on_all(ranks: Any, step: str, do: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
+def own_errors() -> Iterator[None]:
     """Raise what a rank has raised, and not that some have."""
     try:
         yield
