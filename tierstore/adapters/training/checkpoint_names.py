@@ -167,7 +167,13 @@ class SavedNames:
         while f"{prefix}.{number}.params" in self.items:  # not flattened
             of_group = f"{prefix}.{number}"
             options = {k: self.value(f"{of_group}.{k}") for k in _below(of_group, self.items)}
-            found |= dict.fromkeys(options.pop("params"), options)
+            names = options.pop("params")
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(
+                    f"{self.files.path} was saved of an optimizer whose parameters have no names: "
+                    "save what get_state_dict(model, optimizer) returns"
+                )
+            found |= dict.fromkeys(names, options)
             number += 1
         if not number:
             for name in _below(prefix, self.items):
