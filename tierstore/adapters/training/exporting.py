@@ -49,7 +49,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             "of them is taken for a part of this model"
         )
     tensors = _each_once(model_state(model))
-    writer = HuggingFaceStorageWriter(where, fqn_to_index_mapping=_files_of(tensors))
+    writer = HuggingFaceStorageWriter(where, fqn_to_index_mapping=files_of(tensors, FILE_BYTES))
     with transfer_errors("exporting to", path=where), own_errors():
         save_checkpoint(dict(tensors), writer, DefaultSavePlanner())
 
@@ -67,13 +67,14 @@ def _each_once(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _files_of(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The number of the file that each tensor goes to, from 1 on."""
+def files_of(tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
+    """The number of the file that each tensor goes to, from 1 on. Each has up to `file_bytes` of
+    tensors, or one larger tensor."""
     numbers: dict[str, int] = {}
     number, filled = 1, 0
     for name, tensor in tensors.items():
         nbytes = tensor.numel() * tensor.element_size()
-        if filled and filled + nbytes > FILE_BYTES:
+        if filled and filled + nbytes > file_bytes:
             number, filled = number + 1, 0
         numbers[name] = number
         filled += nbytes
