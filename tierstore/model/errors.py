@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class TierStoreError(Exception):
     """The base of all errors of this library. They can be sent to other processes."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _made_again, (type(self), self.args, vars(self))
 
 
 def _made_again(
-    kind: type[TierStoreError], args: tuple[Any, ...], state: dict[str, Any]
+    kind: type[TierStoreError], args: tuple[object, ...], state: dict[str, object]
 ) -> TierStoreError:
     """An error of another process, whatever its class takes to make one."""
     error = kind.__new__(kind, *args)
