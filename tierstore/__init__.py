@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tierstore.adapters.onloading import onloaded
     from tierstore.adapters.pretrained import from_pretrained, from_single_file
     from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+    from tierstore.adapters.training.exporting import export_safetensors
     from tierstore.adapters.training.saving import load_training, save_training
     from tierstore.lease import Lease
     from tierstore.observe.stats import ActivationStats, Snapshot, Stats
@@ -72,6 +73,7 @@ _LAZY = {
     "from_single_file": "tierstore.adapters.pretrained",
     "OffloadModel": "tierstore.adapters.training",
     "OffloadOptimizer": "tierstore.adapters.training",
+    "export_safetensors": "tierstore.adapters.training.exporting",
     "load_training": "tierstore.adapters.training.saving",
     "save_training": "tierstore.adapters.training.saving",
 }
@@ -110,6 +112,7 @@ __all__ = [
     "disk_offload",
     "dispatch_model",
     "enable_group_offload",
+    "export_safetensors",
     "from_pretrained",
     "from_single_file",
     "load_checkpoint_and_dispatch",

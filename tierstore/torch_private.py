@@ -180,3 +180,49 @@ def has_forward_hooks(module: Any) -> bool:
 def call_first_of_state_dict_hooks(module: Any, hook_id: int) -> None:
     """Have a hook that is registered for after `state_dict` called before all others."""
     module._state_dict_hooks.move_to_end(hook_id, last=False)
+
+
+# Distributed checkpoints --------------------------------------------------------------------------
+#
+# What these import takes a second, which nobody pays who saves nothing.
+
+
+def all_ranks() -> Any:
+    """All processes of `torch.distributed`, or this one if it is alone. A function that `broadcast`
+    (of the first rank) or `all_gather` (of each) calls may raise: then all ranks raise that."""
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _DistWrapper(None, distributed, 0)
+
+
+def save_checkpoint(state: dict[str, Any], writer: Any, planner: Any) -> None:
+    """`torch.distributed.checkpoint.save` without its warning that a process is alone."""
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    no_dist = not all_ranks().use_dist
+    _save_state_dict(state, writer, None, no_dist=no_dist, planner=planner)
+
+
+def qualified_name(model: Any, name: str) -> str:
+    """What a checkpoint calls a parameter: without what wraps its module."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    [found] = _get_fqns(model, name)
+    return str(found)
+
+
+def stored_at(name: str, offset: int, nbytes: int) -> Any:
+    """What the metadata of a checkpoint says of where a chunk is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, offset, nbytes)
+
+
+def classes_of_metadata() -> list[Any]:
+    """Whatever the metadata of a checkpoint is made of, but for dtypes and paths."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    public = [getattr(metadata, name) for name in metadata.__all__]
+    encoding = metadata._MEM_FORMAT_ENCODING
+    return [*public, encoding, filesystem._StorageInfo, torch.Size, torch.serialization._get_layout]

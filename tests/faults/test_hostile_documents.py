@@ -30,12 +30,13 @@ from tests.helpers.files import object_file as object_path
 from tests.lanes import by_lane
 from tests.store.helpers import open_store, pages
 from tierstore import TierStoreError
-from tierstore.adapters.training.documents import _sealed
+from tierstore.adapters.training.checkpoint_files import _sealed
 from tierstore.adapters.training.saving import load_training, save_training
 from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.model.errors import InvalidTraceError
+from tierstore.model.header import digest
 from tierstore.observe.trace import load
 from tierstore.simulation import first_difference
 from tierstore.system.locking import describe_owner
@@ -43,7 +44,8 @@ from tierstore.system.objects import STORE_FORMAT, read_marker
 from tierstore.trace import read_trace
 
 # Python opens the files of an encoding when it is first used, which is no fault of what uses it.
-codecs.lookup("unicode_escape")
+for _name in ("unicode_escape", "raw_unicode_escape", "latin-1", "ascii"):
+    codecs.lookup(_name)
 
 SEED = 30
 EXITS = {0, 1, 2, 3, 4}
@@ -72,6 +74,17 @@ def _bytes(whole: bytes, rnd: random.Random) -> bytes:
             [b"", b"{", b"[", b'"', b"\xff", b"9"]
         )
     return bytes(changed[: rnd.choice([len(changed), len(changed), rnd.randrange(len(changed))])])
+
+
+def _with_other_bytes(whole: bytes, rnd: random.Random) -> bytes:
+    """With some bytes changed, taken from elsewhere in it, or gone."""
+    changed = bytearray(whole)
+    for _ in range(rnd.choice([1, 1, 2, 5])):
+        at, source = rnd.randrange(len(changed)), rnd.randrange(len(changed))
+        length, kept = rnd.choice([(1, 1), (1, 1), (8, 8), (40, 20), (0, 8)])
+        fresh = rnd.randbytes(length) if rnd.random() < 0.5 else changed[source : source + length]
+        changed[at : at + kept] = fresh
+    return bytes(changed[: rnd.choice([len(changed)] * 9 + [rnd.randrange(len(changed))])])
 
 
 def tried(contents: list[bytes], use: Callable[[bytes], str], *places: Path) -> Counter[str]:
@@ -201,12 +214,22 @@ def test_what_a_saved_training_says_is_as_it_is_written_or_refused(tmp_path: Pat
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     save_training(place, model, optimizer, extra={"step": 1})
-    document = place / "training.json"
-    whole = b"{" + document.read_bytes().partition(b"\n")[2][:-1]
+    sums, metadata = place / "tierstore.json", place / ".metadata"
+    whole = b"{" + sums.read_bytes().partition(b"\n")[2][:-1]
+    pickled = metadata.read_bytes()
     before = [parameter.clone() for parameter in model.parameters()]
 
-    def use(content: bytes) -> str:
-        document.write_bytes(_sealed(content))
+    def use_sums(content: bytes) -> str:
+        sums.write_bytes(_sealed(content))
+        return used()
+
+    def use_metadata(content: bytes) -> str:
+        metadata.write_bytes(content)
+        document = json.loads(whole)
+        document["files"][".metadata"] = {"bytes": len(content), "xxh3": digest(content)}
+        return use_sums(json.dumps(document).encode())
+
+    def used() -> str:
         try:
             load_training(place, model, optimizer)
         except TierStoreError as error:
@@ -219,11 +242,15 @@ def test_what_a_saved_training_says_is_as_it_is_written_or_refused(tmp_path: Pat
         assert all(map(torch.equal, model.parameters(), before))
         return "refused"
 
-    assert use(whole) == "accepted"
-    assert use(whole.replace(b'"format":1', b'"format":2', 1)) == "refused"
-    assert use(b'{"format":1,"extra":' + b"[" * 100_000 + b"]" * 100_000 + b"}") == "refused"
-    outcomes = tried(variants(whole, by_lane(400, 400, 20_000), random.Random(SEED)), use, place)
-    assert min(outcomes.values()) > 20 and len(outcomes) == 2, outcomes
+    assert use_sums(whole) == "accepted"
+    assert use_sums(whole.replace(b'"format":1', b'"format":2', 1)) == "refused"
+    assert use_sums(b'{"format":1,"files":' + b"[" * 100_000 + b"]" * 100_000 + b"}") == "refused"
+    rnd = random.Random(SEED)
+    outcomes = tried(variants(whole, by_lane(200, 200, 10_000), rnd), use_sums, place)
+    assert outcomes["refused"] > 100, outcomes
+    contents = [_with_other_bytes(pickled, rnd) for _ in range(by_lane(400, 400, 20_000))]
+    outcomes = tried(contents, use_metadata, place)
+    assert min(outcomes.values()) > 5 and len(outcomes) == 2, outcomes
 
 
 # What the command reads ---------------------------------------------------------------------------

@@ -262,15 +262,20 @@ def main(told: dict[str, Any]) -> None:
         if way == "two renames":
             until_the_end(lacking("renameat2"))  # as where the file system cannot
         chosen = random.Random(way)
-        (root / way).mkdir()
-        code, said = done_in_a_child(
-            lambda tell, way=way: train(root / way, way, Killer(way), tell)
-        )
-        assert code == 0, said
-        in_all, in_saves = said[-1]
+        counted = {}
+        for only_saves in (False, True):  # there, other threads do not count
+            counter = Killer(way, None, only_saves)
+            (root / f"{way} {only_saves}").mkdir()
+            code, said = done_in_a_child(
+                lambda tell, way=way, counter=counter: train(
+                    root / f"{way} {counter.only_saves}", way, counter, tell
+                )
+            )
+            assert code == 0, said
+            counted[only_saves] = said[-1][only_saves]
         for number in range(points):
             only_saves = number % 3 != 0
-            point = chosen.randint(1, in_saves if only_saves else in_all)
+            point = chosen.randint(1, counted[only_saves])
             killer = Killer(way, point, only_saves)
             if way == "two renames" and number == 0:
                 killer = BetweenRenames()

@@ -22,8 +22,9 @@ from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, 
 from tools.bench.anonymous import AnonymousPeak
 
 MIB = 1 << 20
-CHUNK = 16 * MIB
 WIDTH, LAYERS = 1024, 16
+GROUP = 4 * WIDTH * (WIDTH + 1)
+"""Bytes of a group of weights: larger tensors than groups should have, with a budget this small."""
 NBYTES = 4 * WIDTH * WIDTH * LAYERS  # 67 MB of weights
 STATE_BYTES = 2 * NBYTES
 BUDGET = 24 * MIB

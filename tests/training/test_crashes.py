@@ -11,11 +11,12 @@ import json
 import pytest
 
 from tests.helpers.processes import output_of, results_in
+from tests.lanes import by_lane
 from tests.training.crashing import STEPS, Crash
 
 pytestmark = pytest.mark.full("dozens of processes; tests/training/test_saving.py has a save fail")
 
-POINTS = {"exchange": 50, "two renames": 20, "torch.save": 6}
+POINTS = {"exchange": by_lane(50, 50, 500), "two renames": by_lane(20, 20, 100), "torch.save": 6}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.tensors import assert_same
 from tests.training.conftest import DEVICES, Traffic, store_for
 from tierstore import load_training, save_training
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
@@ -212,7 +213,6 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     extra = {
         "numbers": {1: "a", 2.5: None, None: [True], "text": {False: ()}},
         "counted": Counter({3: 2, "x": 1}),
-        "tensor": "a name, no tensor",
         "pair": (1, [2.0, (3,)]),
     }
     save_training(tmp_path / "run", nn.Linear(2, 2), extra=extra)
@@ -222,7 +222,15 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     assert type(found["pair"]) is tuple
 
 
-@pytest.mark.parametrize("extra", [{(1, 2): 3}, {"deep": [torch.zeros(2)]}, {"object": object()}])
+def test_extra_may_be_tensors(tmp_path: Path) -> None:
+    extra = {"random": torch.get_rng_state(), "means": [torch.rand(3), torch.rand(())]}
+    save_training(tmp_path / "run", nn.Linear(2, 2), extra=extra)
+    assert_same(load_training(tmp_path / "run", nn.Linear(2, 2)), extra)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"function": print}, {"deep": [nn.ReLU()]}, {"object": object()}]
+)
 def test_what_cannot_be_extra_is_refused_before_anything_is_written(
     extra: Any, tmp_path: Path
 ) -> None:

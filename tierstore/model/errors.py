@@ -4,7 +4,20 @@ from __future__ import annotations
 
 
 class TierStoreError(Exception):
-    """The base of all errors of this library."""
+    """The base of all errors of this library. They can be sent to other processes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _made_again, (type(self), self.args, vars(self))
+
+
+def _made_again(
+    kind: type[TierStoreError], args: tuple[object, ...], state: dict[str, object]
+) -> TierStoreError:
+    """An error of another process, whatever its class takes to make one."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error
 
 
 class UnknownKeyError(TierStoreError, KeyError):

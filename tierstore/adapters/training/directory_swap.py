@@ -27,14 +27,15 @@ _ATTEMPTS = 10
 
 
 class SwappedDirectory:
-    """Where a directory of such files (`parts`) is, and the names beside it on the way there.
+    """Where a directory is of files whose names match `parts`, and names beside it on the way
+    there.
 
     `.NAME.saving-<16 hex digits>` is a save under way, or the one that it has replaced.
     `.NAME.previous` is what `path` leads to while there is no `path`: for a moment, on file systems
     that cannot exchange two directories.
     """
 
-    def __init__(self, path: str | os.PathLike[str], parts: tuple[str, ...]) -> None:
+    def __init__(self, path: str | os.PathLike[str], parts: re.Pattern[str]) -> None:
         self.path = os.path.realpath(path)
         self._parts = parts
         self._parent, self._name = os.path.split(self.path)
@@ -52,8 +53,9 @@ class SwappedDirectory:
             raise transfer_error(error, doing, key=None, path=self.path) from error
 
     @contextlib.contextmanager
-    def draft(self) -> Iterator[int]:
-        """A new directory that takes the place of `path` when the block is left without error."""
+    def draft(self) -> Iterator[str]:
+        """The path of a new directory that takes the place of `path` when the block is left without
+        error."""
         _make_directories(self._parent)
         with _opened(self._parent) as parent:
             self._tidy(parent)
@@ -61,7 +63,7 @@ class SwappedDirectory:
             name, folder = self._new_draft(parent)
             try:
                 try:
-                    yield folder
+                    yield os.path.join(self._parent, name)
                     sync_names(folder)
                     self._refuse_others(parent)
                     old = self._publish(parent, name)
@@ -125,17 +127,20 @@ class SwappedDirectory:
     def _refuse_others(self, parent: int) -> None:
         others: list[str] = []
         with contextlib.suppress(FileNotFoundError), _opened(self._name, parent) as folder:
-            others = sorted(set(os.listdir(folder)) - set(self._parts))
+            others = sorted(set(os.listdir(folder)) - set(self._parts_in(folder)))
         if others:
             raise ValueError(
                 f"{self.path} holds {others[0]!r}, which is no part of a saved training and would "
                 "be lost: choose a directory of its own"
             )
 
+    def _parts_in(self, folder: int) -> list[str]:
+        return [name for name in os.listdir(folder) if self._parts.fullmatch(name)]
+
     def _remove(self, parent: int, name: str) -> None:
         """Remove a directory with what was written there, and nothing else. As far as possible."""
         with contextlib.suppress(OSError), _opened(name, parent) as folder:
-            for part in self._parts:
+            for part in self._parts_in(folder):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(part, dir_fd=folder)
             os.rmdir(name, dir_fd=parent)
@@ -155,7 +160,7 @@ class SwappedDirectory:
 
     def _files_in(self, folder: int, path: str, stack: ExitStack) -> dict[str, int] | None:
         files = {}
-        for name in self._parts:
+        for name in self._parts_in(folder):
             with contextlib.suppress(FileNotFoundError):
                 files[name] = os.open(name, READ, dir_fd=folder)
                 stack.callback(os.close, files[name])

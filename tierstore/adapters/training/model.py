@@ -286,6 +286,11 @@ class OffloadModel(nn.Module):
             self._gradient_streamer.finish()  # of a backward pass that was given up
             self._streamer.put_away()
 
+    @property
+    def groups(self) -> list[Weights]:
+        """The groups that its parameters are in."""
+        return self._groups
+
     def weights_of(self, parameter: nn.Parameter) -> Weights | None:
         """The group that a parameter is in."""
         return self._group_of.get(id(parameter))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.training.model import OffloadModel, model_of
-from tierstore.adapters.training.state_buffers import packed_bytes, state_budget_of
+from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
 from tierstore.adapters.training.tiles import Tile, TileGroups
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.outline import in_portions
@@ -209,8 +209,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     # State -------------------------------------------------------------------------------------
 
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class of torch's optimizer that does the steps."""
+        return type(self._inner)
+
+    def state_buffers(self) -> list[StateBuffer]:
+        """The groups that states are in."""
+        return [buffer for tile in self._tiles for buffer in tile.state_buffers]
+
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the state that an optimizer of torch, or this one, has told."""
+        self._load(state_dict, Tile.load)
+
+    def lay_out(self, state_dict: Any) -> None:
+        """The same, but that states of one dimension or more have any values afterwards: they are
+        going to be written where they are."""
+        self._load(state_dict, Tile.lay_out)
+
+    def _load(
+        self, state_dict: Any, load: Callable[[Tile, dict[int, dict[str, Any]]], None]
+    ) -> None:
         # torch's own way would bring all states to where the parameters compute.
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
@@ -222,24 +241,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
         }
         self.state = defaultdict(dict)
         for tile in self._tiles:
-            tile.load({id(p): loaded[id(p)] for p in tile.parameters if id(p) in loaded})
+            load(tile, {id(p): loaded[id(p)] for p in tile.parameters if id(p) in loaded})
         for tile in self._tiles:
             tile.put_away()
 
     def _as_loaded(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """Values are given the dtype of the parameter, as torch does, unless it has a master."""
         return {
-            name: value.detach().to("cpu", self._dtype_of(name, value, parameter))
+            name: value.detach().to("cpu", self.dtype_of(name, value.dtype, parameter))
             if isinstance(value, torch.Tensor)
             else value
             for name, value in state.items()
         }
 
-    def _dtype_of(self, name: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.dtype:
+    def dtype_of(self, name: str, dtype: torch.dtype, parameter: nn.Parameter) -> torch.dtype:
+        """The dtype that a state is loaded in."""
         has_master = self.master_dtype not in (None, parameter.dtype)
         if name == "step" or has_master or not parameter.is_floating_point():
-            return value.dtype
-        return parameter.dtype if value.is_floating_point() else value.dtype
+            return dtype
+        return parameter.dtype if dtype.is_floating_point else dtype
 
 
 def _model_of_tile(tile: Tile) -> OffloadModel | None:

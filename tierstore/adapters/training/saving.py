@@ -1,52 +1,61 @@
-"""Training on disk: a directory with a model, its optimizer, and what belongs to neither.
+"""Training on disk: checkpoints of `torch.distributed.checkpoint`, whole or not there.
 
     path/
-      model.safetensors      parameters and buffers under their own names, for any reader
-      optimizer.safetensors  tensors of the optimizer's state: `<parameter>.<state>`
-      training.json          groups of parameters, other values, `extra`; sizes and checksums
+      __0_0.distcp      tensors and other values, of rank 0; `__1_0.distcp` of rank 1, ...
+      .metadata         where each of them is
+      tierstore.json    sizes and checksums of these files
 
-Tensors go to disk a chunk at a time, from wherever they are. The directory is written under another
-name and synced, then takes the place of the old one at once: whatever dies in between, `path` leads
-to the old one or the new one, and either is whole. The headers of both files hold a checksum of
-each tensor, `training.json` holds one of each header, and one of itself: so nothing is loaded that
-was not saved, nor together with what was saved at another time.
+torch's own tools read and write such a directory: any number of ranks, in a store or not, goes on
+with what any other number has saved. Tensors go to disk and come back one group of the store at a
+time. The directory is written under another name and synced, then takes the place of the old one at
+once: whatever dies in between, `path` leads to the old one or the new one, and either is whole.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from tierstore.adapters.training.directory_swap import SwappedDirectory
-from tierstore.adapters.training.documents import (
-    FORMAT,
-    as_json,
-    decoded,
-    encoded,
-    options_of,
-    read_document,
-    tensors_in,
-    tensors_of_optimizer,
-    write_document,
-)
-from tierstore.adapters.training.optimizer import OffloadOptimizer
-from tierstore.adapters.training.saved_files import (
+from tierstore.adapters.codecs.memory import address_of
+from tierstore.adapters.training.checkpoint_files import CheckpointFiles, CheckpointWriter, Encoded
+from tierstore.adapters.training.checkpoint_names import (
     MODEL,
     OPTIMIZER,
-    PARTS,
-    TRAINING,
-    TensorFile,
-    write_tensors,
+    OURS,
+    STATE,
+    SavedNames,
+    as_part,
+    dtype_of,
+    inner,
+    kind_of,
+    like_parameter,
+    model_state,
+    names_in_groups,
+    nested,
+    optimizer_state,
+    places_of,
 )
-from tierstore.model.errors import CorruptDataError, TransferError
-from tierstore.model.sizes import PAGE
-from tierstore.system.views import dtype_name
+from tierstore.adapters.training.checkpoint_planners import (
+    GroupLoadPlanner,
+    GroupSavePlanner,
+    local_of,
+)
+from tierstore.adapters.training.directory_swap import SwappedDirectory
+from tierstore.adapters.training.optimizer import OffloadOptimizer
+from tierstore.torch_private import all_ranks, save_checkpoint
+
+PARTS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|tierstore\.json")
+"""The files of a checkpoint."""
 
 
 def save_training(
@@ -58,246 +67,290 @@ def save_training(
 ) -> None:
     """Save a model and its optimizer in the directory `path`, in place of what was saved there.
 
-        random = torch.get_rng_state().tolist()
-        save_training("run", model, optimizer, extra={"step": step, "random": random})
+        save_training("run", model, optimizer, extra={"step": 3, "rng": torch.get_rng_state()})
 
     When this returns, it survives a power cut. Whoever is killed before leaves `path` as it was,
     and a hidden directory beside it, which the next save removes. Tied parameters are saved under
     each of their names. Gradients are not saved: save between steps.
 
+    With `torch.distributed`, every rank calls this, with a path that leads to the same directory;
+    each writes what it has, and the first one `extra`.
+
     Args:
-        path: a directory that is not there yet, is empty, or holds what this function has saved.
+        path: a directory that is not there yet, is empty, or holds a checkpoint.
         model: an `OffloadModel`, or any other module.
         optimizer: an `OffloadOptimizer`, or one of torch, over parameters of the model.
-        extra: what else is needed to go on: text, numbers, lists, tuples, dicts.
+        extra: what else is needed to go on: tensors, text, numbers, lists, tuples, dicts.
 
     Raises ValueError for a path with other files or an optimizer of other parameters, TypeError for
-    what cannot be saved, DiskFullError or TransferError.
+    what cannot be loaded again, DiskFullError or TransferError.
     """
-    tensors: dict[str, dict[str, torch.Tensor]] = {MODEL: {}}
-    document: dict[str, Any] = {"format": FORMAT, "extra": _encoded_extra(extra)}
-    document["model"] = _encoded_model(model, tensors[MODEL])
+    state: dict[str, Any] = {MODEL: model_state(model)}
+    ours: dict[str, Any] = {"extra": extra, "model": _no_tensors(state[MODEL])}
+    Encoded(extra, "extra")  # raises TypeError: nothing is written then
     if optimizer is not None:
-        tensors[OPTIMIZER] = {}
-        document["optimizer"] = _encoded_optimizer(model, optimizer, tensors[OPTIMIZER])
-    as_json(document)  # what cannot be written is known before anything is
-    directory = SwappedDirectory(path, PARTS)
-    with directory.explained("saving to"), directory.draft() as folder:
-        files = {name: write_tensors(folder, name, found) for name, found in tensors.items()}
-        write_document(folder, {**document, "files": files})
+        state[OPTIMIZER[0]] = optimizer_state(model, optimizer)
+        ours["optimizer"] = kind_of(optimizer)
+    state[OURS] = Encoded(ours, OURS)
+    places = places_of(model, optimizer)
+    planner = GroupSavePlanner(state, places)
+    directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
+    with directory.explained("saving to"), own_errors(), ExitStack() as draft:
+        folder = ranks.broadcast("draft", lambda: draft.enter_context(directory.draft()))
+        try:
+            save_checkpoint(state, CheckpointWriter(folder), planner)
+        finally:
+            places.close()
+        ranks.broadcast("publish", draft.close)
 
 
 def load_training(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Any:
-    """Load what `save_training` has saved into a model and its optimizer; returns `extra`.
+    """Load what `save_training` or `torch.distributed.checkpoint` has saved; returns `extra`.
 
         extra = load_training("run", model, optimizer)
-        torch.set_rng_state(torch.tensor(extra["random"], dtype=torch.uint8))
+        torch.set_rng_state(extra["rng"])
 
-    Either may be in a store or not, whatever they were when they were saved. Without an optimizer,
-    only the model is loaded. Everything is read and compared before anything is changed, then read
-    again, a tensor at a time.
+    Either may be in a store or not, on as many ranks as there are, whatever they were when they
+    were saved. Without an optimizer, only the model is loaded. What others have saved has to have
+    its parts under "model" and "optimizer" (or "optim"), by names, as `get_state_dict` gives them;
+    it has no checksums, and its `extra` is None.
 
-    Raises CorruptDataError, InvalidHeaderError or TruncatedFileError for what is not as it was
-    saved, TransferError for what cannot be read, TierStoreError for a newer format, ValueError for
-    what was saved of another model or optimizer. The model and the optimizer are unchanged then.
+    Files that have checksums are read and compared before anything is changed, then read again.
+
+    Raises CorruptDataError or TruncatedFileError for what is not as it was saved, TransferError for
+    what cannot be read, TierStoreError for a newer format, ValueError for what was saved of another
+    model or optimizer. The model and the optimizer are unchanged then.
     """
-    directory = SwappedDirectory(path, PARTS)
-    with directory.explained("loading from"), ExitStack() as stack:
-        saved = _Saved(directory, stack)
-        saved.refuse_other_model(model)
+    directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
+    with directory.explained("loading from"), own_errors(), ExitStack() as stack:
+        files = _on_all(ranks, "open", lambda: CheckpointFiles(directory, stack))
+        _on_all(ranks, "check", lambda: files.check(ranks.rank, ranks.get_world_size()))
+        loading = _on_all(ranks, "match", lambda: _Loading(SavedNames(files), model, optimizer))
+        _on_all(ranks, "load", loading.load)
+        ours = loading.saved.ours
+        return None if ours is None else ours["extra"]
+
+
+def _on_all(ranks: Any, step: str, do: Callable[[], Any]) -> Any:
+    """Do it on this rank. Raises, on every rank, what it raises on one."""
+    if not ranks.use_dist:
+        return do()
+    done = []
+    ranks.all_gather(step, lambda: done.append(do()))
+    return done[0]
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise what a rank has raised, and not that some have."""
+    try:
+        yield
+    except CheckpointException as failed:
+        error = failed.failures[min(failed.failures)][0]
+        raise error from error.__cause__
+
+
+def _no_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """What modules add to their state: torch takes their dicts apart, and makes keys to text."""
+    return {name: each for name, each in state.items() if not isinstance(each, torch.Tensor)}
+
+
+class _Loading:
+    """What is loaded into a model and an optimizer. Made, it has refused what does not fit them,
+    and nothing is changed."""
+
+    def __init__(
+        self, saved: SavedNames, model: nn.Module, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self.saved = saved
+        self._path = saved.files.path
+        self._model = model
+        self._optimizer = optimizer
+        self._state = model_state(model)
+        self._refuse_other_model()
         if optimizer is not None:
-            saved.refuse_other_optimizer(model, optimizer)
-        used = [MODEL] if optimizer is None else [MODEL, OPTIMIZER]
-        for name in used:
-            saved.files[name].check()
-        model.load_state_dict(saved.model_state())
-        if optimizer is not None:
-            optimizer.load_state_dict(saved.optimizer_state(model, optimizer))
-        return decoded(saved.document["extra"], "extra", str)  # there are no tensors in it
-
-
-# What is saved ------------------------------------------------------------------------------------
-
-
-def _encoded_extra(extra: Any) -> Any:
-    tensors: dict[str, torch.Tensor] = {}
-    found = encoded(extra, "extra", tensors)
-    if tensors:
-        raise TypeError(f"{min(tensors)!r} is a tensor: save it as a list, by its tolist()")
-    return found
-
-
-def _encoded_model(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Adds the tensors of a model. Returns what else is part of its state."""
-    rest = {}
-    for name, value in model.state_dict().items():
-        found = encoded(value, name, tensors)
-        if not isinstance(value, torch.Tensor):
-            rest[name] = found
-    return rest
-
-
-def _encoded_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Adds the tensors of an optimizer's state. Returns the rest, under the parameters' names."""
-    names = _names_in_groups(model, optimizer)
-    state = optimizer.state_dict()
-    numbered: dict[Any, str] = {}
-    groups = []
-    for i, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
-        numbered.update(zip(group["params"], members, strict=True))
-        options = {key: value for key, value in group.items() if key != "params"}
-        found = encoded(options, f"param_groups.{i}", tensors)
-        groups.append({"params": members, "options": found})
-    states = {
-        numbered[number]: encoded(kept, numbered[number], tensors)
-        for number, kept in state["state"].items()
-    }
-    return {**_kind_of(optimizer), "param_groups": groups, "state": states}
-
-
-def _names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of the parameters in each group of an optimizer."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
+            self._names = names_in_groups(model, optimizer)
+            self._parameters = {
+                name: parameter
+                for group, names in zip(optimizer.param_groups, self._names, strict=True)
+                for parameter, name in zip(group["params"], names, strict=True)
+            }
+            if saved.optimizer is None:
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
-                    "model does not have: pass the model that the optimizer trains"
+                    f"{self._path} was saved without an optimizer: load the model only"
                 )
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            self._refuse_other_kind(optimizer)
+            self._options = self._checked_options(optimizer)
+            self._saved_states = self._checked_states()
 
+    def _refuse_other_model(self) -> None:
+        known = self._known_to_the_model()
+        lacking, more = self._state.keys() - known, known - self._state.keys()
+        for what, names in (("lacks", lacking), ("has", more)):
+            if names:
+                raise self._other_model(f"it {what} {_some(names)}")
+        for name, tensor in self._state.items():
+            found = self.saved.items.get(f"{MODEL}.{name}")
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if not isinstance(found, TensorStorageMetadata):
+                raise self._other_model(f"{name!r} is no tensor there")
+            if found.size != tensor.shape or found.properties.dtype is not tensor.dtype:
+                raise self._other_model(
+                    f"{name!r} is {dtype_of(found.properties)} {list(found.size)} there, and "
+                    f"{dtype_of(tensor)} {list(tensor.shape)} in the model"
+                )
 
-def _kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str | None]:
-    """What has to be the same for a state to be of use."""
-    kind, master = type(optimizer), None
-    if isinstance(optimizer, OffloadOptimizer):
-        kind, master = type(optimizer._inner), optimizer.master_dtype
-    return {"class": kind.__name__, "master_dtype": None if master is None else str(master)}
+    def _known_to_the_model(self) -> set[str]:
+        """What was saved of the model. What a module adds may be saved in parts, or have none."""
+        known = set(self.saved.model)
+        ours = {} if self.saved.ours is None else self.saved.ours["model"]
+        for name in _no_tensors(self._state):
+            parts = {each for each in known if f"{each}.".startswith(f"{name}.")}
+            known -= parts
+            if parts or name in ours:
+                known.add(name)
+        return known
 
-
-# What is loaded ----------------------------------------------------------------------------------
-
-
-class _Saved:
-    """One save: its document and its files, compared with their checksums but for their data."""
-
-    def __init__(self, directory: SwappedDirectory, stack: ExitStack) -> None:
-        self.path = directory.path
-        found = directory.open(stack)
-        if TRAINING not in found:
-            raise self._missing(TRAINING)
-        self.document = read_document(found[TRAINING], os.path.join(self.path, TRAINING))
-        self.files: dict[str, TensorFile] = {}
-        for name, expected in self.document["files"].items():
-            if name not in found:
-                raise self._missing(name)
-            path = os.path.join(self.path, name)
-            self.files[name] = TensorFile(found[name], path, expected)
-        self._refuse_other_tensors(MODEL, tensors_in(self.document["model"]), {})
-        if OPTIMIZER in self.files:
-            named = tensors_of_optimizer(self.document["optimizer"])
-            self._refuse_other_tensors(OPTIMIZER, named, self.files[OPTIMIZER].specs())
-
-    def _refuse_other_tensors(self, name: str, named: set[str], wanted: Iterable[str]) -> None:
-        """Raise CorruptDataError unless what is named is there, and what is wanted is named."""
-        file = self.files[name]
-        if differing := (named - file.specs().keys()) | (set(wanted) - named):
-            raise CorruptDataError(
-                f"{file.path} and the {TRAINING} beside it do not name the same tensors, such as "
-                f"{_some(differing)}: restore both, or load another save",
-                path=file.path,
-            )
-
-    def _missing(self, name: str) -> TransferError:
-        path = os.path.join(self.path, name)
-        return TransferError(
-            f"{path} is missing: restore it, or pass a directory that save_training has saved",
-            path=path,
+    def _other_model(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._path} was saved of another model: {why}; load it into one like that it was "
+            "saved of"
         )
 
-    def refuse_other_model(self, model: nn.Module) -> None:
-        """Raise ValueError if it is not a model like this one that was saved."""
-        specs, others = self.files[MODEL].specs(), self.document["model"]
-        inner = tensors_in(others)
-        known = (specs.keys() - inner) | others.keys()
-        state = model.state_dict()
-        for what, names in (("lacks", state.keys() - known), ("has", known - state.keys())):
-            if names:
+    def _refuse_other_kind(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.saved.ours is None:
+            return
+        for what, value in kind_of(optimizer).items():
+            found = self.saved.ours["optimizer"][what]
+            if found != value:
                 raise ValueError(
-                    f"{self.path} was saved of another model: it {what} {_some(names)}; load it "
-                    "into one like that it was saved of"
+                    f"{self._path} was saved of an optimizer whose {what} is {found}, and this "
+                    f"one's is {value}: load it into one like that it was saved of"
                 )
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor) or name in others:
+
+    def _checked_options(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """What each group of the optimizer will say."""
+        saved = self.saved.options()
+        if differing := saved.keys() ^ self._parameters.keys():
+            raise self._other_groups(f"not in both: {_some(differing)}")
+        found = []
+        for group, names in zip(optimizer.param_groups, self._names, strict=True):
+            options = [saved[name] for name in names]
+            if any(not _same(each, options[0]) for each in options):
+                raise self._other_groups("they are grouped otherwise")
+            lacking = optimizer.defaults.keys() - (options or [group])[0].keys()
+            if lacking and self.saved.ours is None:
+                raise ValueError(
+                    f"{self._path} was saved of another optimizer: it lacks {_some(lacking)} in "
+                    "param_groups; load it into one like that it was saved of"
+                )
+            found.append({**group, **(options or [{}])[0]})
+        return found
+
+    def _other_groups(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self._path} was saved of an optimizer of other groups of parameters ({why}): make "
+            "the optimizer with the same groups"
+        )
+
+    def _checked_states(self) -> dict[str, dict[str, Any]]:
+        found = self.saved.states(self._parameters)
+        if unknown := found.keys() - self._parameters.keys():
+            names = _some(found[next(iter(unknown))])
+            raise self._other_groups(f"there are states of other parameters: {names}")
+        return found
+
+    # Doing it ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Change the model and the optimizer."""
+        targets: dict[str, torch.Tensor] = {}
+        given = self._model_targets(targets)
+        if self._optimizer is not None:
+            targets |= self._optimizer_targets(self._optimizer)
+        places = places_of(self._model, self._optimizer)
+        GroupLoadPlanner(places).read(targets, self.saved.files)
+        if given:
+            set_model_state_dict(self._model, given, options=StateDictOptions(strict=False))
+        for parameter in self._model.parameters():
+            if places.of(parameter) is not None:  # it was written without torch's knowing of it
+                torch.autograd.graph.increment_version(parameter)
+
+    def _model_targets(self, targets: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Add the tensors that are written where they are. Returns what the model has to be given:
+        what it adds to its state, and tensors that are none of its own."""
+        own = {address_of(local_of(t)) for t in (*self._model.parameters(), *self._model.buffers())}
+        given: dict[str, Any] = {}
+        for name, value in self._state.items():
+            if not isinstance(value, torch.Tensor):
+                given[name] = self.saved.added(name)
                 continue
-            found, expected = specs[name], (dtype_name(value, name), tuple(value.shape))
-            if (found.dtype, found.shape) != expected:
-                raise ValueError(
-                    f"{self.path} was saved of another model: {name!r} is {found.dtype} "
-                    f"{list(found.shape)} there, and {expected[0]} {list(expected[1])} in the "
-                    "model; load it into one like that it was saved of"
-                )
+            if address_of(local_of(value)) not in own:
+                value = given[name] = torch.empty_like(value)
+            targets[f"{MODEL}.{name}"] = value
+        return given
 
-    def refuse_other_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if it is not an optimizer like this one that was saved."""
-        names = _names_in_groups(model, optimizer)
-        saved = self.document.get("optimizer")
-        if saved is None:
-            raise ValueError(f"{self.path} was saved without an optimizer: load the model only")
-        for what, value in _kind_of(optimizer).items():
-            if saved[what] != value:
-                raise ValueError(
-                    f"{self.path} was saved of an optimizer whose {what} is {saved[what]}, and "
-                    f"this one's is {value}: load it into one like that it was saved of"
-                )
-        groups = [group["params"] for group in saved["param_groups"]]
-        if [sorted(group) for group in groups] != [sorted(group) for group in names]:
-            differing = {n for g in groups for n in g} ^ {n for g in names for n in g}
-            why = f"not in both: {_some(differing)}" if differing else "they are grouped otherwise"
-            raise ValueError(
-                f"{self.path} was saved of an optimizer of other groups of parameters ({why}): "
-                "make the optimizer with the same groups"
-            )
-
-    def model_state(self) -> dict[str, Any]:
-        """What the model's `load_state_dict` takes."""
-        file, others = self.files[MODEL], self.document["model"]
-        inner = tensors_in(others)
-        state = {name: file.tensor(name) for name in file.specs() if name not in inner}
-        return state | {name: decoded(value, name, file.tensor) for name, value in others.items()}
-
-    def optimizer_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What the optimizer's `load_state_dict` takes: with the order of its own parameters."""
-        saved = self.document["optimizer"]
-        parameters = dict(model.named_parameters())
-        in_store = isinstance(optimizer, OffloadOptimizer)
-
-        def tensor_for(parameter: torch.Tensor | None, name: str) -> torch.Tensor:
-            found = self.files[OPTIMIZER].tensor(name)
-            copied = in_store or (parameter is not None and parameter.device.type != "cpu")
-            # Torch's own keep what they are given, where it is on the device of the parameter.
-            return found if copied and found.nbytes > PAGE else found.clone()
-
-        members = _names_in_groups(model, optimizer)
-        numbers = {name: i for i, name in enumerate(name for group in members for name in group)}
-        return {
-            "state": {
-                numbers[name]: decoded(kept, name, functools.partial(tensor_for, parameters[name]))
-                for name, kept in saved["state"].items()
-            },
-            "param_groups": [
-                {
-                    **decoded(options, place, functools.partial(tensor_for, None)),
-                    "params": [numbers[name] for name in names],
-                }
-                for (place, options), names in zip(options_of(saved).items(), members, strict=True)
-            ],
+    def _optimizer_targets(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """See that the optimizer has the states that were saved, and return those that are written
+        where they are."""
+        lazily = isinstance(optimizer, OffloadOptimizer)
+        states = {
+            name: {key: self._made(name, key, each, lazily) for key, each in of_one.items()}
+            for name, of_one in self._saved_states.items()
         }
+        if isinstance(optimizer, OffloadOptimizer):
+            optimizer.lay_out(self._state_dict(states))
+        else:
+            self._lay_out(optimizer, self._state_dict(states))
+        return {
+            f"{self.saved.optimizer}.{STATE}.{name}.{key}": as_part(
+                inner(optimizer.state[self._parameters[name]], key), self._parameters[name]
+            )
+            for name, of_one in states.items()
+            for key, made in of_one.items()
+            if isinstance(made, torch.Tensor) and made.dim()
+        }
+
+    def _lay_out(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        before = optimizer.state, optimizer.param_groups
+        try:
+            optimizer.load_state_dict(state)
+        except Exception as error:  # whatever a class has to say of states that it does not know
+            optimizer.state, optimizer.param_groups = before
+            raise ValueError(
+                f"{self._path} was saved of another optimizer than {type(optimizer).__name__} "
+                f"({error!r:.200}): load it into one like that it was saved of"
+            ) from error
+
+    def _made(self, name: str, key: str, saved: Any, lazily: bool) -> Any:
+        """A state: its value, or what is to have it."""
+        if not isinstance(saved, TensorStorageMetadata) or not saved.size:
+            return self.saved.value(f"{self.saved.optimizer}.{STATE}.{name}.{key}")
+        parameter, dtype = self._parameters[name], saved.properties.dtype
+        if isinstance(self._optimizer, OffloadOptimizer):
+            dtype = self._optimizer.dtype_of(key, dtype, parameter)
+        return like_parameter(parameter, saved.size, dtype, lazily=lazily)
+
+    def _state_dict(self, states: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """What an optimizer's `load_state_dict` takes."""
+        numbers = {name: i for i, name in enumerate(self._parameters)}
+        groups = zip(self._options, self._names, strict=True)
+        return {
+            "state": {numbers[name]: nested(each) for name, each in states.items()},
+            "param_groups": [{**o, "params": [numbers[n] for n in names]} for o, names in groups],
+        }
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return torch.equal(a, b) if tensors else bool(a == b)
+
+    return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
 
 
 def _some(names: Iterable[str]) -> str:

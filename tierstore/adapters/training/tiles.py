@@ -148,7 +148,7 @@ class Tile:
         self._by_id = {id(p): p for p in parameters}
         self._key = key
         self._keys = itertools.count()
-        self._buffers: list[StateBuffer] = []
+        self.state_buffers: list[StateBuffer] = []
         self._where: dict[tuple[int, str], tuple[StateBuffer, str]] = {}
         # What the optimizer's state was given to show it. Another tensor there is somebody else's.
         self._shown: dict[tuple[int, str], torch.Tensor] = {}
@@ -172,19 +172,19 @@ class Tile:
                 yield self.weights.buffer
             if self.weights.gradients.buffer is not None:
                 yield self.weights.gradients.buffer
-        yield from self._buffers
+        yield from self.state_buffers
 
     def put_away(self) -> None:
         """Nobody works on it for now."""
         for buffer in self.buffers():
             buffer.put_away()
-        for buffer in self._buffers:
+        for buffer in self.state_buffers:
             buffer.ready()
         for number, name in self._where:
             self._show(number, name)
         used = {buffer for buffer, _ in self._where.values()}
-        while unused := [buffer for buffer in self._buffers if buffer not in used]:
-            self._buffers.remove(unused[0])
+        while unused := [buffer for buffer in self.state_buffers if buffer not in used]:
+            self.state_buffers.remove(unused[0])
             unused[0].discard()
 
     def _show(self, number: int, name: str) -> None:
@@ -220,26 +220,35 @@ class Tile:
                 groups,
                 self._values(stack),
                 self._gradients(stack, HostAccess.READ),
-                {buffer: buffer.enter(stack, HostAccess.UPDATE) for buffer in self._buffers},
+                {buffer: buffer.enter(stack, HostAccess.UPDATE) for buffer in self.state_buffers},
             )
 
     def load(self, states: dict[int, dict[str, Any]]) -> None:
         """Keep what was loaded."""
-        large = {
-            (number, name)
-            for number, state in states.items()
-            for name, value in state.items()
-            if _is_large(value)
-        }
-        if large != self._where.keys():
-            self._where.clear()
-            self._shown.clear()
-            while self._buffers:
-                self._buffers.pop().discard()
+        if _large_ones(states).keys() != self._where.keys():
+            self._forget_states()
         with ExitStack() as stack, torch.no_grad():
-            self._store_states(
-                states, {buffer: buffer.enter(stack, HostAccess.UPDATE) for buffer in self._buffers}
-            )
+            held = {b: b.enter(stack, HostAccess.UPDATE) for b in self.state_buffers}
+            self._store_states(states, held)
+
+    def lay_out(self, states: dict[int, dict[str, Any]]) -> None:
+        """Keep what is small, and make room for what is as large as its parameter."""
+        large = _large_ones(states)
+        shown = {key: buffer.tensors[name] for key, (buffer, name) in self._where.items()}
+        if large.keys() != shown.keys() or not all(_is_like(shown[k], large[k]) for k in large):
+            self._forget_states()
+            if large:
+                self._create_buffer(large, with_values=False)
+        self._shown.clear()
+        for number, state in states.items():
+            small = {name: value for name, value in state.items() if (number, name) not in large}
+            self._optimizer.state[self._by_id[number]].update(small)
+
+    def _forget_states(self) -> None:
+        self._where.clear()
+        self._shown.clear()
+        while self.state_buffers:
+            self.state_buffers.pop().discard()
 
     def _gradients(self, stack: ExitStack, purpose: HostAccess) -> dict[int, torch.Tensor]:
         """By the id of its parameter, each gradient: those in the store in RAM, and those that
@@ -341,12 +350,14 @@ class Tile:
         if fresh:
             self._create_buffer(fresh)
 
-    def _create_buffer(self, fresh: dict[tuple[int, str], torch.Tensor]) -> None:
+    def _create_buffer(
+        self, fresh: dict[tuple[int, str], torch.Tensor], *, with_values: bool = True
+    ) -> None:
         index = {id(p): i for i, p in enumerate(self.parameters)}
         named = {f"{index[number]}.{name}": t for (number, name), t in fresh.items()}
         key = f"{self._key}/{next(self._keys)}"
-        buffer = StateBuffer(self._optimizer.store, key, named)
-        self._buffers.append(buffer)
+        buffer = StateBuffer(self._optimizer.store, key, named, with_values=with_values)
+        self.state_buffers.append(buffer)
         for number, name in fresh:
             self._where[number, name] = buffer, f"{index[number]}.{name}"
 
@@ -422,6 +433,11 @@ def _is_like(target: torch.Tensor, value: Any) -> bool:
 def _scale(gradients: dict[int, torch.Tensor], factor: torch.Tensor) -> None:
     for gradient in gradients.values():
         gradient.mul_(factor.to(gradient.device))
+
+
+def _large_ones(states: dict[int, dict[str, Any]]) -> dict[tuple[int, str], torch.Tensor]:
+    named = ((number, *item) for number, state in states.items() for item in state.items())
+    return {(number, name): value for number, name, value in named if _is_large(value)}
 
 
 def _is_large(value: Any) -> bool:

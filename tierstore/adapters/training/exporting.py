@@ -1,0 +1,81 @@
+"""The weights of a training as others take them: files of safetensors, as Hugging Face has them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+from tierstore.adapters.codecs.memory import address_of
+from tierstore.adapters.training.checkpoint_names import model_state
+from tierstore.adapters.training.saving import own_errors
+from tierstore.system.files import transfer_errors
+from tierstore.torch_private import all_ranks, save_checkpoint
+
+FILE_BYTES = 256 << 20
+"""Bytes of tensors in one file, unless one of them is larger. torch puts a file together in memory,
+and needs about twice as much for that."""
+
+
+def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """Write the parameters and buffers of a model to the directory `path`, in safetensors files
+    with an index, as `from_pretrained` and `TierStore.register_checkpoint` read them.
+
+        export_safetensors("exported", model)
+
+    Of tied parameters the first name is written, as `save_pretrained` does. It is torch's
+    `HuggingFaceStorageWriter` that writes. What several ranks have is exported by one process that
+    has loaded what they saved.
+
+    To go on with the training, use `save_training`: this has no optimizer, no checksums, and does
+    not replace what is there at once.
+
+    Raises ValueError for a directory that has safetensors files already, RuntimeError on several
+    ranks, DiskFullError or TransferError.
+    """
+    if all_ranks().get_world_size() > 1:
+        raise RuntimeError(
+            "no rank has the whole model: save it with save_training, load that in one process "
+            "with load_training, and export it there"
+        )
+    where = os.fspath(path)
+    if os.path.isdir(where) and any(n.endswith(".safetensors") for n in os.listdir(where)):
+        raise ValueError(
+            f"{where} has safetensors files already: choose a directory of its own, so that none "
+            "of them is taken for a part of this model"
+        )
+    tensors = _each_once(model_state(model))
+    writer = HuggingFaceStorageWriter(where, fqn_to_index_mapping=files_of(tensors, FILE_BYTES))
+    with transfer_errors("exporting to", path=where), own_errors():
+        save_checkpoint(dict(tensors), writer, DefaultSavePlanner())
+
+
+def _each_once(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state; of those that show the same memory, the first one."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            where = address_of(value), value.shape
+            if where not in seen or not value.numel():
+                seen.add(where)
+                found[name] = value.detach()
+    return found
+
+
+def files_of(tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
+    """The number of the file that each tensor goes to, from 1 on. Each has up to `file_bytes` of
+    tensors, or one larger tensor."""
+    numbers: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if filled and filled + nbytes > file_bytes:
+            number, filled = number + 1, 0
+        numbers[name] = number
+        filled += nbytes
+    return numbers
