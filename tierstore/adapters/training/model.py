@@ -19,7 +19,6 @@ from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
 from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.memory import tensor_bytes
-from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import claim, give_up
@@ -27,6 +26,13 @@ from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
+from tierstore.adapters.training.sharded import (
+    differentiable_in,
+    is_distributed,
+    memory_of,
+    sharded_modules,
+    shards_of,
+)
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
@@ -99,7 +105,10 @@ class OffloadModel(nn.Module):
         self.store = store
         self._attachment = Attachment(self, store)
         self._depth = 0
+        self._hooks: list[Any] = []
         self._key = f"training/{next(_numbers)}"
+        self._sharded = sharded_modules(module)
+        self._shards = shards_of(module)
         self.slices = _slices(module, store, num_slices)
         self._groups = self._take_parameters()
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
@@ -153,12 +162,15 @@ class OffloadModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load values into the module. `assign` makes no difference: they are copied."""
         self.put_away()
+        for part in self._sharded:
+            part.reshard()
         names = {id(p): name for name, p in self.module.named_parameters()}
         loaded = dict(state_dict)
         same = [w for w in self._groups if w.frozen and w.keeps(names, loaded)]
         result = self.module.load_state_dict(loaded, strict=strict)
         for weights in same:
             weights.count_as_unchanged()
+        self.put_away()  # FSDP2 may have given some parameters other memory
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -204,28 +216,51 @@ class OffloadModel(nn.Module):
         space = AddressSpace()
         for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
             buffer = buffer_of(self.store, f"{self._key}/{number}", plan.tensors, space)
-            names: dict[str, Any] = dict(plan.tensors)
-            weights = Weights(buffer, names, slice_.number)
+            parameters: dict[str, Any] = dict(plan.tensors)
+            weights = Weights(buffer, parameters, slice_.number)
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
-                _move_in(waiting.pop(0), freed)
+                self._move_in(waiting.pop(0), freed)
         for weights in waiting:
-            _move_in(weights, freed)
+            self._move_in(weights, freed)
         freed.give_back()
         rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
-        rest |= {n: p for n, p in self.module.named_parameters() if not is_movable(p)}
+        rest |= {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if not is_movable(parameter) and not is_distributed(parameter)
+        }
         self._attachment.keep_on_device(self._key, rest, budget.target)
         return groups
+
+    def _move_in(self, weights: Weights, freed: FreedMemory) -> None:
+        weights.move_in(self._shards)
+        for name, parameter in weights.parameters.items():
+            if id(parameter) in self._shards:
+                read = functools.partial(self._read_shard, weights, name)
+                self._shards[id(parameter)].read = read
+        freed.add(sum(tensor_bytes(memory_of(p)) for p in weights.parameters.values()))
+
+    def _read_shard(self, weights: Weights, name: str) -> torch.Tensor:
+        return self._streamer.shard(weights, name)
 
     def _wrap(self) -> None:
         for slice_ in self.slices:
             for unit in slice_.units:
-                groups = list(dict.fromkeys(self._group_of[id(t)] for t in unit.tensors.values()))
+                ids = [id(t) for t in unit.tensors.values()]
+                groups = dict.fromkeys(self._group_of[i] for i in ids if i in self._group_of)
                 leased = [w for w in groups if self._streamer.needs_lease(w)]
                 if leased:
                     forward = UnitForward(functools.partial(TrainingUse, self._streamer, leased))
                     self._attachment.stand_in(unit.module, "forward", forward)
+        if self._sharded:
+            # FSDP2 gathers before the forward: the pass has to begin before that.
+            self._hooks = [
+                self.module.register_forward_pre_hook(self._before_all, prepend=True),
+                self.module.register_forward_hook(self._after_all, always_call=True),
+            ]
+            return
         whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
         self._attachment.stand_in(self.module, "forward", whole)
 
@@ -251,6 +286,12 @@ class OffloadModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, on the device, for inputs from anywhere."""
+        later = set(sharded_modules(self)).difference(self._sharded)
+        if later:
+            raise RuntimeError(
+                f"fully_shard was applied to a part of a model in training on a store "
+                f"({type(later.pop()).__name__}): apply it before OffloadModel(module, store)"
+            )
         if (library := _spread_by(self)) is not None:
             raise RuntimeError(
                 f"a model in training on a store was given to {library} later, {_ADVICE}"
@@ -280,6 +321,19 @@ class OffloadModel(nn.Module):
         if self._depth == 0 and not torch.is_grad_enabled():
             self.put_away()
 
+    def _before_all(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_all(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._leave()
+        if torch.is_grad_enabled() and not in_backward():
+            for tensor in differentiable_in(result):
+                tensor.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        self._gradient_streamer.begin()
+
     def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
         if not in_backward():
@@ -298,13 +352,17 @@ class OffloadModel(nn.Module):
         self.put_away()
         self._attachment.resident.give_back()
         for weights in self._groups:
+            weights.move_out()
             for parameter in weights.parameters.values():
-                assign(parameter, parameter.detach().clone())
                 _models.pop(id(parameter), None)
             weights.gone = True
             weights.gradients.discard()
             weights.buffer.discard()
         self._groups.clear()
+        for hook in self._hooks:
+            hook.remove()
+        if self._sharded:
+            self.module.load_state_dict({}, strict=False)  # FSDP2 looks at local tensors anew
         self.__dict__["_run"] = self.module
         return self.module
 
@@ -348,13 +406,6 @@ def _with_signature_of(kind: type[nn.Module]) -> type[OffloadModel]:
     return type(OffloadModel.__name__, (OffloadModel,), own)
 
 
-def _move_in(weights: Weights, freed: FreedMemory) -> None:
-    weights.buffer.ready()
-    for name, parameter in weights.parameters.items():
-        assign(parameter, weights.buffer.tensors[name])
-    freed.add(sum(map(tensor_bytes, weights.parameters.values())))
-
-
 def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slice]:
     budgets = store.stats().budget_bytes
     memory = [b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None]
@@ -394,7 +445,8 @@ def _spread_by(module: nn.Module) -> str | None:
 
     It is known by where it is defined, so that nothing is imported for that.
     """
-    kinds = dict.fromkeys(type(part) for part in module.modules())
+    sharded = set(sharded_modules(module))
+    kinds = dict.fromkeys(type(part) for part in module.modules() if part not in sharded)
     bases = (base for kind in kinds for base in kind.__mro__)
     return next((base.__name__ for base in bases if base.__module__.startswith(_SPREADING)), None)
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.training.model import OffloadModel, model_of
+from tierstore.adapters.training.sharded import is_distributed, local_part, memory_of
 from tierstore.adapters.training.state_buffers import packed_bytes, state_budget_of
 from tierstore.adapters.training.tiles import Tile, TileGroups
 from tierstore.adapters.training.weights import Weights
@@ -112,8 +113,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for weights, members in members_of.items():
             self._add(members, weights)
         budget = state_budget_of(self.store)
-        for members in in_portions(rest, lambda p: packed_bytes({"": p.detach()}), budget.target):
-            budget.expect(packed_bytes({str(i): p.detach() for i, p in enumerate(members)}))
+        for members in in_portions(rest, lambda p: packed_bytes({"": memory_of(p)}), budget.target):
+            budget.expect(packed_bytes({str(i): memory_of(p) for i, p in enumerate(members)}))
             self._add(members, None)
 
     def _add(self, parameters: list[nn.Parameter], weights: Weights | None) -> None:
@@ -182,6 +183,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not order:
             return torch.tensor(0.0)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(order), norm_type)
+        whole: Any = total
+        if is_distributed(total):  # over all processes
+            total = whole.full_tensor()
         if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is "
@@ -229,7 +233,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _as_loaded(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """Values are given the dtype of the parameter, as torch does, unless it has a master."""
         return {
-            name: value.detach().to("cpu", self._dtype_of(name, value, parameter))
+            name: local_part(parameter, value.detach()).to(
+                "cpu", self._dtype_of(name, value, parameter)
+            )
             if isinstance(value, torch.Tensor)
             else value
             for name, value in state.items()

@@ -24,6 +24,13 @@ from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.saved_weights import WeightHooks
 from tierstore.adapters.training.frozen_buffers import FrozenBuffer, watch_of
 from tierstore.adapters.training.gradients import Gradients
+from tierstore.adapters.training.sharded import (
+    Shard,
+    is_distributed,
+    local_part,
+    memory_of,
+    take_over,
+)
 from tierstore.adapters.training.state_buffers import StateBuffer, state_budget_of
 from tierstore.adapters.unit_use import Arguments
 from tierstore.adapters.view_lifetime import ViewLease
@@ -55,6 +62,7 @@ class Weights:
         self.gone = False  # the model is an ordinary one again
         self.lease: ViewLease | None = None
         self._versions: dict[str, int] = {}
+        self._shards: dict[str, Shard] = {}
 
     @property
     def shown(self) -> dict[str, torch.Tensor]:
@@ -86,14 +94,41 @@ class Weights:
     def take_what_was_given(self) -> None:
         """Somebody may have given a parameter other memory (`parameter.data = ...`): keep that."""
         for name, parameter in self.parameters.items():
-            home = self.buffer.tensors[name]
-            if address_of(parameter) != address_of(home):
+            home, memory = self.buffer.tensors[name], memory_of(parameter)
+            if address_of(memory) != address_of(home):
                 with torch.no_grad():
-                    home.copy_(parameter.detach())
-                assign(parameter, home)
+                    home.copy_(memory.detach())
+                self._show_at(name, home)
                 self.edited = True
-            elif version_of(parameter) != self._versions.setdefault(name, version_of(parameter)):
+            elif version_of(memory) != self._versions.setdefault(name, version_of(memory)):
                 self.edited = True
+
+    def move_in(self, shards: dict[int, Shard]) -> None:
+        """Let parameters show what is in the store from now on. They have these shards, by their
+        ids."""
+        self.buffer.ready()
+        for name, parameter in self.parameters.items():
+            if id(parameter) in shards:
+                self._shards[name] = shards[id(parameter)]
+            self._show_at(name, self.buffer.tensors[name])
+
+    def move_out(self) -> None:
+        """Give parameters memory of their own."""
+        for name, parameter in self.parameters.items():
+            assign(memory_of(parameter), memory_of(parameter).detach().clone())
+            if name in self._shards:
+                self._shards.pop(name).ignore()
+
+    def _show_at(self, name: str, memory: torch.Tensor) -> None:
+        take_over(self.parameters[name], memory)
+        if name in self._shards:
+            self._shards[name].answer()
+        self._versions[name] = version_of(memory_of(self.parameters[name]))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether what is here are shards of them."""
+        return any(map(is_distributed, self.parameters.values()))
 
     @property
     def frozen(self) -> bool:
@@ -105,7 +140,7 @@ class Weights:
         nothing is to be copied to them; otherwise they are part of the training state from now on.
         """
         ours = [(names[id(p)], p) for p in self.parameters.values() if names[id(p)] in values]
-        if not all(torch.equal(p, torch.as_tensor(values[name])) for name, p in ours):
+        if not all(_have_value(p, torch.as_tensor(values[name])) for name, p in ours):
             self.become_state()
             return False
         values.update(ours)
@@ -113,7 +148,7 @@ class Weights:
 
     def count_as_unchanged(self) -> None:
         """What torch counted was none of a change."""
-        self._versions = {name: version_of(p) for name, p in self.parameters.items()}
+        self._versions = {name: version_of(memory_of(p)) for name, p in self.parameters.items()}
 
     def become_state(self) -> None:
         """Make frozen parameters part of the training state: they are going to change."""
@@ -122,10 +157,16 @@ class Weights:
             state_budget_of(frozen.store).expect(frozen.nbytes)
             buffer = StateBuffer(frozen.store, f"{frozen.key}/state", frozen.tensors)
             buffer.ready()
-            for name, parameter in self.parameters.items():
-                assign(parameter, buffer.tensors[name])
             self.buffer = buffer
+            for name in self.parameters:
+                self._show_at(name, buffer.tensors[name])
             frozen.discard()
+
+
+def _have_value(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    if is_distributed(parameter) != is_distributed(value):
+        return False
+    return torch.equal(memory_of(parameter), local_part(parameter, value))
 
 
 class PassOrder:
@@ -298,6 +339,15 @@ class WeightStreamer:
         with weights.lock:
             lease = weights.lease or self._borrow(weights)
             return geometry.within((weights.buffer if lease is None else lease).tensors[name])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def shard(self, weights: Weights, name: str) -> torch.Tensor:
+        """The shard of a parameter, where it can be copied from on the device."""
+        with weights.lock:
+            if not self.needs_lease(weights):
+                return weights.buffer.tensors[name]
+            lease = self._borrow(weights)
+            return (weights.buffer if lease is None else lease).tensors[name]
 
     def _borrow(self, weights: Weights) -> ViewLease | None:
         with self._lock:
