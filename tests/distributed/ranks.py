@@ -96,8 +96,8 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, world: int, meeting: str, timeout: float) -> None:
-    import torch  # noqa: PLC0415  (what multiprocessing starts has not to wait for it)
-    import torch.distributed as dist  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +40,9 @@ def test_ten_steps_are_those_of_plain_fsdp(ranks: Of, place: str, share: float, 
             assert found["read"] == found["written"] == 0
         else:
             # Six times the parameters are read and four times are written; to clip reads gradients
-            # twice more and writes them once. Small groups are a quarter larger than their tensors.
-            assert 0 < found["written"] <= 1.25 * 5 * found["parameters"] * found["steps"]
-            assert 0 < found["read"] <= 1.25 * 8 * found["parameters"] * found["steps"]
+            # twice more and writes them once. Groups this small have more bytes than their tensors.
+            assert 0 < found["written"] <= 1.4 * 5 * found["parameters"] * found["steps"]
+            assert 0 < found["read"] <= 1.4 * 8 * found["parameters"] * found["steps"]
 
 
 CASES = {
@@ -105,7 +106,7 @@ def test_gradients_are_accumulated(ranks: Of, place: str) -> None:
 def validated(place: str) -> None:
     case = Case(share=0.2)
     expected = plain_run(case)
-    with on_store(case, place) as (run, store):
+    with on_store(case, place) as (run, _):
         for each in (run, expected):
             each.losses(0)
         tokens, _ = batch(1)
@@ -134,8 +135,7 @@ def prefetched(place: str) -> None:
     with on_store(case, place) as (run, _):
         for each in (run, expected):
             model: Any = each.model
-            blocks = list(model.blocks)
-            for one, other in zip(blocks, blocks[1:], strict=False):
+            for one, other in itertools.pairwise(model.blocks):
                 one.set_modules_to_forward_prefetch([other])
                 other.set_modules_to_backward_prefetch([one])
         for step in range(3):

@@ -1,4 +1,4 @@
-"""Training with FSDP2, plain and on a store, side by side in each rank; and what has to be equal."""
+"""Training with FSDP2 alone and on a store, side by side in each rank; what has to be equal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ STEPS = 10
 class Block(nn.Module):
     """What a transformer consists of, without attention. No dimension is even."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = INNER) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, INNER)
-        self.down = nn.Linear(INNER, WIDTH)
+        self.up = nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(functional.gelu(self.up(self.norm(x))))

@@ -159,9 +159,7 @@ class Gradients:
             before.ready()
         stored = {n: before.tensors[n] for n in self._stored} if before is not None else {}
         values = {
-            name: stored[name]
-            if name in stored
-            else _empty_gradient(p)
+            name: stored[name] if name in stored else _empty_gradient(p)
             for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
         }
         key = f"{self._weights.buffer.key}/gradient.{next(_numbers)}"

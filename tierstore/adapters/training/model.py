@@ -18,18 +18,17 @@ from torch import nn
 from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
 from tierstore.adapters.codecs import is_movable
-from tierstore.adapters.codecs.memory import tensor_bytes
 from tierstore.adapters.nested import to_device
-from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
+from tierstore.adapters.training.refusals import ADVICE, refuse_arguments, refuse_spread_later
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.sharded import (
-    differentiable_in,
+    PassHooks,
+    Shard,
     is_distributed,
-    memory_of,
     sharded_modules,
     shards_of,
 )
@@ -45,15 +44,6 @@ from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import in_backward
-
-# Models that torch spreads over processes cannot be trained on a store as well.
-# DistributedDataParallel and FSDP own the parameters and gradients of a model, and so does an
-# OffloadModel. Whoever comes second would find tensors that the other one moves, without any error.
-_ADVICE = (
-    "which keeps parameters and gradients of its own: train on a store in one process, or without "
-    "a store in several"
-)
-_SPREADING = ("torch.nn.parallel.", "torch.distributed.fsdp.")
 
 _numbers = itertools.count()
 _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
@@ -79,7 +69,10 @@ class OffloadModel(nn.Module):
         num_microbatches: cut each batch (the first dimension of tensors) into so many parts that
             go through the model one after the other; gradients add up.
 
-    It cannot be combined with DistributedDataParallel or FSDP, neither around it nor inside.
+    In several processes, apply `fully_shard` (FSDP2) to the module before: then each process has
+    its shards in its own store. All of them make their OffloadModel at the same time, since that
+    gathers each module once. It cannot be combined with DistributedDataParallel or FSDP1, neither
+    around it nor inside.
 
     Raises ValueError for arguments that cannot be, or a module that is offloaded already, or spread
     over processes; BudgetError, at its first use, for a parameter that is larger than a budget (the
@@ -99,20 +92,21 @@ class OffloadModel(nn.Module):
         num_microbatches: int = 1,
     ) -> None:
         super().__init__()
-        _refuse_arguments(module, store, device, num_slices, num_microbatches)
+        refuse_arguments(module, store, device, num_slices, num_microbatches)
         self.__dict__["module"] = module  # not a child: names are those of the module itself
         self._share()
         self.store = store
         self._attachment = Attachment(self, store)
         self._depth = 0
-        self._hooks: list[Any] = []
+        self._hooks: PassHooks | None = None
         self._key = f"training/{next(_numbers)}"
         self._sharded = sharded_modules(module)
-        self._shards = shards_of(module)
+        shards = shards_of(module)
         self.slices = _slices(module, store, num_slices)
-        self._groups = self._take_parameters()
+        self._groups = self._take_parameters(shards)
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
+        self._streamer.serve(shards)
         self._gradient_streamer = GradientStreamer(self._groups, self._streamer.put_away)
         self._streamer.make_room = self.make_room
         self._wrap()
@@ -145,7 +139,7 @@ class OffloadModel(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """What DistributedDataParallel asks a module for, before it does anything to it."""
         raise RuntimeError(
-            f"a model in training on a store cannot be in DistributedDataParallel, {_ADVICE}"
+            f"a model in training on a store cannot be in DistributedDataParallel, {ADVICE}"
         )
 
     def train(self, mode: bool = True) -> OffloadModel:
@@ -204,7 +198,7 @@ class OffloadModel(nn.Module):
 
     # Setting up --------------------------------------------------------------------------------
 
-    def _take_parameters(self) -> list[Weights]:
+    def _take_parameters(self, shards: dict[int, Shard]) -> list[Weights]:
         """Put the parameters into the store, and let them show what they are there."""
         groups: list[Weights] = []
         waiting: list[Weights] = []
@@ -221,9 +215,9 @@ class OffloadModel(nn.Module):
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
-                self._move_in(waiting.pop(0), freed)
+                freed.add(waiting.pop(0).move_in(shards))
         for weights in waiting:
-            self._move_in(weights, freed)
+            freed.add(weights.move_in(shards))
         freed.give_back()
         rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
         rest |= {
@@ -233,17 +227,6 @@ class OffloadModel(nn.Module):
         }
         self._attachment.keep_on_device(self._key, rest, budget.target)
         return groups
-
-    def _move_in(self, weights: Weights, freed: FreedMemory) -> None:
-        weights.move_in(self._shards)
-        for name, parameter in weights.parameters.items():
-            if id(parameter) in self._shards:
-                read = functools.partial(self._read_shard, weights, name)
-                self._shards[id(parameter)].read = read
-        freed.add(sum(tensor_bytes(memory_of(p)) for p in weights.parameters.values()))
-
-    def _read_shard(self, weights: Weights, name: str) -> torch.Tensor:
-        return self._streamer.shard(weights, name)
 
     def _wrap(self) -> None:
         for slice_ in self.slices:
@@ -255,11 +238,8 @@ class OffloadModel(nn.Module):
                     forward = UnitForward(functools.partial(TrainingUse, self._streamer, leased))
                     self._attachment.stand_in(unit.module, "forward", forward)
         if self._sharded:
-            # FSDP2 gathers before the forward: the pass has to begin before that.
-            self._hooks = [
-                self.module.register_forward_pre_hook(self._before_all, prepend=True),
-                self.module.register_forward_hook(self._after_all, always_call=True),
-            ]
+            begin = self._gradient_streamer.begin
+            self._hooks = PassHooks(self.module, self._enter, self._leave, begin)
             return
         whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
         self._attachment.stand_in(self.module, "forward", whole)
@@ -286,16 +266,7 @@ class OffloadModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, on the device, for inputs from anywhere."""
-        later = set(sharded_modules(self)).difference(self._sharded)
-        if later:
-            raise RuntimeError(
-                f"fully_shard was applied to a part of a model in training on a store "
-                f"({type(later.pop()).__name__}): apply it before OffloadModel(module, store)"
-            )
-        if (library := _spread_by(self)) is not None:
-            raise RuntimeError(
-                f"a model in training on a store was given to {library} later, {_ADVICE}"
-            )
+        refuse_spread_later(self, self._sharded)
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
@@ -320,19 +291,6 @@ class OffloadModel(nn.Module):
         self._depth -= 1
         if self._depth == 0 and not torch.is_grad_enabled():
             self.put_away()
-
-    def _before_all(self, module: nn.Module, args: Any) -> None:
-        self._enter()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_all(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._leave()
-        if torch.is_grad_enabled() and not in_backward():
-            for tensor in differentiable_in(result):
-                tensor.register_hook(self._begin_backward)
-
-    def _begin_backward(self, gradient: torch.Tensor) -> None:
-        self._gradient_streamer.begin()
 
     def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
@@ -359,9 +317,8 @@ class OffloadModel(nn.Module):
             weights.gradients.discard()
             weights.buffer.discard()
         self._groups.clear()
-        for hook in self._hooks:
-            hook.remove()
-        if self._sharded:
+        if self._hooks is not None:
+            self._hooks.remove()
             self.module.load_state_dict({}, strict=False)  # FSDP2 looks at local tensors anew
         self.__dict__["_run"] = self.module
         return self.module
@@ -412,51 +369,6 @@ def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slic
     fastest = budgets.get(Tier.DEVICE.name) or budgets[Tier.HOST.name] or (1 << 40)
     group = min([state_budget_of(store).target, *(b // shares.SLICE for b in memory)])
     return cut_into_slices(module, count, max(fastest // shares.SLICE, group), max(group, PAGE))
-
-
-def _refuse_arguments(
-    module: nn.Module,
-    store: TierStore,
-    device: torch.device | str | None,
-    num_slices: int | None,
-    num_microbatches: int,
-) -> None:
-    if device is not None and _with_index(torch.device(device)) != _with_index(store.device):
-        raise ValueError(
-            f"device={device!s}, but the store serves {store.device}: open the store with "
-            f"TierStore(..., device={str(device)!r})"
-        )
-    for name, value in (("num_slices", num_slices), ("num_microbatches", num_microbatches)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r} is no positive whole number")
-    refuse_other_offloading(type(module).__name__, module)
-    if (library := _spread_by(module)) is not None:
-        raise ValueError(f"{type(module).__name__} is in {library}, {_ADVICE}")
-    for name, parameter in module.named_parameters():
-        if parameter.device.type == "meta":
-            raise ValueError(
-                f"{name} is on meta and has no values: load them first, or build the module on "
-                "the CPU"
-            )
-
-
-def _spread_by(module: nn.Module) -> str | None:
-    """What a part of a model is wrapped in that spreads it over devices or processes: a class.
-
-    It is known by where it is defined, so that nothing is imported for that.
-    """
-    sharded = set(sharded_modules(module))
-    kinds = dict.fromkeys(type(part) for part in module.modules() if part not in sharded)
-    bases = (base for kind in kinds for base in kind.__mro__)
-    return next((base.__name__ for base in bases if base.__module__.startswith(_SPREADING)), None)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if ":" in str(device):
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def model_of(parameter: nn.Parameter) -> OffloadModel | None:

@@ -19,15 +19,15 @@ torch.distributed is not imported here: who has a DTensor has done that.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.codecs.plain import assign, replace_memory
 from tierstore.adapters.codecs.wrapper import WrapperCodec
-from tierstore.torch_private import tree_flatten
+from tierstore.torch_private import in_backward, tree_flatten
 
 ASK, RECEIVE = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """What FSDP2 looks for on the local tensor of a parameter."""
@@ -83,6 +83,13 @@ def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if (spread.device_mesh, spread.placements) != (whole.device_mesh, whole.placements):
         value = spread.redistribute(whole.device_mesh, whole.placements)
     return memory_of(value)
+
+
+def has_value(parameter: nn.Parameter, value: torch.Tensor) -> bool:
+    """Whether a parameter has this value, as far as this process can tell."""
+    if is_distributed(parameter) != is_distributed(value):
+        return False
+    return torch.equal(memory_of(parameter), local_part(parameter, value))
 
 
 def sharded_modules(root: nn.Module) -> list[Any]:
@@ -173,13 +180,45 @@ def take_over(parameter: nn.Parameter, memory: torch.Tensor) -> None:
     FSDP2 keeps a view of a shard's old memory, which is given back for that.
     """
     local = memory_of(parameter)
-    before = local.untyped_storage()
-    assign(local, memory)
-    if local is not parameter and before.resizable():
-        before.resize_(0)
+    if local is parameter:
+        assign(parameter, memory)
+    else:
+        replace_memory(local, memory)
 
 
-def differentiable_in(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned through which a backward pass may begin."""
-    leaves, _ = tree_flatten(result)
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+class PassHooks:
+    """Tells of the passes of a module that FSDP2 gathers: before it gathers anything.
+
+    `enter` is called before a forward, and `leave` after it; `go_back` when a backward pass comes
+    to what it has returned.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        enter: Callable[[], None],
+        leave: Callable[[], None],
+        go_back: Callable[[], None],
+    ) -> None:
+        self._enter, self._leave, self._go_back = enter, leave, go_back
+        self._handles = [
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._leave()
+        if torch.is_grad_enabled() and not in_backward():
+            leaves, _ = tree_flatten(result)
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: self._go_back())
+
+    def remove(self) -> None:
+        """Tell of none any more."""
+        for handle in self._handles:
+            handle.remove()

@@ -18,7 +18,6 @@ from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
 from tierstore.adapters.training.sharded import is_distributed, memory_of
 
-
 LOCAL = "._local_tensor"
 """What the name of a parameter ends in where it is that of the shard in it."""
 

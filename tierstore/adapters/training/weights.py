@@ -19,15 +19,21 @@ from torch import nn
 from tierstore.adapters.activations import Unpack
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
-from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, storage_id_of
+from tierstore.adapters.codecs.memory import (
+    Geometry,
+    address_of,
+    geometry_of,
+    storage_id_of,
+    tensor_bytes,
+)
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.saved_weights import WeightHooks
 from tierstore.adapters.training.frozen_buffers import FrozenBuffer, watch_of
 from tierstore.adapters.training.gradients import Gradients
 from tierstore.adapters.training.sharded import (
     Shard,
+    has_value,
     is_distributed,
-    local_part,
     memory_of,
     take_over,
 )
@@ -103,14 +109,15 @@ class Weights:
             elif version_of(memory) != self._versions.setdefault(name, version_of(memory)):
                 self.edited = True
 
-    def move_in(self, shards: dict[int, Shard]) -> None:
+    def move_in(self, shards: dict[int, Shard]) -> int:
         """Let parameters show what is in the store from now on. They have these shards, by their
-        ids."""
+        ids. Returns the bytes that they had in RAM."""
         self.buffer.ready()
         for name, parameter in self.parameters.items():
             if id(parameter) in shards:
                 self._shards[name] = shards[id(parameter)]
             self._show_at(name, self.buffer.tensors[name])
+        return sum(map(tensor_bytes, self.buffer.tensors.values()))
 
     def move_out(self) -> None:
         """Give parameters memory of their own."""
@@ -140,7 +147,7 @@ class Weights:
         nothing is to be copied to them; otherwise they are part of the training state from now on.
         """
         ours = [(names[id(p)], p) for p in self.parameters.values() if names[id(p)] in values]
-        if not all(_have_value(p, torch.as_tensor(values[name])) for name, p in ours):
+        if not all(has_value(p, torch.as_tensor(values[name])) for name, p in ours):
             self.become_state()
             return False
         values.update(ours)
@@ -161,12 +168,6 @@ class Weights:
             for name in self.parameters:
                 self._show_at(name, buffer.tensors[name])
             frozen.discard()
-
-
-def _have_value(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    if is_distributed(parameter) != is_distributed(value):
-        return False
-    return torch.equal(memory_of(parameter), local_part(parameter, value))
 
 
 class PassOrder:
@@ -222,6 +223,13 @@ class WeightStreamer:
         self._ahead = state_budget_of(store).ahead_bytes()
         self._frozen: list[Weights] = []
         self._watch: WriteWatch | None = None  # of what these show while away
+
+    def serve(self, shards: dict[int, Shard]) -> None:
+        """Have these shards read in the store."""
+        for weights in self.groups:
+            for name, parameter in weights.parameters.items():
+                if id(parameter) in shards:
+                    shards[id(parameter)].read = functools.partial(self.shard, weights, name)
 
     # Forward -----------------------------------------------------------------------------------
 
