@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 import tierstore
+from tests.adapters.conftest import NEEDS_PRETEND
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
+    PRETEND,
     Case,
     assert_alike,
     assert_equal,
@@ -62,6 +64,17 @@ CASES = {
 def test_every_way_to_train(ranks: Of, place: str, case: Case) -> None:
     for found in ranks(2).call(side_by_side, case, place, steps=4):
         assert found["read"] > 0 and found["written"] > 0
+
+
+@NEEDS_PRETEND
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("share", (0.15, 2.0))
+def test_on_a_pretend_accelerator(ranks: Of, place: str, share: float, world: int) -> None:
+    """torch's gloo takes no tensors of it: FSDP2's collectives are given others, and norms over
+    several ranks are not compared."""
+    case = Case(share=share, device=PRETEND)
+    for found in ranks(world).call(side_by_side, case, place, steps=4):
+        assert found["read"] > 0 or share > 1
 
 
 def test_replicas_of_shards(ranks: Of, place: str) -> None:

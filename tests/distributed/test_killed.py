@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import Case, Run, batch, local, on_store, plain_run
-from tierstore import TierStore
+from tests.distributed.training import Case, local, on_store, plain_run
 
 pytestmark = pytest.mark.full("processes take seconds to start")
 

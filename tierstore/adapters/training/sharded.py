@@ -62,13 +62,32 @@ def distributed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tens
     if not is_distributed(parameter) or local.shape != memory_of(parameter).shape:
         return local
     whole: Any = parameter
+    given = local
+    if local.device.type != parameter.device.type:
+        # It is spread over accelerators, as far as torch is concerned: it would go there. While it
+        # is in RAM, that is true of nothing but what it says of itself.
+        given = torch.empty(1, dtype=local.dtype, device=parameter.device).expand(local.shape)
     made: torch.Tensor = type(whole).from_local(
-        local,
+        given,
         whole.device_mesh,
         whole.placements,
         run_check=False,
         shape=whole.size(),
         stride=whole.stride(),
+    )
+    if given is not local:
+        assign(memory_of(made), local)
+    return made
+
+
+def norm_of(parameter: torch.Tensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of what this process has of a gradient, where it can be put together with others':
+    of a sharded parameter a DTensor on the device, of another one a tensor on the CPU."""
+    norm: Any = torch.linalg.vector_norm(distributed_like(parameter, gradient), norm_type)
+    if not is_distributed(norm):
+        return norm.cpu()  # type: ignore[no-any-return]
+    made: torch.Tensor = type(norm).from_local(
+        memory_of(norm), norm.device_mesh, norm.placements, run_check=False
     )
     return made
 

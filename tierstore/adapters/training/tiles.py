@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.codecs.memory import address_of, span
-from tierstore.adapters.training.sharded import distributed_like, local_part, memory_of
+from tierstore.adapters.training.sharded import distributed_like, local_part, memory_of, norm_of
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.tiers import HostAccess
@@ -204,9 +204,7 @@ class Tile:
         """The norm of each gradient, by the id of its parameter."""
         with ExitStack() as stack:
             return {
-                number: torch.linalg.vector_norm(
-                    distributed_like(self._by_id[number], gradient), norm_type
-                ).cpu()
+                number: norm_of(self._by_id[number], gradient, norm_type)
                 for number, gradient in self._gradients(stack, HostAccess.READ).items()
             }
 

@@ -354,8 +354,16 @@ class WeightStreamer:
         with weights.lock:
             if not self.needs_lease(weights):
                 return weights.buffer.tensors[name]
-            lease = self._borrow(weights)
-            return (weights.buffer if lease is None else lease).tensors[name]
+            if not self._sliced:
+                lease = self._borrow(weights)
+                return (weights.buffer if lease is None else lease).tensors[name]
+            # FSDP2 asks on a stream of its own, and only that knows when it is done with it.
+            self.turn_to(weights.slice)
+            lease = self._read(weights)
+            assert lease is not None, "where it is lent, or it has raised"
+            shard = lease.tensors[name].clone()
+            lease.end()
+            return shard
 
     def _borrow(self, weights: Weights) -> ViewLease | None:
         with self._lock:
