@@ -99,7 +99,11 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str, timeout: float
     import torch
     import torch.distributed as dist
 
+    from tests.device import pretend
+
     torch.set_num_threads(1)
+    if pretend.ready() is None:
+        pretend.load()  # before anything goes backward
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",

@@ -146,8 +146,6 @@ class Case:
             options["reshard_after_forward"] = self.reshard
         if self.bfloat16:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if self.device == PRETEND:
-            pretend.load()
         model = sharded(build(self.frozen).to(self.device), self.mesh(), **options)
         if self.device == PRETEND:
             for part in [model, *model.blocks]:

@@ -5,9 +5,7 @@ See `tierstore.adapters.saved_weights`: the backward pass brings a weight's grou
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -30,6 +28,7 @@ from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.saved_weights import WeightHooks
 from tierstore.adapters.training.frozen_buffers import FrozenBuffer, watch_of
 from tierstore.adapters.training.gradients import Gradients
+from tierstore.adapters.training.pass_order import PassOrder
 from tierstore.adapters.training.sharded import (
     Shard,
     has_value,
@@ -168,34 +167,6 @@ class Weights:
             for name in self.parameters:
                 self._show_at(name, buffer.tensors[name])
             frozen.discard()
-
-
-class PassOrder:
-    """The order in which groups were used in the last pass, which foretells this one."""
-
-    def __init__(self) -> None:
-        self._last: list[Weights] = []
-        self._now: list[Weights] = []
-        self._place = 0  # in the last pass
-
-    def after(self, used: Weights, nbytes: int) -> list[Weights]:
-        """A group is used now: which others come next, each once, up to so many bytes."""
-        self._now.append(used)
-        with contextlib.suppress(ValueError):  # it was not used again: nothing is known better
-            self._place = self._last.index(used, self._place) + 1
-        coming: dict[Weights, None] = {}
-        for weights in itertools.islice(self._last, self._place, None):
-            if weights is not used and weights not in coming:
-                nbytes -= weights.buffer.nbytes
-                if nbytes < 0:
-                    break
-                coming[weights] = None
-        return list(coming)
-
-    def over(self) -> None:
-        """The pass is over, if it has begun."""
-        if self._now:
-            self._last, self._now, self._place = self._now, [], 0
 
 
 class WeightStreamer:
