@@ -133,6 +133,11 @@ class Shard:
         setattr(local, ASK, self._sent)
         setattr(local, RECEIVE, _received)
 
+    @property
+    def answers(self) -> bool:
+        """Whether the local tensor is the one that FSDP2 was told of."""
+        return ASK in vars(memory_of(self.parameter))
+
     def ignore(self) -> None:
         """Have FSDP2 use the local tensor itself, from the next time it looks at the module."""
         for name in (ASK, RECEIVE):
@@ -169,7 +174,8 @@ def shards_of(module: nn.Module) -> dict[int, Shard]:
     FSDP2 looks at local tensors once, when it gathers for the first time; so everything is gathered
     here, one sharded module after the other. All processes must call it.
 
-    Raises ValueError for a DTensor that FSDP2 does not gather.
+    Raises ValueError for a DTensor that FSDP2 does not gather; and for shards of unequal sizes
+    where FSDP2 gives these other local tensors before it looks (torch 2.8 does).
     """
     parts = sharded_modules(module)
     for part in parts:
@@ -181,15 +187,18 @@ def shards_of(module: nn.Module) -> dict[int, Shard]:
         part.unshard()
         part.reshard()
     names = {id(p): name for name, p in module.named_parameters()}
-    for number, shard in shards.items():
-        if not shard.was_asked:
-            for each in shards.values():
-                each.ignore()
-            raise ValueError(
-                f"{names[number]} is a DTensor that no fully_shard gathers: to train it on a "
-                "store, apply fully_shard to the modules that use it; for inference use "
-                "dispatch_model"
-            )
+    left = [number for number, shard in shards.items() if not shard.was_asked]
+    if left:
+        why = (
+            "is a DTensor that no fully_shard gathers: to train it on a store, apply fully_shard "
+            "to the modules that use it; for inference use dispatch_model"
+            if shards[left[0]].answers
+            else f"has shards of unequal sizes, which FSDP2 of torch {torch.__version__} cannot be "
+            "given from a store: use a later torch, or sizes that the number of processes divides"
+        )
+        for shard in shards.values():
+            shard.ignore()
+        raise ValueError(f"{names[left[0]]} {why}")
     return shards
 
 
