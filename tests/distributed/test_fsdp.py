@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 import tierstore
@@ -17,7 +25,9 @@ from tests.adapters.conftest import NEEDS_PRETEND
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
     PRETEND,
+    Block,
     Case,
+    Run,
     assert_alike,
     assert_equal,
     batch,
@@ -365,3 +375,51 @@ def clipped_in_other_norms(place: str) -> None:
 
 def test_other_norms_of_all_gradients(ranks: Of, place: str) -> None:
     ranks(2).call(clipped_in_other_norms, place)
+
+
+class Parallel(nn.Module):
+    """Blocks that `parallelize_module` spreads, and FSDP2 once more."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(Block(inner=304) for _ in range(4))
+        for block in self.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["parts"], plan)
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(self, mesh=mesh["data"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def in_two_dimensions(place: str, data: int) -> None:
+    case = Case(share=0.3)
+    shape = (data, dist.get_world_size() // data)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "parts"))
+    plain, module = Parallel(mesh), Parallel(mesh)
+    usual = torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False)
+    with opened(case, module, place) as store:
+        model = OffloadModel(module, store)
+        ours = OffloadOptimizer(model, store, torch.optim.AdamW, lr=1e-2, foreach=False)
+        run = Run(case, model, ours, ours.clip_grad_norm_)
+        expected = Run(case, plain, usual, lambda norm: None)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank() // shape[1])
+            given = torch.randn(4, 67, generator=generator)
+            for each in (model, plain):
+                each(given).square().mean().backward()
+            assert_equal(run, expected)
+            run.step()
+            expected.step()
+            assert_equal(run, expected)
+        assert store.stats().bytes_written > 0
+        model.disable()
+
+
+def test_tensor_parallelism_inside(ranks: Of, place: str) -> None:
+    ranks(4).call(in_two_dimensions, place, 2)
+    ranks(2).call(in_two_dimensions, place, 1)

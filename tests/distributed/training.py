@@ -253,7 +253,8 @@ def side_by_side(case: Case, place: str, steps: int = STEPS) -> dict[str, Any]:
             if case.device == "cpu" or dist.get_world_size() == 1:
                 theirs = expected.clip(0.5)
                 assert torch.equal(local(run.clip(0.5)), theirs.full_tensor()), step
-            assert_equal(run, expected)
+            if step in (0, 1, steps - 1):
+                assert_equal(run, expected)  # with gradients
             run.step()
             expected.step()
             assert_equal(run, expected)
