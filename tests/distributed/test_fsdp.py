@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -87,6 +87,20 @@ def test_on_a_pretend_accelerator(ranks: Of, place: str, share: float, world: in
         assert found["read"] > 0 or share > 1
 
 
+def refused_with_a_policy(place: str) -> None:
+    mesh = init_device_mesh(PRETEND, (dist.get_world_size(),))
+    module = nn.Linear(8, 8).to(PRETEND)
+    fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    refused = pytest.raises(ValueError, match="was given a CPUOffloadPolicy")
+    with opened(Case(share=100, device=PRETEND), module, place) as store, refused:
+        OffloadModel(module, store)
+
+
+@NEEDS_PRETEND
+def test_policies_that_move_shards_are_refused(ranks: Of, place: str) -> None:
+    ranks(1).call(refused_with_a_policy, place)
+
+
 def test_replicas_of_shards(ranks: Of, place: str) -> None:
     ranks(4).call(side_by_side, Case(replicas=2), place, steps=4)
 
@@ -116,6 +130,10 @@ def accumulated(place: str) -> None:
                 else:
                     parameter.grad = parameter.grad.clone() * 2
             each.losses(4)
+        assert_equal(run, expected)
+        for each in (run, expected):  # of a part of the model alone
+            model = each.model
+            model.blocks[1](torch.ones(2, 67)).square().mean().backward()
         assert_equal(run, expected)
         run.step()
         expected.step()

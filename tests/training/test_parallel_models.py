@@ -152,3 +152,28 @@ def test_what_nobody_gathers_is_refused(store: TierStore, mesh: DeviceMesh) -> N
         OffloadModel(module, store)
     assert not [key for key in store if key.startswith("training/")]
     assert torch.isfinite(module[1](torch.ones(2, 8))).all(), "as it was"
+
+
+def test_what_has_run_before_is_refused(store: TierStore, mesh: DeviceMesh) -> None:
+    module = sharded(nn.Linear(8, 8), mesh)
+    expected = module(torch.ones(2, 8))
+    with pytest.raises(ValueError, match="has run since fully_shard was applied"):
+        OffloadModel(module, store)
+    assert torch.equal(module(torch.ones(2, 8)), expected), "as it was"
+
+
+def test_only_the_states_may_be_in_a_store(store: TierStore, mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = sharded(nn.Linear(8, 8), mesh)
+    torch.manual_seed(0)
+    module = sharded(nn.Linear(8, 8), mesh)
+    usual = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    optimizer = OffloadOptimizer(module, store, torch.optim.AdamW, lr=0.1)
+    for _ in range(3):
+        for each, its in ((plain, usual), (module, optimizer)):
+            each(torch.ones(2, 8)).sum().backward()
+            its.step()
+            its.zero_grad()
+    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), wanted.full_tensor())
+    assert any(key.startswith("optimizer/") for key in store)

@@ -174,8 +174,9 @@ def shards_of(module: nn.Module) -> dict[int, Shard]:
     FSDP2 looks at local tensors once, when it gathers for the first time; so everything is gathered
     here, one sharded module after the other. All processes must call it.
 
-    Raises ValueError for a DTensor that FSDP2 does not gather; and for shards of unequal sizes
-    where FSDP2 gives these other local tensors before it looks (torch 2.8 does).
+    Raises ValueError for a DTensor that FSDP2 does not gather, for a module that has run before, or
+    that has a CPUOffloadPolicy; and for shards of unequal sizes where FSDP2 gives these other local
+    tensors before it looks (torch 2.8 does).
     """
     parts = sharded_modules(module)
     for part in parts:
@@ -183,23 +184,45 @@ def shards_of(module: nn.Module) -> dict[int, Shard]:
     shards = {id(p): Shard(p) for p in module.parameters() if is_distributed(p)}
     for shard in shards.values():
         shard.answer()
-    for part in parts:
-        part.unshard()
-        part.reshard()
-    names = {id(p): name for name, p in module.named_parameters()}
-    left = [number for number, shard in shards.items() if not shard.was_asked]
-    if left:
-        why = (
-            "is a DTensor that no fully_shard gathers: to train it on a store, apply fully_shard "
-            "to the modules that use it; for inference use dispatch_model"
-            if shards[left[0]].answers
-            else f"has shards of unequal sizes, which FSDP2 of torch {torch.__version__} cannot be "
-            "given from a store: use a later torch, or sizes that the number of processes divides"
-        )
+    try:
+        for part in parts:
+            _gather_once(part)
+        names = {id(p): name for name, p in module.named_parameters()}
+        for number, shard in shards.items():
+            if not shard.was_asked:
+                raise ValueError(f"{names[number]} {_why_not(shard)}")
+    except ValueError:
         for shard in shards.values():
             shard.ignore()
-        raise ValueError(f"{names[left[0]]} {why}")
+        raise
     return shards
+
+
+def _gather_once(part: Any) -> None:
+    try:
+        part.unshard()
+    except AttributeError as error:
+        # What the extension needs is not there: FSDP2 has looked before there was one, or looks at
+        # a copy that has none.
+        raise ValueError(
+            "the module has run since fully_shard was applied, or was given a CPUOffloadPolicy: "
+            "FSDP2 does not ask a store for its shards then; call OffloadModel(module, store) "
+            "before it runs, and fully_shard without an offload_policy"
+        ) from error
+    part.reshard()
+
+
+def _why_not(shard: Shard) -> str:
+    """Why FSDP2 has not asked for a shard."""
+    if shard.answers:
+        return (
+            "is a DTensor that no fully_shard gathers: to train it on a store, apply fully_shard "
+            "to the modules that use it; for inference use dispatch_model"
+        )
+    return (
+        f"has shards of unequal sizes, which FSDP2 of torch {torch.__version__} cannot be given "
+        "from a store: use a later torch, or sizes that the number of processes divides"
+    )
 
 
 def take_over(parameter: nn.Parameter, memory: torch.Tensor) -> None:
