@@ -247,6 +247,12 @@ def states_moved(place: str) -> None:
             each.losses(2)
             each.step()
         assert_equal(run, expected)
+        whole = copy.deepcopy(expected.optimizer.state_dict())
+        for state in whole["state"].values():
+            state["exp_avg"] = state["exp_avg"].full_tensor()
+        with pytest.raises(ValueError, match="give a DTensor"):
+            run.optimizer.load_state_dict(whole)
+        run.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
         again = plain_run(case)
         again.model.load_state_dict(run.model.state_dict())
         again.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))

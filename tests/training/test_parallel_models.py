@@ -6,6 +6,8 @@ in the module is trained: here by one process, by several in tests/distributed.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,3 +179,19 @@ def test_only_the_states_may_be_in_a_store(store: TierStore, mesh: DeviceMesh) -
     for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
         assert torch.equal(found.full_tensor(), wanted.full_tensor())
     assert any(key.startswith("optimizer/") for key in store)
+
+
+def test_a_sharded_model_that_is_dropped_is_freed(store: TierStore, mesh: DeviceMesh) -> None:
+    def train() -> list[weakref.ref[nn.Module]]:
+        module = sharded(nn.Linear(64, 64), mesh)
+        model = OffloadModel(module, store)
+        optimizer = OffloadOptimizer(model, store, torch.optim.AdamW)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert list(store)
+        return [weakref.ref(module), weakref.ref(model)]
+
+    references = train()
+    gc.collect()
+    assert not any(reference() for reference in references)
+    assert not list(store)

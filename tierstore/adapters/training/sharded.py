@@ -94,8 +94,19 @@ def norm_of(parameter: torch.Tensor, gradient: torch.Tensor, norm_type: float) -
 
 def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """What this process has of a value for a parameter, spread like that. All processes call it in
-    the same order if values may be spread otherwise."""
-    if not is_distributed(value) or not is_distributed(parameter):
+    the same order if values may be spread otherwise.
+
+    Raises ValueError for a whole value of a parameter of which this process has a shard.
+    """
+    if not is_distributed(parameter):
+        return value
+    if not is_distributed(value):
+        if value.dim() and value.shape != memory_of(parameter).shape:
+            raise ValueError(
+                f"a tensor of {list(value.shape)} was given for a parameter of which this process "
+                f"has {list(memory_of(parameter).shape)}: give a DTensor, as "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict does"
+            )
         return value
     spread: Any = value
     whole: Any = parameter
