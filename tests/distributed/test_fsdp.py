@@ -267,34 +267,45 @@ def test_states_go_to_and_fro(ranks: Of, place: str) -> None:
     ranks(2).call(states_moved, place)
 
 
-def given_back(place: str) -> None:
-    case = Case(share=0.2)
+def given_back(place: str, device: str = "cpu") -> None:
+    case = Case(share=0.2, device=device)
     expected = plain_run(case)
     module = case.sharded()
     for _ in range(2):
         with opened(case, module, place) as store:
             model = OffloadModel(module, store)
-            optimizer = OffloadOptimizer(model, store, torch.optim.AdamW, lr=1e-2)
-            tokens, wanted = batch(0)
+            optimizer = OffloadOptimizer(model, store, torch.optim.AdamW, **case.options)
+            tokens, wanted = (each.to(device) for each in batch(0))
             functional.mse_loss(model(tokens), wanted).backward()
             optimizer.step()
             optimizer.zero_grad()
             expected.optimizer.state.clear()
             expected.losses(0)
             expected.step()
+            functional.mse_loss(model(tokens), wanted).backward()
+            expected.losses(0)
             assert model.disable() is module
-    for ours, theirs in zip(module.parameters(), expected.model.parameters(), strict=True):
-        assert_alike(ours, theirs, "given back")
-    tokens, wanted = batch(1)
-    functional.mse_loss(module(tokens), wanted).backward()
-    expected.losses(1)
-    for ours, theirs in zip(module.parameters(), expected.model.parameters(), strict=True):
-        assert_alike(ours.grad, theirs.grad, "gradient")
+        for ours, theirs in zip(module.parameters(), expected.model.parameters(), strict=True):
+            assert local(ours).device.type == device
+            assert_alike(ours, theirs, "given back")
+            assert_alike(ours.grad, theirs.grad, "gradient")
+        tokens, wanted = (each.to(device) for each in batch(1))
+        functional.mse_loss(module(tokens), wanted).backward()
+        expected.losses(1)
+        for ours, theirs in zip(module.parameters(), expected.model.parameters(), strict=True):
+            assert_alike(ours.grad, theirs.grad, "added gradient")
+        for each in (module, expected.model):
+            each.zero_grad()
 
 
 def test_disabled_it_is_a_plain_model_of_fsdp(ranks: Of, place: str) -> None:
     ranks(2).call(given_back, place)
     ranks(4).call(given_back, place)
+
+
+@NEEDS_PRETEND
+def test_disabled_it_is_a_plain_model_on_an_accelerator(ranks: Of, place: str) -> None:
+    ranks(1).call(given_back, place, PRETEND)
 
 
 def unfrozen(place: str) -> None:

@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tierstore.adapters.training.sharded import distributed_like, is_distributed, memory_of
+from tierstore.adapters.training.sharded import (
+    distributed_like,
+    is_distributed,
+    memory_of,
+    own_copy,
+)
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import HostAccess
 from tierstore.torch_private import after_backward
@@ -199,7 +204,7 @@ class Gradients:
         for name in self._shown:
             parameter = self._weights.parameters[name]
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
+                parameter.grad = own_copy(parameter.grad)
         if self.buffer is not None:
             self.buffer.discard()
 

@@ -58,8 +58,8 @@ class OffloadModel(nn.Module):
     CPU tensors that read as what they are, and may be changed.
 
     Args:
-        module: what to train; on the CPU, with values (nothing on meta). It is changed in place:
-            `disable` makes it an ordinary module again.
+        module: what to train; on the CPU, or where `fully_shard` has put its shards; with values
+            (nothing on meta). It is changed in place: `disable` makes it an ordinary module again.
         store: where parameters and gradients are; the optimizer's state too, if it is told so.
         device: where to compute: the store's device, which is what None means.
         num_slices: into how many slices to cut it; None for as many as give slices of a fitting

@@ -80,6 +80,22 @@ def distributed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tens
     return made
 
 
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with memory of its own: of one that is spread over accelerators, there."""
+    if not is_distributed(tensor):
+        return tensor.clone()
+    whole: Any = tensor
+    made: torch.Tensor = type(whole).from_local(
+        memory_of(tensor).clone(),
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.size(),
+        stride=whole.stride(),
+    )
+    return made
+
+
 def norm_of(parameter: torch.Tensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """The norm of what this process has of a gradient, where it can be put together with others':
     of a sharded parameter a DTensor on the device, of another one a tensor on the CPU."""

@@ -119,9 +119,10 @@ class Weights:
         return sum(map(tensor_bytes, self.buffer.tensors.values()))
 
     def move_out(self) -> None:
-        """Give parameters memory of their own."""
+        """Give parameters memory of their own, sharded ones where they are gathered."""
         for name, parameter in self.parameters.items():
-            assign(memory_of(parameter), memory_of(parameter).detach().clone())
+            memory = memory_of(parameter)
+            assign(memory, memory.detach().to(parameter.device, copy=True))
             if name in self._shards:
                 self._shards.pop(name).ignore()
 
