@@ -19,7 +19,7 @@ from tests.distributed.training import Case, local, on_store, plain_run
 
 pytestmark = pytest.mark.full("processes take seconds to start")
 
-TIMEOUT = 20
+TIMEOUT = 40
 STEPS, SAVED = 4, 2
 
 
@@ -61,6 +61,7 @@ def expected() -> dict[str, torch.Tensor]:
 def test_the_others_end_and_the_next_start_resumes(tmp_path: Path) -> None:
     killed = Ranks(2, tmp_path, timeout=TIMEOUT)
     try:
+        killed.call(os.getpid)  # they are there
         killed.start(trained, str(tmp_path), 1)
         begun = time.monotonic()
         with pytest.raises(AssertionError) as failed:
