@@ -19,6 +19,7 @@ SMALLER = {
     "offload_pipeline.py": ["--steps", "2"],
     "run_larger_than_memory.py": ["--size", "20MB", "--tokens", "6"],
     "serve_two_workers.py": ["--size", "20MB", "--passes", "2"],
+    "train_in_several_processes.py": ["--width", "256", "--ram", "3MB", "--steps", "2"],
     "train_larger_than_memory.py": ["--size", "20MB", "--ram", "16MB", "--steps", "2"],
     "train_offloaded.py": ["--steps", "1"],
 }

@@ -1,10 +1,13 @@
 """DistributedDataParallel and FSDP, around a model in training on a store, or inside of it.
 
-Each has parameters and gradients of its own. What they do to a store's is refused with words.
+Each has parameters and gradients of its own. What they do to a store's is refused with words. FSDP2
+in the module is trained: here by one process, by several in tests/distributed.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.training import models
 from tests.training.conftest import store_for
-from tierstore import OffloadModel, TierStore
+from tierstore import OffloadModel, OffloadOptimizer, TierStore
 
-ADVICE = "train on a store in one process, or without a store in several"
+ADVICE = "apply torch.distributed.fsdp.fully_shard to the module before OffloadModel"
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def test_fsdp_around_it_is_refused_when_it_runs(store: TierStore, mesh: DeviceMe
     model = OffloadModel(models.build("small"), store)
     sharded(model, mesh)
     batch = models.batch("small", 0)
-    with pytest.raises(RuntimeError, match=f"was given to FSDPOffloadModel later, .*{ADVICE}"):
+    with pytest.raises(RuntimeError, match=r"\(FSDPOffloadModel\): apply it before OffloadModel"):
         model(*batch.args, **batch.kwargs)
 
 
@@ -70,18 +74,20 @@ def test_fsdp_of_a_part_is_refused_when_it_runs(store: TierStore, mesh: DeviceMe
     model = OffloadModel(module, store)
     sharded(next(part for part in module.modules() if type(part) is nn.Linear), mesh)
     batch = models.batch("small", 0)
-    with pytest.raises(RuntimeError, match="was given to FSDPLinear later"):
+    with pytest.raises(RuntimeError, match=r"\(FSDPLinear\): apply it before OffloadModel"):
         model(*batch.args, **batch.kwargs)
 
 
 @pytest.mark.parametrize("whole", (True, False))
-@pytest.mark.parametrize("library", ("DistributedDataParallel", "FSDPMlp"))
+@pytest.mark.parametrize("library", ("DistributedDataParallel", "FullyShardedDataParallel"))
 def test_what_is_spread_is_refused(
     library: str, whole: bool, store: TierStore, mesh: DeviceMesh
 ) -> None:
     module = models.build("small")
     part: nn.Module = (
-        DistributedDataParallel(module) if library[0] == "D" else sharded(module, mesh)
+        DistributedDataParallel(module)
+        if library[0] == "D"
+        else FullyShardedDataParallel(module, device_id=torch.device("cpu"))
     )
     model = part if whole else nn.Sequential(part, nn.Tanh())
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -90,3 +96,102 @@ def test_what_is_spread_is_refused(
     assert not [key for key in store if key.startswith("training/")]
     for found, expected in zip(model.parameters(), before, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("share", (0.2, 2.0))
+def test_one_process_trains_what_is_sharded(share: float, disk_dir: Path, mesh: DeviceMesh) -> None:
+    def sharded_model() -> nn.Module:
+        model = models.build("small")
+        for part in model.layers:
+            if type(part) is nn.Linear:
+                fully_shard(part, mesh=mesh)
+        return sharded(model, mesh)
+
+    plain, module = sharded_model(), sharded_model()
+    usual = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    with store_for(models.build("small"), disk_dir, share=share) as store:
+        model = OffloadModel(module, store)
+        optimizer = OffloadOptimizer(model, store, torch.optim.AdamW, lr=1e-2)
+        for step in range(3):
+            batch = models.batch("small", step)
+            for each, its in ((plain, usual), (model, optimizer)):
+                its.zero_grad()
+                each(*batch.args, **batch.kwargs).square().mean().backward()
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            assert torch.equal(optimizer.clip_grad_norm_(0.1), expected.full_tensor())
+            usual.step()
+            optimizer.step()
+        for (name, found), (other, wanted) in zip(
+            model.named_parameters(), plain.named_parameters(), strict=True
+        ):
+            assert name == other and type(found) is type(wanted)
+            assert torch.equal(found.full_tensor(), wanted.full_tensor())
+            assert torch.equal(found.grad.full_tensor(), wanted.grad.full_tensor())
+        assert store.stats().bytes_written > 0 or share > 1
+        model.disable()
+
+
+@pytest.mark.parametrize("optimizer_class", (torch.optim.Adafactor, torch.optim.Muon))
+def test_optimizers_that_look_at_more_than_numbers_are_refused(
+    optimizer_class: type[torch.optim.Optimizer], store: TierStore, mesh: DeviceMesh
+) -> None:
+    linear = nn.Linear(8, 8, bias=False)
+    whole = OffloadOptimizer(nn.Linear(8, 8, bias=False), store, optimizer_class)
+    assert len(whole.param_groups) == 1, "of what is whole, they are not"
+    model = OffloadModel(sharded(linear, mesh), store)
+    with pytest.raises(TypeError, match=f"{optimizer_class.__name__} looks at more than single"):
+        OffloadOptimizer(model, store, optimizer_class)
+    for fitting in (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adagrad):
+        OffloadOptimizer(model, store, fitting)
+    model.disable()
+
+
+def test_what_nobody_gathers_is_refused(store: TierStore, mesh: DeviceMesh) -> None:
+    linear = nn.Linear(8, 8)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [Replicate()]))
+    module = nn.Sequential(linear, sharded(nn.Linear(8, 8), mesh))
+    with pytest.raises(ValueError, match=r"0\.weight is a DTensor that no fully_shard gathers"):
+        OffloadModel(module, store)
+    assert not [key for key in store if key.startswith("training/")]
+    assert torch.isfinite(module[1](torch.ones(2, 8))).all(), "as it was"
+
+
+def test_what_has_run_before_is_refused(store: TierStore, mesh: DeviceMesh) -> None:
+    module = sharded(nn.Linear(8, 8), mesh)
+    expected = module(torch.ones(2, 8))
+    with pytest.raises(ValueError, match="has run since fully_shard was applied"):
+        OffloadModel(module, store)
+    assert torch.equal(module(torch.ones(2, 8)), expected), "as it was"
+
+
+def test_only_the_states_may_be_in_a_store(store: TierStore, mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = sharded(nn.Linear(8, 8), mesh)
+    torch.manual_seed(0)
+    module = sharded(nn.Linear(8, 8), mesh)
+    usual = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    optimizer = OffloadOptimizer(module, store, torch.optim.AdamW, lr=0.1)
+    for _ in range(3):
+        for each, its in ((plain, usual), (module, optimizer)):
+            each(torch.ones(2, 8)).sum().backward()
+            its.step()
+            its.zero_grad()
+    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), wanted.full_tensor())
+    assert any(key.startswith("optimizer/") for key in store)
+
+
+def test_a_sharded_model_that_is_dropped_is_freed(store: TierStore, mesh: DeviceMesh) -> None:
+    def train() -> list[weakref.ref[nn.Module]]:
+        module = sharded(nn.Linear(64, 64), mesh)
+        model = OffloadModel(module, store)
+        optimizer = OffloadOptimizer(model, store, torch.optim.AdamW)
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert list(store)
+        return [weakref.ref(module), weakref.ref(model)]
+
+    references = train()
+    gc.collect()
+    assert not any(reference() for reference in references)
+    assert not list(store)

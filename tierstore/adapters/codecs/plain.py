@@ -50,6 +50,17 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, like(tensor, value))
 
 
+def replace_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """As `assign`, and give back the memory that the tensor showed before, whoever else shows it.
+
+    That of a storage which is somebody else's (of a map, of a store) stays.
+    """
+    before = tensor.untyped_storage()
+    assign(tensor, value)
+    if before.resizable():
+        before.resize_(0)
+
+
 @torch.inference_mode(mode=False)
 def make_ordinary(tensor: torch.Tensor) -> None:
     """Let a tensor that was made in inference mode be one as any other, of the same memory.

@@ -21,16 +21,16 @@ class WrapperCodec:
 
     def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors inside, by the names of its attributes."""
-        wrapper: Any = tensor
-        names, _ = wrapper.__tensor_flatten__()
-        return {name: getattr(tensor, name) for name in names}
+        return {n: part for n, part in _inside(tensor).items() if isinstance(part, torch.Tensor)}
 
     def rebuilder(self, tensor: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], Any]:
         """What makes a wrapper like `tensor` of other parts. It keeps nothing of its memory."""
         wrapper: Any = tensor
         kind, size, stride = type(wrapper), tensor.size(), tensor.stride()
         _, context = wrapper.__tensor_flatten__()
-        return lambda parts: kind.__tensor_unflatten__(dict(parts), context, size, stride)
+        inside = _inside(tensor)
+        others = {n: part for n, part in inside.items() if not isinstance(part, torch.Tensor)}
+        return lambda parts: kind.__tensor_unflatten__({**others, **parts}, context, size, stride)
 
     def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A wrapper of the same class around the parts."""
@@ -42,6 +42,14 @@ class WrapperCodec:
     def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """See `exchange`."""
         exchange(tensor, value)
+
+
+def _inside(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a wrapper names as its insides: tensors, and what else it wants back (a DTensor, its
+    mesh)."""
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
+from tierstore.adapters.training.sharded import memory_of
 from tierstore.adapters.training.state_buffers import (
     StateBudget,
     StateBuffer,
@@ -67,21 +68,26 @@ class FrozenBuffer:
         self._end()
 
 
-def _is_frozen(tensors: Mapping[str, torch.Tensor]) -> bool:
-    return not any(tensor.requires_grad for tensor in tensors.values())
+def _is_frozen(parameters: Mapping[str, torch.Tensor]) -> bool:
+    return not any(parameter.requires_grad for parameter in parameters.values())
 
 
-def expect_buffer(budget: StateBudget, tensors: Mapping[str, torch.Tensor]) -> None:
+def expect_buffer(budget: StateBudget, parameters: Mapping[str, torch.Tensor]) -> None:
     """There will be a `buffer_of` these parameters."""
-    expect = budget.expect_frozen if _is_frozen(tensors) else budget.expect
-    expect(packed_bytes(tensors))
+    expect = budget.expect_frozen if _is_frozen(parameters) else budget.expect
+    expect(packed_bytes(_memory(parameters)))
+
+
+def _memory(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: memory_of(parameter) for name, parameter in parameters.items()}
 
 
 def buffer_of(
-    store: TierStore, key: str, tensors: Mapping[str, torch.Tensor], space: AddressSpace
+    store: TierStore, key: str, parameters: Mapping[str, torch.Tensor], space: AddressSpace
 ) -> StateBuffer | FrozenBuffer:
-    """Where parameters are that are all frozen, or all trained."""
-    if _is_frozen(tensors):
+    """Where parameters are that are all frozen, or all trained: of sharded ones, the shards."""
+    tensors = _memory(parameters)
+    if _is_frozen(parameters):
         with contextlib.suppress(BudgetError):  # no file holds it, and there is no room to write it
             return FrozenBuffer(store, f"{key}/{FROZEN}", tensors, space)
     return StateBuffer(store, key, tensors)

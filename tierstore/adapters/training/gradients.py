@@ -5,6 +5,9 @@ While the backward pass runs, a parameter has no gradient that autograd knows of
 leaves one, that is stored, or added to what is stored, in the order in which autograd would have
 added it. Afterwards `parameter.grad` shows what is stored, as a CPU tensor; whatever somebody does
 with it there (clips it, zeroes it, sets it to None, gives another one) is found by the next pass.
+
+Of a sharded parameter, FSDP2 leaves the gradient, after all processes have reduced it. It tells of
+none before that: so all of theirs are hidden as a backward pass begins.
 """
 
 from __future__ import annotations
@@ -22,6 +25,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tierstore.adapters.training.sharded import (
+    distributed_like,
+    is_distributed,
+    memory_of,
+    own_copy,
+)
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import HostAccess
 from tierstore.torch_private import after_backward
@@ -55,27 +64,42 @@ class Gradients:
         self._weights = weights
         self.buffer: StateBuffer | None = None
         self._stored: set[str] = set()  # names of those that have a gradient
-        self._shown: set[str] = set()  # of those whose `grad` is what we gave them
+        self._shown: dict[str, torch.Tensor] = {}  # what we gave them as their `grad`
         self._open: dict[str, torch.Tensor] | None = None
         self._closing = ExitStack()
         self._copies: list[_Copy] = []
 
     def take_back(self, name: str, parameter: nn.Parameter) -> None:
         """Before autograd leaves a gradient: see what became of the last one, and hide it."""
-        shown = None if self.buffer is None else self.buffer.tensors.get(name)
         gone = {n for n in self._shown if self._weights.parameters[n].grad is None}
         self._stored -= gone  # somebody set these to None
-        self._shown -= gone | {name}
+        for each in gone:
+            del self._shown[each]
+        shown = self._shown.pop(name, None)
         if parameter.grad is not None:
             if parameter.grad is not shown:
-                self._store(name, parameter.grad, add=False)
+                self._store(name, memory_of(parameter.grad), add=False)
             parameter.grad = None
+
+    def shown_as(self, name: str) -> torch.Tensor | None:
+        """What a parameter's `grad` is, if it is what is stored."""
+        return self._shown.get(name)
+
+    def others(self) -> bool:
+        """Whether any gradient is not what is stored."""
+        parameters = self._weights.parameters.items()
+        return any(p.grad is not None and p.grad is not self.shown_as(n) for n, p in parameters)
+
+    def hide(self) -> None:
+        """Before any gradient is left: `take_back` all."""
+        for name, parameter in self._weights.parameters.items():
+            self.take_back(name, parameter)
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
         """Autograd has left a gradient: store it."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self._store(name, gradient, add=name in self._stored)
+        self._store(name, memory_of(gradient), add=name in self._stored)
 
     def _store(self, name: str, gradient: torch.Tensor, *, add: bool) -> None:
         if gradient.layout is not torch.strided:
@@ -140,9 +164,7 @@ class Gradients:
             before.ready()
         stored = {n: before.tensors[n] for n in self._stored} if before is not None else {}
         values = {
-            name: stored[name]
-            if name in stored
-            else torch.empty_strided(p.size(), p.stride(), dtype=_dtype_of_gradient(p))
+            name: stored[name] if name in stored else _empty_gradient(p)
             for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
         }
         key = f"{self._weights.buffer.key}/gradient.{next(_numbers)}"
@@ -150,7 +172,7 @@ class Gradients:
         if before is not None:
             made.ready()
             for name in self._shown:
-                self._weights.parameters[name].grad = made.tensors[name]
+                self._give(name, made)
             before.discard()
         return made
 
@@ -168,10 +190,13 @@ class Gradients:
             return
         self.buffer.put_away()
         self.buffer.ready()
-        for name in self._stored - self._shown:
-            parameter = self._weights.parameters[name]
-            parameter.grad = self.buffer.tensors[name]
-            self._shown.add(name)
+        for name in self._stored - self._shown.keys():
+            self._give(name, self.buffer)
+
+    def _give(self, name: str, buffer: StateBuffer) -> None:
+        parameter = self._weights.parameters[name]
+        shown = distributed_like(parameter, buffer.tensors[name])
+        parameter.grad = self._shown[name] = shown
 
     def discard(self) -> None:
         """They are not needed any more."""
@@ -179,9 +204,15 @@ class Gradients:
         for name in self._shown:
             parameter = self._weights.parameters[name]
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
+                parameter.grad = own_copy(parameter.grad)
         if self.buffer is not None:
             self.buffer.discard()
+
+
+def _empty_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    memory = memory_of(parameter)
+    dtype = _dtype_of_gradient(parameter)
+    return torch.empty_strided(memory.size(), memory.stride(), dtype=dtype)
 
 
 def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
@@ -238,6 +269,15 @@ class GradientStreamer:
             if not self._under_way:
                 self._under_way = True
                 after_backward(self.finish)
+                for weights in self._groups:
+                    if weights.sharded:
+                        self._hide(weights.gradients)
+
+    @torch.no_grad()
+    def _hide(self, gradients: Gradients) -> None:
+        if gradients.others():
+            self._turn_to(gradients)
+        gradients.hide()
 
     def _before(
         self, weights: Weights, name: str, parameter: nn.Parameter, gradient: torch.Tensor
@@ -250,6 +290,12 @@ class GradientStreamer:
     def add(self, weights: Weights, name: str, parameter: nn.Parameter) -> None:
         """Autograd has left a gradient."""
         with self._lock:
+            if is_distributed(parameter):
+                there = weights.gradients.shown_as(name) is parameter.grad
+                self.begin()
+                if there:  # nobody told of this pass: FSDP2 has added to what was shown
+                    return
+                self._turn_to(weights.gradients)
             weights.gradients.add(name, parameter)
 
     def _turn_to(self, gradients: Gradients) -> None:

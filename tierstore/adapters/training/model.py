@@ -18,15 +18,20 @@ from torch import nn
 from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
 from tierstore.adapters.codecs import is_movable
-from tierstore.adapters.codecs.memory import tensor_bytes
-from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.nested import to_device
-from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
+from tierstore.adapters.training.refusals import ADVICE, refuse_arguments, refuse_spread_later
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
+from tierstore.adapters.training.sharded import (
+    PassHooks,
+    Shard,
+    is_distributed,
+    sharded_modules,
+    shards_of,
+)
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
@@ -39,15 +44,6 @@ from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import in_backward
-
-# Models that torch spreads over processes cannot be trained on a store as well.
-# DistributedDataParallel and FSDP own the parameters and gradients of a model, and so does an
-# OffloadModel. Whoever comes second would find tensors that the other one moves, without any error.
-_ADVICE = (
-    "which keeps parameters and gradients of its own: train on a store in one process, or without "
-    "a store in several"
-)
-_SPREADING = ("torch.nn.parallel.", "torch.distributed.fsdp.")
 
 _numbers = itertools.count()
 _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
@@ -62,8 +58,8 @@ class OffloadModel(nn.Module):
     CPU tensors that read as what they are, and may be changed.
 
     Args:
-        module: what to train; on the CPU, with values (nothing on meta). It is changed in place:
-            `disable` makes it an ordinary module again.
+        module: what to train; on the CPU, or where `fully_shard` has put its shards; with values
+            (nothing on meta). It is changed in place: `disable` makes it an ordinary module again.
         store: where parameters and gradients are; the optimizer's state too, if it is told so.
         device: where to compute: the store's device, which is what None means.
         num_slices: into how many slices to cut it; None for as many as give slices of a fitting
@@ -73,7 +69,10 @@ class OffloadModel(nn.Module):
         num_microbatches: cut each batch (the first dimension of tensors) into so many parts that
             go through the model one after the other; gradients add up.
 
-    It cannot be combined with DistributedDataParallel or FSDP, neither around it nor inside.
+    In several processes, apply `fully_shard` (FSDP2) to the module before: then each process has
+    its shards in its own store. All of them make their OffloadModel at the same time, since that
+    gathers each module once. It cannot be combined with DistributedDataParallel or FSDP1, neither
+    around it nor inside.
 
     Raises ValueError for arguments that cannot be, or a module that is offloaded already, or spread
     over processes; BudgetError, at its first use, for a parameter that is larger than a budget (the
@@ -93,17 +92,21 @@ class OffloadModel(nn.Module):
         num_microbatches: int = 1,
     ) -> None:
         super().__init__()
-        _refuse_arguments(module, store, device, num_slices, num_microbatches)
+        refuse_arguments(module, store, device, num_slices, num_microbatches)
         self.__dict__["module"] = module  # not a child: names are those of the module itself
         self._share()
         self.store = store
         self._attachment = Attachment(self, store)
         self._depth = 0
+        self._hooks: PassHooks | None = None
         self._key = f"training/{next(_numbers)}"
+        self._sharded = sharded_modules(module)
+        shards = shards_of(module)
         self.slices = _slices(module, store, num_slices)
-        self._groups = self._take_parameters()
+        self._groups = self._take_parameters(shards)
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
+        self._streamer.serve(shards)
         self._gradient_streamer = GradientStreamer(self._groups, self._streamer.put_away)
         self._streamer.make_room = self.make_room
         self._wrap()
@@ -136,7 +139,7 @@ class OffloadModel(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """What DistributedDataParallel asks a module for, before it does anything to it."""
         raise RuntimeError(
-            f"a model in training on a store cannot be in DistributedDataParallel, {_ADVICE}"
+            f"a model in training on a store cannot be in DistributedDataParallel, {ADVICE}"
         )
 
     def train(self, mode: bool = True) -> OffloadModel:
@@ -153,12 +156,15 @@ class OffloadModel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load values into the module. `assign` makes no difference: they are copied."""
         self.put_away()
+        for part in self._sharded:
+            part.reshard()
         names = {id(p): name for name, p in self.module.named_parameters()}
         loaded = dict(state_dict)
         same = [w for w in self._groups if w.frozen and w.keeps(names, loaded)]
         result = self.module.load_state_dict(loaded, strict=strict)
         for weights in same:
             weights.count_as_unchanged()
+        self.put_away()  # FSDP2 may have given some parameters other memory
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -192,7 +198,7 @@ class OffloadModel(nn.Module):
 
     # Setting up --------------------------------------------------------------------------------
 
-    def _take_parameters(self) -> list[Weights]:
+    def _take_parameters(self, shards: dict[int, Shard]) -> list[Weights]:
         """Put the parameters into the store, and let them show what they are there."""
         groups: list[Weights] = []
         waiting: list[Weights] = []
@@ -204,28 +210,37 @@ class OffloadModel(nn.Module):
         space = AddressSpace()
         for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
             buffer = buffer_of(self.store, f"{self._key}/{number}", plan.tensors, space)
-            names: dict[str, Any] = dict(plan.tensors)
-            weights = Weights(buffer, names, slice_.number)
+            parameters: dict[str, Any] = dict(plan.tensors)
+            weights = Weights(buffer, parameters, slice_.number)
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
-                _move_in(waiting.pop(0), freed)
+                freed.add(waiting.pop(0).move_in(shards))
         for weights in waiting:
-            _move_in(weights, freed)
+            freed.add(weights.move_in(shards))
         freed.give_back()
         rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
-        rest |= {n: p for n, p in self.module.named_parameters() if not is_movable(p)}
+        rest |= {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if not is_movable(parameter) and not is_distributed(parameter)
+        }
         self._attachment.keep_on_device(self._key, rest, budget.target)
         return groups
 
     def _wrap(self) -> None:
         for slice_ in self.slices:
             for unit in slice_.units:
-                groups = list(dict.fromkeys(self._group_of[id(t)] for t in unit.tensors.values()))
+                ids = [id(t) for t in unit.tensors.values()]
+                groups = dict.fromkeys(self._group_of[i] for i in ids if i in self._group_of)
                 leased = [w for w in groups if self._streamer.needs_lease(w)]
                 if leased:
                     forward = UnitForward(functools.partial(TrainingUse, self._streamer, leased))
                     self._attachment.stand_in(unit.module, "forward", forward)
+        if self._sharded:
+            begin = self._gradient_streamer.begin
+            self._hooks = PassHooks(self.module, self._enter, self._leave, begin)
+            return
         whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
         self._attachment.stand_in(self.module, "forward", whole)
 
@@ -251,10 +266,7 @@ class OffloadModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, on the device, for inputs from anywhere."""
-        if (library := _spread_by(self)) is not None:
-            raise RuntimeError(
-                f"a model in training on a store was given to {library} later, {_ADVICE}"
-            )
+        refuse_spread_later(self, self._sharded)
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
@@ -303,13 +315,16 @@ class OffloadModel(nn.Module):
         self.put_away()
         self._attachment.resident.give_back()
         for weights in self._groups:
+            weights.move_out()
             for parameter in weights.parameters.values():
-                assign(parameter, parameter.detach().clone())
                 _models.pop(id(parameter), None)
             weights.gone = True
             weights.gradients.discard()
             weights.buffer.discard()
         self._groups.clear()
+        if self._hooks is not None:
+            self._hooks.remove()
+            self.module.load_state_dict({}, strict=False)  # FSDP2 looks at local tensors anew
         self.__dict__["_run"] = self.module
         return self.module
 
@@ -353,63 +368,12 @@ def _with_signature_of(kind: type[nn.Module]) -> type[OffloadModel]:
     return type(OffloadModel.__name__, (OffloadModel,), own)
 
 
-def _move_in(weights: Weights, freed: FreedMemory) -> None:
-    weights.buffer.ready()
-    for name, parameter in weights.parameters.items():
-        assign(parameter, weights.buffer.tensors[name])
-    freed.add(sum(map(tensor_bytes, weights.parameters.values())))
-
-
 def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slice]:
     budgets = store.stats().budget_bytes
     memory = [b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None]
     fastest = budgets.get(Tier.DEVICE.name) or budgets[Tier.HOST.name] or (1 << 40)
     group = min([state_budget_of(store).target, *(b // shares.SLICE for b in memory)])
     return cut_into_slices(module, count, max(fastest // shares.SLICE, group), max(group, PAGE))
-
-
-def _refuse_arguments(
-    module: nn.Module,
-    store: TierStore,
-    device: torch.device | str | None,
-    num_slices: int | None,
-    num_microbatches: int,
-) -> None:
-    if device is not None and _with_index(torch.device(device)) != _with_index(store.device):
-        raise ValueError(
-            f"device={device!s}, but the store serves {store.device}: open the store with "
-            f"TierStore(..., device={str(device)!r})"
-        )
-    for name, value in (("num_slices", num_slices), ("num_microbatches", num_microbatches)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r} is no positive whole number")
-    refuse_other_offloading(type(module).__name__, module)
-    if (library := _spread_by(module)) is not None:
-        raise ValueError(f"{type(module).__name__} is in {library}, {_ADVICE}")
-    for name, parameter in module.named_parameters():
-        if parameter.device.type == "meta":
-            raise ValueError(
-                f"{name} is on meta and has no values: load them first, or build the module on "
-                "the CPU"
-            )
-
-
-def _spread_by(module: nn.Module) -> str | None:
-    """What a part of a model is wrapped in that spreads it over devices or processes: a class.
-
-    It is known by where it is defined, so that nothing is imported for that.
-    """
-    kinds = dict.fromkeys(type(part) for part in module.modules())
-    bases = (base for kind in kinds for base in kind.__mro__)
-    return next((base.__name__ for base in bases if base.__module__.startswith(_SPREADING)), None)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if ":" in str(device):
-        return device
-    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def model_of(parameter: nn.Parameter) -> OffloadModel | None:

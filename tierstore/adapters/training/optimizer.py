@@ -7,6 +7,7 @@ torch's own optimizer computes, by running it on the tensors of one tile at a ti
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.adapters.training.elementwise import is_elementwise
 from tierstore.adapters.training.model import OffloadModel, model_of
+from tierstore.adapters.training.sharded import is_distributed, local_part, memory_of
 from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
 from tierstore.adapters.training.tiles import Tile, TileGroups
 from tierstore.adapters.training.weights import Weights
@@ -40,7 +43,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             torch's optimizers take them. Parameters that are not in a store stay where they are;
             their states go to the store all the same.
         store: where states are.
-        optimizer_class: a class like `torch.optim.AdamW` that treats every parameter by itself.
+        optimizer_class: a class like `torch.optim.AdamW` that treats every parameter by itself; of
+            parameters that `fully_shard` spreads, every number.
         master_dtype: keep every parameter of a lower precision in this one too, and let the
             optimizer work on that (`torch.float32`, for a model in bfloat16). It is a state, called
             "master".
@@ -72,6 +76,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.master_dtype = master_dtype
         # torch's optimizer itself, which is given the tensors of one tile after the other.
         self._inner, looks = _made(optimizer_class, kwargs)
+        self._takes_shards = functools.cache(lambda: is_elementwise(optimizer_class, kwargs))
         self._key = f"optimizer/{next(_numbers)}"
         self._tiles: list[Tile] = []
         params = model_or_params
@@ -84,6 +89,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with arguments of their own."""
         super().add_param_group(param_group)
+        if any(map(is_distributed, self.param_groups[-1]["params"])) and not self._takes_shards():
+            del self.param_groups[-1]
+            raise TypeError(
+                f"{type(self._inner).__name__} looks at more than single numbers of a parameter, "
+                "and each process has only a shard of those that fully_shard spreads: use one that "
+                "treats each number by itself, such as torch.optim.AdamW"
+            )
         if self._may_fuse(self.param_groups[-1]):
             self.param_groups[-1]["fused"] = True
         known = {id(p) for tile in self._tiles for p in tile.parameters}
@@ -112,8 +124,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for weights, members in members_of.items():
             self._add(members, weights)
         budget = state_budget_of(self.store)
-        for members in in_portions(rest, lambda p: packed_bytes({"": p.detach()}), budget.target):
-            budget.expect(packed_bytes({str(i): p.detach() for i, p in enumerate(members)}))
+        for members in in_portions(rest, lambda p: packed_bytes({"": memory_of(p)}), budget.target):
+            budget.expect(packed_bytes({str(i): memory_of(p) for i, p in enumerate(members)}))
             self._add(members, None)
 
     def _add(self, parameters: list[nn.Parameter], weights: Weights | None) -> None:
@@ -169,8 +181,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Scale all gradients so that their norm, taken together, is at most `max_norm`.
 
         Returns the norm that they had. As `torch.nn.utils.clip_grad_norm_` of the parameters in the
-        order of the groups: to the last bit, if all of them have one dtype. Raises its RuntimeError
-        if `error_if_nonfinite`.
+        order of the groups: to the last bit, if all of them have one dtype. Of sharded parameters,
+        it is the norm over all processes, which must all call it: an ordinary tensor, the same in
+        each. Raises its RuntimeError if `error_if_nonfinite`.
         """
         norm_type = float(norm_type)  # "inf" is one, too
         self._put_away()
@@ -182,6 +195,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not order:
             return torch.tensor(0.0)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(order), norm_type)
+        whole: Any = total
+        if is_distributed(total):  # over all processes
+            total = whole.full_tensor()
         if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for gradients from `parameters` is "
@@ -248,7 +264,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _as_loaded(self, state: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         """Values are given the dtype of the parameter, as torch does, unless it has a master."""
         return {
-            name: value.detach().to("cpu", self.dtype_of(name, value.dtype, parameter))
+            name: local_part(parameter, value.detach()).to(
+                "cpu", self.dtype_of(name, value.dtype, parameter)
+            )
             if isinstance(value, torch.Tensor)
             else value
             for name, value in state.items()

@@ -7,13 +7,19 @@ the first slice that needs it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
+from tierstore.adapters.training.sharded import is_distributed, memory_of
+
+LOCAL = "._local_tensor"
+"""What the name of a parameter ends in where it is that of the shard in it."""
 
 
 @dataclass(eq=False)
@@ -28,7 +34,7 @@ class Slice:
     @property
     def nbytes(self) -> int:
         """Bytes of its parameters."""
-        return sum(unique_bytes(group.tensors.values()) for group in self.groups)
+        return sum(unique_bytes(map(memory_of, g.tensors.values())) for g in self.groups)
 
 
 def cut_into_slices(
@@ -38,14 +44,15 @@ def cut_into_slices(
 
     Groups have up to `group_bytes`. There are never more slices than units.
     """
-    total = unique_bytes(root.parameters())
+    parameters = {id(memory_of(p)): p for p in root.parameters()}
+    total = unique_bytes(map(memory_of, root.parameters()))
     if count is None:
         count = -(-total // max(slice_bytes, 1))
     limit = max(min(group_bytes, total // max(count, 1)), 1)
     units = [
-        parameters
+        found
         for unit in Cutting("block_level", limit).units(root)
-        if (parameters := unit.only(lambda _, tensor: isinstance(tensor, nn.Parameter)))
+        if (found := unit.only(lambda _, tensor: id(tensor) in parameters))
     ]
     slices = [Slice(n) for n in range(max(min(count, len(units)), 1))]
     seen: set[int] = set()
@@ -53,7 +60,7 @@ def cut_into_slices(
         slice_.units.append(unit)
     claimed: set[int] = set()
     for slice_ in slices:
-        slice_.groups = _groups(slice_.units, group_bytes, claimed)
+        slice_.groups = _groups(slice_.units, group_bytes, claimed, parameters)
     return [slice_ for slice_ in slices if slice_.units]
 
 
@@ -76,12 +83,27 @@ def _dealt(
         yield unit, slices[last]
 
 
-def _groups(units: list[Unit], target: int, claimed: set[int]) -> list[GroupPlan]:
-    """Their groups: what is frozen is in no group with what is trained, which is written."""
+def _groups(
+    units: list[Unit], target: int, claimed: set[int], parameters: dict[int, nn.Parameter]
+) -> list[GroupPlan]:
+    """Their groups: what is frozen is in no group with what is trained, which is written; nor what
+    is sharded with what is not. Units have the memory of parameters, and groups the parameters."""
     fresh = [f for unit in units if (f := unit.only(lambda _, t: id(t) not in claimed))]
     groups: list[GroupPlan] = []
-    for part in (lambda _, t: t.requires_grad), (lambda _, t: not t.requires_grad):
+    for trained, sharded in itertools.product((True, False), (False, True)):
+
+        def part(_: str, t: torch.Tensor, kind: tuple[bool, bool] = (trained, sharded)) -> bool:
+            parameter = parameters[id(t)]
+            return (parameter.requires_grad, is_distributed(parameter)) == kind
+
         alike = [found for unit in fresh if (found := unit.only(part))]
         groups += Cutting("block_level", target).groups(alike)
     claimed.update(id(t) for group in groups for t in group.tensors.values())
+    for group in groups:
+        group.tensors = {
+            name.removesuffix(LOCAL) if is_distributed(parameters[id(t)]) else name: parameters[
+                id(t)
+            ]
+            for name, t in group.tensors.items()
+        }
     return groups

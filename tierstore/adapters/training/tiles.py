@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.codecs.memory import address_of, span
+from tierstore.adapters.training.sharded import distributed_like, local_part, memory_of, norm_of
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.tiers import HostAccess
@@ -196,14 +197,14 @@ class Tile:
             if state.get(name) is not shown:
                 return
         buffer, inner = self._where[key]
-        tensor = self._shown[key] = buffer.tensors[inner]
+        tensor = self._shown[key] = distributed_like(parameter, buffer.tensors[inner])
         self._optimizer.state[parameter][name] = tensor
 
     def norms(self, norm_type: float) -> dict[int, torch.Tensor]:
         """The norm of each gradient, by the id of its parameter."""
         with ExitStack() as stack:
             return {
-                number: torch.linalg.vector_norm(gradient, norm_type).cpu()
+                number: norm_of(self._by_id[number], gradient, norm_type)
                 for number, gradient in self._gradients(stack, HostAccess.READ).items()
             }
 
@@ -253,13 +254,14 @@ class Tile:
     def _gradients(self, stack: ExitStack, purpose: HostAccess) -> dict[int, torch.Tensor]:
         """By the id of its parameter, each gradient: those in the store in RAM, and those that
         somebody else has given where they are."""
-        found = {id(p): p.grad for p in self.parameters if p.grad is not None}
-        buffer = None if self.weights is None else self.weights.gradients.buffer
-        if buffer is not None:
+        found = {id(p): memory_of(p.grad) for p in self.parameters if p.grad is not None}
+        gradients = None if self.weights is None else self.weights.gradients
+        buffer = None if gradients is None else gradients.buffer
+        if gradients is not None and buffer is not None:
             ours = {
                 number: name
                 for number, name in self._names.items()
-                if number in found and found[number] is buffer.tensors.get(name)
+                if number in found and self._by_id[number].grad is gradients.shown_as(name)
             }
             if ours:
                 tensors = buffer.enter(stack, purpose)
@@ -299,6 +301,8 @@ class Tile:
             if shown is not None and value is shown:  # what else is there, somebody assigned
                 buffer, inner = self._where[number, name]
                 state[name] = held[buffer][inner]
+            elif isinstance(value, torch.Tensor):
+                state[name] = local_part(self._by_id[number], value)
         return state
 
     def _worked_on(self, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
@@ -316,14 +320,15 @@ class Tile:
             value.copy_(shadow)
         if shadow.dtype is not value.dtype:
             state[MASTER] = shadow
-        if value.device != parameter.device and self.weights is None:
-            parameter.copy_(value)
-        torch.autograd.graph.increment_version(parameter)
+        memory = memory_of(parameter)
+        if value.device != memory.device and self.weights is None:
+            memory.copy_(value)
+        torch.autograd.graph.increment_version(memory)
 
     def _values(self, stack: ExitStack) -> dict[int, torch.Tensor]:
         """By parameter: its value on the CPU, to be changed."""
         if self.weights is None:
-            return {id(p): p.detach().cpu() for p in self.parameters}
+            return {id(p): memory_of(p).detach().cpu() for p in self.parameters}
         self.weights.become_state()  # somebody gave a frozen parameter a gradient
         assert isinstance(self.weights.buffer, StateBuffer)
         tensors = self.weights.buffer.enter(stack, HostAccess.UPDATE)

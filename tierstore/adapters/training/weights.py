@@ -5,9 +5,7 @@ See `tierstore.adapters.saved_weights`: the backward pass brings a weight's grou
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,11 +17,25 @@ from torch import nn
 from tierstore.adapters.activations import Unpack
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
-from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, storage_id_of
+from tierstore.adapters.codecs.memory import (
+    Geometry,
+    address_of,
+    geometry_of,
+    storage_id_of,
+    tensor_bytes,
+)
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.saved_weights import WeightHooks
 from tierstore.adapters.training.frozen_buffers import FrozenBuffer, watch_of
 from tierstore.adapters.training.gradients import Gradients
+from tierstore.adapters.training.pass_order import PassOrder
+from tierstore.adapters.training.sharded import (
+    Shard,
+    has_value,
+    is_distributed,
+    memory_of,
+    take_over,
+)
 from tierstore.adapters.training.state_buffers import StateBuffer, state_budget_of
 from tierstore.adapters.unit_use import Arguments
 from tierstore.adapters.view_lifetime import ViewLease
@@ -55,6 +67,7 @@ class Weights:
         self.gone = False  # the model is an ordinary one again
         self.lease: ViewLease | None = None
         self._versions: dict[str, int] = {}
+        self._shards: dict[str, Shard] = {}
 
     @property
     def shown(self) -> dict[str, torch.Tensor]:
@@ -86,14 +99,43 @@ class Weights:
     def take_what_was_given(self) -> None:
         """Somebody may have given a parameter other memory (`parameter.data = ...`): keep that."""
         for name, parameter in self.parameters.items():
-            home = self.buffer.tensors[name]
-            if address_of(parameter) != address_of(home):
+            home, memory = self.buffer.tensors[name], memory_of(parameter)
+            if address_of(memory) != address_of(home):
                 with torch.no_grad():
-                    home.copy_(parameter.detach())
-                assign(parameter, home)
+                    home.copy_(memory.detach())
+                self._show_at(name, home)
                 self.edited = True
-            elif version_of(parameter) != self._versions.setdefault(name, version_of(parameter)):
+            elif version_of(memory) != self._versions.setdefault(name, version_of(memory)):
                 self.edited = True
+
+    def move_in(self, shards: dict[int, Shard]) -> int:
+        """Let parameters show what is in the store from now on. They have these shards, by their
+        ids. Returns the bytes that they had in RAM."""
+        self.buffer.ready()
+        for name, parameter in self.parameters.items():
+            if id(parameter) in shards:
+                self._shards[name] = shards[id(parameter)]
+            self._show_at(name, self.buffer.tensors[name])
+        return sum(map(tensor_bytes, self.buffer.tensors.values()))
+
+    def move_out(self) -> None:
+        """Give parameters memory of their own, sharded ones where they are gathered."""
+        for name, parameter in self.parameters.items():
+            memory = memory_of(parameter)
+            assign(memory, memory.detach().to(parameter.device, copy=True))
+            if name in self._shards:
+                self._shards.pop(name).ignore()
+
+    def _show_at(self, name: str, memory: torch.Tensor) -> None:
+        take_over(self.parameters[name], memory)
+        if name in self._shards:
+            self._shards[name].answer()
+        self._versions[name] = version_of(memory_of(self.parameters[name]))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether what is here are shards of them."""
+        return any(map(is_distributed, self.parameters.values()))
 
     @property
     def frozen(self) -> bool:
@@ -105,7 +147,7 @@ class Weights:
         nothing is to be copied to them; otherwise they are part of the training state from now on.
         """
         ours = [(names[id(p)], p) for p in self.parameters.values() if names[id(p)] in values]
-        if not all(torch.equal(p, torch.as_tensor(values[name])) for name, p in ours):
+        if not all(has_value(p, torch.as_tensor(values[name])) for name, p in ours):
             self.become_state()
             return False
         values.update(ours)
@@ -113,7 +155,7 @@ class Weights:
 
     def count_as_unchanged(self) -> None:
         """What torch counted was none of a change."""
-        self._versions = {name: version_of(p) for name, p in self.parameters.items()}
+        self._versions = {name: version_of(memory_of(p)) for name, p in self.parameters.items()}
 
     def become_state(self) -> None:
         """Make frozen parameters part of the training state: they are going to change."""
@@ -122,38 +164,10 @@ class Weights:
             state_budget_of(frozen.store).expect(frozen.nbytes)
             buffer = StateBuffer(frozen.store, f"{frozen.key}/state", frozen.tensors)
             buffer.ready()
-            for name, parameter in self.parameters.items():
-                assign(parameter, buffer.tensors[name])
             self.buffer = buffer
+            for name in self.parameters:
+                self._show_at(name, buffer.tensors[name])
             frozen.discard()
-
-
-class PassOrder:
-    """The order in which groups were used in the last pass, which foretells this one."""
-
-    def __init__(self) -> None:
-        self._last: list[Weights] = []
-        self._now: list[Weights] = []
-        self._place = 0  # in the last pass
-
-    def after(self, used: Weights, nbytes: int) -> list[Weights]:
-        """A group is used now: which others come next, each once, up to so many bytes."""
-        self._now.append(used)
-        with contextlib.suppress(ValueError):  # it was not used again: nothing is known better
-            self._place = self._last.index(used, self._place) + 1
-        coming: dict[Weights, None] = {}
-        for weights in itertools.islice(self._last, self._place, None):
-            if weights is not used and weights not in coming:
-                nbytes -= weights.buffer.nbytes
-                if nbytes < 0:
-                    break
-                coming[weights] = None
-        return list(coming)
-
-    def over(self) -> None:
-        """The pass is over, if it has begun."""
-        if self._now:
-            self._last, self._now, self._place = self._now, [], 0
 
 
 class WeightStreamer:
@@ -181,6 +195,13 @@ class WeightStreamer:
         self._ahead = state_budget_of(store).ahead_bytes()
         self._frozen: list[Weights] = []
         self._watch: WriteWatch | None = None  # of what these show while away
+
+    def serve(self, shards: dict[int, Shard]) -> None:
+        """Have these shards read in the store."""
+        for weights in self.groups:
+            for name, parameter in weights.parameters.items():
+                if id(parameter) in shards:
+                    shards[id(parameter)].read = functools.partial(self.shard, weights, name)
 
     # Forward -----------------------------------------------------------------------------------
 
@@ -298,6 +319,23 @@ class WeightStreamer:
         with weights.lock:
             lease = weights.lease or self._borrow(weights)
             return geometry.within((weights.buffer if lease is None else lease).tensors[name])
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def shard(self, weights: Weights, name: str) -> torch.Tensor:
+        """The shard of a parameter, where it can be copied from on the device."""
+        with weights.lock:
+            if not self.needs_lease(weights):
+                return weights.buffer.tensors[name]
+            if not self._sliced:
+                lease = self._borrow(weights)
+                return (weights.buffer if lease is None else lease).tensors[name]
+            # FSDP2 asks on a stream of its own, and only that knows when it is done with it.
+            self.turn_to(weights.slice)
+            lease = self._read(weights)
+            assert lease is not None, "where it is lent, or it has raised"
+            shard = lease.tensors[name].clone()
+            lease.end()
+            return shard
 
     def _borrow(self, weights: Weights) -> ViewLease | None:
         with self._lock:

@@ -1,0 +1,35 @@
+"""Ranks that all tests of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """So many ranks: new ones only where an earlier test has killed its own."""
+    known: dict[int, Ranks] = {}
+
+    def of(world: int) -> Ranks:
+        if world not in known or not known[world].alive:
+            if world in known:
+                known[world].kill()
+            known[world] = Ranks(world, tmp_path_factory.mktemp("ranks"))
+        return known[world]
+
+    try:
+        yield of
+    finally:
+        for each in known.values():
+            each.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    """A directory for what ranks keep."""
+    return str(tmp_path)

@@ -1,0 +1,123 @@
+"""Processes that are the ranks of one process group, and run what a test gives them.
+
+They talk over gloo, and meet at a file. Each call has a timeout, after which, as after an error of
+one of them, all are killed: whoever waits for one that is gone would wait as long as torch does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 120
+"""Seconds that a call may take, and that a collective waits for others."""
+
+_numbers = itertools.count()
+
+
+class Ranks:
+    """`world` processes. `call(function, ...)` runs a function of a module in each of them."""
+
+    def __init__(self, world: int, directory: Path, timeout: float = TIMEOUT) -> None:
+        context = multiprocessing.get_context("spawn")
+        meeting = str(directory / f"meeting-{next(_numbers)}")
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world, meeting, timeout), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Have each run `function(*args, **kwargs)`."""
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+
+    def results(self, timeout: float = TIMEOUT) -> list[Any]:
+        """What each has returned. Raises AssertionError with the tracebacks of those that failed,
+        and kills all."""
+        until = time.monotonic() + timeout
+        found: list[Any] = []
+        failed: list[str] = []
+        for rank, pipe in enumerate(self._pipes):
+            answer = self._answer(pipe, until)
+            if answer is None:
+                failed.append(f"rank {rank} has not answered")
+            elif not answer[0]:
+                failed.append(f"rank {rank}: {answer[1]}")
+                until = min(until, time.monotonic() + 5)  # others may wait for it for good
+            else:
+                found.append(answer[1])
+        if failed:
+            self.kill()
+            raise AssertionError("\n".join(failed))
+        return found
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What each returns, by rank."""
+        self.start(function, *args, **kwargs)
+        return self.results()
+
+    @staticmethod
+    def _answer(pipe: Connection, until: float) -> Any:
+        try:
+            if pipe.poll(max(until - time.monotonic(), 0)):
+                return pipe.recv()
+        except (EOFError, ConnectionError):
+            pass  # it is dead
+        return None
+
+    @property
+    def alive(self) -> bool:
+        """Whether all of them are there."""
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def kill(self) -> None:
+        """Leave nothing behind."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self.processes, self._pipes = [], []
+
+
+def _serve(pipe: Connection, rank: int, world: int, meeting: str, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from tests.device import pretend
+
+    torch.set_num_threads(1)
+    if pretend.ready() is None:
+        pretend.load()  # before anything goes backward
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, function(*args, **kwargs)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

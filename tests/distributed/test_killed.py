@@ -1,0 +1,96 @@
+"""A rank is killed in the middle of a step: the others end by torch's own error, and leave what a
+next start needs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import Case, local, on_store, plain_run
+
+pytestmark = pytest.mark.full("processes take seconds to start")
+
+TIMEOUT = 40
+STEPS, SAVED = 4, 2
+
+
+def trained(place: str, killed: int | None, first: int = 0) -> dict[str, torch.Tensor]:
+    """Steps from `first` on; this rank's state is kept before step `SAVED`. In the step after that
+    one, the rank `killed` dies as gradients are on their way."""
+    case = Case(share=0.2)
+    mine = Path(place) / f"{dist.get_rank()}.pt"
+    with on_store(case, place) as (run, store):
+        if first:
+            kept = torch.load(mine, weights_only=False)
+            run.model.load_state_dict(kept["model"])
+            run.optimizer.load_state_dict(kept["optimizer"])
+        for step in range(first, STEPS):
+            if step == SAVED and not first:
+                states = run.model.state_dict(), run.optimizer.state_dict()
+                torch.save(dict(zip(("model", "optimizer"), states, strict=True)), mine)
+            if step == SAVED + 1 and killed == dist.get_rank():
+                model: Any = run.model
+                model.blocks[1].register_full_backward_hook(_die)
+            run.losses(step)
+            run.step()
+        assert store.stats().bytes_written > 0
+        return {name: local(p).clone() for name, p in run.model.named_parameters()}
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def expected() -> dict[str, torch.Tensor]:
+    run = plain_run(Case())
+    for step in range(STEPS):
+        run.losses(step)
+        run.step()
+    return {name: local(p).clone() for name, p in run.model.named_parameters()}
+
+
+def test_the_others_end_and_the_next_start_resumes(tmp_path: Path) -> None:
+    killed = Ranks(2, tmp_path, timeout=TIMEOUT)
+    try:
+        killed.call(os.getpid)  # they are there
+        killed.start(trained, str(tmp_path), 1)
+        begun = time.monotonic()
+        with pytest.raises(AssertionError) as failed:
+            killed.results(timeout=TIMEOUT * 3)
+        assert time.monotonic() - begun < TIMEOUT * 2
+        assert "rank 1 has not answered" in str(failed.value)
+        assert "rank 0: Traceback" in str(failed.value)
+        assert "gloo" in str(failed.value), "it is torch's own error"
+    finally:
+        killed.kill()
+    again = Ranks(2, tmp_path)
+    try:
+        found = again.call(trained, str(tmp_path), None, SAVED)
+        for ours, theirs in zip(found, again.call(expected), strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in ours.items():
+                assert torch.equal(value, theirs[name]), name
+        assert not list(tmp_path.glob("*/*.tmp"))
+    finally:
+        again.kill()
+
+
+def test_nobody_ends_where_nobody_is_killed(tmp_path: Path) -> None:
+    """The control of the test above."""
+    whole = Ranks(2, tmp_path, timeout=TIMEOUT)
+    try:
+        found = whole.call(trained, str(tmp_path), None)
+        for ours, theirs in zip(found, whole.call(expected), strict=True):
+            for name, value in ours.items():
+                assert torch.equal(value, theirs[name]), name
+    finally:
+        whole.kill()
