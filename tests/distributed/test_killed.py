@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import Case, local, on_store, plain_run
+from tierstore import load_training, save_training
 
 pytestmark = pytest.mark.full("processes take seconds to start")
 
@@ -24,19 +25,15 @@ STEPS, SAVED = 4, 2
 
 
 def trained(place: str, killed: int | None, first: int = 0) -> dict[str, torch.Tensor]:
-    """Steps from `first` on; this rank's state is kept before step `SAVED`. In the step after that
+    """Steps from `first` on, or from what was saved before step `SAVED`. In the step after that
     one, the rank `killed` dies as gradients are on their way."""
-    case = Case(share=0.2)
-    mine = Path(place) / f"{dist.get_rank()}.pt"
+    case, checkpoint = Case(share=0.2), Path(place) / "checkpoint"
     with on_store(case, place) as (run, store):
         if first:
-            kept = torch.load(mine, weights_only=False)
-            run.model.load_state_dict(kept["model"])
-            run.optimizer.load_state_dict(kept["optimizer"])
+            assert load_training(checkpoint, run.model, run.optimizer) == first
         for step in range(first, STEPS):
             if step == SAVED and not first:
-                states = run.model.state_dict(), run.optimizer.state_dict()
-                torch.save(dict(zip(("model", "optimizer"), states, strict=True)), mine)
+                save_training(checkpoint, run.model, run.optimizer, extra=step)
             if step == SAVED + 1 and killed == dist.get_rank():
                 model: Any = run.model
                 model.blocks[1].register_full_backward_hook(_die)

@@ -95,8 +95,8 @@ class Worker:
             with self.may_fail():
                 self.work(store)
             began = time.monotonic()
-            # A fault in the last message of a connection shows at the next one. Where the machine is
-            # busy, more of what is fetched early is asked for only when it is needed: then the
+            # A fault in the last message of a connection shows at the next one. Where the machine
+            # is busy, more of what is fetched early is asked for only when it is needed: then the
             # message comes later than it did when they were counted.
             for _ in range(1 if proxy.done else 2):
                 with contextlib.suppress(TierStoreError):
