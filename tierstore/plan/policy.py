@@ -237,11 +237,15 @@ class RankingPolicy:
     if its next use were four times as far. So some groups stay on the device and others pass
     through it, the two tiers together hold nearly as many groups as fit both, and what leaves the
     device need not be copied back.
+
+    Host memory and the disk are such a pair, too, where the disk caches what lies below it.
     """
 
     def __init__(self, order: Order, tiers: Iterable[Tier] = TIERS.values()) -> None:
+        tiers = sorted(tiers)
         *faster, self._host = in_memory(tiers)
         self._device = faster[-1] if faster else None
+        self._disk, *self._below = (tier for tier in tiers if tier.persistent)
         self._order = order
         self._rows = CopyRows(tiers)
         self.keep((), nearer=1.0)
@@ -277,13 +281,27 @@ class RankingPolicy:
         if rival in rows.row:
             found[rows.row[rival]] = -np.inf
         if tier is self._host:
-            settled = self._settled(ranks)
+            settled = self._settled(ranks, self._device)
+            if self._below:
+                self._miss_less(found, rows.on(self._disk) & self._is_below())
             found[settled] += _FIRST
             self._spare(found, settled, rival)
         elif tier is self._device:
-            twice = (found > -np.inf) & rows.on(self._host)
-            found[twice] = self._order.farther(rows, found[twice], DISK_COSTS)
+            self._miss_less(found, rows.on(self._host))
+        elif tier is self._disk and self._below:
+            settled = self._settled(ranks, self._host)
+            found[settled[self._is_below()[settled]]] += _FIRST
         return _descending(rows.groups, found)
+
+    def _miss_less(self, ranks: Ranks, there_too: npt.NDArray[np.bool_]) -> None:
+        """Raise the ranks of copies whose groups are on the tier below, too, at less than it costs
+        to bring the others."""
+        twice = (ranks > -np.inf) & there_too
+        ranks[twice] = self._order.farther(self._rows, ranks[twice], DISK_COSTS)
+
+    def _is_below(self) -> npt.NDArray[np.bool_]:
+        """Which rows have a copy below the disk."""
+        return np.logical_or.reduce([self._rows.on(tier) for tier in self._below])
 
     def _spare(self, ranks: Ranks, settled: Rows, rival: GroupId | None) -> None:
         """Lower the ranks of the host copies that should stay, but not of those that are `settled`
@@ -297,11 +315,11 @@ class RankingPolicy:
         farther = self._order.farther(self._rows, ranks[kept], self._nearer)
         ranks[kept] = -np.inf if closed else farther
 
-    def _settled(self, ranks: Ranks) -> Rows:
-        """What is on the device, not about to leave it, and safe on disk."""
-        if self._device is None or self._rows.copies[self._device] <= LEAVING:
+    def _settled(self, ranks: Ranks, on: Tier | None) -> Rows:
+        """What is on this tier, not about to leave it, and safe on disk or below."""
+        if on is None or self._rows.copies[on] <= LEAVING:
             return _NONE
-        there = np.flatnonzero(self._rows.on(self._device))
+        there = np.flatnonzero(self._rows.on(on))
         staying: Rows = there[np.argsort(ranks[there])[:-LEAVING]]
         return staying.compress(self._rows.saved(staying))
 
