@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,10 +19,10 @@ from tierstore.engine.checkpoints import CheckpointFile
 from tierstore.engine.core import Core
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.made_weights import MadeWeights
-from tierstore.engine.remote_groups import RemoteGroups
+from tierstore.engine.remote_groups import RemoteGroups, fetched
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
-from tierstore.model.groups import GroupSpec, Source
+from tierstore.model.groups import FileTensor, GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
@@ -216,6 +216,17 @@ class Groups:
         They belong to no group: whoever registers them later finds them in their file.
         """
         return object_views(*self._made.keep(derivation, tensors, of_any_size=True))
+
+    def fetched(
+        self, file: CheckpointFile, tensors: Sequence[FileTensor]
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of a file in an object store, as maps of files in the store's directory: fetched,
+        unless they were before. Waits for the network and the disk.
+
+        Raises StaleCheckpointError, TransferError, DiskFullError or BudgetError.
+        """
+        self.core.check_open()
+        return fetched(file, tensors, self.made_before, self.keep_made)
 
     def file_memory(self, nbytes: int) -> memoryview:
         """Memory for what is going to be registered, if it is too much for RAM: in a file without

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
 
 from tierstore.engine.checkpoint_file import CheckpointFile
 from tierstore.engine.core import Core
@@ -12,6 +15,7 @@ from tierstore.model import events
 from tierstore.model.groups import (
     FileTensor,
     GroupSpec,
+    Packing,
     Segment,
     Source,
     block_of,
@@ -19,10 +23,25 @@ from tierstore.model.groups import (
     pack,
     placed,
 )
+from tierstore.model.sizes import slot_bytes
 from tierstore.model.tiers import Tier, UseOrder
+from tierstore.progress import byte_bar
+from tierstore.system.views import view_all
 from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
 from tierstore.tiers.object_store import RemoteObject
-from tierstore.tiers.remote_tier import RemoteTier, has_cache, remote_tier
+from tierstore.tiers.pages import fresh_memory
+from tierstore.tiers.remote_tier import (
+    IN_FLIGHT,
+    RemoteTier,
+    cache_key,
+    fetch,
+    has_cache,
+    remote_tier,
+)
+from tierstore.tiers.workers import Job
+
+RUN_BYTES = 64 << 20
+"""Bytes of neighbours in a file that are fetched and kept together, if no tensor is larger."""
 
 
 class RemoteGroups:
@@ -103,6 +122,57 @@ class RemoteGroups:
         core.current[entry.group.key] = entry.group
 
 
+def fetched(
+    file: CheckpointFile,
+    tensors: Sequence[FileTensor],
+    made_before: Callable[[str], dict[str, torch.Tensor] | None],
+    keep: Callable[[str, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Tensors of a remote file, as what is `made_before` or what was fetched is kept.
+
+    Raises StaleCheckpointError or TransferError, and what `keep` raises.
+    """
+    assert file.remote is not None
+    found: dict[str, torch.Tensor] = {}
+    objects = {file.path: file.remote}
+    nbytes = sum(tensor.extent.nbytes for tensor in tensors)
+    with (
+        byte_bar("Fetching weights", nbytes) as advance,
+        ThreadPoolExecutor(IN_FLIGHT) as pool,
+    ):
+        for run in _runs(tensors):
+            packing, source = _laid_out(run, objects)
+            derivation = cache_key(packing, source, 0)[:32]
+            views = made_before(derivation)
+            if views is None:
+                memory = fresh_memory(slot_bytes(max(packing.nbytes, 1)))
+                fetch(source, memory.numpy().data, lambda jobs: all_done(pool, jobs))
+                group = group_of("", packing.specs(), packing.nbytes)
+                offsets = {spec.name: spec.offset for spec in group.tensors}
+                views = keep(derivation, view_all(group, memory, offsets))
+            found.update(views)
+            advance(source.nbytes)
+    return found
+
+
+def all_done(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> None:
+    """Do jobs on the threads of a pool. Raises what one of them raised."""
+    for future in [pool.submit(job) for job in jobs]:
+        future.result()
+
+
+def _runs(tensors: Iterable[FileTensor]) -> Iterator[list[FileTensor]]:
+    """Neighbours in a file, cut into what is fetched and kept together."""
+    run: list[FileTensor] = []
+    for tensor in sorted(tensors, key=lambda t: t.extent.offset):
+        if run and sum(t.extent.nbytes for t in run) + tensor.extent.nbytes > RUN_BYTES:
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run
+
+
 def _recovered(entry: GroupEntry) -> events.Recovered:
     tiers = (REMOTE,) if entry.cached is None else (Tier.DISK, REMOTE)
     return events.Recovered(
@@ -128,16 +198,24 @@ def _entry(
 ) -> GroupEntry:
     """A group of these tensors. What is fetched is put where an object file has it, so that it lies
     alike whether it was fetched or was there."""
-    packing = pack(block_of([placed(t, 0)], t.extent.nbytes) for t in tensors)
+    packing, source = _laid_out(tensors, objects)
     specs = {spec.name: spec for spec in packing.specs()}
-    segments = tuple(
-        Segment(t.extent, specs[t.name].offset) for t in tensors if t.extent.nbytes
-    )
-    used = {segment.extent.path for segment in segments}
     return GroupEntry(
         core.new_group(key),
         group_of(key, [specs[t.name] for t in tensors], packing.nbytes),
         packing=packing,
         single=single,
-        remote=RemoteSource(segments, {url: objects[url] for url in used}),
+        remote=source,
     )
+
+
+def _laid_out(
+    tensors: Iterable[FileTensor], objects: Mapping[str, RemoteObject]
+) -> tuple[Packing, RemoteSource]:
+    """How tensors lie in an object file, and where their bytes come from."""
+    tensors = list(tensors)
+    packing = pack(block_of([placed(t, 0)], t.extent.nbytes) for t in tensors)
+    specs = {spec.name: spec for spec in packing.specs()}
+    segments = tuple(Segment(t.extent, specs[t.name].offset) for t in tensors if t.extent.nbytes)
+    used = {segment.extent.path for segment in segments}
+    return packing, RemoteSource(segments, {url: objects[url] for url in used})

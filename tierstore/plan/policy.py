@@ -109,6 +109,10 @@ class FarthestNextUse:
         self._layout = -1  # of the rows that were ranked
         self._epoch = -1  # of the schedule at that time
 
+    @property
+    def learning(self) -> bool:
+        return self._schedule.learning
+
     def ranks(self, rows: CopyRows) -> Ranks:
         if rows.layout != self._layout:
             self._layout, self._epoch = rows.layout, -1
@@ -150,7 +154,8 @@ class CopyRows:
     Rows of what is gone are left empty until there are too many. Then, and where there is no room
     for another, the arrays are made anew (`layout` counts how often); who still looks through the
     old ones may go on. By row: `groups`, the `number` of each, and when it was `touched` last, by
-    the `clock` of touches. `outdated` are the rows that were touched since somebody cleared it.
+    the `clock` of touches, and whether it was `used` since it is there. `outdated` are the rows
+    that were touched since somebody cleared it.
     """
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
@@ -162,6 +167,7 @@ class CopyRows:
         self.copies = dict.fromkeys(self.absent, 0)
         self.number = np.zeros(_ROOM, dtype=np.int64)
         self.touched = np.zeros(_ROOM)
+        self.used = np.zeros(_ROOM, dtype=np.bool_)
         self.clock = 0
         self.outdated: set[int] = set()
         self.layout = 0
@@ -185,6 +191,7 @@ class CopyRows:
         self.groups.append(group)
         self.row[group] = row
         self.number[row] = number
+        self.used[row] = False
         return row
 
     def arrive(self, row: int, tier: Tier) -> None:
@@ -222,6 +229,7 @@ class CopyRows:
             self.row = {group: row for row, group in enumerate(groups)}
         self.groups = groups
         self.touched = _extended(self.touched[kept], np.zeros(size))
+        self.used = _extended(self.used[kept], np.zeros(size, dtype=np.bool_))
         self.number = _extended(self.number[kept], np.zeros(size, dtype=np.int64))
         for tier, absent in self.absent.items():
             self.absent[tier] = _extended(absent[kept], np.full(size, -np.inf))
@@ -238,7 +246,9 @@ class RankingPolicy:
     through it, the two tiers together hold nearly as many groups as fit both, and what leaves the
     device need not be copied back.
 
-    Host memory and the disk are such a pair, too, where the disk caches what lies below it.
+    Host memory and the disk are such a pair, too, where the disk caches what lies below it. While
+    no order is known yet, what was used goes from there before what was not: if it comes again, it
+    does so in the next pass.
     """
 
     def __init__(self, order: Order, tiers: Iterable[Tier] = TIERS.values()) -> None:
@@ -260,6 +270,7 @@ class RankingPolicy:
     def used(self, group: GroupId) -> None:
         row = self._rows.row.get(group)
         if row is not None:
+            self._rows.used[row] = True
             self._rows.touch(row)
 
     def dropped(self, group: GroupId, tier: Tier) -> None:
@@ -291,6 +302,9 @@ class RankingPolicy:
         elif tier is self._disk and self._below:
             settled = self._settled(ranks, self._host)
             found[settled[self._is_below()[settled]]] += _FIRST
+            if isinstance(self._order, FarthestNextUse) and self._order.learning:
+                # What was there before the first pass is needed in it.
+                found[~rows.used[: len(rows)]] -= _FIRST
         return _descending(rows.groups, found)
 
     def _miss_less(self, ranks: Ranks, there_too: npt.NDArray[np.bool_]) -> None:

@@ -9,6 +9,7 @@ Nothing here is imported from obstore before a URL is used: it comes with the ex
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -33,6 +34,11 @@ PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 
 _URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|file|memory)://", re.IGNORECASE)
 _HTTP_ONLY = re.compile(r"https?://", re.IGNORECASE)
+
+_OPTION = re.compile(
+    "(?:AWS|AZURE|GOOGLE)_(ALLOW_HTTP|ALLOW_INVALID_CERTIFICATES|CONNECT_TIMEOUT|TIMEOUT|PROXY_URL"
+    "|PROXY_CA_CERTIFICATE|PROXY_EXCLUDES|POOL_IDLE_TIMEOUT|USER_AGENT)"
+)
 
 _memory: dict[str, Any] = {}
 _memory_lock = threading.Lock()
@@ -177,7 +183,7 @@ def _store_at(url: str) -> tuple[Any, str]:
         return memory_store(url), f"{prefix}/" if prefix else ""
     if url.lower().startswith("file://"):
         return obstore.store.from_url(url), ""
-    options: Any = {"timeout": timedelta(seconds=REQUEST_SECONDS)}
+    options: Any = {"timeout": timedelta(seconds=REQUEST_SECONDS), **_client_options()}
     if url.lower().startswith("http://"):
         options["allow_http"] = True
     retries: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=DEADLINE / 3)}
@@ -189,6 +195,18 @@ def _store_at(url: str) -> tuple[Any, str]:
             "variables by which obstore finds the region, the endpoint and the credentials",
             path=url,
         ) from error
+
+
+def _client_options() -> dict[str, Any]:
+    """What the environment says of connections, such as AWS_ALLOW_HTTP or AZURE_PROXY_URL. obstore
+    reads it, but not where it is given any of it in another way."""
+    found: dict[str, Any] = {}
+    for name, value in os.environ.items():
+        option = _OPTION.fullmatch(name)
+        if option is not None:
+            key = option[1].lower()
+            found[key] = value.lower() in ("1", "true") if key.startswith("allow") else value
+    return found
 
 
 class _Transient(Exception):
@@ -218,6 +236,12 @@ def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T
                 path=url,
             ) from error
         except (exceptions.GenericError, _Transient, OSError) as error:
+            if "builder error" in str(error):  # no request was made, and none will be
+                raise TransferError(
+                    f"{url} cannot be asked for ({_first_line(error)}): check the endpoint in the "
+                    "environment; plain http needs AWS_ALLOW_HTTP=true (or AZURE_..., GOOGLE_...)",
+                    path=url,
+                ) from error
             pause = PAUSES[min(tries, len(PAUSES) - 1)]
             tries += 1
             if time.monotonic() + pause > began + DEADLINE:
