@@ -37,9 +37,7 @@ def files(directory: Path) -> list[Path]:
     return sorted((directory / "remote" / "objects").rglob("*.safetensors"))
 
 
-def test_a_second_run_fetches_nothing(
-    checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_a_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_path: Path) -> None:
     warmed(checkpoint, tmp_path)
     with opened(tmp_path) as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
@@ -104,9 +102,7 @@ def test_another_object_at_the_same_url_is_fetched(
     warmed(checkpoint, tmp_path)
     other = values_of(12, 32, seed=1)
     upload(s3, checkpoint.name, save(other))
-    changed = Uploaded(
-        checkpoint.name, checkpoint.url, other, checkpoint.groups, checkpoint.nbytes
-    )
+    changed = Uploaded(checkpoint.name, checkpoint.url, other, checkpoint.groups, checkpoint.nbytes)
     with opened(tmp_path) as store:
         store.register_checkpoint(changed.url, groups=changed.groups)
         for key in changed.groups:

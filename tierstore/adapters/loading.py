@@ -277,7 +277,9 @@ def _maps(
         tensors = [tensor for tensor in file.tensors if tensor.name in names]
         if file.remote is not None:
             if store is None:
-                raise ValueError(f"{file.path} is in an object store: pass the store to fetch it to")
+                raise ValueError(
+                    f"{file.path} is in an object store: pass the store to fetch it to"
+                )
             maps.update(engine_of(store).groups.fetched(file, tensors))
             continue
         try:

@@ -90,6 +90,8 @@ def _read_file(found: RemoteObject) -> CheckpointFile:
 
 def _tensors(url: str, header: Header) -> tuple[FileTensor, ...]:
     return tuple(
-        FileTensor(e.name, e.dtype, e.shape, Extent(url, header.data_start + e.begin, e.end - e.begin))
+        FileTensor(
+            e.name, e.dtype, e.shape, Extent(url, header.data_start + e.begin, e.end - e.begin)
+        )
         for e in header.entries
     )

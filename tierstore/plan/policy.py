@@ -315,7 +315,10 @@ class RankingPolicy:
 
     def _is_below(self) -> npt.NDArray[np.bool_]:
         """Which rows have a copy below the disk."""
-        return np.logical_or.reduce([self._rows.on(tier) for tier in self._below])
+        found: npt.NDArray[np.bool_] = np.zeros(len(self._rows), dtype=np.bool_)
+        for tier in self._below:
+            found |= self._rows.on(tier)
+        return found
 
     def _spare(self, ranks: Ranks, settled: Rows, rival: GroupId | None) -> None:
         """Lower the ranks of the host copies that should stay, but not of those that are `settled`

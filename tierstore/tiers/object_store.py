@@ -99,7 +99,7 @@ class RemoteObject:
     def _read_once(self, start: int, stop: int) -> memoryview:
         import obstore
 
-        options: dict[str, Any] = {"range": (start, stop)}
+        options: Any = {"range": (start, stop)}
         if self.stamp.precondition is not None:
             options["if_match"] = self.stamp.precondition
         answer = obstore.get(self._store, self._name, options=options)
@@ -223,25 +223,10 @@ def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T
             return ask()
         except (FileNotFoundError, exceptions.NotFoundError) as error:
             return gone(error)
-        except exceptions.PreconditionError as error:
-            raise _stale(url) from error
-        except (
-            PermissionError,
-            exceptions.PermissionDeniedError,
-            exceptions.UnauthenticatedError,
-        ) as error:
-            raise TransferError(
-                f"{url} may not be read ({_first_line(error)}): check the credentials in the "
-                "environment, and what they allow",
-                path=url,
-            ) from error
-        except (exceptions.GenericError, _Transient, OSError) as error:
-            if "builder error" in str(error):  # no request was made, and none will be
-                raise TransferError(
-                    f"{url} cannot be asked for ({_first_line(error)}): check the endpoint in the "
-                    "environment; plain http needs AWS_ALLOW_HTTP=true (or AZURE_..., GOOGLE_...)",
-                    path=url,
-                ) from error
+        except (exceptions.BaseError, _Transient, OSError) as error:
+            lasting = _lasting(url, error)
+            if lasting is not None:
+                raise lasting from error
             pause = PAUSES[min(tries, len(PAUSES) - 1)]
             tries += 1
             if time.monotonic() + pause > began + DEADLINE:
@@ -252,11 +237,28 @@ def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T
                     path=url,
                 ) from error
             time.sleep(pause)
-        except exceptions.BaseError as error:
-            raise TransferError(
-                f"{url} could not be read ({_first_line(error)}): check the URL and the server",
-                path=url,
-            ) from error
+
+
+def _lasting(url: str, error: Exception) -> TransferError | None:
+    """What to raise where to ask again is of no use."""
+    from obstore import exceptions
+
+    if isinstance(error, exceptions.PreconditionError):
+        return _stale(url)
+    denied = exceptions.PermissionDeniedError, exceptions.UnauthenticatedError, PermissionError
+    why = _first_line(error)
+    if isinstance(error, denied):
+        text = f"may not be read ({why}): check the credentials in the environment, and their scope"
+    elif "builder error" in str(error):  # no request was made, and none will be
+        text = (
+            f"cannot be asked for ({why}): check the endpoint in the environment; plain http needs "
+            "AWS_ALLOW_HTTP=true (or AZURE_..., GOOGLE_...)"
+        )
+    elif isinstance(error, exceptions.GenericError | _Transient | OSError):
+        return None
+    else:
+        text = f"could not be read ({why}): check the URL and the server"
+    return TransferError(f"{url} {text}", path=url)
 
 
 def _stale(url: str) -> StaleCheckpointError:

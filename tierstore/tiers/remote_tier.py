@@ -18,9 +18,10 @@ import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
@@ -35,7 +36,6 @@ from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
 from tierstore.tiers.hop import Copied, Hop
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.pages import fresh_memory
-from tierstore.tiers.reading import DiskReader
 from tierstore.tiers.workers import RunParallel, Workers
 
 PIECE = 8 << 20
@@ -65,12 +65,14 @@ class Request:
 
     def scatter(self, data: memoryview, room: memoryview) -> None:
         """Put what has come to where the segments go in the packed group."""
+        come, packed = np.frombuffer(data, np.uint8), np.frombuffer(room, np.uint8)
         for segment in self.segments:
             extent = segment.extent
             begin = max(self.start, extent.offset)
             end = min(self.stop, extent.offset + extent.nbytes)
             at = segment.at + begin - extent.offset
-            room[at : at + end - begin] = data[begin - self.start : end - self.start]
+            # By numpy, which lets other threads go on meanwhile.
+            packed[at : at + end - begin] = come[begin - self.start : end - self.start]
 
 
 def requests(segments: Iterable[Segment], block: int = PIECE) -> Iterator[Request]:
@@ -133,7 +135,8 @@ def cache_key(packing: Packing, source: RemoteSource, number: int) -> str:
     rows = sorted(
         (
             source.objects[s.extent.path].url,
-            source.objects[s.extent.path].stamp.etag or source.objects[s.extent.path].stamp.modified,
+            source.objects[s.extent.path].stamp.etag
+            or source.objects[s.extent.path].stamp.modified,
             source.objects[s.extent.path].stamp.size,
             s.extent.offset,
             s.extent.nbytes,
@@ -176,7 +179,7 @@ class RemoteCache:
     left: dict[str, GroupEntry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._directory = ObjectDirectory(self.path)
+        self._directory = ObjectDirectory(self.path, lasting=False)
         self._versions: dict[str, int] = {}
         self._taken: set[str] = set()
         self._lock = threading.Lock()
@@ -208,7 +211,8 @@ class RemoteCache:
         entry.cache_key = key
         left = self.left.pop(key, None)
         if left is not None:
-            entry.source, entry.cached, left.cached = left.source, left.cached, None
+            entry.source, entry.cached = left.source, left.cached
+            left.cached, left.cache_key = None, ""
         return left
 
     def give_up(self, entry: GroupEntry) -> None:
@@ -337,5 +341,3 @@ def remote_tier(
 def has_cache(directory: str) -> bool:
     """Whether a store's directory holds what was fetched."""
     return os.path.isdir(os.path.join(directory, CACHE))
-
-
