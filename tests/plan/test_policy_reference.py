@@ -26,7 +26,7 @@ from tierstore.plan.policy import (
 )
 from tierstore.plan.schedule import LearnedOrder, Ranks
 
-Value = tuple[bool, bool, float, int]
+Value = tuple[int, bool, float, int]
 """What is given up first has the largest: whether it is there twice for long, whether it is not
 expected at all, how far ahead its next use counts, and how long ago it was touched."""
 
@@ -97,18 +97,25 @@ class Reference:
             return True
         return self.away(key) > 3 * self.schedule.steps_until(rival.key)
 
+    def cached(self, keys: Sequence[GroupId], rival: GroupId | None) -> dict[GroupId, Value]:
+        """On a disk that is a cache: what stays in memory goes first, and while there is no order,
+        what was not used goes last, and for no prefetch."""
+        learning = self.schedule is not None and self.schedule.learning
+        found = {}
+        for key in keys:
+            needed = learning and key not in self.seen
+            again = self.settled(key, Tier.HOST) and self.is_below(key)
+            if not (needed and rival is not None):
+                _, *value = self.value(key)
+                found[key] = (again - needed, *value)
+        return found
+
     def victims(self, tier: Tier, rival: GroupId | None) -> dict[GroupId, Value]:
         keys = [key for key in self.on[tier] if self.allowed(key, rival)]
         if tier is Tier.DEVICE:
             return {k: self.value(k, 4.0 if k in self.on[Tier.HOST] else 1.0) for k in keys}
         if tier is Tier.DISK and self.below:
-            learning = self.schedule is not None and self.schedule.learning
-            found = {}
-            for key in keys:
-                again = self.settled(key, Tier.HOST) and self.is_below(key)
-                _, *value = self.value(key)
-                found[key] = (again - (learning and key not in self.seen), *value)
-            return found
+            return self.cached(keys, rival)
         if tier.persistent:
             return {key: self.value(key) for key in keys}
         all_there = self.kept <= {key.key for key in self.on[Tier.HOST]}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from tests.remote.servers import BUCKET, Proxy, environment, proxied, s3_server, upload
-from tierstore.tiers import object_store
+from tierstore.tiers.object_store import patience
 
 _names = count()
 
@@ -39,8 +39,7 @@ def s3() -> Iterator[str]:
 @pytest.fixture
 def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """A proxy before the server, at which obstore looks for S3. Retries do not wait for long."""
-    monkeypatch.setattr(object_store, "PAUSES", (0.05, 0.1))
-    with proxied(s3) as found:
+    with patience(pauses=(0.05, 0.1)), proxied(s3) as found:
         for name, value in environment(found.address).items():
             monkeypatch.setenv(name, value)
         yield found

@@ -13,7 +13,7 @@ from torch import nn
 from tests.remote.servers import BUCKET, Proxy, error_500, upload
 from tierstore import TierStore, load_checkpoint_and_dispatch, undispatch
 from tierstore.model.errors import BudgetError, StaleCheckpointError, TransferError
-from tierstore.tiers import object_store
+from tierstore.tiers.object_store import patience
 
 
 def model_of(layers: int = 6) -> nn.Module:
@@ -89,11 +89,8 @@ def test_a_disk_budget_that_is_too_small_is_told(model: nn.Module, tmp_path: Pat
         assert all(p.device.type == "meta" for p in loaded.parameters())
 
 
-def test_a_fault_leaves_the_model_as_it_was(
-    model: nn.Module, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_store, "DEADLINE", 0.5)
-    with TierStore("200KB", tmp_path, device="cpu") as store:
+def test_a_fault_leaves_the_model_as_it_was(model: nn.Module, proxy: Proxy, tmp_path: Path) -> None:
+    with patience(deadline=0.5), TierStore("200KB", tmp_path, device="cpu") as store:
         loaded = empty()
         proxy.before = lambda number: setattr(proxy, "every", error_500 if number > 3 else None)
         with pytest.raises(TransferError, match="could not be read"):

@@ -15,7 +15,7 @@ from tests.remote.conftest import Uploaded, assert_holds, uploaded, values_of
 from tests.remote.servers import REPAIRED, Handler, Proxy, hangs, shorter, upload
 from tierstore import TierStore
 from tierstore.model.errors import StaleCheckpointError, TransferError
-from tierstore.tiers import object_store
+from tierstore.tiers.object_store import patience
 
 GROUPS, ROWS = 4, 32
 
@@ -56,11 +56,10 @@ def test_what_goes_away_when_one_asks_again_is_never_seen(
 
 @pytest.mark.parametrize("name", ["error_500", "cut_inside", "shorter"])
 def test_what_does_not_go_away_is_told(
-    name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The control: faults are faults."""
-    monkeypatch.setattr(object_store, "DEADLINE", 1.5)
-    with TierStore("100KB", tmp_path, device="cpu") as store:
+    with patience(deadline=1.5), TierStore("100KB", tmp_path, device="cpu") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         proxy.every = REPAIRED[name]
         with pytest.raises(TransferError, match=r"could not be read, tried \d+ times.*the network"):
@@ -70,11 +69,12 @@ def test_what_does_not_go_away_is_told(
 
 
 def test_a_server_that_hangs_ends_by_the_deadline(
-    checkpoint: Uploaded, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(object_store, "DEADLINE", 2.0)
-    monkeypatch.setattr(object_store, "REQUEST_SECONDS", 0.5)
-    with TierStore("100KB", tmp_path, device="cpu") as store:
+    with (
+        patience(deadline=2.0, request_seconds=0.5),
+        TierStore("100KB", tmp_path, device="cpu") as store,
+    ):
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         proxy.every = hangs
         began = time.monotonic()
@@ -148,10 +148,9 @@ def lying(etag: str) -> Callable[[Handler, object], object]:
 
 
 def test_a_fault_in_a_prefetch_is_told_to_nobody_but_who_needs_it(
-    checkpoint: Uploaded, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(object_store, "DEADLINE", 0.5)
-    with TierStore("200KB", tmp_path, device="cpu") as store:
+    with patience(deadline=0.5), TierStore("200KB", tmp_path, device="cpu") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         proxy.every = shorter
         store.prefetch("2")

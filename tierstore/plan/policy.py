@@ -303,8 +303,9 @@ class RankingPolicy:
             settled = self._settled(ranks, self._host)
             found[settled[self._is_below()[settled]]] += _FIRST
             if isinstance(self._order, FarthestNextUse) and self._order.learning:
-                # What was there before the first pass is needed in it.
-                found[~rows.used[: len(rows)]] -= _FIRST
+                # What was there before the first pass is needed in it: no prefetch takes its room.
+                unused = ~rows.used[: len(rows)]
+                found[unused] -= _FIRST if rival is None else np.inf
         return _descending(rows.groups, found)
 
     def _miss_less(self, ranks: Ranks, there_too: npt.NDArray[np.bool_]) -> None:

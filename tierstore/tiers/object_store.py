@@ -1,7 +1,7 @@
 """Objects in an object store: S3, GCS, Azure, HTTP, read in ranges, by obstore.
 
 An object is what it was as long as its ETag and its size are. Every read asks for that (If-Match),
-and looks whether the answer says so. What a network does is repaired for a while: `DEADLINE`. After
+and looks whether the answer says so. What a network does is repaired for a while, see `Patience`. After
 that, the read fails, with an error that says what to do.
 
 Nothing here is imported from obstore before a URL is used: it comes with the extra `remote`.
@@ -13,8 +13,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -23,14 +24,36 @@ from tierstore.model.errors import StaleCheckpointError, TransferError
 
 T = TypeVar("T")
 
-DEADLINE = 60.0
-"""Seconds after which no read is tried again."""
 
-REQUEST_SECONDS = 20.0
-"""Seconds that one request may take, its body included. A piece has 8 MiB: half a MB/s will do."""
+@dataclass(frozen=True)
+class Patience:
+    """For how long a read is tried.
 
-PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-"""Seconds between one try and the next; the last one is repeated."""
+    After `deadline` seconds none is tried again. One request may take `request_seconds`, its body
+    included: a piece has 8 MiB, so half a MB/s will do. `pauses` are the seconds between one try
+    and the next; the last one is repeated.
+    """
+
+    deadline: float = 60.0
+    request_seconds: float = 20.0
+    pauses: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+
+
+class _Current:
+    """The patience that counts now."""
+
+    patience = Patience()
+
+
+@contextmanager
+def patience(**changes: Any) -> Iterator[None]:
+    """Inside, reads of all threads are tried with another patience: see `Patience`."""
+    before, _Current.patience = _Current.patience, replace(_Current.patience, **changes)
+    try:
+        yield
+    finally:
+        _Current.patience = before
+
 
 _URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|file|memory)://", re.IGNORECASE)
 _HTTP_ONLY = re.compile(r"https?://", re.IGNORECASE)
@@ -92,7 +115,7 @@ class RemoteObject:
         """The bytes from `start` to `stop`.
 
         Raises StaleCheckpointError if it is not what it was, or is gone; TransferError if they
-        cannot be had, and were not for `DEADLINE` seconds.
+        cannot be had, however often one asks.
         """
         return _patiently(self.url, lambda: self._read_once(start, stop), self._is_gone)
 
@@ -183,10 +206,11 @@ def _store_at(url: str) -> tuple[Any, str]:
         return memory_store(url), f"{prefix}/" if prefix else ""
     if url.lower().startswith("file://"):
         return obstore.store.from_url(url), ""
-    options: Any = {"timeout": timedelta(seconds=REQUEST_SECONDS), **_client_options()}
+    limits = _Current.patience
+    options: Any = {"timeout": timedelta(seconds=limits.request_seconds), **_client_options()}
     if url.lower().startswith("http://"):
         options["allow_http"] = True
-    retries: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=DEADLINE / 3)}
+    retries: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=limits.deadline / 3)}
     try:
         return obstore.store.from_url(url, client_options=options, retry_config=retries), ""
     except Exception as error:  # of many kinds: what is wrong is in the environment, or in the URL
@@ -217,7 +241,7 @@ def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T
     """What `ask` gives, asked again as long as that may help; `gone` if there is no such object."""
     from obstore import exceptions
 
-    began, tries = time.monotonic(), 0
+    began, tries, limits = time.monotonic(), 0, _Current.patience
     while True:
         try:
             return ask()
@@ -227,9 +251,9 @@ def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T
             lasting = _lasting(url, error)
             if lasting is not None:
                 raise lasting from error
-            pause = PAUSES[min(tries, len(PAUSES) - 1)]
+            pause = limits.pauses[min(tries, len(limits.pauses) - 1)]
             tries += 1
-            if time.monotonic() + pause > began + DEADLINE:
+            if time.monotonic() + pause > began + limits.deadline:
                 raise TransferError(
                     f"{url} could not be read, tried {tries} times in "
                     f"{time.monotonic() - began:.0f} s ({_first_line(error)}): check the network "
