@@ -1,8 +1,8 @@
 """Objects in an object store: S3, GCS, Azure, HTTP, read in ranges, by obstore.
 
 An object is what it was as long as its ETag and its size are. Every read asks for that (If-Match),
-and looks whether the answer says so. What a network does is repaired for a while, see `Patience`. After
-that, the read fails, with an error that says what to do.
+and looks whether the answer says so. What a network does is repaired for a
+while (see `Patience`). After that, the read fails, with an error that says what to do.
 
 Nothing here is imported from obstore before a URL is used: it comes with the extra `remote`.
 """
