@@ -65,7 +65,7 @@ def test_what_does_not_go_away_is_told(
         with pytest.raises(TransferError, match=r"could not be read, tried \d+ times.*the network"):
             store.acquire("0")
         proxy.every = None
-        assert_holds(store, checkpoint, "3")
+        assert_holds(store, checkpoint, "0")
 
 
 def test_a_server_that_hangs_ends_by_the_deadline(
