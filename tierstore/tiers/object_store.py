@@ -39,7 +39,7 @@ class Patience:
     pauses: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 
 
-class _Limits:
+class _PatienceNow:
     """The patience that counts now."""
 
     patience = Patience()
@@ -48,11 +48,11 @@ class _Limits:
 @contextmanager
 def patience(**changes: Any) -> Iterator[None]:
     """Inside, reads of all threads are tried with another patience: see `Patience`."""
-    before, _Limits.patience = _Limits.patience, replace(_Limits.patience, **changes)
+    before, _PatienceNow.patience = _PatienceNow.patience, replace(_PatienceNow.patience, **changes)
     try:
         yield
     finally:
-        _Limits.patience = before
+        _PatienceNow.patience = before
 
 
 _URL = re.compile(r"(s3a?|gs|az|adl|azure|abfss?|https?|file|memory)://", re.IGNORECASE)
@@ -206,7 +206,7 @@ def _store_at(url: str) -> tuple[Any, str]:
         return memory_store(url), f"{prefix}/" if prefix else ""
     if url.lower().startswith("file://"):
         return obstore.store.from_url(url), ""
-    limits = _Limits.patience
+    limits = _PatienceNow.patience
     options: Any = {"timeout": timedelta(seconds=limits.request_seconds), **_client_options()}
     if url.lower().startswith("http://"):
         options["allow_http"] = True
@@ -241,7 +241,7 @@ def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T
     """What `ask` gives, asked again as long as that may help; `gone` if there is no such object."""
     from obstore import exceptions
 
-    began, tries, limits = time.monotonic(), 0, _Limits.patience
+    began, tries, limits = time.monotonic(), 0, _PatienceNow.patience
     while True:
         try:
             return ask()

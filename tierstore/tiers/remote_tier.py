@@ -55,7 +55,7 @@ CACHE = "remote"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RangeRequest:
     """The bytes from `start` to `stop` of an object, in which all of `segments` have some."""
 
     url: str
@@ -75,7 +75,7 @@ class Request:
             packed[at : at + end - begin] = come[begin - self.start : end - self.start]
 
 
-def requests(segments: Iterable[Segment], block: int = PIECE) -> Iterator[Request]:
+def requests(segments: Iterable[Segment], block: int = PIECE) -> Iterator[RangeRequest]:
     """Few ranges of at most `block` bytes that cover the segments, which do not overlap."""
     for url, run in _runs(segments):
         start = run[0].extent.offset
@@ -86,7 +86,7 @@ def requests(segments: Iterable[Segment], block: int = PIECE) -> Iterator[Reques
             first = bisect_right(starts, begin) - 1
             inside = tuple(s for s in run[first:] if _overlaps(s, begin, end))
             if inside:
-                yield Request(url, begin, end, inside)
+                yield RangeRequest(url, begin, end, inside)
 
 
 def _overlaps(segment: Segment, begin: int, end: int) -> bool:
@@ -118,7 +118,7 @@ def fetch(source: RemoteSource, room: memoryview, run_parallel: RunParallel) -> 
     Raises StaleCheckpointError or TransferError.
     """
 
-    def get(request: Request) -> None:
+    def get(request: RangeRequest) -> None:
         data = source.objects[request.url].read(request.start, request.stop)
         request.scatter(data, room)
 
