@@ -163,7 +163,8 @@ class TierStore(AbstractContextManager["TierStore"]):
     ) -> list[str]:
         """Know the tensors of a safetensors checkpoint, where they lie. Nothing is copied.
 
-        `path` is a file or a directory (sharded or not). Every tensor becomes a group of its own
+        `path` is a file or a directory (sharded or not), or a URL of an object store, such as
+        `s3://bucket/model/`: then the disk is a cache. Every tensor becomes a group of its own
         under `prefix` + its name; or `groups` maps keys to the names of tensors that move
         together. Returns the keys. From now on a change in a file raises StaleCheckpointError; one
         that is removed or replaced is read on, as far as there are descriptors to keep it open.

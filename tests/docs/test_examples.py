@@ -17,6 +17,7 @@ SECONDS = 300
 SMALLER = {
     "finetune_lora.py": ["--width", "256", "--layers", "6", "--ram", "6MB", "--steps", "2"],
     "offload_pipeline.py": ["--steps", "2"],
+    "run_from_object_store.py": [],
     "run_larger_than_memory.py": ["--size", "20MB", "--tokens", "6"],
     "serve_two_workers.py": ["--size", "20MB", "--passes", "2"],
     "train_in_several_processes.py": ["--width", "256", "--ram", "3MB", "--steps", "2"],

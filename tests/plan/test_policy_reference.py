@@ -26,7 +26,7 @@ from tierstore.plan.policy import (
 )
 from tierstore.plan.schedule import LearnedOrder, Ranks
 
-Value = tuple[bool, bool, float, int]
+Value = tuple[int, bool, float, int]
 """What is given up first has the largest: whether it is there twice for long, whether it is not
 expected at all, how far ahead its next use counts, and how long ago it was touched."""
 
@@ -39,6 +39,8 @@ class Reference:
         self.on: dict[Tier, set[GroupId]] = {tier: set() for tier in tiers}
         self.touched: dict[GroupId, int] = {}
         self.clock = 0
+        self.seen: set[GroupId] = set()
+        self.below = {tier for tier in tiers if tier > Tier.DISK}
         self.kept: set[str] = set()
         self.nearer = 1.0
 
@@ -48,6 +50,7 @@ class Reference:
 
     def used(self, key: GroupId) -> None:
         if key in set().union(*self.on.values()):
+            self.seen.add(key)
             self.touch(key)
 
     def touch(self, key: GroupId) -> None:
@@ -56,6 +59,8 @@ class Reference:
 
     def dropped(self, key: GroupId, tier: Tier) -> None:
         self.on[tier].discard(key)
+        if key not in set().union(*self.on.values()):
+            self.seen.discard(key)
 
     def keep(self, names: Sequence[str], nearer: float) -> None:
         """By age, what was used lately stays, whoever that is."""
@@ -73,9 +78,13 @@ class Reference:
             return settled, True, times, age
         return settled, False, float(f"{times * away:.9g}"), age
 
-    def settled(self, key: GroupId) -> bool:
-        """Whether it stays on the device, where the three that are missed least are leaving."""
-        staying = sorted(self.on[Tier.DEVICE], key=self.value)[:-3]
+    def is_below(self, key: GroupId) -> bool:
+        """Whether the disk only caches it."""
+        return any(key in self.on[tier] for tier in self.below)
+
+    def settled(self, key: GroupId, on: Tier = Tier.DEVICE) -> bool:
+        """Whether it stays on a tier, where the three that are missed least are leaving."""
+        staying = sorted(self.on[on], key=self.value)[:-3]
         saved = any(key in groups for tier, groups in self.on.items() if tier.persistent)
         return key in staying and saved
 
@@ -88,10 +97,25 @@ class Reference:
             return True
         return self.away(key) > 3 * self.schedule.steps_until(rival.key)
 
+    def cached(self, keys: Sequence[GroupId], rival: GroupId | None) -> dict[GroupId, Value]:
+        """On a disk that is a cache: what stays in memory goes first, and while there is no order,
+        what was not used goes last, and for no prefetch."""
+        learning = self.schedule is not None and self.schedule.learning
+        found = {}
+        for key in keys:
+            needed = learning and key not in self.seen
+            again = self.settled(key, Tier.HOST) and self.is_below(key)
+            if not (needed and rival is not None):
+                _, *value = self.value(key)
+                found[key] = (again - needed, *value)
+        return found
+
     def victims(self, tier: Tier, rival: GroupId | None) -> dict[GroupId, Value]:
         keys = [key for key in self.on[tier] if self.allowed(key, rival)]
         if tier is Tier.DEVICE:
             return {k: self.value(k, 4.0 if k in self.on[Tier.HOST] else 1.0) for k in keys}
+        if tier is Tier.DISK and self.below:
+            return self.cached(keys, rival)
         if tier.persistent:
             return {key: self.value(key) for key in keys}
         all_there = self.kept <= {key.key for key in self.on[Tier.HOST]}
@@ -100,7 +124,10 @@ class Reference:
             settled = self.settled(key)
             stays = key.key in self.kept and not settled
             if not (stays and all_there and rival is not None):
-                found[key] = self.value(key, self.nearer if stays else 1.0, settled)
+                times = self.nearer if stays else 1.0
+                if key in self.on[Tier.DISK] and self.is_below(key):
+                    times *= 4.0
+                found[key] = self.value(key, times, settled)
         return found
 
 

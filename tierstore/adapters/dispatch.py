@@ -198,7 +198,9 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     to `dtype`, are cast group by group, and written to the store once.
 
     Args:
-        checkpoint: a safetensors file, a directory with one or with shards, or an index file.
+        checkpoint: a safetensors file, a directory with one or with shards, an index file, or a
+            URL of one of these in an object store (`s3://`, `gs://`, `az://`, `https://`). What
+            lies there is fetched to the store's directory, once: `disk_budget` must have room.
         dtype: what floating-point weights are cast to, if anything.
         strict: whether names in the checkpoint that the model lacks are an error. Names that the
             checkpoint lacks always are.
@@ -222,7 +224,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     was_meta = {id(tensor) for tensor, _ in meta}
     real_casts: dict[int, torch.dtype] = {}
     try:
-        differing = load_weights(model, checkpoint, strict=strict)
+        differing = load_weights(model, checkpoint, strict=strict, store=store)
         real_casts = {n: own for n, own in differing.items() if n not in was_meta}
         casts = real_casts
         if dtype is not None:

@@ -24,6 +24,7 @@ from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
 from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
 from tierstore.progress import bar
+from tierstore.store import TierStore, engine_of
 from tierstore.system.files import FileStamp, transfer_error
 from tierstore.system.maps import map_file
 from tierstore.system.views import DTYPES
@@ -61,11 +62,16 @@ class _Match:
 
 
 def load_weights(
-    model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    *,
+    strict: bool,
+    store: TierStore | None = None,
 ) -> dict[int, torch.dtype]:
     """Let every parameter and persistent buffer of `model` show the checkpoint's value.
 
-    `checkpoint` is a `.safetensors` file, a directory with one or with shards, or an index file.
+    `checkpoint` is a `.safetensors` file, a directory with one or with shards, an index file, or a
+    URL of one of these; what lies in an object store is fetched to the directory of `store`, once.
     No weight is read: each becomes a private, copy-on-write map of its file, on the CPU, with a
     storage of its own. Where one tensor has several names, the first that the checkpoint knows
     counts.
@@ -84,7 +90,7 @@ def load_weights(
     _check_unexpected(checkpoint, match.unexpected, strict)
     with torch.inference_mode(False), torch.no_grad():  # tensors that autograd may use later
         values = recomputed(model)
-        maps = _maps(files, {tensor.name for tensor in match.found if tensor is not None})
+        maps = _maps(store, files, {tensor.name for tensor in match.found if tensor is not None})
         values += [
             Value(one.names[0], one.tensor, maps[tensor.name])
             for one, tensor in zip(wanted, match.found, strict=True)
@@ -262,11 +268,20 @@ def _check_unexpected(
 # Maps of the files -------------------------------------------------------------------------------
 
 
-def _maps(files: list[CheckpointFile], names: set[str]) -> dict[str, torch.Tensor]:
-    """The named tensors of the checkpoint as maps of its files."""
+def _maps(
+    store: TierStore | None, files: list[CheckpointFile], names: set[str]
+) -> dict[str, torch.Tensor]:
+    """The named tensors of the checkpoint as maps of its files, or of what is fetched of them."""
     maps: dict[str, torch.Tensor] = {}
     for file in files:
         tensors = [tensor for tensor in file.tensors if tensor.name in names]
+        if file.remote is not None:
+            if store is None:
+                raise ValueError(
+                    f"{file.path} is in an object store: pass the store to fetch it to"
+                )
+            maps.update(engine_of(store).groups.fetched(file, tensors))
+            continue
         try:
             for run in _runs(tensors):
                 maps.update(_map_run(file.path, run))

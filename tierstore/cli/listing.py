@@ -11,6 +11,7 @@ import click
 
 from tierstore.cli import machine, options, words
 from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
+from tierstore.cli.remote import is_url, list_files
 from tierstore.cli.report import (
     Contents,
     Group,
@@ -59,8 +60,12 @@ def list_groups(
 ) -> None:
     """List the groups: key, tensors, dtypes, size, time, and whether the file is intact.
 
-    Headers and file sizes are looked at here; `verify --data` reads the tensors too.
+    Headers and file sizes are looked at here; `verify --data` reads the tensors too. DIR may be the
+    URL of a checkpoint in an object store (s3://bucket/model/): then its files are listed.
     """
+    if is_url(directory):
+        list_files(directory, as_json=as_json)
+        return
     contents = survey(directory)
     chosen = [g for g in contents.groups if prefix is None or (g.key or "").startswith(prefix)]
     shown = sorted(chosen, key=_SORTING[sort])[:limit]

@@ -170,7 +170,9 @@ def _replayed(
     bandwidth = {}
     for hop, speed in recorded.bandwidth.items():
         src, _, dst = hop.partition(">")
-        if speed:
+        if (
+            speed and src in TIERS and dst in TIERS
+        ):  # what a simulation has no tier for, it leaves out
             bandwidth[TIERS[src], TIERS[dst]] = speed
     rows = []
     for ram, policy in itertools.product(tried, policies):

@@ -14,6 +14,7 @@ from tierstore.cli.checksums import Checker
 from tierstore.cli.directories import only_user
 from tierstore.cli.output import Code, Document, data, print_json, remark
 from tierstore.cli.quarantine import put_away, quarantined
+from tierstore.cli.remote import is_url, verify_files
 from tierstore.cli.report import (
     Contents,
     Group,
@@ -42,7 +43,13 @@ def verify(directory: str, read_data: bool, repair: bool, as_json: bool) -> int:
     Nothing is changed without --repair. With it, what is damaged is moved into DIR/quarantine, with
     a note on what was wrong beside it, and the exit code is 0 if all of it was. Nothing is deleted:
     the directory is yours to remove. Nobody else may be using the store then.
+
+    DIR may be the URL of a checkpoint in an object store: then the headers of its files are read.
     """
+    if is_url(directory):
+        if read_data or repair:
+            raise click.UsageError("--data and --repair are for directories of a store.")
+        return verify_files(directory, as_json=as_json)
     with only_user(directory) if repair else nullcontext() as root:
         contents = survey(directory)
         started = time.monotonic()

@@ -2,41 +2,34 @@
 
 A checkpoint is one `.safetensors` file, or a directory with one, with several, or with an
 `*.index.json` that says which shard holds which tensor, or such an index, whatever its name.
-Nothing is copied: what comes back are the tensors' places in the files.
+Nothing is copied: what comes back are the tensors' places in the files. All of it may lie in an
+object store, by its URL: see `tierstore.engine.remote_checkpoints`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
 import aiofiles
 
+from tierstore.engine.checkpoint_file import CheckpointFile as CheckpointFile
+from tierstore.engine.remote_checkpoints import remote_checkpoint
 from tierstore.model.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
 from tierstore.model.scanning import Scanner
 from tierstore.progress import bar
 from tierstore.system.files import FileStamp, transfer_error
+from tierstore.tiers.object_store import is_url
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_INDEXED = 400_000
 MAX_SHARDS = 10_000
-
-
-@dataclass(frozen=True)
-class CheckpointFile:
-    """One file of a checkpoint and the tensors in it."""
-
-    path: str
-    stamp: FileStamp
-    header_digest: str
-    tensors: tuple[FileTensor, ...]
-    metadata: Mapping[str, str]
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
@@ -45,11 +38,15 @@ def read_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
     Raises TransferError if a file cannot be read, InvalidHeaderError if a header or the index is
     malformed, ValueError if two files hold a tensor of the same name.
     """
+    if isinstance(path, str) and is_url(path):
+        return _without_repeats(remote_checkpoint(path, indexed))
     return _without_repeats([read_file(name) for name in _with_bar(path)])
 
 
 async def aread_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
     """`read_checkpoint` for coroutines: no file access on the event loop's thread."""
+    if is_url(path):
+        return await asyncio.to_thread(read_checkpoint, path)
     return _without_repeats([await aread_file(name) for name in _with_bar(path)])
 
 
@@ -100,6 +97,20 @@ def _indexed(index: Path) -> list[Path]:
             raw = file.read(MAX_INDEX_BYTES)
     except OSError as error:
         raise transfer_error(error, "reading", key=None, path=str(index)) from error
+    return [index.parent / name for name in indexed(raw, str(index))]
+
+
+def indexed(raw: bytes, path: str) -> list[str]:
+    """The names of the files that an index (its bytes, and where it lies) lists, sorted.
+
+    Raises InvalidHeaderError.
+    """
+
+    def refuse(why: str) -> NoReturn:
+        raise InvalidHeaderError(f"{path}: {why}; download or save it again", path=path)
+
+    if len(raw) > MAX_INDEX_BYTES:
+        refuse("the index is too large to be one")
     scanner = Scanner(raw, lambda why: refuse(f"the index is malformed: {why}"))
     names = _shards(scanner, refuse)
     scanner.end()
@@ -107,7 +118,7 @@ def _indexed(index: Path) -> list[Path]:
         refuse("the index is malformed: it has no weight_map")
     if not all(map(_is_file_name, names)):
         refuse("the index names files outside its directory")
-    return [index.parent / name for name in sorted(names)]
+    return sorted(names)
 
 
 def _shards(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> set[str] | None:

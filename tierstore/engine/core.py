@@ -332,7 +332,7 @@ class Core:
                 moves,
                 tuple((n.access, n.caller is None) for n in records if n.held is None),
                 next((n.held for n in records if n.held is not None), None),
-                backing=Tier.DISK if entry.backed else None,
+                backing=entry.backing,
                 use_order=entry.use_order,
                 sticky=entry.sticky,
                 shared=entry.shared is not None,

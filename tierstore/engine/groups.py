@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,12 +19,14 @@ from tierstore.engine.checkpoints import CheckpointFile
 from tierstore.engine.core import Core
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.made_weights import MadeWeights
+from tierstore.engine.remote_groups import RemoteGroups, fetched
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
-from tierstore.model.groups import GroupSpec, Source
+from tierstore.model.groups import FileTensor, GroupSpec, Source
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
+from tierstore.system.files import FileStamp
 from tierstore.system.maps import AddressSpace, nameless_file_memory
 from tierstore.tiers.entry import GroupEntry, SharedGroup
 from tierstore.tiers.workers import Future
@@ -47,6 +49,7 @@ class Groups:
 
     def __init__(self, core: Core, made: MadeWeights) -> None:
         self.core = core
+        self.remote = RemoteGroups(core)
         self._made = made
 
     # By reference ------------------------------------------------------------------------------
@@ -54,7 +57,11 @@ class Groups:
     def hold(self, files: Iterable[CheckpointFile]) -> dict[str, HeldFile]:
         """Open the files of a checkpoint. Waits for the disk."""
         table = self.core.tiers.disk.files
-        return {f.path: table.hold(f.path, f.stamp, f.header_digest) for f in files}
+        return {
+            file.path: table.hold(file.path, file.stamp, file.header_digest)
+            for file in files
+            if isinstance(file.stamp, FileStamp)
+        }
 
     def register_files(
         self,
@@ -67,6 +74,9 @@ class Groups:
         found = checkpoint_groups(files, prefix, groups)
         for key in found:
             check_callers_key(key)
+        if any(file.remote is not None for file in files):
+            self._know_remote(self.remote.describe(files, found, single=groups is None))
+            return found
         described = {key: FileGroup(*lying, held) for key, lying in found.items()}
         self._know_files(self._shared(described), single=groups is None)
         return found
@@ -94,6 +104,15 @@ class Groups:
             shared[key] = replace(group, shared=served)
         link.register([group.shared for group in shared.values() if group.shared is not None])
         return shared
+
+    @transaction
+    def _know_remote(self, found: Mapping[str, GroupEntry]) -> None:
+        core = self.core
+        core.check_open()
+        for key in found:
+            core.refuse_duplicate(key)
+        for entry in found.values():
+            self.remote.know(entry)
 
     @transaction
     def _know_files(self, found: Mapping[str, FileGroup], *, single: bool) -> None:
@@ -197,6 +216,17 @@ class Groups:
         They belong to no group: whoever registers them later finds them in their file.
         """
         return object_views(*self._made.keep(derivation, tensors, of_any_size=True))
+
+    def fetched(
+        self, file: CheckpointFile, tensors: Sequence[FileTensor]
+    ) -> dict[str, torch.Tensor]:
+        """Tensors of a file in an object store, as maps of files in the store's directory: fetched,
+        unless they were before. Waits for the network and the disk.
+
+        Raises StaleCheckpointError, TransferError, DiskFullError or BudgetError.
+        """
+        self.core.check_open()
+        return fetched(file, tensors, self.made_before, self.keep_made)
 
     def file_memory(self, nbytes: int) -> memoryview:
         """Memory for what is going to be registered, if it is too much for RAM: in a file without

@@ -45,6 +45,7 @@ class Stats:
     counts the leases; `routed_bytes_used` is what these were of, and `routed_bytes_read` what was
     read for them. Of a store that is connected to a service, `bytes_read` counts what it leased
     there, too; `leased_bytes` is what it has leased now, of `allowed_bytes` that it may.
+    `bytes_fetched` came from an object store.
     """
 
     hits: int
@@ -67,6 +68,7 @@ class Stats:
     routed_bytes_read: int = 0
     leased_bytes: int = 0
     allowed_bytes: int = 0
+    bytes_fetched: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict of plain values."""
@@ -93,6 +95,7 @@ class Snapshot:
 
 
 BYTES_MOVED = {
+    "REMOTE>DISK": "bytes_fetched",
     "DISK>HOST": "bytes_read",
     "HOST>DISK": "bytes_written",
     "HOST>DEVICE": "bytes_onloaded",

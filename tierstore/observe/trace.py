@@ -67,12 +67,14 @@ _ADDED: dict[str, Any] = {
     "routed_uses": 0,
     "routed_bytes_used": 0,
     "routed_bytes_read": 0,
+    "bytes_fetched": 0,
 }
 """Fields of `Stats` that older traces lack, and what is said of them then."""
 _GZIP = b"\x1f\x8b"
 _LARGEST = 1 << 30
 """Bytes of a trace when it is unpacked: a few may be packed that fill all memory."""
-_TIERS = "|".join(tier.name for tier in TIERS.values())
+_TIERS = "|".join((*TIERS, "REMOTE"))
+_TIER = re.compile(_TIERS)
 _HOP = re.compile(f"({_TIERS})>({_TIERS})")
 
 Document = dict[str, Any]
@@ -188,7 +190,10 @@ def _recorded(document: Document) -> Recorded:
     _expect(_is_bytes(dropped), "'dropped' is no count")
     _expect(isinstance(device, str), "'device' is no text")
     budgets = _mapping(
-        ours, "budgets", TIERS.__contains__, lambda size: size is None or _is_bytes(size)
+        ours,
+        "budgets",
+        lambda name: _TIER.fullmatch(name) is not None,
+        lambda size: size is None or _is_bytes(size),
     )
     stats = _stats(ours)
     for name in ("peak_bytes", "busy_seconds"):

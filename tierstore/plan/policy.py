@@ -109,6 +109,10 @@ class FarthestNextUse:
         self._layout = -1  # of the rows that were ranked
         self._epoch = -1  # of the schedule at that time
 
+    @property
+    def learning(self) -> bool:
+        return self._schedule.learning
+
     def ranks(self, rows: CopyRows) -> Ranks:
         if rows.layout != self._layout:
             self._layout, self._epoch = rows.layout, -1
@@ -150,7 +154,8 @@ class CopyRows:
     Rows of what is gone are left empty until there are too many. Then, and where there is no room
     for another, the arrays are made anew (`layout` counts how often); who still looks through the
     old ones may go on. By row: `groups`, the `number` of each, and when it was `touched` last, by
-    the `clock` of touches. `outdated` are the rows that were touched since somebody cleared it.
+    the `clock` of touches, and whether it was `used` since it is there. `outdated` are the rows
+    that were touched since somebody cleared it.
     """
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
@@ -162,6 +167,7 @@ class CopyRows:
         self.copies = dict.fromkeys(self.absent, 0)
         self.number = np.zeros(_ROOM, dtype=np.int64)
         self.touched = np.zeros(_ROOM)
+        self.used = np.zeros(_ROOM, dtype=np.bool_)
         self.clock = 0
         self.outdated: set[int] = set()
         self.layout = 0
@@ -185,6 +191,7 @@ class CopyRows:
         self.groups.append(group)
         self.row[group] = row
         self.number[row] = number
+        self.used[row] = False
         return row
 
     def arrive(self, row: int, tier: Tier) -> None:
@@ -222,6 +229,7 @@ class CopyRows:
             self.row = {group: row for row, group in enumerate(groups)}
         self.groups = groups
         self.touched = _extended(self.touched[kept], np.zeros(size))
+        self.used = _extended(self.used[kept], np.zeros(size, dtype=np.bool_))
         self.number = _extended(self.number[kept], np.zeros(size, dtype=np.int64))
         for tier, absent in self.absent.items():
             self.absent[tier] = _extended(absent[kept], np.full(size, -np.inf))
@@ -237,11 +245,17 @@ class RankingPolicy:
     if its next use were four times as far. So some groups stay on the device and others pass
     through it, the two tiers together hold nearly as many groups as fit both, and what leaves the
     device need not be copied back.
+
+    Host memory and the disk are such a pair, too, where the disk caches what lies below it. While
+    no order is known yet, what was used goes from there before what was not: if it comes again, it
+    does so in the next pass.
     """
 
     def __init__(self, order: Order, tiers: Iterable[Tier] = TIERS.values()) -> None:
+        tiers = sorted(tiers)
         *faster, self._host = in_memory(tiers)
         self._device = faster[-1] if faster else None
+        self._disk, *self._below = (tier for tier in tiers if tier.persistent)
         self._order = order
         self._rows = CopyRows(tiers)
         self.keep((), nearer=1.0)
@@ -256,6 +270,7 @@ class RankingPolicy:
     def used(self, group: GroupId) -> None:
         row = self._rows.row.get(group)
         if row is not None:
+            self._rows.used[row] = True
             self._rows.touch(row)
 
     def dropped(self, group: GroupId, tier: Tier) -> None:
@@ -277,13 +292,34 @@ class RankingPolicy:
         if rival in rows.row:
             found[rows.row[rival]] = -np.inf
         if tier is self._host:
-            settled = self._settled(ranks)
+            settled = self._settled(ranks, self._device)
+            if self._below:
+                self._miss_less(found, rows.on(self._disk) & self._is_below())
             found[settled] += _FIRST
             self._spare(found, settled, rival)
         elif tier is self._device:
-            twice = (found > -np.inf) & rows.on(self._host)
-            found[twice] = self._order.farther(rows, found[twice], DISK_COSTS)
+            self._miss_less(found, rows.on(self._host))
+        elif tier is self._disk and self._below:
+            settled = self._settled(ranks, self._host)
+            found[settled[self._is_below()[settled]]] += _FIRST
+            if isinstance(self._order, FarthestNextUse) and self._order.learning:
+                # What was there before the first pass is needed in it: no prefetch takes its room.
+                unused = ~rows.used[: len(rows)]
+                found[unused] -= _FIRST if rival is None else np.inf
         return _descending(rows.groups, found)
+
+    def _miss_less(self, ranks: Ranks, there_too: npt.NDArray[np.bool_]) -> None:
+        """Raise the ranks of copies whose groups are on the tier below, too, at less than it costs
+        to bring the others."""
+        twice = (ranks > -np.inf) & there_too
+        ranks[twice] = self._order.farther(self._rows, ranks[twice], DISK_COSTS)
+
+    def _is_below(self) -> npt.NDArray[np.bool_]:
+        """Which rows have a copy below the disk."""
+        found: npt.NDArray[np.bool_] = np.zeros(len(self._rows), dtype=np.bool_)
+        for tier in self._below:
+            found |= self._rows.on(tier)
+        return found
 
     def _spare(self, ranks: Ranks, settled: Rows, rival: GroupId | None) -> None:
         """Lower the ranks of the host copies that should stay, but not of those that are `settled`
@@ -297,11 +333,11 @@ class RankingPolicy:
         farther = self._order.farther(self._rows, ranks[kept], self._nearer)
         ranks[kept] = -np.inf if closed else farther
 
-    def _settled(self, ranks: Ranks) -> Rows:
-        """What is on the device, not about to leave it, and safe on disk."""
-        if self._device is None or self._rows.copies[self._device] <= LEAVING:
+    def _settled(self, ranks: Ranks, on: Tier | None) -> Rows:
+        """What is on this tier, not about to leave it, and safe on disk or below."""
+        if on is None or self._rows.copies[on] <= LEAVING:
             return _NONE
-        there = np.flatnonzero(self._rows.on(self._device))
+        there = np.flatnonzero(self._rows.on(on))
         staying: Rows = there[np.argsort(ranks[there])[:-LEAVING]]
         return staying.compress(self._rows.saved(staying))
 

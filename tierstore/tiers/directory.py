@@ -69,12 +69,16 @@ class ObjectDirectory:
     `damaged` maps an object's name to the error that was found in it when the directory was
     opened. Raises StoreLockedError, TransferError (no permission, no room) or TierStoreError (a
     newer format) when it cannot be opened, and changes nothing then.
+
+    What is not `lasting` may be lost, or be something else, after a power cut: nothing waits for
+    the disk to have it, and who reads it compares checksums.
     """
 
-    def __init__(self, disk_dir: str | Path) -> None:
+    def __init__(self, disk_dir: str | Path, *, lasting: bool = True) -> None:
         if not os.fspath(disk_dir):
             raise ValueError("disk_dir is empty: name a directory, '.' for the current one")
         self.path = os.path.abspath(disk_dir)
+        self._lasting = lasting
         self._explained = functools.partial(transfer_errors, path=self.path)
         with self._explained("opening"), contextlib.ExitStack() as undo:
             _make_directory(self.path)
@@ -225,7 +229,8 @@ class ObjectDirectory:
             run_parallel(writing.jobs(file))
             writing.finish(file.cached)
             # A failed fsync must never be repeated on the same file: the second one would succeed.
-            os.fsync(file.cached)
+            if self._lasting:
+                os.fsync(file.cached)
         finally:
             file.close()
 
@@ -248,6 +253,8 @@ class ObjectDirectory:
             self._sync(descriptor)
 
     def _sync(self, descriptor: int) -> None:
+        if not self._lasting:
+            return
         try:
             sync_names(descriptor)
         except BaseException:

@@ -75,8 +75,12 @@ class DiskTier:
         return {spec.name: show_one(spec, shown) for spec in entry.spec.tensors}
 
     def drop(self, entry: GroupEntry) -> None:
-        """An object file stays until its key is written anew or removed."""
+        """An object file stays until its key is written anew or removed; but not what was fetched
+        from an object store, and can be again."""
         entry.source, entry.files = None, {}
+        if entry.cached is not None:
+            cached, entry.cached = entry.cached, None
+            self.workers.submit(URGENT, cached.remove)
         entry.backed = False
         if entry.spilled_at is not None and self.spill is not None:
             spilled_at, entry.spilled_at = entry.spilled_at, None

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from tierstore.model.groups import GroupId, GroupSpec, Packing, Source
+from tierstore.model.groups import GroupId, GroupSpec, Packing, Segment, Source
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
 from tierstore.system.files import FileStamp
 from tierstore.tiers.arena import Slot
+from tierstore.tiers.object_store import RemoteObject
 from tierstore.tiers.spill import SpillExtent
+
+REMOTE = Tier(3, "REMOTE", persistent=True)
+"""An object store, which is only read. A store has this tier once a checkpoint there is registered,
+or if its directory holds what was fetched from one."""
 
 
 @dataclass(eq=False, frozen=True)
@@ -22,6 +27,26 @@ class SharedGroup:
     nbytes: int
     source: Source
     files: Mapping[str, HeldFile]
+
+
+@dataclass(eq=False, frozen=True)
+class RemoteSource:
+    """Where a group's bytes lie in `objects` of a store, by URL, and go to in the packed group."""
+
+    segments: tuple[Segment, ...]
+    objects: Mapping[str, RemoteObject]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(segment.extent.nbytes for segment in self.segments)
+
+
+class CachedCopy(Protocol):
+    """A file that holds what was fetched, until it is removed."""
+
+    def remove(self) -> None:
+        """Remove the file, on a thread that may wait. Never raises."""
 
 
 @dataclass(eq=False)
@@ -36,7 +61,8 @@ class GroupEntry:
     one key, the disk keeps the one of the higher `order`. Its checksums were right when its files
     had the stamps in `verified`. Of a `mutable` group, the spilled copy always lies in the same
     `spill_extent`, where it can be viewed. `backed`, `use_order` and `sticky` are what the
-    planner was told of it. What is `shared` is leased of a service, which reads it.
+    planner was told of it. What is `shared` is leased of a service, which reads it. What lies in an
+    object store is `remote`; its copy on disk is `cached`, under the name `cache_key`.
     """
 
     group: GroupId
@@ -58,3 +84,13 @@ class GroupEntry:
     use_order: UseOrder = UseOrder.LEARNED
     sticky: bool = False
     shared: SharedGroup | None = None
+    remote: RemoteSource | None = None
+    cached: CachedCopy | None = None
+    cache_key: str = ""
+
+    @property
+    def backing(self) -> Tier | None:
+        """The tier on which a file of the user's holds the bytes; None if none does."""
+        if self.remote is not None:
+            return REMOTE
+        return Tier.DISK if self.backed else None

@@ -79,6 +79,11 @@ class Mover:
         self._entries: dict[GroupId, GroupEntry] = {}
         self._moving: dict[tuple[GroupId, Tier], Copy] = {}
 
+    def add_tier(self, driver: TierDriver, hops: Iterable[Hop]) -> None:
+        """There is a tier below the others from now on. `hops` may take the places of others."""
+        self.drivers = {**self.drivers, driver.tier: driver}
+        self.hops = {**self.hops, **{(one.src, one.dst): one for one in hops}}
+
     # What is known -----------------------------------------------------------------------------
 
     def add(self, entry: GroupEntry) -> None:

@@ -1,0 +1,75 @@
+"""`tierstore-inspect plan` tells of a checkpoint in an object store what it tells of files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save, save_file
+
+from tests.helpers.processes import run_python
+from tests.remote.conftest import assert_holds, uploaded
+from tests.remote.servers import Proxy, remove, upload
+from tierstore import TierStore
+
+
+def planned(checkpoint: str) -> dict[str, object]:
+    words = ["-m", "tierstore.cli", "plan", checkpoint, "--ram", "500KB", "--json"]
+    done = run_python(*words)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, object] = json.loads(done.stdout)
+    del document["checkpoint"], document["disk_bandwidth"]
+    for step in document["steps"]:  # type: ignore[attr-defined]
+        step.pop("seconds", None), step.pop("stalled_seconds", None)
+    return document
+
+
+def test_a_plan_of_a_url_is_that_of_the_file(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+    checkpoint = uploaded(s3)
+    save_file(checkpoint.values, tmp_path / "model.safetensors")
+    assert planned(checkpoint.url) == planned(str(tmp_path / "model.safetensors"))
+    assert proxy.sent <= 300_000, "headers only"
+
+
+def test_a_url_of_nothing_is_told(s3: str, proxy: Proxy) -> None:
+    words = ["-m", "tierstore.cli", "plan", "s3://models/nothing/", "--ram", "500KB"]
+    done = run_python(*words)
+    assert done.returncode != 0
+    assert "holds no safetensors checkpoint" in done.stderr
+
+
+def test_ls_shows_the_files_of_a_url(s3: str, proxy: Proxy) -> None:
+    checkpoint = uploaded(s3)
+    done = run_python("-m", "tierstore.cli", "ls", checkpoint.url, "--json")
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(done.stdout)["files"]
+    assert (row["name"], row["tensors"]) == ("model.safetensors", len(checkpoint.values))
+    assert row["dtypes"] == ["BF16", "F32"]
+    assert row["etag"] in proxy.etags
+    assert "1 file, 16 tensors" in run_python("-m", "tierstore.cli", "ls", checkpoint.url).stdout
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
+def test_verify_of_a_url_tells_what_is_damaged(s3: str, proxy: Proxy, json_too: list[str]) -> None:
+    checkpoint = uploaded(s3)
+    words = ["-m", "tierstore.cli", "verify", checkpoint.url, *json_too]
+    assert run_python(*words).returncode == 0
+    upload(s3, checkpoint.name, save(checkpoint.values)[:-100])
+    done = run_python(*words)
+    assert done.returncode == 3
+    assert "model.safetensors" in done.stdout
+    remove(s3, checkpoint.name)
+    done = run_python(*words)
+    assert done.returncode not in (0, 3)
+    assert "is not there" in done.stderr
+
+
+def test_verify_looks_into_what_was_fetched(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+    checkpoint = uploaded(s3)
+    with TierStore("600KB", tmp_path, device="cpu") as store:
+        store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
+        assert_holds(store, checkpoint, "0")
+    done = run_python("-m", "tierstore.cli", "verify", tmp_path / "remote", "--data")
+    assert done.returncode == 0, done.stderr
+    assert "no damage found" in done.stdout

@@ -1,0 +1,97 @@
+"""The headers of checkpoints in an object store, read by ranges.
+
+What a file system tells of a directory, an object store may not: `https://` lists nothing. Then the
+names that libraries give to checkpoints are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from tierstore.engine.checkpoint_file import CheckpointFile
+from tierstore.model.errors import TransferError
+from tierstore.model.groups import Extent, FileTensor
+from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
+from tierstore.progress import bar
+from tierstore.tiers.object_store import RemoteDirectory, RemoteObject, split
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+USUAL_NAMES = ("model", "diffusion_pytorch_model", "pytorch_lora_weights", "consolidated")
+FIRST_READ = 256 << 10
+"""Bytes that are read of a file at first: most headers are in them."""
+HEADERS_AT_ONCE = 8
+
+
+def remote_checkpoint(url: str, shards: Callable[[bytes, str], list[str]]) -> list[CheckpointFile]:
+    """The files of the checkpoint at a URL with all their tensors.
+
+    `shards` tells the names in an index. Raises TransferError or InvalidHeaderError.
+    """
+    objects = list(_objects_of(url, shards))
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
+        return list(bar(pool.map(_read_file, objects), f"Reading headers of {url}", "files"))
+
+
+def _objects_of(url: str, shards: Callable[[bytes, str], list[str]]) -> Iterator[RemoteObject]:
+    if url.endswith((SUFFIX, ".json")):
+        parent, name = split(url)
+        directory = RemoteDirectory(parent)
+        yield from _named(directory, [name], shards)
+        return
+    directory = RemoteDirectory(url)
+    names = directory.names()
+    if names is None:
+        tried = [name + suffix for suffix in (INDEX_SUFFIX, SUFFIX) for name in USUAL_NAMES]
+        names = next(([name] for name in tried if directory.find(name) is not None), [])
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indexes) > 1:
+        raise ValueError(f"{url} has {len(indexes)} index files: pass the one that is meant")
+    files = indexes or [name for name in names if name.endswith(SUFFIX)]
+    if not files:
+        raise TransferError(
+            f"{url} holds no safetensors checkpoint: pass the URL of a .safetensors file, of an "
+            "index, or of what a directory would be",
+            path=url,
+        )
+    yield from _named(directory, files, shards)
+
+
+def _named(
+    directory: RemoteDirectory, names: Iterable[str], shards: Callable[[bytes, str], list[str]]
+) -> Iterator[RemoteObject]:
+    for name in names:
+        found = directory.find(name)
+        if found is None:
+            raise TransferError(
+                f"{directory.url}/{name} is not there: check the URL, or upload the file",
+                path=f"{directory.url}/{name}",
+            )
+        if name.endswith(".json"):
+            raw = bytes(found.read(0, found.stamp.size))
+            yield from _named(directory, shards(raw, found.url), shards)
+        else:
+            yield found
+
+
+def _read_file(found: RemoteObject) -> CheckpointFile:
+    size, url = found.stamp.size, found.url
+    if size < LENGTH_BYTES:
+        header_length(b"", size, url)
+    first = bytes(found.read(0, min(FIRST_READ, size)))
+    length = header_length(first[:LENGTH_BYTES], size, url)
+    end = LENGTH_BYTES + length
+    if len(first) < end:
+        first += bytes(found.read(len(first), end))
+    header = parse_header(first[LENGTH_BYTES:end], size, url)
+    tensors = _tensors(url, header)
+    return CheckpointFile(url, found.stamp, header.digest, tensors, header.metadata, found)
+
+
+def _tensors(url: str, header: Header) -> tuple[FileTensor, ...]:
+    return tuple(
+        FileTensor(
+            e.name, e.dtype, e.shape, Extent(url, header.data_start + e.begin, e.end - e.begin)
+        )
+        for e in header.entries
+    )

@@ -1,0 +1,343 @@
+"""The tier below the disk: groups that lie in an object store, and what was fetched of them.
+
+A group that is fetched goes to disk as an object file, in a directory of its own (`remote` in the
+store's), named by what it holds: the URL, the ETag and the extents of its bytes. There it is a copy
+on the tier DISK as any other, within `disk_budget`; the planner drops it when the room is needed,
+as it can be fetched again. The checksums of object files say that it is what was fetched. Whoever
+finds that it is not fetches it anew.
+
+Nothing is ever written to an object store: the tier has a budget of no bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
+from tierstore.model.groups import GroupId, Packing, Segment
+from tierstore.model.objects import StoredObject
+from tierstore.model.tiers import Tier
+from tierstore.system.file_table import FileTable
+from tierstore.system.files import parts, transfer_errors
+from tierstore.tiers.assembly import StoreTiers
+from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
+from tierstore.tiers.hop import Copied, Hop
+from tierstore.tiers.host_tier import HostTier
+from tierstore.tiers.pages import fresh_memory
+from tierstore.tiers.workers import RunParallel, Workers
+
+PIECE = 8 << 20
+"""Bytes of one request, at most."""
+
+IN_FLIGHT = 8
+"""Requests at once."""
+
+NEAR = 64 << 10
+"""Tensors that are so few bytes apart are fetched with one request: to ask again takes longer."""
+
+CACHE = "remote"
+"""The directory, in the store's, of what was fetched."""
+
+
+# What to fetch -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RangeRequest:
+    """The bytes from `start` to `stop` of an object, in which all of `segments` have some."""
+
+    url: str
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+
+    def scatter(self, data: memoryview, room: memoryview) -> None:
+        """Put what has come to where the segments go in the packed group."""
+        come, packed = np.frombuffer(data, np.uint8), np.frombuffer(room, np.uint8)
+        for segment in self.segments:
+            extent = segment.extent
+            begin = max(self.start, extent.offset)
+            end = min(self.stop, extent.offset + extent.nbytes)
+            at = segment.at + begin - extent.offset
+            # By numpy, which lets other threads go on meanwhile.
+            packed[at : at + end - begin] = come[begin - self.start : end - self.start]
+
+
+def requests(segments: Iterable[Segment], block: int = PIECE) -> Iterator[RangeRequest]:
+    """Few ranges of at most `block` bytes that cover the segments, which do not overlap."""
+    for url, run in _runs(segments):
+        start = run[0].extent.offset
+        stop = run[-1].extent.offset + run[-1].extent.nbytes
+        starts = [segment.extent.offset for segment in run]
+        for offset, nbytes in parts(stop - start, block):
+            begin, end = start + offset, start + offset + nbytes
+            first = bisect_right(starts, begin) - 1
+            inside = tuple(s for s in run[first:] if _overlaps(s, begin, end))
+            if inside:
+                yield RangeRequest(url, begin, end, inside)
+
+
+def _overlaps(segment: Segment, begin: int, end: int) -> bool:
+    extent = segment.extent
+    return extent.offset < end and begin < extent.offset + extent.nbytes
+
+
+def _runs(segments: Iterable[Segment]) -> Iterator[tuple[str, list[Segment]]]:
+    """Neighbours in an object, in the order in which they lie there."""
+    run: list[Segment] = []
+    for segment in sorted(segments, key=lambda s: (s.extent.path, s.extent.offset)):
+        extent = segment.extent
+        if not extent.nbytes:
+            continue
+        last = run[-1].extent if run else None
+        if last is not None and (
+            last.path != extent.path or extent.offset - last.offset - last.nbytes > NEAR
+        ):
+            yield last.path, run
+            run = []
+        run.append(segment)
+    if run:
+        yield run[-1].extent.path, run
+
+
+def fetch(source: RemoteSource, room: memoryview, run_parallel: RunParallel) -> int:
+    """Read a group into `room`, which is as large as it is. Returns the bytes that were asked for.
+
+    Raises StaleCheckpointError or TransferError.
+    """
+
+    def get(request: RangeRequest) -> None:
+        data = source.objects[request.url].read(request.start, request.stop)
+        request.scatter(data, room)
+
+    todo = list(requests(source.segments))
+    run_parallel(functools.partial(get, request) for request in todo)
+    return sum(request.stop - request.start for request in todo)
+
+
+def cache_key(packing: Packing, source: RemoteSource, number: int) -> str:
+    """The name of what is fetched from there, as long as the objects are what they are.
+
+    Of groups of the very same bytes, each has a file of its own: `number` tells them apart.
+    """
+    rows = sorted(
+        (
+            source.objects[s.extent.path].url,
+            source.objects[s.extent.path].stamp.etag
+            or source.objects[s.extent.path].stamp.modified,
+            source.objects[s.extent.path].stamp.size,
+            s.extent.offset,
+            s.extent.nbytes,
+            s.at,
+        )
+        for s in source.segments
+    )
+    blocks = [(block.name, block.dtype, block.shape) for block in packing.blocks]
+    told = json.dumps([rows, blocks, number]).encode()
+    return hashlib.sha256(told).hexdigest()[:40]
+
+
+# What was fetched --------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, frozen=True)
+class CachedFile:
+    """One file of what was fetched. `version` tells it from one that came in its place."""
+
+    cache: RemoteCache
+    key: str
+    version: int
+
+    def remove(self) -> None:
+        """Remove it, unless it was fetched anew meanwhile. If that fails, it stays for the next
+        store, which finds it."""
+        with contextlib.suppress(TransferError):
+            self.cache.remove(self)
+
+
+@dataclass(eq=False)
+class RemoteCache:
+    """The files of what was fetched, by this store and by those that had the directory before.
+
+    `left` are those of which no group is registered yet.
+    """
+
+    path: str
+    files: FileTable
+    left: dict[str, GroupEntry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._directory = ObjectDirectory(self.path, lasting=False)
+        self._versions: dict[str, int] = {}
+        self._taken: set[str] = set()
+        self._lock = threading.Lock()
+        for number, stored in enumerate(self._directory.objects()):
+            spec, key = stored.spec(), stored.key
+            entry = GroupEntry(GroupId(f"{CACHE}/{key}", -1 - number), spec, cache_key=key)
+            entry.packing = stored.packing
+            self._found(entry, stored)
+            entry.remote = RemoteSource((), {})  # nobody asks for it
+            self.left[key] = entry
+        for name in self._directory.damaged:  # of no use to anybody, and it takes room
+            with transfer_errors("removing", path=self.path):
+                os.unlink(os.path.join(self.path, "objects", name))
+
+    def _found(self, entry: GroupEntry, stored: StoredObject) -> None:
+        entry.source = stored.source(self._directory.path_of(stored.key))
+        entry.cached = CachedFile(self, stored.key, self._versions.get(stored.key, 0))
+        entry.verified = None
+
+    def take(self, entry: GroupEntry) -> GroupEntry | None:
+        """Give a group a name for what is fetched of it. Returns what is left of it from before,
+        which is the group's copy from now on."""
+        assert entry.remote is not None and entry.packing is not None
+        number = 0
+        with self._lock:
+            while (key := cache_key(entry.packing, entry.remote, number)) in self._taken:
+                number += 1
+            self._taken.add(key)
+        entry.cache_key = key
+        left = self.left.pop(key, None)
+        if left is not None:
+            entry.source, entry.cached = left.source, left.cached
+            left.cached, left.cache_key = None, ""
+        return left
+
+    def give_up(self, entry: GroupEntry) -> None:
+        """A group is not fetched any more."""
+        with self._lock:
+            self._taken.discard(entry.cache_key)
+
+    def save(self, entry: GroupEntry, data: memoryview, run_parallel: RunParallel) -> None:
+        """Write what was fetched. Raises DiskFullError or TransferError."""
+        key = entry.cache_key
+        assert entry.packing is not None
+        staged = self._directory.stage(
+            key, entry.packing, data, single=False, run_parallel=run_parallel
+        )
+        with self._lock:
+            self._versions[key] = self._versions.get(key, 0) + 1
+            self._directory.commit(staged)
+            self.files.forget(self._directory.path_of(key))
+            self._found(entry, staged.stored)
+
+    def remove(self, cached: CachedFile) -> None:
+        """Remove a file, unless another has taken its place. Raises TransferError."""
+        with self._lock:
+            if self._versions.get(cached.key, 0) == cached.version:
+                self._directory.remove(cached.key)
+                self.files.forget(self._directory.path_of(cached.key))
+
+    def close(self) -> None:
+        """Leave the files to the next store."""
+        self._directory.close()
+
+
+# The tier ----------------------------------------------------------------------------------------
+
+
+class RemoteTier:
+    """Groups that lie in an object store: an entry says where."""
+
+    tier = REMOTE
+    capacity = 0
+    alignment = 1
+    peak_bytes = None
+
+    def __init__(self, cache: RemoteCache) -> None:
+        self.cache = cache
+
+    def holds(self, entry: GroupEntry) -> bool:
+        return entry.remote is not None
+
+    def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
+        raise AssertionError("nothing is written to an object store")
+
+    def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
+        raise RuntimeError(f"group {entry.group.key!r} is in an object store")
+
+    def drop(self, entry: GroupEntry) -> None:
+        """The objects stay what they are."""
+        if entry.remote is not None:
+            entry.remote = None
+            self.cache.give_up(entry)
+
+    def close(self, entries: Iterable[GroupEntry]) -> None:
+        self.cache.close()
+
+
+class RemoteToDisk:
+    """Fetches groups, and writes them to disk."""
+
+    src = REMOTE
+    dst = Tier.DISK
+    times = None
+
+    def __init__(self, cache: RemoteCache, workers: Workers) -> None:
+        self.workers = workers
+        self._cache = cache
+
+    def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
+        memory = fresh_memory(entry.spec.nbytes).numpy().data
+        return Copied(self.bring(entry, memory))
+
+    def bring(self, entry: GroupEntry, room: memoryview) -> int:
+        """Fetch a group into `room`, and write it. Returns the bytes that were asked for."""
+        assert entry.remote is not None
+        nbytes = fetch(entry.remote, room, self.workers.run_parallel)
+        self._cache.save(entry, room, self.workers.run_parallel)
+        return nbytes
+
+
+class FetchedToHost:
+    """Reads groups from disk as `reading` does. What was fetched, and is not there any more as it
+    was written, is fetched anew."""
+
+    src = Tier.DISK
+    dst = Tier.HOST
+    times = None
+
+    def __init__(self, reading: Hop, host: HostTier, fetching: RemoteToDisk) -> None:
+        self.workers = reading.workers
+        self._reading = reading
+        self._host = host
+        self._fetching = fetching
+
+    def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
+        try:
+            return self._reading.copy(entry, ending)
+        except (CorruptDataError, TruncatedFileError, TransferError) as error:
+            of_the_cache = isinstance(error, CorruptDataError | TruncatedFileError) or isinstance(
+                error.__cause__, FileNotFoundError
+            )
+            if entry.cached is None or entry.remote is None or not of_the_cache:
+                raise
+        room = entry.slots[self.dst].bytes()
+        return Copied(self._fetching.bring(entry, room))
+
+
+def remote_tier(
+    tiers: StoreTiers, directory: str, reading: Hop
+) -> tuple[RemoteTier, Collection[Hop]]:
+    """The tier of a store whose directory is `directory`, and the hops that it comes with; one of
+    them takes the place of `reading`, from disk to host memory."""
+    cache = RemoteCache(os.path.join(directory, CACHE), tiers.disk.files)
+    fetching = RemoteToDisk(cache, Workers(IN_FLIGHT, "remote"))
+    return RemoteTier(cache), (fetching, FetchedToHost(reading, tiers.host, fetching))
+
+
+def has_cache(directory: str) -> bool:
+    """Whether a store's directory holds what was fetched."""
+    return os.path.isdir(os.path.join(directory, CACHE))
