@@ -32,6 +32,7 @@ from tierstore.adapters.gguf import mapped_gguf
 from tierstore.adapters.grouping import sizes_for
 from tierstore.adapters.joined import JoinedWeights
 from tierstore.adapters.quantising import quantising
+from tierstore.engine.checkpoints import is_url
 from tierstore.store import TierStore, check_store, engine_of
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import (
@@ -59,6 +60,9 @@ def from_pretrained(
     Args:
         cls: a pipeline or model of diffusers, or a model of transformers, such as
             `DiffusionPipeline` or `AutoModelForCausalLM`.
+        pretrained_model_name_or_path: what `cls.from_pretrained` takes, or the URL of such a
+            directory in an object store (`s3://`, `gs://`, `az://`). What lies there is downloaded
+            to the store's directory, beside its budget, as far as it was not before.
         kwargs: what `enable_group_offload` takes goes there (`exclude_modules`, `offload_type`);
             the rest to `cls.from_pretrained` (`dtype`, `variant`, `subfolder`, `revision`,
             components that are there already).
@@ -68,10 +72,17 @@ def from_pretrained(
     others are written to the store once, and found there when the same files are loaded again. So
     is what torchao makes of them (`quantization_config`), a few layers at a time.
 
-    Raises what `cls.from_pretrained` and `enable_group_offload` raise, and TypeError for
-    `device_map`, which the store replaces.
+    Raises what `cls.from_pretrained` and `enable_group_offload` raise, TypeError for `device_map`,
+    which the store replaces; and TransferError or DiskFullError for a URL that cannot be read, or
+    for which the disk has no room.
     """
-    return _load(cls.from_pretrained, pretrained_model_name_or_path, store, kwargs)
+    source = pretrained_model_name_or_path
+    if isinstance(source, str) and is_url(source):
+        check_store(store)
+        source = engine_of(store).groups.mirrored(
+            source, subfolder=kwargs.get("subfolder") or "", variant=kwargs.get("variant")
+        )
+    return _load(cls.from_pretrained, source, store, kwargs)
 
 
 def from_single_file(

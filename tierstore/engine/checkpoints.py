@@ -25,7 +25,7 @@ from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_he
 from tierstore.model.scanning import Scanner
 from tierstore.progress import bar
 from tierstore.system.files import FileStamp, transfer_error
-from tierstore.tiers.object_store import is_url
+from tierstore.tiers.object_store import is_url as is_url
 
 MAX_INDEX_BYTES = 64 << 20
 MAX_INDEXED = 400_000

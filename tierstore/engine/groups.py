@@ -19,6 +19,7 @@ from tierstore.engine.checkpoints import CheckpointFile
 from tierstore.engine.core import Core
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.made_weights import MadeWeights
+from tierstore.engine.mirrors import mirror
 from tierstore.engine.remote_groups import RemoteGroups, fetched
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
@@ -233,6 +234,12 @@ class Groups:
         a name, beside the budgets. Raises DiskFullError or TransferError."""
         self.core.check_open()
         return nameless_file_memory(self.core.directory.path, nbytes)
+
+    def mirrored(self, url: str, *, subfolder: str, variant: str | None) -> str:
+        """A directory with what a library loads of the pretrained model at a URL, downloaded unless
+        it was before: see `mirror`. Waits for the network and the disk."""
+        self.core.check_open()
+        return mirror(url, self.core.directory.path, subfolder=subfolder, variant=variant)
 
     # Hints -------------------------------------------------------------------------------------
 

@@ -170,6 +170,31 @@ class RemoteDirectory:
 
         return _patiently(self.url, listed, lambda _: [])
 
+    def everything(self) -> dict[str, RemoteObject]:
+        """All objects under it as they are now, by their names from here on.
+
+        Raises TransferError, also where a server lists nothing.
+        """
+        import obstore
+
+        if _HTTP_ONLY.match(self.url) and type(self._store).__name__ == "HTTPStore":
+            raise TransferError(
+                f"{self.url} cannot be listed, as it is on a web server: download it, or copy it "
+                "to S3, GCS or Azure",
+                path=self.url,
+            )
+
+        def listed() -> list[Any]:
+            found: Any = obstore.list(self._store, prefix=self._prefix or None).collect()
+            return list(found)
+
+        return {
+            name: RemoteObject(f"{self.url}/{name}", ObjectStamp.of(meta), self._store, path)
+            for meta in _patiently(self.url, listed, lambda _: [])
+            for path in [meta["path"]]
+            for name in [path.removeprefix(self._prefix)]
+        }
+
 
 def split(url: str) -> tuple[str, str]:
     """The directory of an object, and its name there. Raises ValueError for what is no such URL."""

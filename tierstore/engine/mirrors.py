@@ -1,0 +1,196 @@
+"""Files out of an object store, for libraries that open files.
+
+What lies under a URL is downloaded to `mirrors/` in the store's directory, with the names that it
+has there, and is a checkpoint on disk from then on: read in place, counted in no budget. The next
+start asks the object store for its list, with one request, and downloads what has changed since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tierstore.model.errors import TransferError
+from tierstore.progress import byte_bar
+from tierstore.system.files import parts, sync_names, transfer_errors, write_all
+from tierstore.tiers.object_store import RemoteDirectory, RemoteObject
+from tierstore.tiers.remote_tier import IN_FLIGHT, PIECE
+
+MIRRORS = "mirrors"
+"""The directory, in a store's, of all mirrors."""
+
+LIST = ".objects.json"
+"""What the files of a mirror were made of: stamps of objects, by name."""
+
+OTHER_FORMATS = (
+    *(".bin", ".ckpt", ".pkl", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
+    *(".onnx", ".onnx_data", ".pb", ".tflite", ".xml", ".gguf"),
+)
+"""Weights for others, and pickles, which are not read."""
+
+Advance = Callable[[int], None]
+
+
+def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None = None) -> str:
+    """A directory with what a library loads of the pretrained model at `url`.
+
+    `directory` is the store's. Of weights it has safetensors files: those of a `variant` ("fp16")
+    where there are any, and else those of none. With `subfolder`, it has only what is in there.
+
+    Raises TransferError where nothing can be listed or read, StaleCheckpointError for an object
+    that is replaced meanwhile, DiskFullError. What was there before is whole then.
+    """
+    named = hashlib.sha256(json.dumps([url.rstrip("/"), subfolder, variant]).encode()).hexdigest()
+    place = os.path.join(directory, MIRRORS, named[:32])
+    objects = _wanted(RemoteDirectory(url).everything(), subfolder.strip("/"), variant)
+    if not objects:
+        raise TransferError(
+            f"{url} holds nothing{f' in {subfolder}' if subfolder else ''} that could be loaded: "
+            "check the URL; it names what would be the directory of a pipeline or a model",
+            path=url,
+        )
+    with transfer_errors("writing", path=place):
+        os.makedirs(place, exist_ok=True)
+        _tidy(place, objects)
+        lacking = {name: each for name, each in objects.items() if not _is_there(place, name, each)}
+        if lacking:
+            _download(url, place, lacking)
+        _write_list(place, {name: _stamp(each) for name, each in objects.items()})
+    return place
+
+
+def _wanted(
+    objects: dict[str, RemoteObject], subfolder: str, variant: str | None
+) -> dict[str, RemoteObject]:
+    names = [
+        name
+        for name in objects
+        if not name.endswith(OTHER_FORMATS) and (not subfolder or name.startswith(f"{subfolder}/"))
+    ]
+    for name in names:
+        if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+            raise TransferError(f"{name!r} cannot be the name of a file: rename the object")
+    has_variant = {os.path.dirname(name) for name in names if variant and _variant(name) == variant}
+    return {
+        name: objects[name]
+        for name in names
+        if _variant(name) in (None, variant if os.path.dirname(name) in has_variant else "")
+    }
+
+
+def _variant(name: str) -> str | None:
+    """Of which variant a file's weights are, or the weights in an index; None for other files.
+
+    >>> _variant("unet/model.fp16-00001-of-00002.safetensors"), _variant("model.safetensors")
+    ('fp16', '')
+    >>> _variant("model.safetensors.index.fp16.json"), _variant("config.json")
+    ('fp16', None)
+    """
+    stem, found, rest = os.path.basename(name).partition(".safetensors")
+    if not found:
+        return None
+    of_index = rest.removeprefix(".index").removesuffix(".json").strip(".")
+    return of_index or stem.partition(".")[2].partition("-")[0]
+
+
+def _stamp(found: RemoteObject) -> list[Any]:
+    return [found.stamp.etag, found.stamp.size, found.stamp.modified]
+
+
+def _read_list(place: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(Path(place, LIST).read_bytes())
+        if isinstance(read, dict):
+            return read
+    return {}
+
+
+def _write_list(place: str, stamps: dict[str, list[Any]]) -> None:
+    if _read_list(place) == stamps:
+        return
+    draft = Path(place, f"{LIST}.tmp")
+    draft.write_text(json.dumps(stamps))
+    os.replace(draft, Path(place, LIST))
+
+
+def _is_there(place: str, name: str, found: RemoteObject) -> bool:
+    """Whether a file was made of the object as it is now."""
+    path = os.path.join(place, name)
+    same = _read_list(place).get(name) == _stamp(found)
+    return same and os.path.isfile(path) and os.path.getsize(path) == found.stamp.size
+
+
+def _tidy(place: str, objects: dict[str, RemoteObject]) -> None:
+    """Remove files of what is not there any more: a library would load them, too."""
+    for folder, _, names in os.walk(place):
+        for name in names:
+            path = os.path.join(folder, name)
+            if os.path.relpath(path, place) not in {*objects, LIST}:
+                os.unlink(path)
+
+
+def _download(url: str, place: str, objects: dict[str, RemoteObject]) -> None:
+    """Bring objects; each is a file under its own name once all of it is there."""
+    nbytes = sum(found.stamp.size for found in objects.values())
+    with (
+        byte_bar(f"Downloading {url}", nbytes) as advance,
+        ThreadPoolExecutor(IN_FLIGHT) as pool,
+    ):
+        done: dict[str, list[Any]] = _read_list(place)
+        for name, found in objects.items():
+            path = Path(place, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _draft(path, found.stamp.size) as descriptor:
+                _fill(pool, descriptor, found, advance)
+            _write_list(place, done := {**done, name: _stamp(found)})
+
+
+@contextlib.contextmanager
+def _draft(path: Path, nbytes: int) -> Iterator[int]:
+    """A file of `nbytes` bytes, open for writing; at `path`, and synced, once all went well."""
+    draft = path.with_name(f"{path.name}.tmp")
+    descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        if nbytes:
+            os.posix_fallocate(descriptor, 0, nbytes)  # or the disk is full now
+        yield descriptor
+        os.fsync(descriptor)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+    finally:
+        os.close(descriptor)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sync_names(folder)
+    finally:
+        os.close(folder)
+
+
+def _fill(pool: ThreadPoolExecutor, descriptor: int, found: RemoteObject, advance: Advance) -> None:
+    """Write an object into a file, in pieces, several at once."""
+
+    def bring(start: int, nbytes: int) -> None:
+        write_all(descriptor, found.read(start, start + nbytes), start)
+        advance(nbytes)
+
+    running: Sequence[Any] = [
+        pool.submit(bring, start, nbytes) for start, nbytes in parts(found.stamp.size, PIECE)
+    ]
+    try:
+        for each in running:
+            each.result()
+    finally:
+        for each in running:  # none writes to a file that is closed
+            each.cancel()
+        for each in running:
+            with contextlib.suppress(BaseException):
+                each.result()
