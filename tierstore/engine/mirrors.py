@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tierstore.model.errors import TransferError
+from tierstore.model.errors import StaleCheckpointError, TransferError
 from tierstore.progress import byte_bar
 from tierstore.system.files import parts, sync_names, transfer_errors, write_all
-from tierstore.tiers.object_store import RemoteDirectory, RemoteObject
+from tierstore.tiers.object_store import ObjectStamp, RemoteDirectory, RemoteObject
 from tierstore.tiers.remote_tier import IN_FLIGHT, PIECE
 
 MIRRORS = "mirrors"
@@ -48,7 +48,8 @@ def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None
     """
     named = hashlib.sha256(json.dumps([url.rstrip("/"), subfolder, variant]).encode()).hexdigest()
     place = os.path.join(directory, MIRRORS, named[:32])
-    objects = _wanted(RemoteDirectory(url).everything(), subfolder.strip("/"), variant)
+    source = RemoteDirectory(url)
+    objects = _wanted(source.everything(), subfolder.strip("/"), variant)
     if not objects:
         raise TransferError(
             f"{url} holds nothing{f' in {subfolder}' if subfolder else ''} that could be loaded: "
@@ -60,14 +61,14 @@ def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None
         _tidy(place, objects)
         lacking = {name: each for name, each in objects.items() if not _is_there(place, name, each)}
         if lacking:
-            _download(url, place, lacking)
-        _write_list(place, {name: _stamp(each) for name, each in objects.items()})
+            _download(source, place, lacking)
+        _write_list(place, {name: _row(each) for name, each in objects.items()})
     return place
 
 
 def _wanted(
-    objects: dict[str, RemoteObject], subfolder: str, variant: str | None
-) -> dict[str, RemoteObject]:
+    objects: dict[str, ObjectStamp], subfolder: str, variant: str | None
+) -> dict[str, ObjectStamp]:
     names = [
         name
         for name in objects
@@ -99,8 +100,8 @@ def _variant(name: str) -> str | None:
     return of_index or stem.partition(".")[2].partition("-")[0]
 
 
-def _stamp(found: RemoteObject) -> list[Any]:
-    return [found.stamp.etag, found.stamp.size, found.stamp.modified]
+def _row(stamp: ObjectStamp) -> list[Any]:
+    return [stamp.etag, stamp.size, stamp.modified]
 
 
 def _read_list(place: str) -> dict[str, Any]:
@@ -119,14 +120,14 @@ def _write_list(place: str, stamps: dict[str, list[Any]]) -> None:
     os.replace(draft, Path(place, LIST))
 
 
-def _is_there(place: str, name: str, found: RemoteObject) -> bool:
+def _is_there(place: str, name: str, stamp: ObjectStamp) -> bool:
     """Whether a file was made of the object as it is now."""
     path = os.path.join(place, name)
-    same = _read_list(place).get(name) == _stamp(found)
-    return same and os.path.isfile(path) and os.path.getsize(path) == found.stamp.size
+    same = _read_list(place).get(name) == _row(stamp)
+    return same and os.path.isfile(path) and os.path.getsize(path) == stamp.size
 
 
-def _tidy(place: str, objects: dict[str, RemoteObject]) -> None:
+def _tidy(place: str, objects: dict[str, ObjectStamp]) -> None:
     """Remove files of what is not there any more: a library would load them, too."""
     for folder, _, names in os.walk(place):
         for name in names:
@@ -135,20 +136,27 @@ def _tidy(place: str, objects: dict[str, RemoteObject]) -> None:
                 os.unlink(path)
 
 
-def _download(url: str, place: str, objects: dict[str, RemoteObject]) -> None:
+def _download(source: RemoteDirectory, place: str, objects: dict[str, ObjectStamp]) -> None:
     """Bring objects; each is a file under its own name once all of it is there."""
-    nbytes = sum(found.stamp.size for found in objects.values())
+    nbytes = sum(stamp.size for stamp in objects.values())
     with (
-        byte_bar(f"Downloading {url}", nbytes) as advance,
+        byte_bar(f"Downloading {source.url}", nbytes) as advance,
         ThreadPoolExecutor(IN_FLIGHT) as pool,
     ):
         done: dict[str, list[Any]] = _read_list(place)
-        for name, found in objects.items():
+        for name, stamp in objects.items():
+            found = source.find(name)
+            if found is None:
+                raise StaleCheckpointError(
+                    f"{source.url}/{name} was removed while it was downloaded: load it again",
+                    path=f"{source.url}/{name}",
+                )
             path = Path(place, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with _draft(path, found.stamp.size) as descriptor:
                 _fill(pool, descriptor, found, advance)
-            _write_list(place, done := {**done, name: _stamp(found)})
+            # If it was replaced since it was listed, the next start brings it again.
+            _write_list(place, done := {**done, name: _row(stamp)})
 
 
 @contextlib.contextmanager

@@ -170,8 +170,9 @@ class RemoteDirectory:
 
         return _patiently(self.url, listed, lambda _: [])
 
-    def everything(self) -> dict[str, RemoteObject]:
-        """All objects under it as they are now, by their names from here on.
+    def everything(self) -> dict[str, ObjectStamp]:
+        """What lies under it now, by names from here on. Its stamps are those of lists: Azure has
+        other ETags there than in its answers.
 
         Raises TransferError, also where a server lists nothing.
         """
@@ -188,12 +189,8 @@ class RemoteDirectory:
             found: Any = obstore.list(self._store, prefix=self._prefix or None).collect()
             return list(found)
 
-        return {
-            name: RemoteObject(f"{self.url}/{name}", ObjectStamp.of(meta), self._store, path)
-            for meta in _patiently(self.url, listed, lambda _: [])
-            for path in [meta["path"]]
-            for name in [path.removeprefix(self._prefix)]
-        }
+        found = _patiently(self.url, listed, lambda _: [])
+        return {meta["path"].removeprefix(self._prefix): ObjectStamp.of(meta) for meta in found}
 
 
 def split(url: str) -> tuple[str, str]:
