@@ -65,6 +65,11 @@ def group_address_of(tensors: Mapping[str, torch.Tensor]) -> int | None:
     return next(filter(None, map(storage_address_of, tensors.values())), None)
 
 
+def has_storage_of_its_own(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shows all of its storage, each element once."""
+    return tensor.untyped_storage().nbytes() == tensor_bytes(tensor) == span(tensor)
+
+
 def over(tensor: torch.Tensor, holder: object = None) -> torch.Tensor:
     """A tensor over the same memory, as a storage of its own that keeps `holder`.
 

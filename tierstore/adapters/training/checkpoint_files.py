@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierstore.adapters.codecs.memory import over, span
+from tierstore.adapters.codecs.memory import has_storage_of_its_own, over, span
 from tierstore.adapters.training.checkpoint_metadata import parsed_metadata
 from tierstore.adapters.training.directory_swap import SwappedDirectory
 from tierstore.model.errors import (
@@ -201,7 +201,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not plain.numel() or span(plain) != plain.nbytes:
         return plain.contiguous() if plain.numel() else plain.clone()
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else over(plain)
+    return plain if has_storage_of_its_own(plain) else over(plain)
 
 
 class Encoded(io.BytesIO):
