@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tierstore.cli.report import survey
@@ -61,3 +64,14 @@ def is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """As a full disk: no file can grow beyond it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -43,7 +43,7 @@ def s3_server() -> Iterator[str]:
     with subprocess.Popen(command, **quiet) as server:
         try:
             address = f"http://127.0.0.1:{port}"
-            _wait_for(port, server)
+            wait_for(port, server)
             request = urllib.request.Request(f"{address}/{BUCKET}", data=b"", method="PUT")
             urllib.request.urlopen(request, timeout=STARTING_SECONDS).close()
             yield address
@@ -51,7 +51,8 @@ def s3_server() -> Iterator[str]:
             server.kill()
 
 
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    """Wait until a server of this machine listens."""
     ends = time.monotonic() + STARTING_SECONDS
     while time.monotonic() < ends and server.poll() is None:
         try:
@@ -59,7 +60,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
             return
         except OSError:
             time.sleep(0.05)
-    raise AssertionError("the S3 server did not start: install moto[s3], flask and flask-cors")
+    raise AssertionError("a server did not start: see what it needs in the extra test")
 
 
 def environment(address: str) -> dict[str, str]:

@@ -9,9 +9,7 @@ import hmac
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 from safetensors.torch import save
 
 from tests.lanes import LONG, lane
-from tests.remote.servers import STARTING_SECONDS, free_port
+from tests.remote.servers import STARTING_SECONDS, free_port, wait_for
 from tierstore import TierStore
 from tierstore.engine.mirrors import mirror
 from tierstore.model.errors import StaleCheckpointError
@@ -55,23 +53,12 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=place, start_new_session=True, **quiet) as server:
         try:
-            wait_for(port)
+            wait_for(port, server)
             address = f"http://127.0.0.1:{port}/{ACCOUNT}"
             put(address, CONTAINER, "restype:container")
             yield address
         finally:
             os.killpg(server.pid, signal.SIGKILL)
-
-
-def wait_for(port: int) -> None:
-    ends = time.monotonic() + STARTING_SECONDS
-    while time.monotonic() < ends:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError("Azurite did not start")
 
 
 def put(address: str, path: str, parameter: str = "", data: bytes = b"") -> None:

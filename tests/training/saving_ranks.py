@@ -15,7 +15,6 @@ import datetime
 import itertools
 import json
 import os
-import resource
 import shutil
 import sys
 import warnings
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.files import flip_bit
+from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.processes import Tell, forked
 from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, save_training
 
@@ -269,17 +268,6 @@ def outcome(do: Callable[[], Any]) -> str:
     except Exception as error:
         return type(error).__name__
     return "done"
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """As a full disk: no file can grow beyond it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import random
-import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import tierstore
-from tests.helpers.files import flip_bit
+from tests.helpers.files import flip_bit, largest_file
 from tests.helpers.processes import output_of, results_in, with_the_usual_allocator
 from tests.helpers.system_calls import Call, system_call
 from tests.helpers.tensors import assert_same
@@ -863,17 +862,6 @@ def test_a_directory_with_other_files_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     save_training(tmp_path / "empty", *pair)
     assert names_in(tmp_path / "empty") == PARTS
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """As a full disk: no file can grow beyond it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_save_that_fails_leaves_the_last_one_and_nothing_else(tmp_path: Path) -> None:
