@@ -105,6 +105,14 @@ def test_ps_draws_a_table_and_a_summary(
     assert not result.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_what_another_user_put_in_place_of_the_directory_is_not_asked(runtime: Path) -> None:
+    (runtime / "a.sock").touch()
+    assert sockets.running() == [str(runtime / "a.sock")]
+    os.chown(runtime, 12345, 12345)
+    assert not sockets.running()
+
+
 def test_ps_finds_all_services_and_names_what_is_stale(
     runtime: Path, service: ThreadService, inspect: Inspect
 ) -> None:

@@ -34,10 +34,13 @@ def default_socket(directory: str | os.PathLike[str]) -> str:
 
 
 def running() -> list[str]:
-    """The sockets in the runtime directory, sorted."""
+    """The sockets in the runtime directory, sorted. What another user has put there in its place
+    has none."""
+    directory = runtime_directory()
     with contextlib.suppress(OSError):
-        names = sorted(os.listdir(runtime_directory()))
-        return [os.path.join(runtime_directory(), name) for name in names if _is_socket_name(name)]
+        if os.stat(directory).st_uid == os.geteuid():
+            names = sorted(os.listdir(directory))
+            return [os.path.join(directory, name) for name in names if _is_socket_name(name)]
     return []
 
 
