@@ -39,9 +39,7 @@ def _unfolded(entry: Any, docs: Path) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     text = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    files.append(
-        File.generated(config, "start.md", content=text.replace("# tierstore", "# Quickstart", 1))
-    )
+    files.append(File.generated(config, "start.md", content=text))
     pages = [page for page in files.documentation_pages() if page.src_uri != "start.md"]
     for path in sorted({path for page in pages for path in _outside(page)}):
         files.append(File.generated(config, f"source/{path}", abs_src_path=str(ROOT / path)))
