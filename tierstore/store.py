@@ -207,7 +207,7 @@ class TierStore(AbstractContextManager["TierStore"]):
     def acquire(
         self, key: str, access: Access = Access.READ, *, timeout: float | None = None
     ) -> Lease:
-        """HostAccess a group on the device until the lease is released. Waits until it is there.
+        """Have a group on the device until the lease is released. Waits until it is there.
 
         For up to `timeout` seconds: then StoreTimeoutError is raised, and what is on its way goes
         on coming. None: as long as it takes. Raises UnknownKeyError; BudgetError if it can never

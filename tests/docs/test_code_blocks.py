@@ -18,7 +18,7 @@ from tests.fresh import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_FILE = 300
-GUIDES = ("dispatch", "profiling", "diffusers", "activations", "training", "service")
+GUIDES = ("dispatch", "profiling", "diffusers", "activations", "training", "service", "recipes")
 LONGEST = {f"docs/guides/{name}.md" for name in GUIDES}
 
 FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")

@@ -1,0 +1,101 @@
+"""Links lead somewhere, and the site's navigation reaches every page and every public name.
+
+`python tools/docs.py` builds the site, and finds more. This is what needs no site: links as a code
+host follows them, between files of the repository.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import tierstore
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+BLOCK = re.compile(r"^ *(```|~~~).*?^ *\1", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]+`")
+LINK = re.compile(r"\]\((?P<inline>[^)\s]+)\)|^\[\w+\]: (?P<defined>\S+)$", re.MULTILINE)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def links(text: str) -> list[str]:
+    """The targets of all links of a Markdown text."""
+    prose = CODE.sub("code", BLOCK.sub("", text))
+    return [match["inline"] or match["defined"] for match in LINK.finditer(prose)]
+
+
+def anchors(text: str) -> set[str]:
+    """What a code host calls the headings of a Markdown text."""
+    found = (re.sub(r"\]\([^)]*\)", "", line) for line in HEADING.findall(BLOCK.sub("", text)))
+    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in found}
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """The links of a page that lead nowhere."""
+    here = [link for link in links(text) if not link.startswith(("http://", "https://"))]
+    return [link for link in here if not leads_somewhere(page, link)]
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Whether there is such a file, with such a heading."""
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    if not target.is_file():
+        return False
+    return not anchor or anchor in anchors(target.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert broken(page, page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](nowhere.md)",
+        "[a](guides/)",
+        "[a](guides/store.md#no-such-heading)",
+        "[a][b]\n\n[b]: ../tests/nowhere.py\n",
+        "![a](nowhere.svg)",
+    ],
+)
+def test_a_link_to_nowhere_is_noticed(text: str) -> None:
+    assert len(broken(DOCS / "index.md", text)) == 1
+
+
+def test_what_is_code_is_no_link() -> None:
+    assert links("`layers[2](x)`\n\n```python\nlayers[2](x)\n```\n[`code`](a.md)") == ["a.md"]
+
+
+def test_links_are_many() -> None:
+    """The control: they are found."""
+    assert sum(len(links(page.read_text(encoding="utf-8"))) for page in PAGES) > 300
+
+
+def unreached(navigation: str) -> list[str]:
+    """The pages that the site's navigation does not have, alone or with their folder."""
+    entries = set(re.findall(r"[\w./-]+\.md\b|[\w-]+/(?=\s)", navigation.partition("\nnav:")[2]))
+    names = [str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents]
+    return [name for name in names if not {name, f"{name.partition('/')[0]}/"} & entries]
+
+
+def test_the_navigation_reaches_every_page() -> None:
+    assert unreached((ROOT / "tools" / "mkdocs.yml").read_text(encoding="utf-8")) == []
+
+
+def test_a_page_that_it_does_not_reach_is_noticed() -> None:
+    text = (ROOT / "tools" / "mkdocs.yml").read_text(encoding="utf-8")
+    assert unreached(text.replace("- guides/training.md", "")) == ["guides/training.md"]
+
+
+def test_each_public_name_is_in_the_reference_once() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.md"))
+    found = Counter(re.findall(r"^::: tierstore\.(\w+)$", pages, re.MULTILINE))
+    assert found == Counter(tierstore.__all__)
