@@ -17,6 +17,7 @@ import torch
 
 from tierstore.engine.checkpoints import aread_checkpoint, read_checkpoint
 from tierstore.engine.connecting import connected_engine
+from tierstore.engine.directories import chosen_directory, default_explained
 from tierstore.engine.engine import Engine
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
@@ -45,12 +46,16 @@ class TierStore(AbstractContextManager["TierStore"]):
 
     Args:
         ram_budget: host memory that the store may take, as bytes, `"8GB"`, `"8GiB"`, `"50%"` or
-            0.5 (of the memory this process may use), or `"auto"` (half of what is available now).
+            0.5 (of the memory this process may use), or `"auto"`: half of what is available when
+            the store opens, however much is free later.
         disk_dir: a directory of the store's own, made if missing. One live store per directory.
+            None: what the environment variable `TIERSTORE_DIR` names, else `tierstore/store` in
+            the user's cache directory.
         device: where leases are; None for the current accelerator, else `cpu`. On `cpu`, device
             and host memory are one and `ram_budget` covers it.
-        device_budget: memory of the accelerator, like `ram_budget`; None for half of what is free,
-            and, once every model in the store has run, half of what is still free then besides.
+        device_budget: memory of the accelerator, like `ram_budget`; None or `"auto"`: half of what
+            is free when the store opens, and, once every model in the store has run, half of what
+            is still free then besides.
         disk_budget: what may be written to `disk_dir`; None for no limit. Checkpoints that are
             used where they lie do not count.
         policy: `"next-use"` (give up what is needed last, by a learned order) or `"lru"`.
@@ -59,13 +64,14 @@ class TierStore(AbstractContextManager["TierStore"]):
     Raises StoreLockedError if another live store has the directory, ValueError or TypeError for
     arguments that cannot be, BudgetError if `disk_dir` holds more than `disk_budget`, TransferError
     if it cannot be used. Its methods raise UnknownKeyError for keys of no group, ClosedError later.
-    Thread-safe. Use it as a context manager, or call `close`.
+    Thread-safe. Use it as a context manager, or call `close`. Budgets that are `"auto"` are logged
+    with what they came to (logger `tierstore`, INFO).
     """
 
-    def __init__(  # noqa: PLR0913 - all but two are optional and by name
+    def __init__(  # noqa: PLR0913 - all are optional, and most by name
         self,
-        ram_budget: Size,
-        disk_dir: str | os.PathLike[str],
+        ram_budget: Size = "auto",
+        disk_dir: str | os.PathLike[str] | None = None,
         *,
         device: str | torch.device | None = None,
         device_budget: Size | None = None,
@@ -76,17 +82,18 @@ class TierStore(AbstractContextManager["TierStore"]):
         if verify not in VERIFY:
             raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
         device = resolve_device(device)
-        budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(disk_dir))
+        directory = chosen_directory(disk_dir)
+        budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(directory))
         grows = device.type != "cpu" and not is_chosen(device_budget)
         self.device = device
-        self._engine = Engine(
-            Settings(
-                tiers=TierSettings(device=device, budgets=budgets, verify=verify),
-                disk_dir=os.fspath(disk_dir),
-                policy=policy,
-                device_budget_may_grow=grows,
-            )
+        settings = Settings(
+            tiers=TierSettings(device=device, budgets=budgets, verify=verify),
+            disk_dir=directory,
+            policy=policy,
+            device_budget_may_grow=grows,
         )
+        with default_explained(disk_dir):
+            self._engine = Engine(settings)
 
     @classmethod
     def connect(
@@ -103,7 +110,8 @@ class TierStore(AbstractContextManager["TierStore"]):
         What is registered, by whatever adapter, is leased of the service at the Unix socket
         `socket`: read from disk once, in one host memory with one budget. What this process writes
         itself (puts, weights that it changes, activations, training state) stays in a store of its
-        own, in `ram_budget` bytes of its own memory and in `disk_dir`; None: it is never written.
+        own, in `ram_budget` bytes of its own memory (none, if not said; `"auto"` as above) and in
+        `disk_dir`; None: it is never written.
 
         Raises ServiceLostError if nobody serves there, TierStoreError if the service refuses, and
         what `TierStore` raises. Later, every call that needs the service raises ServiceLostError

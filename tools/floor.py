@@ -32,6 +32,7 @@ NEEDED = (
     "click",
     "hypothesis",
     "numpy",
+    "platformdirs",
     "psutil",
     "pytest",
     "pytest-timeout",

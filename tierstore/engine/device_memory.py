@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from tierstore.engine.core import Core
@@ -11,7 +12,10 @@ from tierstore.engine.transaction import transaction
 from tierstore.model import events
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
+from tierstore.model.words import size
 from tierstore.tiers.arena import Arena
+
+logger = logging.getLogger("tierstore.engine")
 
 
 class DeviceMemory:
@@ -75,17 +79,27 @@ class DeviceMemory:
         core.settings = replace(core.settings, tiers=replace(tiers, budgets=budgets))
         core.tell(events.BudgetChanged(budget))
 
-    @transaction
     def grow_budget(self) -> None:
         """Every model has run: have the device budget take half of what is free, if nobody chose
         it. Happens once."""
+        grown = self._grow_budget()
+        if grown is not None:  # without the lock: who handles logs may look at the store
+            logger.info(
+                "device_budget 'auto', once every model has run: %s (%s before)",
+                *map(size, grown),
+            )
+
+    @transaction
+    def _grow_budget(self) -> tuple[int, int] | None:
+        """The new budget and the one before; None if it does not grow."""
         core = self.core
         given = core.settings
         if core.ended() or not given.device_budget_may_grow:
-            return
+            return None
         arena, before = self._arena, given.tiers.budgets[Tier.DEVICE]
         assert before is not None
         free, _ = device_memory(core.device)
         budget = grown_device_budget(before, arena.bytes_held, free)
         core.settings = replace(given, device_budget_may_grow=False)
         self._set_budget(budget)
+        return budget, before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE, parse_size, usable_memory
 from tierstore.model.tiers import Tier
+from tierstore.model.words import size
 from tierstore.tiers.assembly import TierSettings as TierSettings
 
 Size = int | float | str
+
+logger = logging.getLogger("tierstore.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ def resolve_budgets(
     budgets: dict[Tier, int | None] = {Tier.HOST: _whole_pages(ram_bytes(ram), "ram_budget")}
     if device.type != "cpu":
         budgets[Tier.DEVICE] = _whole_pages(_device_bytes(device, on_device), "device_budget")
-    elif on_device is not None:
+    elif is_chosen(on_device):
         raise ValueError(
             "device_budget is for accelerators; on the CPU ram_budget covers everything: leave "
             "device_budget out"
@@ -69,12 +73,21 @@ def ram_bytes(ram: Size) -> int:
     """`ram_budget` in bytes; `"auto"` is half of what is available now."""
     usable = usable_memory()
     available = min(usable, psutil.virtual_memory().available)
-    return parse_size(ram, total=usable, auto=available // shares.AUTO)
+    nbytes = parse_size(ram, total=usable, auto=available // shares.AUTO)
+    if _is_auto(ram):
+        logger.info(
+            "ram_budget 'auto': %s, half of the %s available", size(nbytes), size(available)
+        )
+    return nbytes
 
 
 def is_chosen(device_budget: Size | None) -> bool:
     """Whether somebody said how large the device budget is."""
-    return device_budget not in (None, "auto")
+    return not (device_budget is None or _is_auto(device_budget))
+
+
+def _is_auto(budget: Size) -> bool:
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
 
 
 def grown_device_budget(budget: int, held: int, free: int) -> int:
@@ -91,8 +104,11 @@ def _device_bytes(device: torch.device, budget: Size | None) -> int:
     if isinstance(budget, int) and not isinstance(budget, bool):
         return parse_size(budget)
     free, total = device_memory(device)
-    # Half of what is free is left to activations.
-    return parse_size("auto" if budget is None else budget, total=total, auto=free // shares.AUTO)
+    if budget is not None and not _is_auto(budget):
+        return parse_size(budget, total=total)
+    nbytes = free // shares.AUTO  # the other half is left to activations
+    logger.info("device_budget 'auto': %s, half of the %s free", size(nbytes), size(free))
+    return nbytes
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
