@@ -30,6 +30,7 @@ from tierstore.engine.settings import (
 )
 from tierstore.lease import Lease
 from tierstore.model.tiers import Access
+from tierstore.observe.report import Look, shown_by, text
 from tierstore.observe.stats import Snapshot, Stats
 from tierstore.observe.trace import load
 from tierstore.observe.trace_writer import document, merged, save
@@ -39,6 +40,15 @@ VERIFY = ("first", "always", "never")
 
 def _close_on_exit(store: TierStore, *_exception: object) -> None:
     store.close()
+
+
+def _each_key(store: TierStore) -> Iterator[str]:
+    return iter(store.keys())
+
+
+def _look(store: TierStore) -> Look:
+    engine = getattr(store, "_engine", None)  # it may be asked for while a store is made
+    return Look("TierStore, not open") if engine is None else engine.reporting.look()
 
 
 class TierStore(AbstractContextManager["TierStore"]):
@@ -284,12 +294,19 @@ class TierStore(AbstractContextManager["TierStore"]):
         """The keys of all groups that begin with `prefix`, sorted."""
         return self._engine.reporting.keys(prefix)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
-
     def stats(self) -> Stats:
         """What the store has done so far."""
         return self._engine.reporting.stats()
+
+    def report(self) -> str:
+        """A few lines about what the store has and did, for logs and people.
+
+        Bytes on each tier against its budget, how acquires were met, seconds stalled, and bytes and
+        bytes per second on each way. Never waits and never raises, also when the store is closed or
+        this process was forked from its own; the numbers may be of slightly different moments.
+        `print(store)` is one line of it, and rich and notebooks draw tables.
+        """
+        return text(_look(self))
 
     def trace(
         self, path: str | os.PathLike[str], *, merge: str | os.PathLike[str] | None = None
@@ -323,7 +340,9 @@ class TierStore(AbstractContextManager["TierStore"]):
         """Whether `close` was called."""
         return self._engine.core.closed
 
+    __iter__ = _each_key
     __exit__ = _close_on_exit
+    __repr__, __rich__, _repr_html_ = shown_by(_look)
 
 
 def engine_of(store: TierStore) -> Engine:

@@ -24,8 +24,8 @@ MOST_PATCHES = 49
 
 PATCHING = ("setattr", "delattr", "setitem")
 
-OTHERS = {"_buffers", "_fields", "_modules", "_parameters"}
-"""Names of torch and of Python's named tuples, which parts of the library have, too."""
+OTHERS = {"_buffers", "_fields", "_modules", "_parameters", "_repr_html_"}
+"""Names of torch, notebooks and Python's named tuples, which parts of the library have, too."""
 
 
 A_NAME = re.compile(r"\b_\w+")

@@ -27,8 +27,10 @@ from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.engine.settings import resolve_device
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
+from tierstore.model.words import count
+from tierstore.observe.report import Look, shown_by
 from tierstore.observe.stats import Stats
-from tierstore.store import TierStore, check_store
+from tierstore.store import TierStore, check_store, engine_of
 
 logger = logging.getLogger("tierstore")
 
@@ -41,6 +43,19 @@ _HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 # A handle does not hold its target, so that an entry goes with it.
 _handles: weakref.WeakKeyDictionary[Any, OffloadHandle] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
+
+
+def _look(handle: OffloadHandle) -> Look:
+    if "_enabled" not in vars(handle):  # it may be asked for while a handle is made
+        return Look("OffloadHandle, not made yet")
+    target, parts = handle._target(), list(handle._parts.values())
+    groups = sum(len(part.groups) for part in parts)
+    what = "what is gone" if target is None else type(target).__name__
+    state = "enabled" if handle.enabled else "not enabled"
+    if parts:
+        state += f", {count(len(parts), 'model')} in {count(groups, 'group')}"
+    store = engine_of(handle.store).reporting.look()
+    return Look(f"OffloadHandle of {what}, {state}; {store.title}", store.stats)
 
 
 class OffloadHandle:
@@ -58,7 +73,8 @@ class OffloadHandle:
     @property
     def enabled(self) -> bool:
         """Whether weights are offloaded now."""
-        suspended = self._suspensions > 0 or any(part.ordinary for part in self._parts.values())
+        parts = list(self._parts.values())  # others may be adding some
+        suspended = self._suspensions > 0 or any(part.ordinary for part in parts)
         return self._enabled and not suspended
 
     @property
@@ -106,6 +122,8 @@ class OffloadHandle:
 
     def __exit__(self, *error: object) -> None:
         self.disable()
+
+    __repr__, __rich__, _repr_html_ = shown_by(_look)
 
     def _again(self) -> None:
         """Offload what was offloaded until `disable`, as it was."""

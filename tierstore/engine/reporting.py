@@ -9,13 +9,15 @@ from tierstore.engine.core import Core
 from tierstore.engine.transaction import transaction
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Tier
+from tierstore.model.words import count
 from tierstore.observe.journal import Summary
+from tierstore.observe.report import Look
 from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
 from tierstore.observe.trace_writer import Notes
 
 
 class Reporting:
-    """Each method is one look, after what finalizers have left was done. None waits."""
+    """Each method is one look. None waits; all but `look` first do what finalizers have left."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -56,7 +58,28 @@ class Reporting:
         core = self.core
         drivers = core.mover.drivers.items()
         peak = {tier: d.peak_bytes for tier, d in drivers if d.peak_bytes is not None}
-        stats = core.observer.stats(summary, core.planner, peak)
+        return self._of_service(core.observer.stats(summary, core.planner, peak))
+
+    def look(self) -> Look:
+        """What a store looks like, for debuggers, logs and notebooks.
+
+        It takes no lock of the store and changes nothing, as whoever asks may be in the middle of
+        a transaction, or wait for one that never ends. So the numbers may be of different moments.
+        """
+        core = self.core
+        where = f"on {core.device} in {core.directory.path}"
+        if core.forked():
+            return Look(f"TierStore of another process, {where}")
+        planner = core.planner
+        stats = core.observer.glance(core.mover.journal.glance(), planner, planner.peak)
+        if core.ended():  # its memory was given back
+            return Look(f"TierStore, closed, {where}", replace(stats, used_bytes={}))
+        groups = count(len(core.current), "group")
+        return Look(f"TierStore {where}, {groups}", self._of_service(stats))
+
+    def _of_service(self, stats: Stats) -> Stats:
+        """What a service lends is counted apart."""
+        core = self.core
         if core.settings.tiers.link is None:
             return stats
         return replace(

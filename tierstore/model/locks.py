@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-__all__ = ["AutoResetEvent", "RLock", "under"]
+__all__ = ["AutoResetEvent", "RLock", "if_free", "under"]
 
 
 def under(lock: Any, action: Callable[[], T]) -> T:
@@ -25,6 +25,24 @@ def under(lock: Any, action: Callable[[], T]) -> T:
         try:
             lock.acquire()
             return action()
+        finally:
+            if lock._is_owned():
+                lock.release()
+    finally:
+        if lock._is_owned():
+            lock.release()
+
+
+def if_free(lock: Any, action: Callable[[], T], seconds: float) -> T | None:
+    """Do something under an RLock, if it comes free within so many seconds; else None.
+
+    A thread that has the lock is in the middle of something that its own code shall not see.
+    """
+    if lock._is_owned():
+        return None
+    try:
+        try:
+            return action() if lock.acquire(timeout=seconds) else None
         finally:
             if lock._is_owned():
                 lock.release()

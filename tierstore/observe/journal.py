@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from tierstore.model.groups import GroupId
-from tierstore.model.locks import RLock, under
+from tierstore.model.locks import RLock, if_free, under
 from tierstore.model.tiers import Tier
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ KEPT = 1 << 15
 """Events of each sort that are kept: about 5 MB of memory each, if there were so many."""
 
 _UNSETTLED = 1024
+_A_MOMENT = 0.02  # seconds
 _numbers = itertools.count(1)
 
 
@@ -227,6 +228,11 @@ class Journal:
     def summary(self) -> Summary:
         """What all of it comes to."""
         return under(self._lock, self._summary)
+
+    def glance(self) -> Summary:
+        """`summary`, but without times where somebody is in the middle of a change for long."""
+        known = if_free(self._lock, self._summary, _A_MOMENT)
+        return known or Summary(dict(self._moved), {}, {}, self._stalled, 1.0)
 
     def read(self) -> tuple[Summary, list[Span]]:
         """The sums, and the newest spans, as of one moment."""

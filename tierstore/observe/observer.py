@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -92,7 +93,7 @@ class Occupancy(Protocol):
 
 
 class Observer:
-    """Takes notes of how acquires are met, for `stats` and traces. All methods need the lock.
+    """Takes notes of how acquires are met, for `stats` and traces. Methods need the lock.
 
     `times` is None where the device is the CPU. Otherwise the caller runs ahead of the device, so
     that waiting and computing are timed on the device; and `ran` is told, on any thread, of which
@@ -187,6 +188,14 @@ class Observer:
     def stats(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
         """What all of it comes to. `peak` is what memory existed at once, where that is known."""
         reserved = None if self._times is None else reserved_bytes(self._times.device)
+        return replace(
+            self.glance(summary, tiers, peak),
+            reserved_bytes={} if reserved is None else {Tier.DEVICE.name: reserved},
+            activations=self.activations.stats(),
+        )
+
+    def glance(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
+        """The same without what takes a lock or asks the device. Needs no lock itself."""
         moved = summary.moved
         return Stats(
             hits=self.counts["hit"],
@@ -199,8 +208,8 @@ class Observer:
             used_bytes={t.name: tiers.used[t] for t in tiers.tiers},
             peak_bytes={t.name: peak.get(t, tiers.peak[t]) for t in tiers.tiers},
             budget_bytes={t.name: tiers.budgets[t] for t in tiers.tiers},
-            reserved_bytes={} if reserved is None else {Tier.DEVICE.name: reserved},
-            activations=self.activations.stats(),
+            reserved_bytes={},
+            activations=ActivationStats(),
             routed_uses=self._routed_uses,
             routed_bytes_used=self._routed_bytes,
             routed_bytes_read=moved.get(ROUTED, 0),

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierstore.observe.report import Look, shown_by
+
 
 @dataclass(frozen=True)
 class ActivationStats:
@@ -73,6 +75,13 @@ class Stats:
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict of plain values."""
         return dataclasses.asdict(self)
+
+    def moved(self) -> dict[str, int]:
+        """Bytes that moved on each way, such as `DISK>HOST`, where any did."""
+        moved = {hop: int(getattr(self, name)) for hop, name in BYTES_MOVED.items()}
+        return {hop: nbytes for hop, nbytes in moved.items() if nbytes}
+
+    __repr__, __rich__, _repr_html_ = shown_by(lambda stats: Look("Stats", stats))
 
 
 @dataclass(frozen=True)

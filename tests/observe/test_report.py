@@ -1,0 +1,166 @@
+"""What numbers look like: a line, a text, a table, HTML. All four say the same."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tierstore.model.locks import RLock, if_free
+from tierstore.observe.journal import Journal, Span
+from tierstore.observe.report import Look, fragment, line, table, text
+from tierstore.observe.stats import ActivationStats, Stats
+
+MIB = 1 << 20
+
+
+def stats(**others: Any) -> Stats:
+    given: dict[str, Any] = {
+        "hits": 1200,
+        "late": 3,
+        "misses": 1,
+        "stalled_seconds": 0.5,
+        "overlap": 0.75,
+        "busy_seconds": {"DISK>HOST": 2.0},
+        "bytes_read": 3 * MIB,
+        "bytes_written": 0,
+        "bytes_onloaded": 0,
+        "bytes_offloaded": 0,
+        "used_bytes": {"HOST": 6 * MIB, "DISK": 1536},
+        "peak_bytes": {"HOST": 7 * MIB, "DISK": 1536},
+        "budget_bytes": {"HOST": 8 * MIB, "DISK": None},
+    }
+    return Stats(**{**given, **others})
+
+
+def drawn(look: Any, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(look)
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_a_line_has_tiers_acquires_stalls_and_bandwidths() -> None:
+    assert repr(stats()) == (
+        "<Stats: HOST 6.0 MiB of 8.0 MiB, DISK 1.5 KiB; 1,200 hits, 3 late, 1 miss, "
+        "0.50 s stalled; DISK>HOST 3.0 MiB at 1.5 MiB/s>"
+    )
+
+
+def test_a_text_has_them_below_each_other() -> None:
+    assert text(Look("Stats", stats())).split("\n") == [
+        "Stats",
+        "tier     used    budget  full",
+        "HOST  6.0 MiB   8.0 MiB   75%",
+        "DISK  1.5 KiB  no limit",
+        "acquires   1,200 hits, 3 late, 1 miss",
+        "stalled    0.50 s in all",
+        "overlap    75% of the time that bytes moved, nobody waited",
+        "DISK>HOST  3.0 MiB at 1.5 MiB/s",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_table_says_what_the_text_says_and_fits(width: int) -> None:
+    shown = drawn(stats(), width).splitlines()
+    assert [re.split(r"\s{2,}", each.strip()) for each in shown] == [
+        re.split(r"\s{2,}", each.strip()) for each in text(Look("Stats", stats())).split("\n")
+    ]
+    assert max(map(len, shown)) <= width
+
+
+def test_html_has_each_cell_of_the_text() -> None:
+    shown = stats()._repr_html_()
+    cells = set(re.findall(r"<(?:td|th|strong)>([^<]*)</", shown))
+    for each in text(Look("Stats", stats())).replace(">", "&gt;").split("\n"):
+        assert set(re.split(r"\s{2,}", each.strip())) <= cells
+
+
+def test_html_is_escaped() -> None:
+    shown = fragment(Look("<script>&'\"", stats(used_bytes={"<b>": 1}, budget_bytes={})))
+    assert "<script>" not in shown
+    assert "<b>" not in shown
+    assert "&lt;script&gt;&amp;&#x27;&quot;" in shown
+
+
+def test_nothing_steers_a_terminal_or_is_taken_for_markup() -> None:
+    look = Look("store in [red]\x1b[31m\u202e")
+    for shown in (line(look), text(look), drawn(table(look)), fragment(look)):
+        assert "[red]\\x1b[31m\\u202e" in shown
+
+
+def test_numbers_that_some_stores_have_are_shown_where_they_are() -> None:
+    shown = text(
+        Look(
+            "Stats",
+            stats(
+                leased_bytes=MIB,
+                allowed_bytes=4 * MIB,
+                routed_uses=10,
+                routed_bytes_used=8 * MIB,
+                routed_bytes_read=2 * MIB,
+                activations=ActivationStats(saved_bytes=4 * MIB, shipped_bytes=MIB),
+                reserved_bytes={"DEVICE": 2 * MIB},
+            ),
+        )
+    )
+    assert re.search(r"^service +1.0 MiB +4.0 MiB +25%$", shown, re.MULTILINE)
+    assert re.search(r"^experts +10 uses, 2.0 MiB read for 8.0 MiB$", shown, re.MULTILINE)
+    assert re.search(r"^activations +1.0 MiB of 4.0 MiB kept in the store$", shown, re.MULTILINE)
+    assert re.search(r"^torch has +2.0 MiB$", shown, re.MULTILINE)
+    for name in ("service", "experts", "activations", "torch has"):
+        assert name not in text(Look("Stats", stats()))
+
+
+def test_bytes_without_a_time_have_no_speed() -> None:
+    assert "DISK>HOST 3.0 MiB>" in repr(stats(busy_seconds={}))
+    assert "/s" not in repr(stats(busy_seconds={"DISK>HOST": 0.0}))
+
+
+def test_a_budget_of_nothing_is_no_share() -> None:
+    assert "HOST 0 B of 0 B" in repr(stats(used_bytes={"HOST": 0}, budget_bytes={"HOST": 0}))
+
+
+def test_stats_tell_what_moved() -> None:
+    assert stats(bytes_fetched=5).moved() == {"REMOTE>DISK": 5, "DISK>HOST": 3 * MIB}
+
+
+# Without waiting ----------------------------------------------------------------------------------
+
+
+def test_a_lock_that_somebody_has_is_not_waited_for() -> None:
+    lock, taken, over = RLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            over.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait(60)
+    try:
+        assert if_free(lock, lambda: "done", 0.01) is None
+    finally:
+        over.set()
+        holder.join()
+    assert if_free(lock, lambda: "done", 0.01) == "done"
+    with lock:  # in the middle of something
+        assert if_free(lock, lambda: "done", 0.01) is None
+        assert lock._is_owned()
+    with pytest.raises(ZeroDivisionError):
+        if_free(lock, lambda: 1 / 0, 0.01)
+    assert not lock._is_owned()
+
+
+def test_a_glance_at_a_journal_is_its_summary() -> None:
+    journal = Journal()
+    journal.count("DISK>HOST", 10)
+    journal.end(Span("DISK>HOST", "a", nbytes=10, start=1.0, end=3.0))
+    assert journal.glance() == journal.summary()
+    assert journal.glance().busy == {"DISK>HOST": 2.0}

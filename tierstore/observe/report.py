@@ -1,0 +1,194 @@
+"""What a store, its numbers and its handles look like: a line, a text, a table, a page's fragment.
+
+A debugger, a log or a notebook may ask for these at any moment, in any thread. So nothing here
+waits, and nothing raises: it is all made of numbers that were taken before (see `Reporting.look`).
+rich draws the table, and is imported only where it asks for one.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierstore.model.words import count, printable, size
+
+if TYPE_CHECKING:
+    from tierstore.observe.stats import Stats
+
+Row = tuple[str, ...]
+
+_TIER_TITLES: Row = ("tier", "used", "budget", "full")
+
+
+@dataclass(frozen=True)
+class Look:
+    """Something as it is shown: what it is, and its numbers, if it has any that can be told."""
+
+    title: str
+    stats: Stats | None = None
+
+
+Asked = Callable[[Any], Any]
+
+
+def shown_by(
+    look: Callable[[Any], Look],
+) -> tuple[Callable[[Any], str], Asked, Callable[[Any], str]]:
+    """`__repr__`, `__rich__` and `_repr_html_` for a class of whose objects `look` takes a look."""
+
+    def shown_as_line(self: Any) -> str:
+        return line(look(self))
+
+    def shown_as_table(self: Any) -> Any:
+        return table(look(self))
+
+    def shown_as_html(self: Any) -> str:
+        return fragment(look(self))
+
+    return shown_as_line, shown_as_table, shown_as_html
+
+
+# The four forms ----------------------------------------------------------------------------------
+
+
+def line(look: Look) -> str:
+    """All of it in one line.
+
+    >>> line(Look("TierStore on cpu"))
+    '<TierStore on cpu>'
+    """
+    return f"<{': '.join([printable(look.title), *_summary(look.stats)])}>"
+
+
+def text(look: Look) -> str:
+    """A few short lines, for logs and people. No line break at the end."""
+    tiers, facts = _tiers(look.stats), _facts(look.stats)
+    lines = [printable(look.title)]
+    if tiers:
+        lines += _aligned([_TIER_TITLES, *tiers], right=True)
+    return "\n".join(lines + _aligned(facts))
+
+
+def table(look: Look) -> Any:
+    """What rich draws. Nothing in it is taken for markup."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[Any] = [Text(printable(look.title), style="bold")]
+    for titles, rows in ((_TIER_TITLES, _tiers(look.stats)), (None, _facts(look.stats))):
+        if rows:
+            drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(titles))
+            for column, title in enumerate(titles or rows[0]):
+                right = titles is not None and column > 0
+                drawn.add_column(Text(title), justify="right" if right else "left")
+            for row in rows:
+                drawn.add_row(*map(Text, row))
+            parts.append(drawn)
+    return Group(*parts)
+
+
+def fragment(look: Look) -> str:
+    """HTML for a notebook. All text is escaped."""
+    tiers, facts = _tiers(look.stats), _facts(look.stats)
+    parts = [f"<strong>{_escaped(look.title)}</strong>"]
+    if tiers:
+        parts.append(f"<table><thead>{_html_row('th', _TIER_TITLES)}</thead>{_html_body(tiers)}")
+        parts.append("</table>")
+    if facts:
+        parts.append(f"<table>{_html_body(facts)}</table>")
+    return f"<div>{''.join(parts)}</div>"
+
+
+# What the forms have in common ------------------------------------------------------------------
+
+
+def _tiers(stats: Stats | None) -> list[Row]:
+    """Each tier: what is used of its budget. Of a service's host memory, what is leased there."""
+    if stats is None:
+        return []
+    rows = [
+        _tier(name, used, stats.budget_bytes.get(name)) for name, used in stats.used_bytes.items()
+    ]
+    if stats.allowed_bytes:
+        rows.append(_tier("service", stats.leased_bytes, stats.allowed_bytes))
+    return rows
+
+
+def _tier(name: str, used: int, budget: int | None) -> Row:
+    allowed = "no limit" if budget is None else size(budget)
+    return (name, size(used), allowed, f"{used / budget:.0%}" if budget else "")
+
+
+def _facts(stats: Stats | None) -> list[Row]:
+    """What was done: each fact with its name."""
+    if stats is None:
+        return []
+    facts = [
+        ("acquires", _acquires(stats)),
+        ("stalled", f"{stats.stalled_seconds:.2f} s in all"),
+    ]
+    if stats.busy_seconds:
+        facts.append(
+            ("overlap", f"{stats.overlap:.0%} of the time that bytes moved, nobody waited")
+        )
+    facts += [(hop, _moved(stats, hop, nbytes)) for hop, nbytes in stats.moved().items()]
+    if stats.routed_uses:
+        read = f"{size(stats.routed_bytes_read)} read for {size(stats.routed_bytes_used)}"
+        facts.append(("experts", f"{stats.routed_uses:,} uses, {read}"))
+    if stats.activations.saved_bytes:
+        away = f"{size(stats.activations.shipped_bytes)} of {size(stats.activations.saved_bytes)}"
+        facts.append(("activations", f"{away} kept in the store"))
+    if stats.reserved_bytes:
+        facts.append(("torch has", ", ".join(size(each) for each in stats.reserved_bytes.values())))
+    return [(name, value) for name, value in facts]
+
+
+def _acquires(stats: Stats) -> str:
+    misses = "1 miss" if stats.misses == 1 else f"{stats.misses:,} misses"
+    return f"{count(stats.hits, 'hit')}, {stats.late:,} late, {misses}"
+
+
+def _moved(stats: Stats, hop: str, nbytes: int) -> str:
+    seconds = stats.busy_seconds.get(hop)
+    return f"{size(nbytes)} at {size(nbytes / seconds)}/s" if seconds else size(nbytes)
+
+
+def _summary(stats: Stats | None) -> Iterator[str]:
+    """What stands in the line after what it is."""
+    if stats is None:
+        return
+    tiers = [
+        f"{name} {used}" if budget == "no limit" else f"{name} {used} of {budget}"
+        for name, used, budget, _ in _tiers(stats)
+    ]
+    moved = [f"{hop} {_moved(stats, hop, nbytes)}" for hop, nbytes in stats.moved().items()]
+    stalled = f"{stats.stalled_seconds:.2f} s stalled"
+    parts = (", ".join(tiers), f"{_acquires(stats)}, {stalled}", ", ".join(moved))
+    yield "; ".join(part for part in parts if part)
+
+
+def _aligned(rows: list[Row], *, right: bool = False) -> list[str]:
+    """The rows with their columns below each other; all but the first column maybe at its right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        aligned = [first.ljust(widths[0])]
+        for cell, width in zip(others, widths[1:], strict=True):
+            aligned.append(cell.rjust(width) if right else cell.ljust(width))
+        lines.append("  ".join(aligned).rstrip())
+    return lines
+
+
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _html_row(cell: str, row: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{cell}>{_escaped(each)}</{cell}>' for each in row)}</tr>"
+
+
+def _html_body(rows: list[Row]) -> str:
+    return f"<tbody>{''.join(_html_row('td', row) for row in rows)}</tbody>"
