@@ -30,7 +30,7 @@ from tierstore.engine.settings import (
 )
 from tierstore.lease import Lease
 from tierstore.model.tiers import Access
-from tierstore.observe.report import Look, shown_by, text
+from tierstore.observe.report import Shown, shown_by, text
 from tierstore.observe.stats import Snapshot, Stats
 from tierstore.observe.trace import load
 from tierstore.observe.trace_writer import document, merged, save
@@ -46,9 +46,9 @@ def _each_key(store: TierStore) -> Iterator[str]:
     return iter(store.keys())
 
 
-def _look(store: TierStore) -> Look:
+def _look(store: TierStore) -> Shown:
     engine = getattr(store, "_engine", None)  # it may be asked for while a store is made
-    return Look("TierStore, not open") if engine is None else engine.reporting.look()
+    return Shown("TierStore, not open") if engine is None else engine.reporting.look()
 
 
 class TierStore(AbstractContextManager["TierStore"]):

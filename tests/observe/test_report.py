@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tierstore.model.locks import RLock, if_free
 from tierstore.observe.journal import Journal, Span
-from tierstore.observe.report import Look, fragment, line, table, text
+from tierstore.observe.report import Shown, fragment, line, table, text
 from tierstore.observe.stats import ActivationStats, Stats
 
 MIB = 1 << 20
@@ -53,7 +53,7 @@ def test_a_line_has_tiers_acquires_stalls_and_bandwidths() -> None:
 
 
 def test_a_text_has_them_below_each_other() -> None:
-    assert text(Look("Stats", stats())).split("\n") == [
+    assert text(Shown("Stats", stats())).split("\n") == [
         "Stats",
         "tier     used    budget  full",
         "HOST  6.0 MiB   8.0 MiB   75%",
@@ -69,7 +69,7 @@ def test_a_text_has_them_below_each_other() -> None:
 def test_a_table_says_what_the_text_says_and_fits(width: int) -> None:
     shown = drawn(stats(), width).splitlines()
     assert [re.split(r"\s{2,}", each.strip()) for each in shown] == [
-        re.split(r"\s{2,}", each.strip()) for each in text(Look("Stats", stats())).split("\n")
+        re.split(r"\s{2,}", each.strip()) for each in text(Shown("Stats", stats())).split("\n")
     ]
     assert max(map(len, shown)) <= width
 
@@ -77,26 +77,26 @@ def test_a_table_says_what_the_text_says_and_fits(width: int) -> None:
 def test_html_has_each_cell_of_the_text() -> None:
     shown = stats()._repr_html_()
     cells = set(re.findall(r"<(?:td|th|strong)>([^<]*)</", shown))
-    for each in text(Look("Stats", stats())).replace(">", "&gt;").split("\n"):
+    for each in text(Shown("Stats", stats())).replace(">", "&gt;").split("\n"):
         assert set(re.split(r"\s{2,}", each.strip())) <= cells
 
 
 def test_html_is_escaped() -> None:
-    shown = fragment(Look("<script>&'\"", stats(used_bytes={"<b>": 1}, budget_bytes={})))
+    shown = fragment(Shown("<script>&'\"", stats(used_bytes={"<b>": 1}, budget_bytes={})))
     assert "<script>" not in shown
     assert "<b>" not in shown
     assert "&lt;script&gt;&amp;&#x27;&quot;" in shown
 
 
 def test_nothing_steers_a_terminal_or_is_taken_for_markup() -> None:
-    look = Look("store in [red]\x1b[31m\u202e")
+    look = Shown("store in [red]\x1b[31m\u202e")
     for shown in (line(look), text(look), drawn(table(look)), fragment(look)):
         assert "[red]\\x1b[31m\\u202e" in shown
 
 
 def test_numbers_that_some_stores_have_are_shown_where_they_are() -> None:
     shown = text(
-        Look(
+        Shown(
             "Stats",
             stats(
                 leased_bytes=MIB,
@@ -114,7 +114,7 @@ def test_numbers_that_some_stores_have_are_shown_where_they_are() -> None:
     assert re.search(r"^activations +1.0 MiB of 4.0 MiB kept in the store$", shown, re.MULTILINE)
     assert re.search(r"^torch has +2.0 MiB$", shown, re.MULTILINE)
     for name in ("service", "experts", "activations", "torch has"):
-        assert name not in text(Look("Stats", stats()))
+        assert name not in text(Shown("Stats", stats()))
 
 
 def test_bytes_without_a_time_have_no_speed() -> None:

@@ -28,7 +28,7 @@ from tierstore.engine.settings import resolve_device
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
 from tierstore.model.words import count
-from tierstore.observe.report import Look, shown_by
+from tierstore.observe.report import Shown, shown_by
 from tierstore.observe.stats import Stats
 from tierstore.store import TierStore, check_store, engine_of
 
@@ -45,9 +45,9 @@ _handles: weakref.WeakKeyDictionary[Any, OffloadHandle] = weakref.WeakKeyDiction
 _numbers = itertools.count()
 
 
-def _look(handle: OffloadHandle) -> Look:
+def _look(handle: OffloadHandle) -> Shown:
     if "_enabled" not in vars(handle):  # it may be asked for while a handle is made
-        return Look("OffloadHandle, not made yet")
+        return Shown("OffloadHandle, not made yet")
     target, parts = handle._target(), list(handle._parts.values())
     groups = sum(len(part.groups) for part in parts)
     what = "what is gone" if target is None else type(target).__name__
@@ -55,7 +55,7 @@ def _look(handle: OffloadHandle) -> Look:
     if parts:
         state += f", {count(len(parts), 'model')} in {count(groups, 'group')}"
     store = engine_of(handle.store).reporting.look()
-    return Look(f"OffloadHandle of {what}, {state}; {store.title}", store.stats)
+    return Shown(f"OffloadHandle of {what}, {state}; {store.title}", store.stats)
 
 
 class OffloadHandle:

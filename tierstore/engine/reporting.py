@@ -11,7 +11,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Tier
 from tierstore.model.words import count
 from tierstore.observe.journal import Summary
-from tierstore.observe.report import Look
+from tierstore.observe.report import Shown
 from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
 from tierstore.observe.trace_writer import Notes
 
@@ -60,7 +60,7 @@ class Reporting:
         peak = {tier: d.peak_bytes for tier, d in drivers if d.peak_bytes is not None}
         return self._of_service(core.observer.stats(summary, core.planner, peak))
 
-    def look(self) -> Look:
+    def look(self) -> Shown:
         """What a store looks like, for debuggers, logs and notebooks.
 
         It takes no lock of the store and changes nothing, as whoever asks may be in the middle of
@@ -69,13 +69,13 @@ class Reporting:
         core = self.core
         where = f"on {core.device} in {core.directory.path}"
         if core.forked():
-            return Look(f"TierStore of another process, {where}")
+            return Shown(f"TierStore of another process, {where}")
         planner = core.planner
         stats = core.observer.glance(core.mover.journal.glance(), planner, planner.peak)
         if core.ended():  # its memory was given back
-            return Look(f"TierStore, closed, {where}", replace(stats, used_bytes={}))
+            return Shown(f"TierStore, closed, {where}", replace(stats, used_bytes={}))
         groups = count(len(core.current), "group")
-        return Look(f"TierStore {where}, {groups}", self._of_service(stats))
+        return Shown(f"TierStore {where}, {groups}", self._of_service(stats))
 
     def _of_service(self, stats: Stats) -> Stats:
         """What a service lends is counted apart."""

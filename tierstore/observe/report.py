@@ -23,7 +23,7 @@ _TIER_TITLES: Row = ("tier", "used", "budget", "full")
 
 
 @dataclass(frozen=True)
-class Look:
+class Shown:
     """Something as it is shown: what it is, and its numbers, if it has any that can be told."""
 
     title: str
@@ -34,7 +34,7 @@ Asked = Callable[[Any], Any]
 
 
 def shown_by(
-    look: Callable[[Any], Look],
+    look: Callable[[Any], Shown],
 ) -> tuple[Callable[[Any], str], Asked, Callable[[Any], str]]:
     """`__repr__`, `__rich__` and `_repr_html_` for a class of whose objects `look` takes a look."""
 
@@ -53,16 +53,16 @@ def shown_by(
 # The four forms ----------------------------------------------------------------------------------
 
 
-def line(look: Look) -> str:
+def line(look: Shown) -> str:
     """All of it in one line.
 
-    >>> line(Look("TierStore on cpu"))
+    >>> line(Shown("TierStore on cpu"))
     '<TierStore on cpu>'
     """
     return f"<{': '.join([printable(look.title), *_summary(look.stats)])}>"
 
 
-def text(look: Look) -> str:
+def text(look: Shown) -> str:
     """A few short lines, for logs and people. No line break at the end."""
     tiers, facts = _tiers(look.stats), _facts(look.stats)
     lines = [printable(look.title)]
@@ -71,7 +71,7 @@ def text(look: Look) -> str:
     return "\n".join(lines + _aligned(facts))
 
 
-def table(look: Look) -> Any:
+def table(look: Shown) -> Any:
     """What rich draws. Nothing in it is taken for markup."""
     from rich.console import Group
     from rich.table import Table
@@ -90,7 +90,7 @@ def table(look: Look) -> Any:
     return Group(*parts)
 
 
-def fragment(look: Look) -> str:
+def fragment(look: Shown) -> str:
     """HTML for a notebook. All text is escaped."""
     tiers, facts = _tiers(look.stats), _facts(look.stats)
     parts = [f"<strong>{_escaped(look.title)}</strong>"]

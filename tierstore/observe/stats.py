@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierstore.observe.report import Look, shown_by
+from tierstore.observe.report import Shown, shown_by
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Stats:
         moved = {hop: int(getattr(self, name)) for hop, name in BYTES_MOVED.items()}
         return {hop: nbytes for hop, nbytes in moved.items() if nbytes}
 
-    __repr__, __rich__, _repr_html_ = shown_by(lambda stats: Look("Stats", stats))
+    __repr__, __rich__, _repr_html_ = shown_by(lambda stats: Shown("Stats", stats))
 
 
 @dataclass(frozen=True)
