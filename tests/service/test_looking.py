@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import threading
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.serving import ThreadService, serving, wait_until
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
+from tierstore.model.words import size
 from tierstore.service.metrics import serve_metrics
 from tierstore.wire import messages
 from tierstore.wire.asking import NoAnswerError, report_of
@@ -51,6 +53,18 @@ def test_it_tells_of_its_workers(service: ThreadService, tmp_path: Path) -> None
         assert report.tiers["HOST"][1] == 4 * MIB + 65536
         assert report.read_bytes >= MIB
     wait_until(lambda: not report_of(service.socket).workers)
+
+
+def test_a_connected_store_shows_what_it_has_leased(service: ThreadService, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "m.safetensors", groups=1)
+    with service.connect() as store:
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        with store.acquire("w0"):
+            stats, shown = store.stats(), store.report()
+            assert stats.leased_bytes >= MIB
+            leased, allowed = size(stats.leased_bytes), size(stats.allowed_bytes)
+            assert re.search(rf"^service +{leased} +{allowed} +\d+%$", shown, re.MULTILINE), shown
+            assert re.search(r"^HOST +0 B ", shown, re.MULTILINE), shown  # nothing of its own
 
 
 def test_it_tells_who_waits_and_since_when(service: ThreadService, tmp_path: Path) -> None:
