@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from tierstore.engine.checkpoints import (
     CheckpointFile,
     aread_checkpoint,
     checkpoint_files,
+    indexed,
     read_checkpoint,
 )
 from tierstore.model.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent
+from tierstore.tiers.object_store import memory_store
 
 Read = Callable[[Path], list[CheckpointFile]]
 
@@ -265,3 +268,25 @@ def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match="File name too long") as error:
         checkpoint_files(place)
     assert error.value.path == str(place)
+
+
+# In an object store ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read", [read_checkpoint, lambda url: asyncio.run(aread_checkpoint(url))])
+def test_a_url_tells_what_its_file_does(read: Callable[[str], Any], tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.ones(3, np.float32), "b": np.zeros((2, 2), np.int64)}, path)
+    url = f"memory://headers-{os.urandom(4).hex()}/m"
+    memory_store(url).put("m/model.safetensors", path.read_bytes())
+    (far,), (near,) = read(url), read_checkpoint(path)
+    assert far.path == f"{url}/model.safetensors"
+    assert far.header_digest == near.header_digest
+    told = [[(t.name, t.dtype, t.shape, t.extent.offset) for t in f.tensors] for f in (far, near)]
+    assert told[0] == told[1]
+
+
+def test_an_index_out_of_an_object_store_is_refused_if_it_is_too_large() -> None:
+    with pytest.raises(InvalidHeaderError, match="too large"):
+        indexed(bytes(checkpoints.MAX_INDEX_BYTES + 1), "s3://bucket/index.json")

@@ -520,3 +520,19 @@ def test_every_bit_of_a_header_counts(disk_dir: Path) -> None:
         assert found.error is not None, f"bit {offset % 8} of byte {offset}"
     path.write_bytes(whole)
     assert look(disk_dir) == "old"
+
+
+# What may be lost --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_what_may_be_lost_is_synced_by_nobody(lasting: bool, disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir, lasting=lasting)
+    with system_call("fsync") as calls:
+        write(directory, KEY, OLD)
+        write(directory, KEY, NEW)
+        write(directory, "other", OLD)
+        directory.remove("other")
+    assert bool(calls) is lasting
+    directory.close()
+    assert look(disk_dir) == "new"
