@@ -77,7 +77,7 @@ def from_pretrained(
     for which the disk has no room.
     """
     source = pretrained_model_name_or_path
-    if isinstance(source, str) and is_url(source):
+    if is_url(source):
         check_store(store)
         source = engine_of(store).groups.mirrored(
             source, subfolder=kwargs.get("subfolder") or "", variant=kwargs.get("variant")

@@ -38,7 +38,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
     Raises TransferError if a file cannot be read, InvalidHeaderError if a header or the index is
     malformed, ValueError if two files hold a tensor of the same name.
     """
-    if isinstance(path, str) and is_url(path):
+    if is_url(path):
         return _without_repeats(remote_checkpoint(path, indexed))
     return _without_repeats([read_file(name) for name in _with_bar(path)])
 

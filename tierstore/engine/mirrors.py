@@ -8,14 +8,16 @@ start asks the object store for its list, with one request, and downloads what h
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tierstore.engine.remote_groups import all_done
 from tierstore.model.errors import StaleCheckpointError, TransferError
 from tierstore.progress import byte_bar
 from tierstore.system.files import parts, sync_names, transfer_errors, write_all
@@ -59,10 +61,13 @@ def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None
     with transfer_errors("writing", path=place):
         os.makedirs(place, exist_ok=True)
         _tidy(place, objects)
-        lacking = {name: each for name, each in objects.items() if not _is_there(place, name, each)}
+        before = _read_list(place)
+        there = {name: before[name] for name in objects if _is_there(place, name, before, objects)}
+        lacking = {name: each for name, each in objects.items() if name not in there}
         if lacking:
-            _download(source, place, lacking)
-        _write_list(place, {name: _row(each) for name, each in objects.items()})
+            _download(source, place, there, lacking)
+        elif there != before:
+            _write_list(place, there)
     return place
 
 
@@ -113,37 +118,44 @@ def _read_list(place: str) -> dict[str, Any]:
 
 
 def _write_list(place: str, stamps: dict[str, list[Any]]) -> None:
-    if _read_list(place) == stamps:
-        return
     draft = Path(place, f"{LIST}.tmp")
     draft.write_text(json.dumps(stamps))
     os.replace(draft, Path(place, LIST))
 
 
-def _is_there(place: str, name: str, stamp: ObjectStamp) -> bool:
+def _is_there(
+    place: str, name: str, before: dict[str, Any], objects: dict[str, ObjectStamp]
+) -> bool:
     """Whether a file was made of the object as it is now."""
-    path = os.path.join(place, name)
-    same = _read_list(place).get(name) == _row(stamp)
+    path, stamp = os.path.join(place, name), objects[name]
+    same = before.get(name) == _row(stamp)
     return same and os.path.isfile(path) and os.path.getsize(path) == stamp.size
 
 
 def _tidy(place: str, objects: dict[str, ObjectStamp]) -> None:
     """Remove files of what is not there any more: a library would load them, too."""
+    known = {*objects, LIST}
     for folder, _, names in os.walk(place):
         for name in names:
             path = os.path.join(folder, name)
-            if os.path.relpath(path, place) not in {*objects, LIST}:
+            if os.path.relpath(path, place) not in known:
                 os.unlink(path)
 
 
-def _download(source: RemoteDirectory, place: str, objects: dict[str, ObjectStamp]) -> None:
-    """Bring objects; each is a file under its own name once all of it is there."""
+def _download(
+    source: RemoteDirectory,
+    place: str,
+    there: dict[str, list[Any]],
+    objects: dict[str, ObjectStamp],
+) -> None:
+    """Bring objects beside those that are there; each is a file under its own name once all of it
+    is."""
     nbytes = sum(stamp.size for stamp in objects.values())
     with (
         byte_bar(f"Downloading {source.url}", nbytes) as advance,
         ThreadPoolExecutor(IN_FLIGHT) as pool,
     ):
-        done: dict[str, list[Any]] = _read_list(place)
+        done = there
         for name, stamp in objects.items():
             found = source.find(name)
             if found is None:
@@ -190,15 +202,10 @@ def _fill(pool: ThreadPoolExecutor, descriptor: int, found: RemoteObject, advanc
         write_all(descriptor, found.read(start, start + nbytes), start)
         advance(nbytes)
 
-    running: Sequence[Any] = [
-        pool.submit(bring, start, nbytes) for start, nbytes in parts(found.stamp.size, PIECE)
-    ]
-    try:
-        for each in running:
-            each.result()
-    finally:
-        for each in running:  # none writes to a file that is closed
-            each.cancel()
-        for each in running:
-            with contextlib.suppress(BaseException):
-                each.result()
+    all_done(
+        pool,
+        (
+            functools.partial(bring, start, nbytes)
+            for start, nbytes in parts(found.stamp.size, PIECE)
+        ),
+    )

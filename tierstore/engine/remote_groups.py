@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -156,9 +156,15 @@ def fetched(
 
 
 def all_done(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> None:
-    """Do jobs on the threads of a pool. Raises what one of them raised."""
-    for future in [pool.submit(job) for job in jobs]:
-        future.result()
+    """Do jobs on the threads of a pool. Raises what one of them raised, once none is being done."""
+    running = [pool.submit(job) for job in jobs]
+    try:
+        for each in running:
+            each.result()
+    finally:
+        for each in running:
+            each.cancel()
+        wait(running)
 
 
 def _runs(tensors: Iterable[FileTensor]) -> Iterator[list[FileTensor]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from tierstore.model.errors import StaleCheckpointError, TransferError
@@ -67,7 +67,7 @@ _memory: dict[str, Any] = {}
 _memory_lock = threading.Lock()
 
 
-def is_url(path: object) -> bool:
+def is_url(path: object) -> TypeGuard[str]:
     """Whether it is a URL of an object store, not the name of a file.
 
     >>> is_url("s3://bucket/flux"), is_url("models/flux"), is_url("c://flux")

@@ -249,9 +249,9 @@ def _make_huge(address: int, nbytes: int) -> None:
     as fast, and whoever looks at them finds 512 pages at once.
     """
     _advise(address, nbytes, mmap.MADV_HUGEPAGE)
-    chunks = (ctypes.c_uint8 * nbytes).from_address(address)
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
     for at in range(0, nbytes, CHUNK):
-        chunks[at] = 0
+        memory[at] = 0
     _advise(address, nbytes, MADV_COLLAPSE)
 
 
