@@ -78,16 +78,23 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """Run a model with its weights in `store`. Returns the same model.
+    """Run a model with its weights in `store`.
 
-    Its Parameter objects stay what they are. A weight is on the store's device while its module
-    runs; otherwise it is a CPU tensor of its true value, which costs no memory: a map of the file
-    that holds it. Weights that still are a checkpoint's own bytes are read from there; others are
-    written to the store once. Inputs come to the device by themselves, and what the model returns
-    goes to where its inputs came from. Changes of weights, and new ones, are noticed when the
-    model runs next.
+        dispatch_model(model, store)
+        output = model.generate(**inputs)
+
+    Names and meanings are those of accelerate's `dispatch_model`. Parameter objects stay the same.
+    A weight is on the store's device while its module runs; otherwise it is a CPU tensor of its
+    true value that takes no memory: a map of the file that has it. Weights that still are a
+    checkpoint's own bytes are read from there; others are written to the store once. Inputs come to
+    the device by themselves, and what the model returns goes to where its inputs came from. Changes
+    of weights, and new ones, are noticed when the model runs next. A model that is dispatched
+    already is dispatched anew, unless nothing is different. A part of it may be dispatched by
+    itself, to another store too; the rest then goes without it.
 
     Args:
+        model: any module on the CPU, with values.
+        store: where the weights go.
         device_map: None or `"auto"`: the store decides by its budgets what stays where. Or a dict
             of module names (`""` for the whole model; the longest name counts) to places: the
             store's device (an index, `"cuda:0"`, a torch.device): stays there for good, within
@@ -98,14 +105,18 @@ def dispatch_model(
             moved between devices: caches that the model changes in place.
         preload_module_classes: names of classes that use weights of the modules in them without
             calling those: all of theirs come when they run.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
 
-    A model that is dispatched already is dispatched anew, unless nothing is different. A part of
-    it may be dispatched by itself, to another store too; the rest then goes without it. Other
-    arguments of accelerate are replaced by the store (TypeError says by what) or have no effect.
+    Returns:
+        The same model.
 
-    Raises ValueError for a map that does not fit the model or the store, for weights on the meta
-    device and for a model that something else offloads; BudgetError if a weight is larger than a
-    budget. The model is as it was then.
+    Raises:
+        ValueError: the map does not fit the model or the store, a weight is on the meta device, or
+            something else offloads the model.
+        TypeError: an argument that the store replaces, such as `max_memory`; no module.
+        BudgetError: a weight is larger than a budget.
+        TransferError: weights have to be written, and cannot be (DiskFullError: the disk is full).
+            Whatever is raised, the model is as it was.
     """
     _refuse_replaced("dispatch_model", replaced)
     _check(model, store, main_device)
@@ -198,19 +209,28 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     to `dtype`, are cast group by group, and written to the store once.
 
     Args:
+        model: made under `accelerate.init_empty_weights()`, `torch.device("meta")`, or neither.
         checkpoint: a safetensors file, a directory with one or with shards, an index file, or a
             URL of one of these in an object store (`s3://`, `gs://`, `az://`, `https://`). What
             lies there is fetched to the store's directory, once: `disk_budget` must have room.
+        store: where the weights go.
+        device_map: as for `dispatch_model`, and so `main_device`, `skip_keys` and the rest.
+        main_device: the store's device, if given at all.
         dtype: what floating-point weights are cast to, if anything.
         strict: whether names in the checkpoint that the model lacks are an error. Names that the
             checkpoint lacks always are.
+        skip_keys: names of values that are not moved between devices.
+        preload_module_classes: names of classes whose weights all come when they run.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
 
-    The rest is as for `dispatch_model`. Build the model under `accelerate.init_empty_weights()` or
-    `torch.device("meta")`.
+    Returns:
+        The same model.
 
-    Raises what `dispatch_model` raises; ValueError if names or shapes do not fit; TransferError,
-    InvalidHeaderError or StaleCheckpointError if the files cannot be used. Whatever it raises, what
-    was on the meta device is there again; other weights may have the checkpoint's values.
+    Raises:
+        ValueError: names or shapes do not fit; what `dispatch_model` raises.
+        TransferError: a file cannot be used (InvalidHeaderError, StaleCheckpointError).
+        BudgetError: a weight is larger than a budget. Whatever is raised, what was on the meta
+            device is there again; other weights may have the checkpoint's values.
     """
     _refuse_replaced("load_checkpoint_and_dispatch", replaced)
     _check(model, store, main_device)
@@ -255,7 +275,18 @@ def cpu_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """`dispatch_model` with all weights in RAM between their uses, as far as its budget goes."""
+    """Call `dispatch_model` so that weights stay in RAM between uses, as far as the budget goes.
+
+    Args:
+        model: as for `dispatch_model`, which says what is raised, too.
+        store: where the weights go.
+        execution_device: the store's device, if given at all.
+        preload_module_classes: as for `dispatch_model`.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
+
+    Returns:
+        The same model.
+    """
     _refuse_replaced("cpu_offload", replaced)
     _check(model, store, execution_device, "execution_device")
     return dispatch_model(model, store, {"": "cpu"}, preload_module_classes=preload_module_classes)
@@ -269,7 +300,18 @@ def disk_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """`dispatch_model` with all weights on disk; the store's budgets say what stays above it."""
+    """Call `dispatch_model` with all weights on disk; budgets say what stays above it.
+
+    Args:
+        model: as for `dispatch_model`, which says what is raised, too.
+        store: where the weights go.
+        execution_device: the store's device, if given at all.
+        preload_module_classes: as for `dispatch_model`.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
+
+    Returns:
+        The same model.
+    """
     _refuse_replaced("disk_offload", replaced)
     _check(model, store, execution_device, "execution_device")
     return dispatch_model(model, store, {"": "disk"}, preload_module_classes=preload_module_classes)
@@ -278,8 +320,16 @@ def disk_offload(
 def undispatch(model: ModuleType) -> ModuleType:
     """Make a dispatched model an ordinary one again, bit-equal, its weights on the CPU.
 
-    Parts of it that were dispatched by themselves stay so. Raises ValueError if it is not
-    dispatched.
+    Parts of it that were dispatched by themselves stay so.
+
+    Args:
+        model: what was given to `dispatch_model`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: it is not dispatched.
     """
     owner = _dispatched_before(model)
     if owner is None:

@@ -17,6 +17,7 @@ from tierstore.model.words import size
 from tierstore.tiers.assembly import TierSettings as TierSettings
 
 Size = int | float | str
+VERIFY = ("first", "always", "never")
 
 logger = logging.getLogger("tierstore.engine")
 
@@ -32,6 +33,13 @@ class Settings:
     disk_dir: str
     policy: str
     device_budget_may_grow: bool = False
+
+
+def checked_verify(verify: str) -> str:
+    """When checksums are compared. Raises ValueError for what is no such word."""
+    if verify not in VERIFY:
+        raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
+    return verify
 
 
 def resolve_device(wanted: str | torch.device | None) -> torch.device:

@@ -21,7 +21,11 @@ def _made_again(
 
 
 class UnknownKeyError(TierStoreError, KeyError):
-    """No group has this key."""
+    """No group has this key. Also a KeyError.
+
+    Attributes:
+        key: the key that was asked for.
+    """
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -35,7 +39,11 @@ class UnknownKeyError(TierStoreError, KeyError):
 
 
 class DuplicateKeyError(TierStoreError):
-    """A group of this key exists and may not be replaced by registering another."""
+    """A group of this key exists and may not be replaced by registering another.
+
+    Attributes:
+        key: the key.
+    """
 
     def __init__(self, key: str) -> None:
         super().__init__(
@@ -46,9 +54,13 @@ class DuplicateKeyError(TierStoreError):
 
 
 class BudgetError(TierStoreError):
-    """A budget cannot hold what was asked for.
+    """A budget is too small for what was asked for.
 
-    Attributes: `key`, `tier` (its name), `nbytes` asked for, `budget` of that tier, in bytes.
+    Attributes:
+        key: the key of the group.
+        tier: the name of the tier.
+        nbytes: bytes that were asked for.
+        budget: bytes that the tier may take.
     """
 
     def __init__(self, key: str, tier: str, nbytes: int, budget: int, advice: str) -> None:
@@ -63,7 +75,12 @@ class BudgetError(TierStoreError):
 
 
 class TransferError(TierStoreError):
-    """Bytes could not be moved. `__cause__` is the error of the system or the device."""
+    """Bytes could not be moved. `__cause__` is the error of the system or the device.
+
+    Attributes:
+        key: the key of the group; None if it is about no single one.
+        path: the path of the file; None if it is about none.
+    """
 
     def __init__(self, message: str, *, key: str | None = None, path: str | None = None) -> None:
         super().__init__(message)
@@ -76,7 +93,12 @@ class TruncatedFileError(TransferError):
 
 
 class CorruptDataError(TransferError):
-    """Bytes are not the ones that were written. `expected` and `found` say how it was noticed."""
+    """Bytes are not the ones that were written.
+
+    Attributes:
+        expected: what should have been found, such as a checksum; None if that cannot be said.
+        found: what was found instead.
+    """
 
     def __init__(
         self,
@@ -105,11 +127,11 @@ class DiskFullError(TransferError):
 
 
 class LeaseError(TierStoreError):
-    """A lease was used in a way that it does not allow."""
+    """A lease was used in a way that it does not allow, or callers wait for each other's leases."""
 
 
 class CaptureError(TierStoreError, RuntimeError):
-    """A store was used while the caller's stream is captured into a graph."""
+    """A store was used while the caller's stream is captured into a graph. Also a RuntimeError."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -124,7 +146,12 @@ class StoreLockedError(TierStoreError):
 
 
 class StoreTimeoutError(TierStoreError, TimeoutError):
-    """What was waited for has not come in time. It goes on coming."""
+    """What was waited for has not come in time. It goes on coming. Also a TimeoutError.
+
+    Attributes:
+        key: the key of the group.
+        seconds: for how many seconds it was waited for.
+    """
 
     def __init__(self, key: str, what: str, seconds: float) -> None:
         super().__init__(
@@ -136,10 +163,12 @@ class StoreTimeoutError(TierStoreError, TimeoutError):
 
 
 class ServiceLostError(TierStoreError, ConnectionError):
-    """The service that a store is connected to is not there (any more).
+    """The service that a store is connected to is not there (any more). Also a ConnectionError.
 
     What was leased of it stays readable. As soon as it is back, the store goes on by itself.
-    `socket` is where it was looked for.
+
+    Attributes:
+        socket: the path of the socket where it was looked for.
     """
 
     def __init__(self, socket: str, why: str) -> None:
@@ -151,11 +180,15 @@ class ServiceLostError(TierStoreError, ConnectionError):
 
 
 class ClosedError(TierStoreError):
-    """The store is closed."""
+    """The store is closed, or belongs to the process that this one was forked from."""
 
 
 class InvalidTraceError(TierStoreError, ValueError):
-    """A file is not a whole trace of a store. `path` says which."""
+    """A file is not a whole trace of a store. Also a ValueError.
+
+    Attributes:
+        path: the path of the file.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(

@@ -22,20 +22,24 @@ and needs about twice as much for that."""
 
 
 def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Write the parameters and buffers of a model to the directory `path`, in safetensors files
-    with an index, as `from_pretrained` and `TierStore.register_checkpoint` read them.
+    """Write the parameters and buffers of a model in safetensors files with an index.
 
         export_safetensors("exported", model)
 
-    Of tied parameters the first name is written, as `save_pretrained` does. It is torch's
-    `HuggingFaceStorageWriter` that writes. What several ranks have is exported by one process that
-    has loaded what they saved.
-
+    `from_pretrained` and `TierStore.register_checkpoint` read them. Of tied parameters the first
+    name is written, as `save_pretrained` does. torch's `HuggingFaceStorageWriter` writes.
     To go on with the training, use `save_training`: this has no optimizer, no checksums, and does
     not replace what is there at once.
 
-    Raises ValueError for a directory that has safetensors files already, RuntimeError on several
-    ranks, DiskFullError or TransferError.
+    Args:
+        path: a directory without safetensors files, made if missing.
+        model: an `OffloadModel`, or any other module.
+
+    Raises:
+        ValueError: the directory has safetensors files already.
+        RuntimeError: there are several ranks: load in one process what they saved, and export it.
+        DiskFullError: the disk is full.
+        TransferError: another error of the disk.
     """
     if all_ranks().get_world_size() > 1:
         raise RuntimeError(

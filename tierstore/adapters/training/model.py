@@ -55,7 +55,16 @@ class OffloadModel(nn.Module):
     It stands for `module`: it is called like it, has its parameters and buffers under their own
     names, and its modes. Forward brings in slice after slice, backward in reverse; gradients leave
     for the store as they become final. While they are away, parameters and gradients are ordinary
-    CPU tensors that read as what they are, and may be changed.
+    CPU tensors that read as what they are, and may be changed. Losses, gradients and weights are
+    those of ordinary training, to the last bit.
+
+    To go through a model slice by slice is the idea of FairScale's `OffloadModel`, after Pudipeddi
+    et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm"
+    (2020).
+
+    In several processes, apply `fully_shard` (FSDP2) to the module before: then each process has
+    its shards in its own store. All of them make their OffloadModel at the same time, since that
+    gathers each module once. It cannot be combined with DistributedDataParallel or FSDP1.
 
     Args:
         module: what to train; on the CPU, or where `fully_shard` has put its shards; with values
@@ -69,14 +78,12 @@ class OffloadModel(nn.Module):
         num_microbatches: cut each batch (the first dimension of tensors) into so many parts that
             go through the model one after the other; gradients add up.
 
-    In several processes, apply `fully_shard` (FSDP2) to the module before: then each process has
-    its shards in its own store. All of them make their OffloadModel at the same time, since that
-    gathers each module once. It cannot be combined with DistributedDataParallel or FSDP1, neither
-    around it nor inside.
-
-    Raises ValueError for arguments that cannot be, or a module that is offloaded already, or spread
-    over processes; BudgetError, at its first use, for a parameter that is larger than a budget (the
-    CPU uses that where it lies on disk); what `put` raises.
+    Raises:
+        ValueError: an argument cannot be, or the module is offloaded already, or spread over
+            processes by something else than `fully_shard`.
+        BudgetError: at its first use on an accelerator: a parameter is larger than a budget.
+        DiskFullError: the disk has no room for what does not stay in RAM.
+        TransferError: another error of the disk.
     """
 
     module: nn.Module
@@ -143,18 +150,44 @@ class OffloadModel(nn.Module):
         )
 
     def train(self, mode: bool = True) -> OffloadModel:
-        """Set the mode of the module."""
+        """Set the mode of the module, as `nn.Module.train` does.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            This model.
+        """
         self.module.train(mode)
         self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module, under its own names: CPU tensors that read as what they are."""
+        """The state of the module, under its own names: CPU tensors that read as what they are.
+
+        They are views of what is stored: copy or save them before the next step.
+
+        Args:
+            *args: as for `nn.Module.state_dict`.
+            **kwargs: as for `nn.Module.state_dict`.
+        """
         self.put_away()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load values into the module. `assign` makes no difference: they are copied."""
+        """Load values into the module.
+
+        Args:
+            state_dict: tensors by the module's own names.
+            strict: whether missing and unknown names are an error.
+            assign: makes no difference: values are copied.
+
+        Returns:
+            What `nn.Module.load_state_dict` returns: missing and unexpected names.
+
+        Raises:
+            RuntimeError: names or shapes do not fit.
+        """
         self.put_away()
         for part in self._sharded:
             part.reshard()
@@ -168,7 +201,11 @@ class OffloadModel(nn.Module):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also what a backward pass that failed has left in the store."""
+        """Forget all gradients, also what a backward pass that failed has left in the store.
+
+        Args:
+            set_to_none: as for `nn.Module.zero_grad`.
+        """
         self.put_away()
         super().zero_grad(set_to_none)
 
@@ -265,7 +302,18 @@ class OffloadModel(nn.Module):
     # Running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns, on the device, for inputs from anywhere."""
+        """What the module returns, on the device, for inputs from anywhere.
+
+        Args:
+            *args: the inputs of the module; tensors are brought to the store's device.
+            **kwargs: the same, by name.
+
+        Raises:
+            RuntimeError: `fully_shard` or another library has taken the module since.
+            ClosedError: the store is closed.
+            BudgetError: on an accelerator: what is needed at once is larger than a budget.
+            TransferError: weights cannot be read or written.
+        """
         refuse_spread_later(self, self._sharded)
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
@@ -308,7 +356,11 @@ class OffloadModel(nn.Module):
         return self._group_of.get(id(parameter))
 
     def disable(self) -> nn.Module:
-        """Make the module an ordinary one again, on the CPU, and return it. It takes its memory."""
+        """Make the module an ordinary one again, on the CPU. It takes its memory.
+
+        Returns:
+            The module that was given.
+        """
         give_up(self.module.modules())
         self._attachment.detach()
         self._gradient_streamer.stop()
