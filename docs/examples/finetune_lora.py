@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--width", type=int, default=512, help="of a layer (default: %(default)s)")
     add("--ram", type=parse_size, default="30MB", help="the RAM budget (default: %(default)s)")
     add("--steps", type=int, default=4, help="steps of training (default: %(default)s)")
-    add("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    add("--workdir", type=Path, help="where temporary files go (default: the system's directory)")
     options = parser.parse_args()
     if options.steps < 1 or options.width % HEAD:
         parser.error(f"--steps must be 1 or more, and --width a multiple of {HEAD}")

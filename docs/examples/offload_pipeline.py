@@ -1,7 +1,7 @@
 """Run a diffusers pipeline in a quarter of the memory that its weights take, with the same output.
 
 The example builds a FluxPipeline of about 500 MB with random weights (nothing is downloaded) and
-saves it as a sharded checkpoint, as the hub would hold it. It then runs the checkpoint twice, each
+saves it as a sharded checkpoint, as the hub would have it. It then runs the checkpoint twice, each
 time in a fresh process:
 
 - plain: ``from_pretrained`` and a call, as usual;
@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--budget", help='RAM for the weights, such as "64MB" (default: a quarter of them)')
     add("--steps", type=int, default=4, help="denoising steps, 2 or more (default: %(default)s)")
     add("--checkpoint", type=Path, help="use this checkpoint, or build it here and keep it")
-    add("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    add("--workdir", type=Path, help="where temporary files go (default: the system's directory)")
     add("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
     add("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -140,7 +140,7 @@ def generate(pipe: diffusers.FluxPipeline, steps: int) -> tuple[torch.Tensor, fl
 
 @contextlib.contextmanager
 def measure_memory() -> Iterator[dict[str, int]]:
-    """Sample memory every 10 ms; the dict holds, after the block, the peaks over the beginning."""
+    """Sample memory every 10 ms; the dict has, after the block, the peaks over the beginning."""
     start = resident_memory()
     peak = dict(start)
     done = threading.Event()

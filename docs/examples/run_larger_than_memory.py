@@ -146,7 +146,7 @@ def save(config: transformers.LlamaConfig, checkpoint: Path) -> None:
 
 
 def shard_of(name: str) -> str:
-    """The file that holds a weight: `model.layers.3.mlp.up_proj.weight` is in `layers.3`."""
+    """The file that has a weight: `model.layers.3.mlp.up_proj.weight` is in `layers.3`."""
     words = name.split(".")
     part = ".".join(words[1:3]) if words[1] == "layers" else words[-2]
     return f"model-{part}.safetensors"

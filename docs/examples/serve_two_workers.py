@@ -47,12 +47,12 @@ def main() -> int:
         print(json.dumps(work(options)))
         return 0
     with contextlib.ExitStack() as stack:
-        # The path of a socket is short, and its directory only for its owner.
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-example-"))
-        directory = options.dir or Path(place)
+        # The path of a socket is short, and its directory only for its user.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-example-"))
+        directory = options.dir or Path(folder)
         checkpoint = directory / f"layers-{options.size}.safetensors"
         weights = save(checkpoint, options.size)
-        socket, ram = Path(place) / "s", options.ram or weights * 5 // 4
+        socket, ram = Path(folder) / "s", options.ram or weights * 5 // 4
         with serving(directory / "served", ram, socket):
             started = time.perf_counter()
             workers = [start(options, checkpoint, socket) for _ in range(options.workers)]

@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--size", type=parse_size, default="120MB", help="of all parameters (default: %(default)s)")
     add("--ram", type=parse_size, default="100MB", help="the RAM budget (default: %(default)s)")
     add("--steps", type=int, default=4, help="steps of training (default: %(default)s)")
-    add("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    add("--workdir", type=Path, help="where temporary files go (default: the system's directory)")
     add("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
     add("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -36,7 +36,7 @@ def test_a_url_of_nothing_is_told(s3: str, proxy: Proxy) -> None:
     words = ["-m", "tierstore.cli", "plan", "s3://models/nothing/", "--ram", "500KB"]
     done = run_python(*words)
     assert done.returncode != 0
-    assert "holds no safetensors checkpoint" in done.stderr
+    assert "has no safetensors checkpoint" in done.stderr
 
 
 def test_ls_shows_the_files_of_a_url(s3: str, proxy: Proxy) -> None:

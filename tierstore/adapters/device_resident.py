@@ -101,7 +101,7 @@ class DeviceResident:
         nbytes = weight_bytes(unknown.values())
         kinds = sorted({type(tensor).__name__ for tensor in unknown.values()})
         logger.warning(
-            "%s: %d tensors (%s) of %s bytes are of a kind that no store can hold: they stay on "
+            "%s: %d tensors (%s) of %s bytes are of a kind that no store takes: they stay on "
             "%s, and the budget there is smaller by as much",
             prefix,
             len(unknown),

@@ -96,7 +96,7 @@ def dispatch_model(
         model: any module on the CPU, with values.
         store: where the weights go.
         device_map: None or `"auto"`: the store decides by its budgets what stays where. Or a dict
-            of module names (`""` for the whole model; the longest name counts) to places: the
+            of module names (`""` for the whole model; the longest name counts) to: the
             store's device (an index, `"cuda:0"`, a torch.device): stays there for good, within
             the device budget; `"cpu"`: stays in RAM, given up last; `"disk"`: wherever the store
             finds it best.
@@ -350,7 +350,7 @@ def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap
         return {"": ANYWHERE}
     if not isinstance(device_map, Mapping):
         raise ValueError(
-            f"device_map={device_map!r}: pass 'auto', or a dict of module names to places"
+            f"device_map={device_map!r}: pass 'auto', or a dict of module names to devices"
         )
     names = {name for name, _ in model.named_modules()}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -387,12 +387,11 @@ def _place(place: Any, store: TierStore) -> str:
         device = _device(place)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"device_map has the place {place!r}: use the store's device ({store.device}), 'cpu' "
-            "or 'disk'"
+            f"device_map has {place!r}: use the store's device ({store.device}), 'cpu' or 'disk'"
         ) from error
     if device != store.device:
         raise ValueError(
-            f"device_map has the place {place!r}, but the store serves {store.device}: one store "
+            f"device_map has {place!r}, but the store serves {store.device}: one store "
             "serves one device"
         )
     return IN_RAM if device.type == "cpu" else ON_DEVICE

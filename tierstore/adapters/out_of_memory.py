@@ -75,7 +75,7 @@ class OnceMore:
         stats = self._store.stats()
         used, budget = (of[Tier.DEVICE.name] for of in (stats.used_bytes, stats.budget_bytes))
         error.add_note(
-            f"{_NOTE}the store holds {used:,} bytes of {self._store.device}, and may hold "
+            f"{_NOTE}the store has {used:,} bytes of {self._store.device}, and may have "
             f"{budget:,}; with a smaller device_budget, more is left to what the model computes"
         )
 

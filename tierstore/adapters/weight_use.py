@@ -172,7 +172,7 @@ def _view_again(
         leased = groups.last_lease.tensors(lent.key)
     except UnknownKeyError:
         raise RuntimeError(
-            f"this backward needs {binding.name}, which a tierstore holds no more as it was in the "
+            f"this backward needs {binding.name}, which no tierstore has any more as it was in the "
             "forward: weights were changed since, or the model was cut into groups anew. Run the "
             "forward again"
         ) from None

@@ -134,7 +134,7 @@ def _components(
     except (TierStoreError, OSError, ValueError) as error:
         raise _no_plan(checkpoint, error) from error
     if not any(component.groups for component in components):
-        message = f"{checkpoint} holds no weights in safetensors files"
+        message = f"{checkpoint} has no weights in safetensors files"
         raise Failure(message, "Give another CHECKPOINT.")
     return components
 
@@ -147,7 +147,7 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
         return Failure(str(error), "Give another CHECKPOINT.")
     return Failure(
         f"{checkpoint} cannot be planned with: {error}",
-        "Give one file, or a directory that holds each tensor once.",
+        "Give one file, or a directory that has each tensor once.",
     )
 
 

@@ -94,7 +94,7 @@ def _read(path: str) -> Recorded:
     recorded = recorded_in(path)
     if not recorded.uses:
         raise Failure(
-            f"{path} holds no use of any group: there is nothing to replay",
+            f"{path} has no use of any group: there is nothing to replay",
             "Record a run in which groups are used.",
         )
     return recorded

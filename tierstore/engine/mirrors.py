@@ -54,7 +54,7 @@ def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None
     objects = _wanted(source.everything(), subfolder.strip("/"), variant)
     if not objects:
         raise TransferError(
-            f"{url} holds nothing{f' in {subfolder}' if subfolder else ''} that could be loaded: "
+            f"{url} has nothing{f' in {subfolder}' if subfolder else ''} that could be loaded: "
             "check the URL; it names what would be the directory of a pipeline or a model",
             path=url,
         )

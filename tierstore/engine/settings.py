@@ -50,7 +50,7 @@ def resolve_device(wanted: str | torch.device | None) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
-        raise ValueError("the meta device holds no bytes: pass 'cpu' or an accelerator")
+        raise ValueError("the meta device has no bytes: pass 'cpu' or an accelerator")
     if str(device) != device.type:  # the index is part of the name
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())

@@ -33,7 +33,7 @@ class UnknownKeyError(TierStoreError, KeyError):
 
     def __str__(self) -> str:
         return (
-            f"the store holds no group {self.key!r}; list what it holds with store.keys(), "
+            f"the store has no group {self.key!r}; list what it has with store.keys(), "
             "or put or register the group first"
         )
 
@@ -47,7 +47,7 @@ class DuplicateKeyError(TierStoreError):
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"the store already holds a group {key!r}; discard it first, or register the new one "
+            f"the store already has a group {key!r}; discard it first, or register the new one "
             "under another prefix"
         )
         self.key = key
@@ -89,7 +89,7 @@ class TransferError(TierStoreError):
 
 
 class TruncatedFileError(TransferError):
-    """A file ends before the bytes that it should hold."""
+    """A file ends before the last byte that it should have."""
 
 
 class CorruptDataError(TransferError):
@@ -135,7 +135,7 @@ class CaptureError(TierStoreError, RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the current stream is being captured into a graph, and a graph holds neither waiting "
+            "the current stream is being captured into a graph, and a graph has neither waiting "
             "for a store's copies nor the memory that they will be in when it is replayed: use "
             "the store before and after the capture, and capture models without one"
         )
@@ -156,7 +156,7 @@ class StoreTimeoutError(TierStoreError, TimeoutError):
     def __init__(self, key: str, what: str, seconds: float) -> None:
         super().__init__(
             f"{what} of group {key!r} did not come within {seconds:g} s: the disk may not answer, "
-            "or others may hold the room; try again, or wait for longer"
+            "or others may have the room; try again, or wait for longer"
         )
         self.key = key
         self.seconds = seconds

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 
 class Tier(int):
-    """A place where copies of groups can be. Tiers compare by speed: the fastest is the smallest.
+    """A kind of memory. Tiers compare by speed: the fastest is the smallest.
 
     >>> Tier.DEVICE < Tier.HOST < Tier.DISK
     True

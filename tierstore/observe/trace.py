@@ -197,7 +197,7 @@ def _recorded(document: Document) -> Recorded:
     )
     stats = _stats(ours)
     for name in ("peak_bytes", "busy_seconds"):
-        _expect(all(map(_is_amount, stats[name].values())), f"{name!r} holds what is no number")
+        _expect(all(map(_is_amount, stats[name].values())), f"{name!r} has what is no number")
     # Merged with the trace of another store, it has the other's events too.
     slices, counters = _events(document["traceEvents"], ours.get("process"))
     return Recorded(
@@ -222,7 +222,7 @@ def _pairs(
         raise _Damaged(f"{field!r} is no list")
     for row in rows:
         pair = isinstance(row, list) and len(row) == 2
-        _expect(pair and isinstance(row[0], str) and is_valid(row[1]), f"{field!r} holds {row!r}")
+        _expect(pair and isinstance(row[0], str) and is_valid(row[1]), f"{field!r} has {row!r}")
     return tuple((key, value) for key, value in rows)
 
 
@@ -236,7 +236,7 @@ def _mapping(
     if not isinstance(found, dict):
         raise _Damaged(f"{field!r} is no object")
     for name, value in found.items():
-        _expect(is_name(name) and is_valid(value), f"{field!r} holds {name!r}: {value!r}")
+        _expect(is_name(name) and is_valid(value), f"{field!r} has {name!r}: {value!r}")
     return found
 
 
