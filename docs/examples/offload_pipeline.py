@@ -222,15 +222,19 @@ def megabytes(count: int) -> str:
 # --- a checkpoint without a download --------------------------------------------------------------
 
 
-def build_checkpoint(directory: Path) -> None:
-    """A FluxPipeline with the parts and the layout of FLUX.1, narrower and with random weights."""
+def build_checkpoint(directory: Path, heads: int = 6, blocks: int = 5) -> None:
+    """A FluxPipeline with the parts and the layout of FLUX.1, narrower and with random weights.
+
+    It is as wide as `heads` attention heads of 128 channels, and as deep as so many `blocks` of two
+    streams, with three times as many of one stream, and one more.
+    """
     torch.manual_seed(0)
     clip_width, t5_width, clip_vocabulary = 128, 256, clip_tokens()
     transformer = diffusers.FluxTransformer2DModel(
         in_channels=16,
-        num_layers=5,
-        num_single_layers=16,
-        num_attention_heads=6,
+        num_layers=blocks,
+        num_single_layers=3 * blocks + 1,
+        num_attention_heads=heads,
         joint_attention_dim=t5_width,
         pooled_projection_dim=clip_width,
         guidance_embeds=True,
