@@ -95,6 +95,32 @@ def test_a_page_that_it_does_not_reach_is_noticed() -> None:
     assert unreached(text.replace("- guides/training.md", "")) == ["guides/training.md"]
 
 
+def unlisted(index: Path, text: str, pattern: str) -> list[str]:
+    """The files by an index that its text has no link to."""
+    linked = {index.parent / link.partition("#")[0] for link in links(text)}
+    return [
+        path.name for path in sorted(index.parent.glob(pattern)) if path not in {*linked, index}
+    ]
+
+
+LISTS = [
+    ("decisions/index.md", "*.md"),
+    ("benchmarks/index.md", "*.md"),
+    ("index.md", "examples/*.*"),
+]
+
+
+@pytest.mark.parametrize(("index", "pattern"), LISTS)
+def test_an_index_has_all_of_its_folder(index: str, pattern: str) -> None:
+    text = (DOCS / index).read_text(encoding="utf-8")
+    assert unlisted(DOCS / index, text, pattern) == []
+
+
+@pytest.mark.parametrize(("index", "pattern"), LISTS)
+def test_what_an_index_leaves_out_is_noticed(index: str, pattern: str) -> None:
+    assert len(unlisted(DOCS / index, "", pattern)) > 5
+
+
 def test_each_public_name_is_in_the_reference_once() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS.glob("reference/*.md"))
     found = Counter(re.findall(r"^::: tierstore\.(\w+)$", pages, re.MULTILINE))

@@ -22,7 +22,12 @@ SECONDS_PER_CELL = 300
 
 def run(notebook: Any, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all cells, in a process of their own. Raises if one of them does."""
-    variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(temporary),
+    }
     kept = {"IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "runtime"}
     for name, value in (variables | {n: str(temporary / of) for n, of in kept.items()}).items():
         monkeypatch.setenv(name, value)
