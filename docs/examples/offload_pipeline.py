@@ -25,7 +25,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ def run_offloaded(checkpoint: Path, steps: int, budget: str, disk_dir: Path) -> 
 
 def load_pipeline(checkpoint: Path) -> diffusers.FluxPipeline:
     """From disk, at the dtype in which the checkpoint was saved."""
-    pipe = diffusers.FluxPipeline.from_pretrained(checkpoint, torch_dtype=torch.bfloat16)
+    pipe = diffusers.FluxPipeline.from_pretrained(checkpoint, dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -310,7 +309,6 @@ def quiet_libraries() -> None:
     for library in (transformers, diffusers):
         library.utils.logging.disable_progress_bar()
         library.utils.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", message=".*torch_dtype", category=FutureWarning)
 
 
 if __name__ == "__main__":
