@@ -18,6 +18,9 @@ from typing import Any
 
 Namespace = dict[str, Any]
 
+_before: dict[Any, Any] = {}
+"""The defaults of functions that were changed."""
+
 PATHS = {
     "/nvme/": "nvme/",
     "/run/user/1000/tierstore/": "run/",
@@ -63,7 +66,15 @@ def _with_defaults(function: Callable[..., Any], **wanted: Any) -> None:
     inner = inspect.unwrap(function)
     parameters = inspect.signature(inner).parameters.values()
     defaults = [each for each in parameters if each.default is not inspect.Parameter.empty]
+    _before.setdefault(inner, inner.__defaults__)
     inner.__defaults__ = tuple(wanted.get(each.name, each.default) for each in defaults)
+
+
+def undo() -> None:
+    """What `prepare` changed for all of the process is as it was."""
+    while _before:
+        function, defaults = _before.popitem()
+        function.__defaults__ = defaults
 
 
 def _model(_: Namespace, path: str) -> None:

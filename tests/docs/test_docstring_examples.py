@@ -94,7 +94,10 @@ def names(name: str) -> Iterator[dict[str, Any]]:
             tierstore.save_training("run", model, optimizer, extra=extra)
         if "prometheus" in name:
             found |= prometheus()
-        yield found
+        try:
+            yield found
+        finally:
+            stand_ins.undo()
         if handle is not None:
             handle.disable()
 
@@ -137,11 +140,6 @@ def test_an_example_runs(
     name: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if needs_a_pipeline(name):  # what stands in for one changes its defaults
-        from diffusers import FluxPipeline
-
-        call = inspect.unwrap(FluxPipeline.__call__)
-        monkeypatch.setattr(call, "__defaults__", call.__defaults__)
     with names(name) as found:
         exec(compile(stand_ins.with_paths_here(code), name, "exec"), found)
 
