@@ -11,6 +11,9 @@ LoRA by peft, and trains that for a few steps with AdamW. It does so twice:
 At the end the example prints what each step took, the most memory that weights took, and whether
 losses and the LoRA are equal bit for bit.
 
+Takes about a minute on two cores, and 100 MB of disk. Needs peft and transformers; no GPU, no
+network.
+
     python docs/examples/finetune_lora.py
     python docs/examples/finetune_lora.py --layers 20 --width 1024 --ram 256MB  # 1 GB of weights
     python docs/examples/finetune_lora.py --layers 32 --width 2048 --ram 2GB --workdir /nvme

@@ -12,6 +12,9 @@ what the process gained over its state just after ``from_pretrained``, read from
 The weights that diffusers loads are mapped files, which a plain run pages in as it goes: that is
 why mapped memory has a row of its own.
 
+Takes one to three minutes on two cores, and 500 MB of disk. Needs diffusers and transformers; no
+GPU, no network.
+
     python docs/examples/offload_pipeline.py
     python docs/examples/offload_pipeline.py --budget 64MB --steps 8
 """

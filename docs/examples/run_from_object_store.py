@@ -1,5 +1,7 @@
 """A model whose checkpoint lies in an object store: RAM for a quarter of it, and disk for a half.
 
+Takes some seconds, and 40 MB of disk. Needs `tierstore[remote]`; no GPU, no network.
+
     pip install 'tierstore[remote]'
     python docs/examples/run_from_object_store.py
 

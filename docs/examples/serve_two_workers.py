@@ -5,6 +5,9 @@ and two workers: each is a process of its own that loads the model and runs it a
 lease their weights of the service, which reads each from disk once. At the end it prints what was
 read, what the workers used, and whether their results are those of the plain model.
 
+Takes less than a minute on two cores, and 70 MB of disk. Needs `tierstore[serve]`; no GPU, no
+network.
+
     python docs/examples/serve_two_workers.py
     python docs/examples/serve_two_workers.py --size 4GB --ram 3GB --workers 4 --dir /nvme/example
 

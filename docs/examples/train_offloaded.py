@@ -13,6 +13,8 @@ Memory is anonymous memory over a baseline, read from /proc (so: Linux). At the 
 already weights, gradients and the state of AdamW, because one step on a tiny batch has been taken:
 what is left is what activations take.
 
+Takes some minutes on two cores, and 50 MB of disk. Needs diffusers; no GPU, no network.
+
     python docs/examples/train_offloaded.py
     python docs/examples/train_offloaded.py --budget 32MB --steps 5
 """
