@@ -128,7 +128,3 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]

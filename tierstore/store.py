@@ -83,8 +83,7 @@ class TierStore(AbstractContextManager["TierStore"]):
     Raises:
         StoreLockedError: another live store has the directory.
         BudgetError: `disk_dir` has more bytes than `disk_budget`.
-        TransferError: `disk_dir` cannot be used.
-        TierStoreError: `disk_dir` has another format.
+        TransferError: `disk_dir` cannot be used (TierStoreError: it has another format).
         ValueError: an argument cannot be (or TypeError, or torch's own RuntimeError).
     """
 
@@ -141,8 +140,7 @@ class TierStore(AbstractContextManager["TierStore"]):
             and go on by themselves when it is back.
 
         Raises:
-            ServiceLostError: nobody serves there.
-            TierStoreError: the service refuses; what `TierStore` raises.
+            ServiceLostError: nobody serves there (TierStoreError: it refuses).
             ModuleNotFoundError: the extra `tierstore[serve]` is not installed.
         """
         made = cls.__new__(cls)
@@ -219,8 +217,7 @@ class TierStore(AbstractContextManager["TierStore"]):
             The keys.
 
         Raises:
-            InvalidHeaderError: a header or an index is malformed.
-            TransferError: a file cannot be read, or is no checkpoint.
+            TransferError: a file cannot be read, or is none (InvalidHeaderError: malformed).
             DuplicateKeyError: a key is there already.
             UnknownKeyError: `groups` names a tensor that the checkpoint does not have.
             ValueError: a name cannot be a key, or is there twice.

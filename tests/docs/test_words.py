@@ -43,7 +43,7 @@ PLAIN = (
     r"\bif it did\s+not hold\b",
     r"\bThe same\s+holds\b",
     r"\bhome directory\b",
-    r"\bhas no unit\b|\bwithout a unit\b|\bthe unknown unit\b",  # of a number
+    r"\bhas no unit\b|\bwithout a unit\b|\bthe unknown unit\b|\bin the units\b",  # of a number
     r"^\[Unit\]$",  # systemd
     r"\btraining[- ]state[- ]has[- ]places\b",  # the name of a decision
     r"`[^`]*`",  # what is called so in a program

@@ -89,8 +89,7 @@ def dispatch_model(
     checkpoint's own bytes are read from there; others are written to the store once. Inputs come to
     the device by themselves, and what the model returns goes to where its inputs came from. Changes
     of weights, and new ones, are noticed when the model runs next. A model that is dispatched
-    already is dispatched anew, unless nothing is different. A part of it may be dispatched by
-    itself, to another store too; the rest then goes without it.
+    already is dispatched anew; a part of it may be dispatched by itself, to another store too.
 
     Args:
         model: any module on the CPU, with values.
@@ -111,8 +110,7 @@ def dispatch_model(
         The same model.
 
     Raises:
-        ValueError: the map does not fit the model or the store, a weight is on the meta device, or
-            something else offloads the model.
+        ValueError: the map does not fit, a weight is on meta, or the model is offloaded already.
         TypeError: an argument that the store replaces, such as `max_memory`; no module.
         BudgetError: a weight is larger than a budget.
         TransferError: weights have to be written, and cannot be (DiskFullError: the disk is full).
@@ -214,7 +212,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
             URL of one of these in an object store (`s3://`, `gs://`, `az://`, `https://`). What
             lies there is fetched to the store's directory, once: `disk_budget` must have room.
         store: where the weights go.
-        device_map: as for `dispatch_model`, and so `main_device`, `skip_keys` and the rest.
+        device_map: as for `dispatch_model`.
         main_device: the store's device, if given at all.
         dtype: what floating-point weights are cast to, if anything.
         strict: whether names in the checkpoint that the model lacks are an error. Names that the
@@ -275,7 +273,7 @@ def cpu_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """Call `dispatch_model` so that weights stay in RAM between uses, as far as the budget goes.
+    """The same model, dispatched so that weights stay in RAM between uses as far as that goes.
 
     Args:
         model: as for `dispatch_model`, which says what is raised, too.
@@ -283,9 +281,6 @@ def cpu_offload(
         execution_device: the store's device, if given at all.
         preload_module_classes: as for `dispatch_model`.
         **replaced: accelerate's other arguments, which have no effect or are refused.
-
-    Returns:
-        The same model.
     """
     _refuse_replaced("cpu_offload", replaced)
     _check(model, store, execution_device, "execution_device")
@@ -300,7 +295,7 @@ def disk_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """Call `dispatch_model` with all weights on disk; budgets say what stays above it.
+    """The same model, dispatched with all weights on disk; budgets say what stays above it.
 
     Args:
         model: as for `dispatch_model`, which says what is raised, too.
@@ -308,9 +303,6 @@ def disk_offload(
         execution_device: the store's device, if given at all.
         preload_module_classes: as for `dispatch_model`.
         **replaced: accelerate's other arguments, which have no effect or are refused.
-
-    Returns:
-        The same model.
     """
     _refuse_replaced("disk_offload", replaced)
     _check(model, store, execution_device, "execution_device")
@@ -318,15 +310,10 @@ def disk_offload(
 
 
 def undispatch(model: ModuleType) -> ModuleType:
-    """Make a dispatched model an ordinary one again, bit-equal, its weights on the CPU.
-
-    Parts of it that were dispatched by themselves stay so.
+    """The same model, made an ordinary one again: bit-equal, its weights on the CPU.
 
     Args:
-        model: what was given to `dispatch_model`.
-
-    Returns:
-        The same model.
+        model: what was given to `dispatch_model`. Parts that were dispatched by themselves stay so.
 
     Raises:
         ValueError: it is not dispatched.
