@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NoReturn
 
 from tierstore.engine.copy_threads import CopyThreads
@@ -20,14 +21,16 @@ from tierstore.engine.saves import Saves
 from tierstore.engine.service_allowance import ServiceAllowance
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
-from tierstore.system.streams import selecting
+from tierstore.observe.passes import Passes
+from tierstore.system.streams import is_captured, selecting
 from tierstore.tiers.leased_tier import LeasedHostTier
 
 
 class Engine:
     """What serves a `TierStore` and its adapters.
 
-    Adapters use `leases`, `groups`, `mutable_groups`, `saved_tensors` and `device_memory`.
+    Adapters use `leases`, `groups`, `mutable_groups`, `saved_tensors`, `device_memory` and
+    `passes`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -47,7 +50,10 @@ class Engine:
         )
         self.saved_tensors = SavedTensors(core, self.puts, self.groups)
         self.device_memory = DeviceMemory(core, self.lease_table)
-        self.reporting = Reporting(core)
+        device = core.tiers.device
+        times = None if device is None else device.times
+        self.passes = Passes(times, functools.partial(is_captured, core.device))
+        self.reporting = Reporting(core, self.passes)
         try:
             self._allowance = ServiceAllowance(core, self.lease_table)
         except BaseException:

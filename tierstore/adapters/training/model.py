@@ -39,6 +39,7 @@ from tierstore.adapters.unit_use import Arguments, UnitForward, same
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
+from tierstore.observe.passes import ModelPass, PassesOf
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
@@ -98,8 +99,10 @@ class OffloadModel(nn.Module):
         self.store = store
         self._attachment = Attachment(self, store)
         self._depth = 0
+        self._pass: ModelPass | None = None
         self._hooks: PassHooks | None = None
         self._key = f"training/{next(_numbers)}"
+        self._passes = PassesOf(engine_of(store).passes, f"{self._key}/{type(module).__name__}")
         self._sharded = sharded_modules(module)
         shards = shards_of(module)
         self.slices = _slices(module, store, num_slices)
@@ -107,7 +110,9 @@ class OffloadModel(nn.Module):
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
         self._streamer.serve(shards)
-        self._gradient_streamer = GradientStreamer(self._groups, self._streamer.put_away)
+        self._gradient_streamer = GradientStreamer(
+            self._groups, self._streamer.put_away, self._passes
+        )
         self._streamer.make_room = self.make_room
         self._wrap()
         if checkpoint_activation:
@@ -281,6 +286,7 @@ class OffloadModel(nn.Module):
         """A call of the module begins."""
         self._depth += 1
         if self._depth == 1 and not in_backward():
+            self._pass = self._passes.begin()
             self.put_away()
             self._streamer.watch_frozen()
             self._gradient_streamer.watch()
@@ -289,8 +295,10 @@ class OffloadModel(nn.Module):
     def _leave(self) -> None:
         """It ends."""
         self._depth -= 1
-        if self._depth == 0 and not torch.is_grad_enabled():
-            self.put_away()
+        if self._depth == 0:
+            self._passes.end(self._pass)
+            if not torch.is_grad_enabled():
+                self.put_away()
 
     def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""

@@ -144,6 +144,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._put_away()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         groups = TileGroups(self.param_groups)
+        passes = engine_of(self.store).passes
+        begun = passes.begin(f"{self._key}/{type(self._inner).__name__}", "step")
         try:
             for i, tile in enumerate(busy):
                 self._expect(busy[i : i + 1 + AHEAD])
@@ -152,6 +154,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             for tile in busy:
                 tile.put_away()
+            passes.end(begun)
         return loss
 
     @property
