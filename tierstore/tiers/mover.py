@@ -26,6 +26,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.journal import ROUTED, Journal, Span, hop
+from tierstore.observe.ranges import MOVES, ranged
 from tierstore.system.files import transfer_error
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
@@ -190,7 +191,8 @@ class Mover:
         if used.times is None:  # else it is told later when it began
             self.journal.begin(span)
         try:
-            copied = used.copy(entry, ending)
+            with ranged(MOVES.get(span.kind, span.kind), span.key):
+                copied = used.copy(entry, ending)
         except failures as failure:
             span.note = "failed"
             self.journal.end(span)
