@@ -52,7 +52,7 @@ from tierstore.torch_private import (
     in_trace,
 )
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 CALLS = ("forward", COMPILED_CALL)
 """How a module is called. What it needs comes outside of what is compiled."""

@@ -164,10 +164,14 @@ def _summary(stats: Stats | None) -> Iterator[str]:
         f"{name} {used}" if budget == "no limit" else f"{name} {used} of {budget}"
         for name, used, budget, _ in _tiers(stats)
     ]
+    yield "; ".join([*([", ".join(tiers)] if tiers else []), totals_of(stats)])
+
+
+def totals_of(stats: Stats) -> str:
+    """What was done in all: how acquires were met, what they waited, and what moved."""
     moved = [f"{hop} {_moved(stats, hop, nbytes)}" for hop, nbytes in stats.moved().items()]
-    stalled = f"{stats.stalled_seconds:.2f} s stalled"
-    parts = (", ".join(tiers), f"{_acquires(stats)}, {stalled}", ", ".join(moved))
-    yield "; ".join(part for part in parts if part)
+    done = f"{_acquires(stats)}, {stats.stalled_seconds:.2f} s stalled"
+    return "; ".join([done, ", ".join(moved)] if moved else [done])
 
 
 def _aligned(rows: list[Row], *, right: bool = False) -> list[str]:

@@ -14,6 +14,7 @@ short, `rebuild` finds what is true. What *arrived* means on each tier, `Hop.cop
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import traceback
 from collections import Counter
@@ -32,6 +33,8 @@ from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Hop, QueuedHop
 from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor
+
+logger = logging.getLogger("tierstore.tiers")
 
 Ended = tuple[Copy, BaseException | None]
 """A copy that is over, and why it could not be made; None: it was."""
@@ -172,6 +175,11 @@ class Mover:
         ending = functools.partial(self._callbacks.ending, copy)
         # Every failure must reach whoever waits.
         error = self._copied(copy, entry, ending, BaseException)
+        way = hop(copy.src, copy.dst)
+        if error is not None:
+            logger.warning("%s of group %r failed: %s", way, copy.group.key, error)
+        else:
+            logger.debug("%s of group %r: %d bytes", way, copy.group.key, entry.spec.nbytes)
         if error is None and copy.dst is self._top.tier:
             with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
                 self._top.view(entry)  # here, as every torch call may cost who computes the GIL

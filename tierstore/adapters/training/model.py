@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 
 from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
-from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
@@ -45,6 +46,8 @@ from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import in_backward
+
+logger = logging.getLogger("tierstore.adapters")
 
 _numbers = itertools.count()
 _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
@@ -126,6 +129,13 @@ class OffloadModel(nn.Module):
         engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in module.parameters():
             _models[id(parameter)] = self
+        logger.info(
+            "%s in training: %d slices, %d groups, %d bytes of parameters",
+            type(module).__name__,
+            len(self.slices),
+            len(self._groups),
+            weight_bytes(module.parameters()),
+        )
 
     # Standing for the module -------------------------------------------------------------------
 
