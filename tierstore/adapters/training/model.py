@@ -332,7 +332,7 @@ class OffloadModel(nn.Module):
         self._gradient_streamer.stop()
         self.put_away()
         self._attachment.resident.give_back()
-        for weights in self._groups:
+        for weights in bar(self._groups, "Giving parameters back", "groups"):
             weights.move_out()
             for parameter in weights.parameters.values():
                 _models.pop(id(parameter), None)
