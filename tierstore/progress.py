@@ -25,6 +25,7 @@ SWITCH = "TIERSTORE_PROGRESS"
 """The environment variable that says whether bars are drawn; if it is not there, they are."""
 
 _EVERY = 0.1  # seconds between two pictures of a bar
+_FIGURES = 37  # columns of what stands beside a bar: how much is done, how fast, what is left
 _OFF = ("0", "false", "no", "off")
 _screen: dict[str, _Bar] = {}
 """The bar that is being drawn, if any."""
@@ -145,9 +146,13 @@ def _drawn(doing: str, total: int | None, unit: str) -> Any:
     console = Console(stderr=True)
     # A process that is killed would leave the terminal without one.
     console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
+    length = 40 if console.width >= 110 else 14
+    # On one line, whatever is said: what does not fit is left out.
+    most = max(console.width - length - _FIGURES, 1)
+    doing = doing if len(doing) <= most else f"{doing[: most - 1]}…"
     drawn = Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(length),
         *amount,
         TimeRemainingColumn(),
         console=console,

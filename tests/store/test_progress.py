@@ -112,6 +112,20 @@ def test_what_is_said_is_no_markup_and_no_template(at_once: None) -> None:
     assert "s3://[red]{0}" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_bar_keeps_to_one_line(
+    columns: int, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal, doing = Terminal(), "Downloading s3://" + "models/" * 20
+    with redirect_stderr(terminal), progress.byte_bar(doing, 123 << 30) as advance:
+        advance(122 << 30)
+        advance(1 << 30)
+    # Each picture takes the place of the one before: lines end only once, and that one is erased.
+    assert terminal.getvalue().count("\n") == 1
+    assert "123.0/123.0 GiB" in terminal.getvalue()
+
+
 def test_an_error_stream_that_is_gone_is_no_terminal(
     at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
