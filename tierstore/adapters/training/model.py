@@ -40,6 +40,7 @@ from tierstore.adapters.unit_use import Arguments, UnitForward, same
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
+from tierstore.model.words import size
 from tierstore.observe.passes import ModelPass, PassesOf
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
@@ -208,8 +209,9 @@ class OffloadModel(nn.Module):
         return same, (copy.deepcopy(self.module),)
 
     def extra_repr(self) -> str:
-        """How many slices there are."""
-        return f"slices={len(self.slices)}"
+        """How many slices there are, and what of the model is in the store."""
+        nbytes = sum(weights.buffer.nbytes for weights in self._groups)
+        return f"slices={len(self.slices)}, groups={len(self._groups)}, in_store={size(nbytes)!r}"
 
     # Setting up --------------------------------------------------------------------------------
 
