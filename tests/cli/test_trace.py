@@ -252,7 +252,7 @@ def test_an_empty_trace_can_be_drawn(inspect: Inspect, tmp_path: Path) -> None:
     assert len(colours(tmp_path / "run.png")) > 1, "it is blank"
 
 
-PALE, MODEL = "#f3c9a5", "#c6d4ee"
+PALE, MODEL = picture.pale(STALL), "#c6d4ee"
 
 
 def coloured(path: Path, colour: str) -> int:

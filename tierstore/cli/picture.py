@@ -26,8 +26,6 @@ _COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
     "disk write": "#cc79a7",
     "download": "#e69f00",
 }
-_PALE = "#f3c9a5"
-"""Of a stall that is drawn wider than it was, what is added."""
 _MODELS = ("#c6d4ee", "#f6dfb4", "#cdead0", "#e6cfec", "#f3cfcf", "#d6d6d6")
 """In turn, for the passes of one model after the other."""
 _TIERS = {"DEVICE": "device memory", "HOST": "host memory", "DISK": "disk"}
@@ -37,7 +35,7 @@ _LEVEL_HEIGHT, _SHARE_HEIGHT, _LANE_HEIGHT, _MARGIN = 1.6, 0.9, 0.3, 1.3
 _DPI = 110
 _MOST = 4
 _NARROWEST = 3.0
-"""Pixels of a stall at least: one of 20 ms in half a minute would have less than one."""
+"""Pixels of a stall or a move at least: 20 ms of half a minute would have less than one."""
 _BINS = 160
 _MOST_LINES = 80
 _LETTER = 6.0  # pixels of a letter in a label, about
@@ -166,18 +164,27 @@ def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]], pixel: float) ->
         if kind == PASSES:
             _draw_passes(axis, row, slices, pixel, colours)
             continue
-        if kind == STALLS:  # below what they really took
+        if kind != COMPUTE:  # below what they really took
             widened = [(one.start, max(one.seconds, _NARROWEST * pixel)) for one in slices]
-            _draw_bars(axis, row, widened, _PALE, 1.0)
+            _draw_bars(axis, row, widened, pale(_COLOURS[kind]), 1.0)
         # Neighbours in two shades, as what follows each other at once could not be told apart.
         for shade, some in ((1.0, slices[::2]), (0.6, slices[1::2])):
             _draw_bars(axis, row, [(s.start, s.seconds) for s in some], _COLOURS[kind], shade)
     axis.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
     axis.grid(axis="x", alpha=0.25)
     axis.tick_params(axis="y", length=0)
-    if any(slices[0].kind == STALLS for slices in lanes.values()):
-        note = f"stalls of less than {_time(_NARROWEST * pixel)} are drawn wider, the rest pale"
+    if any(slices[0].kind not in (COMPUTE, PASSES) for slices in lanes.values()):
+        shortest = _time(_NARROWEST * pixel)
+        note = (
+            f"stalls and moves of less than {shortest} are drawn that wide: what is added is pale"
+        )
         axis.set_title(note, loc="left", fontsize=8, pad=2)
+
+
+def pale(colour: str) -> str:
+    """A colour, as `#rrggbb`, for what is added to slices that are drawn wider than they were."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(0.4 * part + 0.6 * 255):02x}" for part in parts)
 
 
 def _draw_bars(
