@@ -10,10 +10,11 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from tests.store.helpers import open_store, pages, run_threads
-from tierstore import progress
+from tierstore import OffloadModel, export_safetensors, progress
 
 
 class Terminal(io.StringIO):
@@ -126,14 +127,12 @@ def test_a_bar_keeps_to_one_line(
     assert "123.0/123.0 GiB" in terminal.getvalue()
 
 
-def test_an_error_stream_that_is_gone_is_no_terminal(
-    at_once: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_stream_that_is_gone_is_no_terminal(at_once: None) -> None:
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed, object()):
-        monkeypatch.setattr("sys.stderr", stream)
-        assert list(progress.bar(range(3), "Counting", "groups")) == [0, 1, 2]
+        with redirect_stderr(stream):
+            assert list(progress.bar(range(3), "Counting", "groups")) == [0, 1, 2]
 
 
 def test_nothing_is_shown_without_a_terminal(at_once: None) -> None:
@@ -159,3 +158,14 @@ def test_flushing_registering_and_opening_have_a_bar(
         assert "Reading headers" in terminal.getvalue()
     with redirect_stderr(terminal), open_store(disk_dir):
         assert "Looking at what is stored" in terminal.getvalue()
+
+
+def test_training_and_exporting_have_a_bar(tmp_path: Path, at_once: None) -> None:
+    shown = Terminal()
+    with redirect_stderr(shown), open_store(tmp_path / "store", 8 << 20) as store:
+        model = OffloadModel(torch.nn.Linear(64, 64), store)
+        export_safetensors(tmp_path / "exported", model)
+        model.disable()
+    for doing in ("Taking parameters", "Exporting to", "Giving parameters back"):
+        assert doing in shown.getvalue()
+    assert "16.2/16.2 KiB" in shown.getvalue(), "all of it was told of"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.tensors import assert_same
-from tests.store.helpers import open_store
-from tests.store.test_progress import Terminal
 from tests.training import models
 from tests.training.conftest import copied, store_for
-from tierstore import OffloadModel, TierStore, export_safetensors, progress
+from tierstore import OffloadModel, TierStore, export_safetensors
 from tierstore.adapters.training.exporting import files_of
 
 
@@ -42,15 +39,3 @@ def test_files_have_no_more_than_they_should_but_for_one_large_tensor() -> None:
     tensors = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
     numbers = files_of(tensors, 100)
     assert numbers == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4, "none": 4}
-
-
-def test_what_takes_long_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
-    shown = Terminal()
-    with redirect_stderr(shown), open_store(tmp_path / "store", 8 << 20) as store:
-        model = OffloadModel(torch.nn.Linear(64, 64), store)
-        export_safetensors(tmp_path / "exported", model)
-        model.disable()
-    for doing in ("Taking parameters", "Exporting to", "Giving parameters back"):
-        assert doing in shown.getvalue()
-    assert "16.2/16.2 KiB" in shown.getvalue(), "all of it was told of"

@@ -38,7 +38,7 @@ _NARROWEST = 3.0
 """Pixels of a stall or a move at least: 20 ms of half a minute would have less than one."""
 _BINS = 160
 _MOST_LINES = 80
-_LETTER = 6.0  # pixels of a letter in a label, about
+_LETTER = 7.0  # pixels of a letter in a label, about
 
 
 def draw(recorded: Recorded, path: str) -> None:
