@@ -31,7 +31,7 @@ from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
 from tierstore.store import TierStore, check_store
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 DeviceMap = str | Mapping[str, Any] | None

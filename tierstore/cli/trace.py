@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -38,8 +39,10 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
     """Tell what a store did: how long it kept its callers waiting, and what moved meanwhile.
 
     FILE is what `store.trace(path)` wrote. OVERLAP is the share of the time in which bytes moved
-    that nobody waited. The picture shows the bytes on each tier over time against its budget,
-    and below that when bytes moved, when callers computed and when they waited.
+    that nobody waited. A PASS is one call of a whole model, such as one step of denoising. The
+    picture shows the bytes on each tier over time against its budget, and below that the share of
+    the time that was waited, and when models ran, when bytes moved, when callers computed and when
+    they waited.
     """
     recorded = recorded_in(file)
     if png is not None:
@@ -82,7 +85,7 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
 
 def _document(recorded: Recorded) -> Document:
     from tierstore.observe.stats import BYTES_MOVED
-    from tierstore.observe.trace import KINDS, STALLS
+    from tierstore.observe.trace import KINDS, STALLS, passes_of
 
     stats, budgets = recorded.stats, recorded.budgets
     busy, peaks = stats["busy_seconds"], stats["peak_bytes"]
@@ -112,6 +115,7 @@ def _document(recorded: Recorded) -> Document:
         ],
         # A tier that only an edited trace knows has no peak.
         "tiers": [{"tier": t, "peak": peaks.get(t), "budget": budgets[t]} for t in budgets],
+        "passes": [dataclasses.asdict(one) for one in passes_of(recorded.slices)],
         "stalls": sorted(stalls, key=lambda stall: -stall["seconds"]),
         "dropped": recorded.dropped,
     }
@@ -137,6 +141,14 @@ _TIERS = (
     Column("PEAK", lambda tier: _size(tier["peak"], "?"), right=True),
     Column("BUDGET", lambda tier: _size(tier["budget"], "no limit"), right=True),
 )
+_PASSES = (
+    Column("MODEL", lambda one: one["model"], flexible=True),
+    Column("PASS", lambda one: one["does"]),
+    Column("TIMES", lambda one: f"{one['count']:,}", right=True),
+    Column("MEDIAN", lambda one: _seconds(one["median"]), right=True),
+    Column("LONGEST", lambda one: _seconds(one["longest"]), right=True),
+    Column("STALLED", lambda one: _seconds(one["stalled_seconds"]), right=True),
+)
 _STALLS = (
     Column("WAITED FOR", lambda stall: stall["key"], flexible=True),
     Column("TIMES", lambda stall: f"{stall['count']:,}", right=True),
@@ -155,7 +167,13 @@ def _show(document: Document) -> None:
     data(f"stalled   {_seconds(stalled)}{share}")
     data(f"overlap   {document['overlap']:.1%}")
     worst = document["stalls"][:WORST]
-    for columns, rows in ((_HOPS, document["hops"]), (_TIERS, document["tiers"]), (_STALLS, worst)):
+    tables = (
+        (_PASSES, document["passes"]),
+        (_HOPS, document["hops"]),
+        (_TIERS, document["tiers"]),
+        (_STALLS, worst),
+    )
+    for columns, rows in tables:
         if rows:
             data("")
             draw(columns, rows)

@@ -19,10 +19,14 @@ logger = logging.getLogger("tierstore.engine")
 
 
 class DeviceMemory:
-    """For adapters, and, but for `count_outside`, only where there is an accelerator."""
+    """For adapters, and, but for `count_outside`, only where there is an accelerator.
+
+    `retries` counts what ran once more because the device had no memory left.
+    """
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
         self.core = core
+        self.retries = 0
         self._lease_table = lease_table
 
     @property

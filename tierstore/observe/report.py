@@ -24,10 +24,17 @@ _TIER_TITLES: Row = ("tier", "used", "budget", "full")
 
 @dataclass(frozen=True)
 class Shown:
-    """Something as it is shown: what it is, and its numbers, if it has any that can be told."""
+    """Something as it is shown: what it is, and its numbers, if it has any that can be told.
+
+    `tiers` are bytes that are used, and may be, by the name of a tier; where there are `stats`,
+    theirs are shown. `facts` are names and values. `rows` are such as would make a line too long.
+    """
 
     title: str
     stats: Stats | None = None
+    tiers: tuple[tuple[str, int, int | None], ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    rows: tuple[tuple[str, str], ...] = ()
 
 
 Asked = Callable[[Any], Any]
@@ -59,16 +66,16 @@ def line(look: Shown) -> str:
     >>> line(Shown("TierStore on cpu"))
     '<TierStore on cpu>'
     """
-    return f"<{': '.join([printable(look.title), *_summary(look.stats)])}>"
+    return f"<{': '.join([printable(look.title), *_summary(look)])}>"
 
 
 def text(look: Shown) -> str:
     """A few short lines, for logs and people. No line break at the end."""
-    tiers, facts = _tiers(look.stats), _facts(look.stats)
+    tiers, facts = _tiers(look), _facts(look)
     lines = [printable(look.title)]
     if tiers:
         lines += _aligned([_TIER_TITLES, *tiers], right=True)
-    return "\n".join(lines + _aligned(facts))
+    return "\n".join(lines + (_aligned(facts) if facts else []))
 
 
 def table(look: Shown) -> Any:
@@ -78,7 +85,7 @@ def table(look: Shown) -> Any:
     from rich.text import Text
 
     parts: list[Any] = [Text(printable(look.title), style="bold")]
-    for titles, rows in ((_TIER_TITLES, _tiers(look.stats)), (None, _facts(look.stats))):
+    for titles, rows in ((_TIER_TITLES, _tiers(look)), (None, _facts(look))):
         if rows:
             drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(titles))
             for column, title in enumerate(titles or rows[0]):
@@ -92,7 +99,7 @@ def table(look: Shown) -> Any:
 
 def fragment(look: Shown) -> str:
     """HTML for a notebook. All text is escaped."""
-    tiers, facts = _tiers(look.stats), _facts(look.stats)
+    tiers, facts = _tiers(look), _facts(look)
     parts = [f"<strong>{_escaped(look.title)}</strong>"]
     if tiers:
         parts.append(f"<table><thead>{_html_row('th', _TIER_TITLES)}</thead>{_html_body(tiers)}")
@@ -105,10 +112,11 @@ def fragment(look: Shown) -> str:
 # What the forms have in common ------------------------------------------------------------------
 
 
-def _tiers(stats: Stats | None) -> list[Row]:
+def _tiers(look: Shown) -> list[Row]:
     """Each tier: what is used of its budget. Of a service's host memory, what is leased there."""
+    stats = look.stats
     if stats is None:
-        return []
+        return [_tier(name, used, budget) for name, used, budget in look.tiers]
     rows = [
         _tier(name, used, stats.budget_bytes.get(name)) for name, used in stats.used_bytes.items()
     ]
@@ -122,10 +130,14 @@ def _tier(name: str, used: int, budget: int | None) -> Row:
     return (name, size(used), allowed, f"{used / budget:.0%}" if budget else "")
 
 
-def _facts(stats: Stats | None) -> list[Row]:
+def _facts(look: Shown) -> list[Row]:
+    """Each fact with its name: what it is told of, and what was done."""
+    told = [(printable(name), printable(value)) for name, value in (*look.facts, *look.rows)]
+    return [*told, *(_done(look.stats) if look.stats is not None else [])]
+
+
+def _done(stats: Stats) -> list[Row]:
     """What was done: each fact with its name."""
-    if stats is None:
-        return []
     facts = [
         ("acquires", _acquires(stats)),
         ("stalled", f"{stats.stalled_seconds:.2f} s in all"),
@@ -156,18 +168,24 @@ def _moved(stats: Stats, hop: str, nbytes: int) -> str:
     return f"{size(nbytes)} at {size(nbytes / seconds)}/s" if seconds else size(nbytes)
 
 
-def _summary(stats: Stats | None) -> Iterator[str]:
+def _summary(look: Shown) -> Iterator[str]:
     """What stands in the line after what it is."""
-    if stats is None:
-        return
+    facts = [f"{printable(name)} {printable(value)}" for name, value in look.facts]
     tiers = [
         f"{name} {used}" if budget == "no limit" else f"{name} {used} of {budget}"
-        for name, used, budget, _ in _tiers(stats)
+        for name, used, budget, _ in _tiers(look)
     ]
+    parts = [", ".join(facts), ", ".join(tiers)]
+    parts += [] if look.stats is None else [totals_of(look.stats)]
+    if any(parts):
+        yield "; ".join(part for part in parts if part)
+
+
+def totals_of(stats: Stats) -> str:
+    """What was done in all: how acquires were met, what they waited, and what moved."""
     moved = [f"{hop} {_moved(stats, hop, nbytes)}" for hop, nbytes in stats.moved().items()]
-    stalled = f"{stats.stalled_seconds:.2f} s stalled"
-    parts = (", ".join(tiers), f"{_acquires(stats)}, {stalled}", ", ".join(moved))
-    yield "; ".join(part for part in parts if part)
+    done = f"{_acquires(stats)}, {stats.stalled_seconds:.2f} s stalled"
+    return "; ".join([done, ", ".join(moved)] if moved else [done])
 
 
 def _aligned(rows: list[Row], *, right: bool = False) -> list[str]:
