@@ -31,8 +31,13 @@ class PlannedComponent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its groups."""
+        """Bytes of all its groups, in memory."""
         return sum(group.nbytes for group in self.groups)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the files that are read for all its groups."""
+        return sum(self.in_files.values())
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def forecast(
     """One step of a component's loop, once the planner knows the order: bytes and seconds.
 
     What is told is the mean of the second half of the steps that are played. `resident` are the
-    bytes that need not be read in a step, as they stay in memory. `known` are all groups that the
+    bytes of the files that need not be read in a step, as they stay in memory. `known` are all groups that the
     store has, by key, with their bytes.
 
     Raises BudgetError if a group is larger than a budget.
@@ -137,8 +142,7 @@ def forecast(
     read, timed = each(read_by), FROM_DISK in conditions.bandwidth
     return {
         "component": component.name,
-        "nbytes": nbytes,
-        "resident": round(max(nbytes - read, 0.0)),
+        "resident": round(max(component.file_bytes - read, 0.0)),
         "first_read": read_by(outcomes[1]),
         "read": round(read),
         "onloaded": round(each(lambda outcome: outcome.bytes_moved.get(TO_DEVICE, 0))),

@@ -6,9 +6,8 @@ Whatever it is, it has folders with files, of which the headers are read and no 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from tierstore.cli.output import Failure
@@ -140,6 +139,3 @@ def _read(checkpoint: str) -> list[FileTensor]:
     return [tensor for file in read_checkpoint(checkpoint) for tensor in file.tensors]
 
 
-def missing_files(paths: Iterable[str]) -> list[str]:
-    """Those of these files that are not there."""
-    return [path for path in paths if not Path(path).exists()]
