@@ -177,5 +177,3 @@ def _is_enough(steps: Sequence[Document], whole: Sequence[Document]) -> bool:
         return _reads_nothing(steps)
     pairs = zip(steps, whole, strict=True)
     return all(one["seconds"] <= SLOWER * best["seconds"] for one, best in pairs)
-
-

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import click
 
 from tierstore.cli import options, words
-from tierstore.model.sizes import PAGE, is_auto, ram_bytes
+from tierstore.model.sizes import is_auto, ram_bytes
 from tierstore.model.tiers import Tier
 
 Budgets = dict[Tier, int | None]
@@ -46,7 +46,7 @@ class Budget:
 
 
 def ram(text: str) -> Budget:
-    """`ram_budget` as a store takes it, also `auto`: the same rule, for this machine as it is now."""
+    """`ram_budget` as a store takes it. `auto` is the same rule, for this machine as it is now."""
     text = text.strip()
     nbytes = ram_bytes(text) if is_auto(text) else options.parsed(text)
     return Budget(text, options.whole_pages(nbytes, text))

@@ -78,7 +78,7 @@ def contents_of(source: Source, typed: str, only: str | None, variant: str | Non
         )
         for folder in wanted
     ]
-    pickles = [f for f in folders if f and not is_model[f] and _has_pickles(names[f])]
+    pickles = [f for f in folders if not has_weights(names[f]) and _has_pickles(names[f])]
     return Contents(tuple(models), tuple(pickles if only is None else ()), tuple(variants))
 
 

@@ -18,6 +18,7 @@ from tierstore.simulation import Clock, Outcome, SimulatedRun, Use, Way, planner
 FROM_DISK = (Tier.DISK, Tier.HOST)
 TO_DEVICE = (Tier.HOST, Tier.DEVICE)
 
+
 @dataclass(frozen=True)
 class PlannedComponent:
     """A model, and the groups that it is cut into for some budgets.
@@ -113,8 +114,8 @@ def forecast(
     """One step of a component's loop, once the planner knows the order: bytes and seconds.
 
     What is told is the mean of the second half of the steps that are played. `resident` are the
-    bytes of the files that need not be read in a step, as they stay in memory. `known` are all groups that the
-    store has, by key, with their bytes.
+    bytes of the files that need not be read in a step, as they stay in memory. `known` are all
+    groups that the store has, by key, with their bytes.
 
     Raises BudgetError if a group is larger than a budget.
     """

@@ -34,6 +34,7 @@ directory_argument = click.argument("directory", metavar="DIR")
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 
+
 def key(text: str) -> str:
     """A key as it was typed, if it can be one."""
     try:
@@ -84,4 +85,3 @@ def whole_pages(nbytes: int, text: str) -> int:
     if nbytes < PAGE:
         raise click.BadParameter(f"{text!r} is less than one page of {PAGE} bytes.")
     return nbytes // PAGE * PAGE
-

@@ -18,7 +18,7 @@ from tierstore.cli.output import (
     data,
     draw,
     print_json,
-    remark,
+    prose,
     system_failure,
 )
 from tierstore.model.errors import TierStoreError
@@ -158,14 +158,14 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     _show(found, document, advice, look)
     _remark_on(found, contents, source, look)
     if measured is not None:
-        remark(f"Disk: {words.size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
+        _remark(f"Disk: {words.size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
     elif disk is None:
-        remark(
+        _remark(
             "Seconds are not told, for the disk's speed is not known: give --disk-bandwidth, or "
             "measure it with `tierstore-inspect bench DIR`."
         )
     if compute is None and disk is not None:
-        remark(
+        _remark(
             "Computing is taken to need no time: give --compute SECONDS of a step, and a smaller "
             "budget may turn out to be enough."
         )
@@ -184,8 +184,8 @@ def _contents(source: Source, typed: str, only: str | None, variant: str | None)
     if not any(model.nbytes for model in found.models):
         message = f"{typed} holds no weights in safetensors files"
         if found.pickles:
-            message += f", and torch pickles of {', '.join(found.pickles)}, which are not read"
-        raise Failure(message, "Give another CHECKPOINT.")
+            message += ", only torch pickles, which are not read"
+        raise Failure(message, "Give another CHECKPOINT, or convert it with safetensors.")
     return found
 
 
@@ -265,7 +265,7 @@ def _show(trials: Sequence[Trial], document: Document, advice: Advice, look: _Lo
         data(f"Each step of {named['component'] or 'the model'}:")
         draw(look.columns(), rows)
     data("")
-    data(advice.text)
+    prose(advice.text)
 
 
 @dataclass(frozen=True)
@@ -300,6 +300,10 @@ class _Look:
         return [*columns, Column("", lambda row: str(row["note"]))]
 
 
+def _remark(text: str) -> None:
+    prose(text, err=True)
+
+
 def _of_step(title: str, told: Callable[[Document], str]) -> Column:
     return Column(title, lambda row: told(row) if "component" in row else "-", right=True)
 
@@ -314,18 +318,16 @@ def _note(trial: Trial, advice: Advice) -> str:
 
 def _remark_on(trials: Iterable[Trial], contents: Contents, source: Source, look: _Look) -> None:
     if source.told:
-        remark(f"Read: {source.told}.")
+        _remark(f"Read: {source.told}.")
     if contents.pickles:
-        remark(
-            f"Left out, as there are only torch pickles of it: {', '.join(contents.pickles)}."
-        )
+        _remark(f"Left out, as there are only torch pickles of it: {', '.join(contents.pickles)}.")
     for trial in trials:
         if trial.problem is not None:
-            remark(trial.problem)
+            _remark(trial.problem)
     narrow = [trial for trial in trials if trial.problem is None and not trial.overlaps]
     if narrow:
         enough = words.at_least(COMFORTABLE * narrow[-1].cut.largest.nbytes, look.units)
-        remark(
+        _remark(
             f"--ram {narrow[-1].budget.text} has room for less than {COMFORTABLE} of the largest "
             f"groups: reading and computing will hardly overlap. {enough} would do."
         )

@@ -137,5 +137,3 @@ def _read(checkpoint: str) -> list[FileTensor]:
     from tierstore.engine.checkpoints import read_checkpoint
 
     return [tensor for file in read_checkpoint(checkpoint) for tensor in file.tensors]
-
-

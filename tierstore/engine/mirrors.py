@@ -83,7 +83,9 @@ def _wanted(
     for name in names:
         if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
             raise TransferError(f"{name!r} cannot be the name of a file: rename the object")
-    has_variant = {os.path.dirname(name) for name in names if variant and variant_of(name) == variant}
+    has_variant = {
+        os.path.dirname(name) for name in names if variant and variant_of(name) == variant
+    }
     return {
         name: objects[name]
         for name in names

@@ -55,7 +55,9 @@ def main_file(names: Collection[str], variant: str | None = None) -> str | None:
     for name in usual:
         if (found := variant_of(name)) is not None:
             by_variant.setdefault(found, []).append(name)
-    chosen = by_variant.get(variant or "") or by_variant.get("") or next(iter(by_variant.values()), [])
+    chosen = (
+        by_variant.get(variant or "") or by_variant.get("") or next(iter(by_variant.values()), [])
+    )
     indexes = [name for name in chosen if name.endswith(".json")]
     whole = [name for name in chosen if name.endswith(SUFFIX) and "-of-" not in name]
     for candidates in (indexes, whole):
