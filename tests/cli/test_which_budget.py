@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import namedtuple
 from pathlib import Path
@@ -205,7 +206,7 @@ def test_a_document_lists_groups_only_if_asked_to(inspect: Inspect, checkpoint: 
 def test_all_sizes_are_told_in_the_units_that_were_typed(
     inspect: Inspect, checkpoint: Path, options: list[str], unit: str
 ) -> None:
-    typed = [budget for option, budget in zip(options, options[1:], strict=False) if option == "--ram"]
+    typed = [budget for option, budget in itertools.pairwise(options) if option == "--ram"]
     result = inspect("plan", checkpoint, *options, "--disk-bandwidth", "1GB/s")
     assert result.exit_code == 0, result.output
     for budget in typed:
@@ -218,7 +219,7 @@ def test_all_sizes_are_told_in_the_units_that_were_typed(
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_it_fits_a_terminal(checkpoint: Path, columns: int) -> None:
-    options = "--device 4MB --disk-bandwidth 1GB/s --compute 0.01 --steps 4".split()
+    options = "--device", "4MB", "--disk-bandwidth", "1GB/s", "--compute", "0.01", "--steps", "4"
     shown = on_terminal("plan", checkpoint, *options, COLUMNS=str(columns))
     assert shown.exit_code == 0
     lines = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", shown.output).split("\n")
@@ -243,9 +244,7 @@ def test_a_budget_that_is_too_small_stands_beside_the_others(
 
 
 @pytest.mark.parametrize("name", ["plan", "replay"])
-def test_examples_of_the_help_are_understood(
-    inspect: Inspect, checkpoint: Path, name: str
-) -> None:
+def test_examples_of_the_help_are_understood(inspect: Inspect, checkpoint: Path, name: str) -> None:
     epilog = inspector.commands[name].epilog
     assert epilog is not None
     examples = [line.split()[1:] for line in epilog.splitlines() if "tierstore-inspect" in line]

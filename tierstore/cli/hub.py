@@ -151,7 +151,7 @@ class HubSource:
         """Where it would be downloaded to."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        path = os.path.abspath(HF_HUB_CACHE)
+        path: str = os.path.abspath(HF_HUB_CACHE)
         while not os.path.exists(path):
             path = os.path.dirname(path)
         return path

@@ -11,6 +11,7 @@ from tierstore.model.words import count as count
 from tierstore.model.words import printable as printable
 from tierstore.model.words import size as size
 from tierstore.model.words import units_of as units_of
+from tierstore.model.words import units_of_tiers as units_of_tiers
 
 
 def moment(seconds: float) -> str:

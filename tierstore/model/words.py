@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 
 class Units(enum.Enum):
@@ -65,6 +66,11 @@ def units_of(budget: int) -> Units:
     while value and value % 1024 == 0:
         value //= 1024
     return Units.DECIMAL if decimal < len(str(value)) else Units.BINARY
+
+
+def units_of_tiers(budgets: Mapping[str, int | None]) -> Units:
+    """The units for whatever is told of a store with these budgets, by the names of its tiers."""
+    return units_of(budgets.get("HOST") or 0)
 
 
 def count(number: int, noun: str) -> str:
