@@ -57,7 +57,8 @@ class TierStore(AbstractContextManager["TierStore"]):
     Args:
         ram_budget: host memory that the store may take, as bytes, `"8GB"`, `"8GiB"`, `"50%"` or
             0.5 (of the memory this process may use), or `"auto"`: half of what is available when
-            the store opens, however much is free later.
+            the store opens, however much is free later. Which budget a model needs is told by
+            `tierstore-inspect plan`, before it is loaded.
         disk_dir: a directory of the store's own, made if missing. One live store per directory.
             None: what the environment variable `TIERSTORE_DIR` names, else `tierstore/store` in
             the user's cache directory.

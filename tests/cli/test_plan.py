@@ -497,3 +497,26 @@ def test_a_real_run_reads_as_predicted_where_all_fits(
     assert read - before == step["read"] == 0
     assert 0.97 * step["first_read"] <= before
     assert before <= sum(part["nbytes"] for part in found["components"])
+
+
+@pytest.mark.full("three runs of a model")
+def test_a_real_run_reads_what_is_told_at_each_budget(
+    inspect: Inspect, built: Built, disk_dir: Path
+) -> None:
+    """How much is fetched early depends on times: here on those of whatever machine this is."""
+    pipe = pipelines.load("flux", built("flux", "small"))
+    budgets = [budget_of(pipe, share) for share in (0.2, 0.4, 0.6)]
+    words = [word for budget in budgets for word in ("--ram", f"{budget}B")]
+    options = "--disk-bandwidth", "1GB/s", "--compute", "0.2"
+    plans = inspect.json("plan", built("flux", "small"), *words, *options)["plans"]
+    told = [plan["steps"][0]["read"] for plan in plans]
+    came = []
+    for budget in budgets:
+        with TierStore(budget, disk_dir, device="cpu") as store, enable_group_offload(pipe, store):
+            pipelines.run("flux", pipe, steps=4)
+            before = store.stats().bytes_read
+            pipelines.run("flux", pipe, steps=12)
+            came.append((store.stats().bytes_read - before) / 12)
+    assert told[0] > told[1] > told[2] > 0
+    weights = pipelines.weight_bytes(pipe)
+    assert came == pytest.approx(told, abs=0.1 * weights)

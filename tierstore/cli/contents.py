@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tierstore.cli.output import Failure
-from tierstore.cli.sources import INDEX, Source
+from tierstore.cli.sources import INDEX, CheckpointSource
 from tierstore.model.weight_files import PICKLES, has_weights, main_file, variants_among
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Contents:
+class FoundModels:
     """What was found: models, components that only have `pickles`, and `variants` there are."""
 
     models: tuple[Model, ...]
@@ -47,7 +47,9 @@ class Contents:
     variants: tuple[str, ...]
 
 
-def contents_of(source: Source, typed: str, only: str | None, variant: str | None) -> Contents:
+def contents_of(
+    source: CheckpointSource, typed: str, only: str | None, variant: str | None
+) -> FoundModels:
     """The models of a checkpoint, `only` one of them if that is a name.
 
     Of each, the files are taken that `from_pretrained` takes (see `main_file`). `typed` is how the
@@ -79,7 +81,7 @@ def contents_of(source: Source, typed: str, only: str | None, variant: str | Non
         for folder in wanted
     ]
     pickles = [f for f in folders if not has_weights(names[f]) and _has_pickles(names[f])]
-    return Contents(tuple(models), tuple(pickles if only is None else ()), tuple(variants))
+    return FoundModels(tuple(models), tuple(pickles if only is None else ()), tuple(variants))
 
 
 def _has_pickles(names: Iterable[str]) -> bool:

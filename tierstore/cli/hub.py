@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.contents import entries
 from tierstore.cli.output import Code, Failure, remark
-from tierstore.cli.sources import INDEX, LocalSource, Source
+from tierstore.cli.sources import INDEX, CheckpointSource, LocalSource
 from tierstore.model.weight_files import PICKLES, SUFFIX, has_weights, main_file
 from tierstore.progress import bar
 
@@ -43,7 +43,7 @@ def may_be_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None and not text.endswith(SUFFIX)
 
 
-def source_of(name: str) -> Source:
+def source_of(name: str) -> CheckpointSource:
     """A model in the cache, if all of it is there; else in the hub. Raises Failure."""
     try:
         from huggingface_hub.errors import HFValidationError
@@ -157,11 +157,11 @@ class HubSource:
         return path
 
     def names(self, folder: str) -> list[str]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         return [os.path.basename(path) for path in self.sizes if os.path.dirname(path) == folder]
 
     def content(self, name: str) -> bytes:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         with _failures(self.name), tempfile.TemporaryDirectory() as directory:
             place = self._api.hf_hub_download(
                 self.name, name, revision=self.revision, local_dir=directory
@@ -170,7 +170,7 @@ class HubSource:
                 return file.read()
 
     def tensors(self, folder: str, name: str | None) -> list[FileTensor]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         paths = [os.path.join(folder, file) for file in self._files(folder, name)]
         lacking = [path for path in paths if path not in self.sizes]
         if lacking:

@@ -27,9 +27,9 @@ from tierstore.progress import bar
 
 if TYPE_CHECKING:  # they bring numpy: only who plans shall wait for that
     from tierstore.cli.advice import Advice, Trial
-    from tierstore.cli.contents import Contents
+    from tierstore.cli.contents import FoundModels
     from tierstore.cli.forecast import Cut
-    from tierstore.cli.sources import Source
+    from tierstore.cli.sources import CheckpointSource
 
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -174,7 +174,9 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 # What is read -------------------------------------------------------------------------------------
 
 
-def _contents(source: Source, typed: str, only: str | None, variant: str | None) -> Contents:
+def _contents(
+    source: CheckpointSource, typed: str, only: str | None, variant: str | None
+) -> FoundModels:
     from tierstore.cli.contents import contents_of
 
     try:
@@ -316,7 +318,9 @@ def _note(trial: Trial, advice: Advice) -> str:
     return "" if trial.overlaps else "no overlap"
 
 
-def _remark_on(trials: Iterable[Trial], contents: Contents, source: Source, look: _Look) -> None:
+def _remark_on(
+    trials: Iterable[Trial], contents: FoundModels, source: CheckpointSource, look: _Look
+) -> None:
     if source.told:
         _remark(f"Read: {source.told}.")
     if contents.pickles:

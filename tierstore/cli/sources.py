@@ -22,7 +22,7 @@ INDEX = "model_index.json"
 LARGEST_INDEX = 1 << 20
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """A checkpoint, wherever it lies. Folders are named from its root on, which is `""`."""
 
     @property
@@ -46,7 +46,7 @@ class Source(Protocol):
         """
 
 
-def source_of(checkpoint: str) -> Source:
+def source_of(checkpoint: str) -> CheckpointSource:
     """Where what was typed lies. Raises Failure if it is nowhere."""
     if is_url(checkpoint):
         return UrlSource(checkpoint.rstrip("/"))
@@ -75,18 +75,18 @@ class LocalSource:
         return self.path
 
     def names(self, folder: str) -> list[str]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         place = os.path.join(self.path, folder)
         # Unlike glob, listdir tells that it may not look.
         return os.listdir(place) if os.path.isdir(place) else []
 
     def content(self, name: str) -> bytes:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         with open(os.path.join(self.path, name), "rb") as file:
             return file.read(LARGEST_INDEX)
 
     def tensors(self, folder: str, name: str | None) -> list[FileTensor]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         return _read(os.path.join(self.path, *filter(None, (folder, name))))
 
 
@@ -103,7 +103,7 @@ class UrlSource:
         return f"{self.url}, headers only"
 
     def names(self, folder: str) -> list[str]:
-        """See `Source`. What a web server has is asked for by the names that are usual."""
+        """See `CheckpointSource`. What a web server has is asked for by the names that are usual."""
         if self.url.endswith((SUFFIX, ".json")):
             return []
         from tierstore.tiers.object_store import RemoteDirectory
@@ -117,7 +117,7 @@ class UrlSource:
         return names
 
     def content(self, name: str) -> bytes:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         from tierstore.tiers.object_store import RemoteDirectory
 
         found = RemoteDirectory(self.url).find(name)
@@ -126,7 +126,7 @@ class UrlSource:
         return bytes(found.read(0, min(found.stamp.size, LARGEST_INDEX)))
 
     def tensors(self, folder: str, name: str | None) -> list[FileTensor]:
-        """See `Source`."""
+        """See `CheckpointSource`."""
         return _read(self._at(*filter(None, (folder, name))))
 
     def _at(self, *parts: str) -> str:
