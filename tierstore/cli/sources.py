@@ -103,7 +103,7 @@ class UrlSource:
         return f"{self.url}, headers only"
 
     def names(self, folder: str) -> list[str]:
-        """See `CheckpointSource`. What a web server has is asked for by the names that are usual."""
+        """See `CheckpointSource`. A web server is asked for the names that are usual."""
         if self.url.endswith((SUFFIX, ".json")):
             return []
         from tierstore.tiers.object_store import RemoteDirectory
