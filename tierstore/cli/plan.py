@@ -37,8 +37,8 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 @options.command(
     "plan",
     "plan path/to/pipeline",
-    "plan black-forest-labs/FLUX.1-dev --ram 8GB --ram 16GB --ram auto",
-    "plan path/to/pipeline --device 8GB --compute 1.5 --disk-bandwidth 5GB/s",
+    "plan black-forest-labs/FLUX.1-dev --ram 8GB --ram auto",
+    "plan path/to/pipeline --device 8GB --compute 1.5",
     "plan model.safetensors --ram 4GiB --json",
 )
 @click.argument("checkpoint", metavar="CHECKPOINT")

@@ -35,18 +35,18 @@ def size(nbytes: float, units: Units = Units.BINARY) -> str:
 
 
 def at_least(nbytes: int, units: Units = Units.DECIMAL) -> str:
-    """A size as one writes it (see `parse_size`): at least so many bytes, and hardly more.
+    """A size as one writes it (see `parse_size`): at least so many bytes, in three digits.
 
-    >>> at_least(1_052_672), at_least(8_000_000_000), at_least(1 << 30, Units.BINARY)
-    ('1.06MB', '8GB', '1GiB')
+    >>> at_least(1_052_672), at_least(507_010_000), at_least(1 << 30, Units.BINARY)
+    ('1.06MB', '508MB', '1GiB')
     """
     base, names = units.value
     scale, unit = 1, "B"
     for name in names[:4]:  # a budget is written in nothing larger
         if nbytes >= scale * base:
             scale, unit = scale * base, name
-    hundredths = -(-nbytes * 100 // scale)
-    whole, rest = divmod(hundredths, 100)
+    step = 1 if nbytes < 10 * scale else 10 if nbytes < 100 * scale else 100
+    whole, rest = divmod(-(-nbytes * 100 // (scale * step)) * step, 100)
     return f"{whole}.{rest:02}".rstrip("0").rstrip(".") + unit
 
 
