@@ -65,7 +65,8 @@ class TierStore(AbstractContextManager["TierStore"]):
     Args:
         ram_budget: bytes of host memory that the store may take: an int, `"8GB"`, `"8GiB"`,
             `"50%"` or 0.5 (of the memory that this process may use), or `"auto"`: half of what is
-            available when the store opens, however much is free later.
+            available when the store opens, however much is free later. `tierstore-inspect plan`
+            tells which budget a model needs.
         disk_dir: a directory for this store alone, made if missing. None: what the variable
             `TIERSTORE_DIR` names, else `tierstore/store` in the user's cache directory.
         device: where leased tensors are. None: the current accelerator, else `"cpu"`. There is

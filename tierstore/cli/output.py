@@ -9,6 +9,9 @@ need rich, which is imported only when one is drawn.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +78,16 @@ def remark(text: str) -> None:
 def data(text: str) -> None:
     """Print a line of data to stdout."""
     click.echo(words.printable(text))
+
+
+def prose(text: str, *, err: bool = False) -> None:
+    """Print sentences to stdout, or to stderr: on a terminal, no line is wider than it is."""
+    stream = sys.stderr if err else sys.stdout
+    if stream.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [textwrap.fill(line, width, break_on_hyphens=False) for line in text.split("\n")]
+        text = "\n".join(lines)
+    click.echo("\n".join(map(words.printable, text.split("\n"))), err=err)
 
 
 def print_json(document: Document) -> None:

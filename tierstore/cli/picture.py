@@ -87,23 +87,28 @@ def _draw_level(axis: Axes, recorded: Recorded, tier: str) -> None:
     axis.fill_between(times, values, step="post", color="#56b4e9", alpha=0.45, linewidth=0)
     axis.step(times, values, where="post", color="#0072b2", linewidth=1.2, label="used")
     budget, top = recorded.budgets.get(tier), max(values)
+    units = words.units_of_tiers(recorded.budgets)
     if budget is not None:
-        label = f"budget {words.size(budget)}"
+        label = f"budget {words.size(budget, units)}"
         axis.axhline(budget, color=_BUDGET, linewidth=1.2, linestyle="--", label=label)
         top = max(top, budget)
     axis.set_ylim(0, top * 1.08)
-    axis.yaxis.set_major_locator(_Binary())
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.size(value)))
+    axis.yaxis.set_major_locator(_Rounded(units.value[0]))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.size(value, units)))
     axis.set_ylabel(_TIERS[tier])
     axis.grid(alpha=0.25)
     axis.legend(loc="lower right", fontsize=8, ncols=2, framealpha=0.9)
 
 
-class _Binary(MaxNLocator):
-    """Ticks at round numbers of MiB or GiB: those of bytes would be 190.7 MiB apart."""
+class _Rounded(MaxNLocator):
+    """Ticks at round numbers of MB or MiB: those of bytes would be 190.7 MiB apart."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__()
+        self._base = base
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
-        unit = 1024 ** int(math.log(max(vmax, 1), 1024))
+        unit = self._base ** int(math.log(max(vmax, 1), self._base))
         return [tick * unit for tick in super().tick_values(vmin / unit, vmax / unit)]
 
 

@@ -121,26 +121,35 @@ def _document(recorded: Recorded) -> Document:
     }
 
 
-def _size(nbytes: float | None, otherwise: str, per: str = "") -> str:
-    return otherwise if nbytes is None else f"{words.size(nbytes)}{per}"
-
-
 def _seconds(seconds: float) -> str:
     """A time, in a unit that shows some of it."""
     return f"{seconds:.3f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-_HOPS = (
-    Column("MOVED", lambda hop: hop["kind"]),
-    Column("BYTES", lambda hop: words.size(hop["nbytes"]), right=True),
-    Column("BUSY", lambda hop: _seconds(hop["seconds"]), right=True),
-    Column("SPEED", lambda hop: _size(hop["bandwidth"], "?", "/s"), right=True),
-)
-_TIERS = (
-    Column("TIER", lambda tier: tier["tier"]),
-    Column("PEAK", lambda tier: _size(tier["peak"], "?"), right=True),
-    Column("BUDGET", lambda tier: _size(tier["budget"], "no limit"), right=True),
-)
+def _of_hops(units: words.Units) -> tuple[Column, ...]:
+    def speed(hop: Document) -> str:
+        found = hop["bandwidth"]
+        return "?" if found is None else f"{words.size(found, units)}/s"
+
+    return (
+        Column("MOVED", lambda hop: hop["kind"]),
+        Column("BYTES", lambda hop: words.size(hop["nbytes"], units), right=True),
+        Column("BUSY", lambda hop: _seconds(hop["seconds"]), right=True),
+        Column("SPEED", speed, right=True),
+    )
+
+
+def _of_tiers(units: words.Units) -> tuple[Column, ...]:
+    def size(nbytes: int | None, otherwise: str) -> str:
+        return otherwise if nbytes is None else words.size(nbytes, units)
+
+    return (
+        Column("TIER", lambda tier: tier["tier"]),
+        Column("PEAK", lambda tier: size(tier["peak"], "?"), right=True),
+        Column("BUDGET", lambda tier: size(tier["budget"], "no limit"), right=True),
+    )
+
+
 _PASSES = (
     Column("MODEL", lambda one: one["model"], flexible=True),
     Column("PASS", lambda one: one["does"]),
@@ -167,10 +176,11 @@ def _show(document: Document) -> None:
     data(f"stalled   {_seconds(stalled)}{share}")
     data(f"overlap   {document['overlap']:.1%}")
     worst = document["stalls"][:WORST]
+    units = words.units_of_tiers({tier["tier"]: tier["budget"] for tier in document["tiers"]})
     tables = (
         (_PASSES, document["passes"]),
-        (_HOPS, document["hops"]),
-        (_TIERS, document["tiers"]),
+        (_of_hops(units), document["hops"]),
+        (_of_tiers(units), document["tiers"]),
         (_STALLS, worst),
     )
     for columns, rows in tables:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 
+from tierstore.model.words import Units as Units
+from tierstore.model.words import at_least as at_least
 from tierstore.model.words import count as count
 from tierstore.model.words import printable as printable
 from tierstore.model.words import size as size
+from tierstore.model.words import units_of as units_of
+from tierstore.model.words import units_of_tiers as units_of_tiers
 
 
 def moment(seconds: float) -> str:

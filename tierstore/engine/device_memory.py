@@ -12,7 +12,7 @@ from tierstore.engine.transaction import transaction
 from tierstore.model import events
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
-from tierstore.model.words import size
+from tierstore.model.words import Units, size
 from tierstore.tiers.arena import Arena
 
 logger = logging.getLogger("tierstore.engine")
@@ -90,7 +90,7 @@ class DeviceMemory:
         if grown is not None:  # without the lock: who handles logs may look at the store
             logger.info(
                 "device_budget 'auto', once every model has run: %s (%s before)",
-                *map(size, grown),
+                *(size(nbytes, Units.DECIMAL) for nbytes in grown),
             )
 
     @transaction

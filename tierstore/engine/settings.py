@@ -7,13 +7,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
-from tierstore.model import shares
-from tierstore.model.sizes import PAGE, parse_size, usable_memory
+from tierstore.model import shares, sizes
+from tierstore.model.sizes import PAGE, available_memory, is_auto, parse_size
 from tierstore.model.tiers import Tier
-from tierstore.model.words import size
+from tierstore.model.words import Units, size
 from tierstore.tiers.assembly import TierSettings as TierSettings
 
 Size = int | float | str
@@ -78,24 +77,21 @@ def resolve_budgets(
 
 
 def ram_bytes(ram: Size) -> int:
-    """`ram_budget` in bytes; `"auto"` is half of what is available now."""
-    usable = usable_memory()
-    available = min(usable, psutil.virtual_memory().available)
-    nbytes = parse_size(ram, total=usable, auto=available // shares.AUTO)
-    if _is_auto(ram):
+    """`ram_budget` in bytes, as `sizes.ram_bytes`; what `"auto"` came to is logged."""
+    available = available_memory()
+    nbytes = sizes.ram_bytes(ram, available)
+    if is_auto(ram):
         logger.info(
-            "ram_budget 'auto': %s, half of the %s available", size(nbytes), size(available)
+            "ram_budget 'auto': %s, half of the %s available",
+            size(nbytes, Units.DECIMAL),
+            size(available, Units.DECIMAL),
         )
     return nbytes
 
 
 def is_chosen(device_budget: Size | None) -> bool:
     """Whether somebody said how large the device budget is."""
-    return not (device_budget is None or _is_auto(device_budget))
-
-
-def _is_auto(budget: Size) -> bool:
-    return isinstance(budget, str) and budget.strip().lower() == "auto"
+    return not (device_budget is None or is_auto(device_budget))
 
 
 def grown_device_budget(budget: int, held: int, free: int) -> int:
@@ -112,10 +108,14 @@ def _device_bytes(device: torch.device, budget: Size | None) -> int:
     if isinstance(budget, int) and not isinstance(budget, bool):
         return parse_size(budget)
     free, total = device_memory(device)
-    if budget is not None and not _is_auto(budget):
+    if budget is not None and not is_auto(budget):
         return parse_size(budget, total=total)
     nbytes = free // shares.AUTO  # the other half is left to activations
-    logger.info("device_budget 'auto': %s, half of the %s free", size(nbytes), size(free))
+    logger.info(
+        "device_budget 'auto': %s, half of the %s free",
+        size(nbytes, Units.DECIMAL),
+        size(free, Units.DECIMAL),
+    )
     return nbytes
 
 

@@ -7,12 +7,13 @@ rich draws the table, and is imported only where it asks for one.
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.model.words import count, printable, size
+from tierstore.model.words import count, printable, size, units_of, units_of_tiers
 
 if TYPE_CHECKING:
     from tierstore.observe.stats import Stats
@@ -38,6 +39,7 @@ class Shown:
 
 
 Asked = Callable[[Any], Any]
+Told = Callable[[float], str]
 
 
 def shown_by(
@@ -116,18 +118,25 @@ def _tiers(look: Shown) -> list[Row]:
     """Each tier: what is used of its budget. Of a service's host memory, what is leased there."""
     stats = look.stats
     if stats is None:
-        return [_tier(name, used, budget) for name, used, budget in look.tiers]
-    rows = [
-        _tier(name, used, stats.budget_bytes.get(name)) for name, used in stats.used_bytes.items()
-    ]
+        units = units_of_tiers({name: budget for name, _, budget in look.tiers})
+        told = functools.partial(size, units=units)
+        return [_tier(name, used, budget, told) for name, used, budget in look.tiers]
+    budgets, tells = stats.budget_bytes, _sizes(stats)
+    rows = [_tier(name, used, budgets.get(name), tells) for name, used in stats.used_bytes.items()]
     if stats.allowed_bytes:
-        rows.append(_tier("service", stats.leased_bytes, stats.allowed_bytes))
+        rows.append(_tier("service", stats.leased_bytes, stats.allowed_bytes, tells))
     return rows
 
 
-def _tier(name: str, used: int, budget: int | None) -> Row:
-    allowed = "no limit" if budget is None else size(budget)
-    return (name, size(used), allowed, f"{used / budget:.0%}" if budget else "")
+def _sizes(stats: Stats) -> Told:
+    """Tells sizes, in the units in which somebody wrote the budget, or the service's."""
+    budget = stats.budget_bytes.get("HOST") or stats.allowed_bytes
+    return functools.partial(size, units=units_of(budget))
+
+
+def _tier(name: str, used: int, budget: int | None, told: Told) -> Row:
+    allowed = "no limit" if budget is None else told(budget)
+    return (name, told(used), allowed, f"{used / budget:.0%}" if budget else "")
 
 
 def _facts(look: Shown) -> list[Row]:
@@ -138,6 +147,7 @@ def _facts(look: Shown) -> list[Row]:
 
 def _done(stats: Stats) -> list[Row]:
     """What was done: each fact with its name."""
+    told = _sizes(stats)
     facts = [
         ("acquires", _acquires(stats)),
         ("stalled", f"{stats.stalled_seconds:.2f} s in all"),
@@ -148,13 +158,13 @@ def _done(stats: Stats) -> list[Row]:
         )
     facts += [(hop, _moved(stats, hop, nbytes)) for hop, nbytes in stats.moved().items()]
     if stats.routed_uses:
-        read = f"{size(stats.routed_bytes_read)} read for {size(stats.routed_bytes_used)}"
+        read = f"{told(stats.routed_bytes_read)} read for {told(stats.routed_bytes_used)}"
         facts.append(("experts", f"{stats.routed_uses:,} uses, {read}"))
     if stats.activations.saved_bytes:
-        away = f"{size(stats.activations.shipped_bytes)} of {size(stats.activations.saved_bytes)}"
+        away = f"{told(stats.activations.shipped_bytes)} of {told(stats.activations.saved_bytes)}"
         facts.append(("activations", f"{away} kept in the store"))
     if stats.reserved_bytes:
-        facts.append(("torch has", ", ".join(size(each) for each in stats.reserved_bytes.values())))
+        facts.append(("torch has", ", ".join(told(each) for each in stats.reserved_bytes.values())))
     return [(name, value) for name, value in facts]
 
 
@@ -165,7 +175,8 @@ def _acquires(stats: Stats) -> str:
 
 def _moved(stats: Stats, hop: str, nbytes: int) -> str:
     seconds = stats.busy_seconds.get(hop)
-    return f"{size(nbytes)} at {size(nbytes / seconds)}/s" if seconds else size(nbytes)
+    told = _sizes(stats)
+    return f"{told(nbytes)} at {told(nbytes / seconds)}/s" if seconds else told(nbytes)
 
 
 def _summary(look: Shown) -> Iterator[str]:
