@@ -18,6 +18,7 @@ from tierstore.cli.output import (
     remark,
     system_failure,
 )
+from tierstore.completion import files
 from tierstore.model.errors import TierStoreError
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.tiers import Tier
@@ -37,7 +38,7 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     "plan FLUX.1-dev --ram 24GB --device 8GB --compute 1.5 --disk-bandwidth 5GB/s",
     "plan model.safetensors --ram 4GiB --json",
 )
-@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("checkpoint", metavar="CHECKPOINT", shell_complete=files)
 @click.option("--ram", type=options.ram, metavar="SIZE", required=True, help=options.ram_help)
 @click.option("--device", type=options.device, metavar="SIZE", help=options.device_help)
 @click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import completing, options, words
 from tierstore.cli.output import Column, Document, data, draw, print_json, remark
 from tierstore.cli.services import ask_all, asker
 
@@ -27,7 +27,7 @@ _WORKERS = (
 
 
 @options.command("ps", "ps", "ps /nvme/tierstore", "ps --json")
-@click.argument("socket", metavar="[SOCKET|DIR]", required=False)
+@click.argument("socket", metavar="[SOCKET|DIR]", required=False, shell_complete=completing.sources)
 def list_workers(socket: str | None, as_json: bool) -> None:
     """List the workers of a service (tierstore-serve): what each leases, and waits for.
 

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import completing, options, words
 from tierstore.cli.directories import Item, look_at, only_user, opened_parent
 from tierstore.cli.output import Failure, data, print_json, remark, system_failure
 from tierstore.cli.report import existing_groups, item_rows, survey, total
@@ -45,7 +45,14 @@ def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool
 
 @options.command("rm", "rm offload latents --dry-run", "rm offload 'run 1' 'run 2' -y")
 @options.directory_argument
-@click.argument("keys", metavar="KEY...", nargs=-1, required=True, type=options.key)
+@click.argument(
+    "keys",
+    metavar="KEY...",
+    nargs=-1,
+    required=True,
+    type=options.key,
+    shell_complete=completing.keys,
+)
 @options.dry_run_option
 @options.yes_option
 def remove_groups(

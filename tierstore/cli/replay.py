@@ -12,6 +12,7 @@ import click
 from tierstore.cli import options, words
 from tierstore.cli.output import Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.trace import recorded_in
+from tierstore.completion import files
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import TIERS, Tier
 
@@ -33,7 +34,7 @@ _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
     "replay run.json --ram 4GB --ram 8GB --ram 16GB",
     "replay run.json --ram 8GB --policy next-use --policy lru --json",
 )
-@click.argument("trace", metavar="TRACE")
+@click.argument("trace", metavar="TRACE", shell_complete=files)
 @click.option(
     "--ram",
     type=options.ram,
