@@ -32,6 +32,8 @@ Items: TypeAlias = "list[CompletionItem[str]]"
 
 DIRECTORY = "dir"
 """The type of an item that more follows: no space after it."""
+STORE = "store"
+"""The type of a directory that is a store's."""
 FILE = "file"
 """The type of the item that stands for all files: the shell lists them itself."""
 
@@ -122,7 +124,7 @@ class Bash(BashComplete):
             _, typed = self.get_completion_args()
             breaks = [c for c in ":=" if c in os.environ.get("COMP_BREAKS", "")]
             begin = max((typed.rfind(c) + 1 for c in breaks), default=0)
-            value = _quoted(value[begin:], tilde=item.type == DIRECTORY)
+            value = _quoted(value[begin:], tilde=item.type in (DIRECTORY, STORE))
         elif quote == '"':
             value = re.sub(r'([$`"\\])', r"\\\1", value)
         return f"{item.type},{value}"
@@ -137,6 +139,8 @@ class Zsh(ZshComplete):
         """Three lines: type, value, help."""
         if item.type == DIRECTORY:
             return f"{item.type}\n{_quoted(item.value, tilde=True)}\n_"
+        if item.type == STORE:
+            item = CompletionItem(os.path.expanduser(item.value), STORE, item.help)
         return super().format_completion(item)
 
 
@@ -192,7 +196,7 @@ def directories(_: click.Context, __: click.Parameter | None, incomplete: str) -
     if default.startswith(typed_path(incomplete)) and is_store(default):
         stores = [default, *(path for path in stores if not _is_same(path, default))]
     return [
-        *(CompletionItem(path, help="a store") for path in stores),
+        *(CompletionItem(path, STORE, "a store") for path in stores),
         *(CompletionItem(f"{path}/", type=DIRECTORY) for path in others),
     ]
 

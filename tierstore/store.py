@@ -72,7 +72,8 @@ class TierStore(AbstractContextManager["TierStore"]):
         verify: check the checksums of what is read `"first"` time only, `"always"` or `"never"`.
 
     Raises StoreLockedError if another live store has the directory, ValueError or TypeError for
-    arguments that cannot be, BudgetError if `disk_dir` holds more than `disk_budget`, TransferError
+    arguments that cannot be, DeviceError (which is both a ValueError and a RuntimeError) for a
+    device that is not there, BudgetError if `disk_dir` holds more than `disk_budget`, TransferError
     if it cannot be used. Its methods raise UnknownKeyError for keys of no group, ClosedError later.
     Thread-safe. Use it as a context manager, or call `close`. Budgets that are `"auto"` are logged
     with what they came to (logger `tierstore`, INFO).

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from tests.cli.conftest import ROOT, environment, put
 from tests.helpers.files import object_file
 from tierstore.cli.commands import inspector
-from tierstore.completion import Bash, Fish, Zsh, directories
+from tierstore.completion import STORE, Bash, Fish, Zsh, directories
 from tierstore.service.cli import serve
 from tierstore.tiers.directory import ObjectDirectory
 
@@ -174,6 +174,9 @@ def test_words_are_those_that_a_shell_would_pass(monkeypatch: pytest.MonkeyPatch
 def test_other_shells_get_whole_keys(shell: type[Zsh] | type[Fish]) -> None:
     asked = shell(inspector, {}, "tierstore-inspect", "_COMPLETE")
     told = asked.format_completion(CompletionItem(SPECIAL))
+    assert os.path.expanduser("~") in Zsh(inspector, {}, "", "").format_completion(
+        CompletionItem("~/a", STORE, "a store")
+    )
     assert SPECIAL in told.split("\n" if shell is Zsh else ",", 1)[1]
     assert "tierstore-inspect" in asked.source()
 
@@ -204,6 +207,7 @@ def programs(tmp_path: Path) -> Path:
         pytest.param("inspect ver", ["verify"], id="command"),
         pytest.param("inspect show DI", ["show", "DIR/"], id="other-directory"),
         pytest.param("inspect show sto", ["show", "store"], id="directory"),
+        pytest.param("inspect show ~/sto", ["show", "HOME/store"], id="user-directory"),
         pytest.param("inspect show store run", ["show", "store", SPECIAL], id="special"),
         pytest.param("inspect show store 'größe", ["show", "store", "größe/界"], id="quoted"),
         pytest.param('inspect show store "run', ["show", "store", SPECIAL], id="double-quoted"),
@@ -228,7 +232,9 @@ def test_a_real_bash_completes(full: Path, programs: Path, typed: str, called: l
             stdin=its,
             stdout=its,
             stderr=subprocess.PIPE,
-            env=environment(PATH=f"{programs}:{os.environ['PATH']}", LC_ALL="C.UTF-8"),
+            env=environment(
+                PATH=f"{programs}:{os.environ['PATH']}", LC_ALL="C.UTF-8", HOME=str(full.parent)
+            ),
             cwd=full.parent,
             start_new_session=True,
             timeout=60,
@@ -240,7 +246,8 @@ def test_a_real_bash_completes(full: Path, programs: Path, typed: str, called: l
         os.close(its)
     noted = programs.parent / "called"
     assert noted.exists(), told
-    assert noted.read_bytes().decode().split("\0")[:-1] == called, told
+    expected = [word.replace("HOME", str(full.parent)) for word in called]
+    assert noted.read_bytes().decode().split("\0")[:-1] == expected, told
 
 
 def test_completion_is_quick_to_load(full: Path) -> None:

@@ -16,6 +16,7 @@ import click
 
 from tierstore.completion import directories, enable_completion, files
 from tierstore.model.errors import TierStoreError
+from tierstore.model.extras import extra_for
 from tierstore.model.sizes import parse_size
 from tierstore.service import sockets
 
@@ -82,7 +83,7 @@ def serve(
     try:
         _raise_limit_of_files()
         asyncio.run(_serve(directory, (ram, disk, metrics, deadline), listening, path, began))
-    except (OSError, ValueError, TierStoreError) as error:
+    except (OSError, ValueError, TierStoreError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error
     finally:
         listening.close()
@@ -103,9 +104,10 @@ async def _serve(
     began: float,
 ) -> None:
     # Here, as it takes seconds: until then, who connects waits in the socket's queue.
-    from tierstore.engine.settings import ram_bytes
-    from tierstore.model.sizes import PAGE
-    from tierstore.service.server import Server, settings_of
+    with extra_for("to serve"):
+        from tierstore.engine.settings import ram_bytes
+        from tierstore.model.sizes import PAGE
+        from tierstore.service.server import Server, settings_of
 
     ram, disk, metrics, deadline = options
     budget = ram_bytes(ram) // PAGE * PAGE
@@ -115,7 +117,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     if metrics is not None:
-        from tierstore.service.metrics import serve_metrics
+        with extra_for("--metrics"):
+            from tierstore.service.metrics import serve_metrics
 
         serve_metrics(server, metrics)
     log.info("ready after %.1f s: %s bytes of memory", time.monotonic() - began, f"{budget:,}")
