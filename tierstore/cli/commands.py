@@ -111,8 +111,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\n"
     "Exit codes:\n"
-    "  0 done, 1 unexpected failure, 2 wrong usage (or DIR is no store), 3 damage found,\n"
-    "  4 no such key, 11 the directory is in use by a live process",
+    "  0 done, 1 unexpected failure, 2 wrong usage (or DIR is no store), 3 damage\n"
+    "  found, 4 no such key, 11 the directory is in use by a live process",
 )
 @click.option(
     "--version",

@@ -46,7 +46,7 @@ _GROUPS = (
     Column("TENSORS", lambda row: "?" if row["problem"] else f"{row['tensors']:,}", right=True),
     Column("DTYPES", lambda row: "?" if row["problem"] else ",".join(row["dtypes"])),
     Column("SIZE", lambda row: words.size(row["nbytes"]), right=True),
-    Column("MODIFIED", lambda row: words.moment(row["modified"])),
+    Column("MODIFIED", lambda row: words.ago(row["modified"])),
     Column("STATE", lambda row: row["state"]),
 )
 
@@ -145,6 +145,10 @@ _TENSORS = (
 )
 
 
+_SELDOM = ("STRIDE", "TIED")
+"""Columns that are left out where they say nothing of any tensor."""
+
+
 @options.command("show", "show offload transformer/blocks.3", "show offload latents --json")
 @click.argument(
     "names",
@@ -177,7 +181,8 @@ def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
         print_json({**about, "tensors": rows})
         return
     if rows:
-        draw(_TENSORS, rows)
+        told = [c for c in _TENSORS if c.title not in _SELDOM or any(map(c.cell, rows))]
+        draw(told, rows)
     tensors = words.count(len(rows), "tensor")
     data(f"{tensors}, {words.size(about['nbytes'])} in {about['path']}")
 
@@ -253,6 +258,15 @@ def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> N
     else:
         given = zip(directories, rows, strict=True)
         draw(_DIRECTORIES, [{**row, "as_given": directory} for directory, row in given])
+        if len(rows) > 1:
+            nbytes, reclaimable = (
+                words.size(sum(numbers))
+                for numbers in zip(
+                    *((row["nbytes"], row["reclaimable"]["nbytes"]) for row in rows), strict=True
+                )
+            )
+            groups = words.count(sum(row["group_count"] for row in rows), "group")
+            data(f"{len(rows):,} directories: {groups}, {nbytes}; {reclaimable} reclaimable")
 
 
 # env ----------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ PACKAGES = (
     "accelerate",
     "transformers",
     "peft",
+    "obstore",
+    "msgspec",
 )
 
 

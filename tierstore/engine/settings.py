@@ -53,7 +53,7 @@ def resolve_device(wanted: str | torch.device | None) -> torch.device:
     count = _device_count(device.type)
     if count == 0:
         raise DeviceError(f"there is no {device.type} device here: {_advice()}")
-    if device.index is not None and device.index >= count:
+    if str(device) != device.type and device.index >= count:
         raise DeviceError(f"there is no {device} here: {_advice()}")
     if str(device) != device.type:  # the index is part of the name
         return device
