@@ -17,7 +17,7 @@ import torch
 
 from tierstore.engine.checkpoints import aread_checkpoint, read_checkpoint
 from tierstore.engine.connecting import connected_engine
-from tierstore.engine.directories import chosen_directory, default_explained
+from tierstore.engine.directories import chosen_directory, default_explained, tell_of_file_system
 from tierstore.engine.engine import Engine
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
@@ -105,6 +105,7 @@ class TierStore(AbstractContextManager["TierStore"]):
         )
         with default_explained(disk_dir):
             self._engine = Engine(settings)
+        tell_of_file_system(directory)
 
     @classmethod
     def connect(
