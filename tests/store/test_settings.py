@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.fresh import run_fresh
-from tierstore import DeviceError, TierStore, TransferError
+from tierstore import DeviceError, TierStore
 from tierstore.engine.settings import device_memory, resolve_budgets, resolve_device
 from tierstore.model.sizes import PAGE, usable_memory
 from tierstore.model.tiers import Tier
@@ -106,20 +106,7 @@ def test_another_kind_of_device_than_there_is(pretend: Any) -> None:
         resolve_device("xpu")
 
 
-# Directories and budgets that cannot be ----------------------------------------------------------
-
-
-def test_a_file_where_the_directory_should_be(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("mine")
-    for path in (file, file / "below"):
-        with pytest.raises(TransferError, match=f"{file} is a file; name another disk_dir"):
-            TierStore("64MB", path, device="cpu")
-    assert file.read_text() == "mine"
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(TransferError, match="link is no directory"):
-        TierStore("64MB", tmp_path / "link", device="cpu")
-    assert not (tmp_path / "nowhere").exists()
+# Budgets that cannot be ----------------------------------------------------------
 
 
 def test_more_host_memory_than_there_is_is_told(
