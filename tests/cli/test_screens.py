@@ -125,9 +125,17 @@ def test_two_keys_for_show_are_refused(store: Path, inspect: Inspect) -> None:
         (800 * 86400, "2 years ago"),
     ],
 )
-def test_how_long_ago(past: float, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 5e9)
-    assert words.ago(5e9 - past) == told
+def test_how_long_ago(past: float, told: str) -> None:
+    assert words.ago(5e9 - past, now=5e9) == told
+
+
+def test_what_was_just_made_is_that_old(inspect: Inspect, store: Path) -> None:
+    os.utime(object_file(store, "b"), (time.time() - 7200,) * 2)
+    ages = [
+        line.split("KiB")[1].split("  ")[1]
+        for line in inspect("ls", store).stdout.splitlines()[1:4]
+    ]
+    assert ages == ["just now", "2 hours ago", "just now"]
 
 
 def test_what_is_yet_to_come_has_its_date() -> None:
@@ -187,19 +195,19 @@ SPARE = (
 @pytest.mark.parametrize(
     ("width", "left"), [(100, ""), (60, "SECOND"), (40, "FIRST, SECOND"), (10, "FIRST, SECOND")]
 )
-def test_spare_columns_go_where_there_is_no_room(
-    width: int, left: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    draw(SPARE, [{"name": "n" * 15}])
-    told = capsys.readouterr()
-    assert ("FIRST" in told.out, "SECOND" in told.out) == (
-        "FIRST" not in left,
-        "SECOND" not in left,
+def test_spare_columns_go_where_there_is_no_room(width: int, left: str) -> None:
+    drawn = (
+        "from tests.cli.test_screens import SPARE\n"
+        "from tierstore.cli.output import draw\n"
+        "draw(SPARE, [{'name': 'n' * 15}])\n"
+        "sys.exit()"
     )
-    assert "LAST" in told.out
-    assert (f"No room for {left}: " in told.err) if left else not told.err
+    shown = on_terminal(before=drawn, COLUMNS=str(width)).output
+    note = f"No room for {left}: " if left else ""
+    assert ("1" * 20 in shown, "2" * 20 in shown) == ("FIRST" not in left, "SECOND" not in left)
+    assert "3" * 20 in shown
+    assert note in " ".join(shown.split())
+    assert bool(left) == ("--json" in shown)
 
 
 def test_another_program_gets_all_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def test_a_device_of_which_nothing_tells_needs_a_budget_in_bytes(
 # Devices that are not there ----------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "mps", "xpu", torch.device("cuda", 0)])
 def test_an_accelerator_is_asked_for_where_there_is_none(device: Any, tmp_path: Path) -> None:
     run = run_fresh_with(tmp_path, f"TierStore('64MB', 'd', device={str(device)!r})")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.store.helpers import open_store
-from tierstore.engine import directories
+from tierstore.engine.directories import tell_of_file_system
 from tierstore.system.file_systems import file_system_of
 
 MEMORY = Path("/dev/shm")
@@ -37,7 +37,7 @@ def test_a_store_on_a_disk_is_not_told_of(disk_dir: Path, caplog: pytest.LogCapt
 
 
 def test_a_directory_that_other_machines_see_is_told_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file of mounts stands for a network that is not here."""
     mounts = tmp_path / "mountinfo"
@@ -45,10 +45,8 @@ def test_a_directory_that_other_machines_see_is_told_of(
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
         f"2 1 0:44 / {tmp_path}/far rw - nfs4 server:/export rw\n"
     )
-    look = lambda directory: file_system_of(directory, str(mounts))  # noqa: E731
-    monkeypatch.setattr(directories, "file_system_of", look)
-    directories.tell_of_file_system(str(tmp_path / "near"))
+    tell_of_file_system(str(tmp_path / "near"), str(mounts))
     assert not caplog.records
-    directories.tell_of_file_system(str(tmp_path / "far" / "store"))
+    tell_of_file_system(str(tmp_path / "far" / "store"), str(mounts))
     (told,) = caplog.records
     assert "is on nfs4, which other machines may see" in told.message

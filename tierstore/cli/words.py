@@ -26,9 +26,9 @@ _UNITS = ((365 * 86400, "year"), (30 * 86400, "month"), (7 * 86400, "week"), (86
     (3600, "hour"), (60, "minute"))  # fmt: skip
 
 
-def ago(seconds: float) -> str:
+def ago(seconds: float, now: float | None = None) -> str:
     """How long a moment (in seconds since 1970) is past; what is not past has its date."""
-    past = time.time() - seconds
+    past = (time.time() if now is None else now) - seconds
     if not 0 <= past < _AGES:
         return moment(seconds)
     for length, unit in _UNITS:

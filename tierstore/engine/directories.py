@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tierstore.model.errors import StoreLockedError
-from tierstore.system.file_systems import IN_MEMORY, OF_OTHER_MACHINES, file_system_of
+from tierstore.system.file_systems import IN_MEMORY, MOUNTS, OF_OTHER_MACHINES, file_system_of
 
 logger = logging.getLogger("tierstore.engine")
 
@@ -30,9 +30,9 @@ def chosen_directory(disk_dir: str | os.PathLike[str] | None) -> str:
     return str(user_cache_path("tierstore") / "store")
 
 
-def tell_of_file_system(directory: str) -> None:
+def tell_of_file_system(directory: str, mounts: str = MOUNTS) -> None:
     """Log a warning where what a directory lies on is not what a store takes it for."""
-    kind = file_system_of(directory)
+    kind = file_system_of(directory, mounts)
     if kind in IN_MEMORY:
         logger.warning(
             "%s is on %s: what is written there takes memory, beside ram_budget, and is lost when "

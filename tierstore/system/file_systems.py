@@ -16,7 +16,10 @@ OF_OTHER_MACHINES = frozenset(
 """Several machines may see the same directory."""
 
 
-def file_system_of(directory: str, mounts: str = "/proc/self/mountinfo") -> str | None:
+MOUNTS = "/proc/self/mountinfo"
+
+
+def file_system_of(directory: str, mounts: str = MOUNTS) -> str | None:
     """The type of the file system that a directory lies on, such as `ext4`; None: not known."""
     here = os.path.realpath(directory)
     try:
