@@ -17,7 +17,7 @@ import torch
 
 from tierstore.engine.checkpoints import aread_checkpoint, read_checkpoint
 from tierstore.engine.connecting import connected_engine
-from tierstore.engine.directories import chosen_directory, default_explained
+from tierstore.engine.directories import chosen_directory, default_explained, tell_of_file_system
 from tierstore.engine.engine import Engine
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
@@ -85,7 +85,8 @@ class TierStore(AbstractContextManager["TierStore"]):
         StoreLockedError: another live store has the directory.
         BudgetError: `disk_dir` has more bytes than `disk_budget`.
         TransferError: `disk_dir` cannot be used (TierStoreError: it has another format).
-        ValueError: an argument cannot be (or TypeError, or torch's own RuntimeError).
+        DeviceError: there is no such device here.
+        ValueError: an argument cannot be (or TypeError).
     """
 
     def __init__(  # noqa: PLR0913 - all are optional, and most by name
@@ -112,6 +113,7 @@ class TierStore(AbstractContextManager["TierStore"]):
         )
         with default_explained(disk_dir):
             self._engine = Engine(settings)
+        tell_of_file_system(directory)
 
     @classmethod
     def connect(

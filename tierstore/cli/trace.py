@@ -21,6 +21,7 @@ from tierstore.cli.output import (
     remark,
     system_failures,
 )
+from tierstore.completion import files
 from tierstore.model.errors import InvalidTraceError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ WORST = 5
 @options.command(
     "trace", "trace run.json", "trace run.json --png run.png", "trace run.json.gz --json"
 )
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", shell_complete=files)
 @click.option("--png", metavar="PICTURE", help="Draw it too. Needs matplotlib.")
 def trace(file: str, png: str | None, as_json: bool) -> None:
     """Tell what a store did: how long it kept its callers waiting, and what moved meanwhile.

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 Row = tuple[str, ...]
 
+_TITLE = "overflow-wrap:anywhere"
+_TABLE = "margin:0.3em 0;border-collapse:collapse"
+_CELL = "padding:0.1em 1.2em 0.1em 0"
+
 _TIER_TITLES: Row = ("tier", "used", "budget", "full")
 
 
@@ -100,15 +104,21 @@ def table(look: Shown) -> Any:
 
 
 def fragment(look: Shown) -> str:
-    """HTML for a notebook. All text is escaped."""
+    """HTML for a notebook. All text is escaped.
+
+    Colours are the page's, light or dark. Sides are said for each cell, as notebooks have tables of
+    numbers in mind and put all to the right.
+    """
     tiers, facts = _tiers(look), _facts(look)
-    parts = [f"<strong>{_escaped(look.title)}</strong>"]
+    parts = [f'<strong style="{_TITLE}">{_escaped(look.title)}</strong>']
     if tiers:
-        parts.append(f"<table><thead>{_html_row('th', _TIER_TITLES)}</thead>{_html_body(tiers)}")
-        parts.append("</table>")
+        head = _html_row("th", _TIER_TITLES, "right")
+        body = "".join(_html_row("td", row, "right") for row in tiers)
+        parts.append(f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>')
     if facts:
-        parts.append(f"<table>{_html_body(facts)}</table>")
-    return f"<div>{''.join(parts)}</div>"
+        body = "".join(_html_row("td", row, "left") for row in facts)
+        parts.append(f'<table style="{_TABLE}"><tbody>{body}</tbody></table>')
+    return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
 
 
 # What the forms have in common ------------------------------------------------------------------
@@ -215,9 +225,9 @@ def _escaped(text: str) -> str:
     return html.escape(printable(text))
 
 
-def _html_row(cell: str, row: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{cell}>{_escaped(each)}</{cell}>' for each in row)}</tr>"
-
-
-def _html_body(rows: list[Row]) -> str:
-    return f"<tbody>{''.join(_html_row('td', row) for row in rows)}</tbody>"
+def _html_row(cell: str, row: Iterable[str], side: str) -> str:
+    """A row whose first cell is to the left, and whose others are to one side."""
+    first, *others = (_escaped(each) for each in row)
+    cells = [("left", first), *((side, each) for each in others)]
+    told = (f'<{cell} style="text-align:{to};{_CELL}">{each}</{cell}>' for to, each in cells)
+    return f"<tr>{''.join(told)}</tr>"
