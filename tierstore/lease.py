@@ -10,6 +10,9 @@ import torch
 
 from tierstore.model.errors import LeaseError
 from tierstore.model.groups import GroupId
+from tierstore.model.tiers import Access
+from tierstore.model.words import count, size
+from tierstore.observe.report import Shown, shown_by
 
 
 class Lender(Protocol):
@@ -119,6 +122,8 @@ class Lease:
         self.__class__ = Lease
         return self._lender.lose(self._record)
 
+    __repr__, __rich__, _repr_html_ = shown_by(lambda lease: _look(lease))
+
     def __enter__(self) -> Lease:
         return self
 
@@ -129,6 +134,25 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _look(lease: Lease) -> Shown:
+    """What it looks like. Nobody has used its tensors by that."""
+    state = vars(lease)  # it may be asked for while a lease is made
+    title, tensors = f"Lease of {state.get('key', '?')!r}", state.get("_tensors")
+    if tensors is None:
+        return Shown(f"{title}, released")
+    access = getattr(state.get("_record"), "access", Access.READ)
+    if access is not Access.READ:
+        title += f" to {access.value}"
+    devices = ", ".join(sorted({str(tensor.device) for tensor in tensors.values()}))
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    rows = [
+        (name, f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        for name, tensor in tensors.items()
+    ]
+    what = f"{count(len(tensors), 'tensor')}, {size(nbytes)} on {devices or 'no device'}"
+    return Shown(f"{title}: {what}", rows=tuple(rows))
 
 
 class OpenLease(Lease):

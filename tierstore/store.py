@@ -17,7 +17,7 @@ import torch
 
 from tierstore.engine.checkpoints import aread_checkpoint, read_checkpoint
 from tierstore.engine.connecting import connected_engine
-from tierstore.engine.directories import chosen_directory, default_explained
+from tierstore.engine.directories import chosen_directory, default_explained, tell_of_file_system
 from tierstore.engine.engine import Engine
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
@@ -65,7 +65,8 @@ class TierStore(AbstractContextManager["TierStore"]):
     Args:
         ram_budget: bytes of host memory that the store may take: an int, `"8GB"`, `"8GiB"`,
             `"50%"` or 0.5 (of the memory that this process may use), or `"auto"`: half of what is
-            available when the store opens, however much is free later.
+            available when the store opens, however much is free later. `tierstore-inspect plan`
+            tells which budget a model needs.
         disk_dir: a directory for this store alone, made if missing. None: what the variable
             `TIERSTORE_DIR` names, else `tierstore/store` in the user's cache directory.
         device: where leased tensors are. None: the current accelerator, else `"cpu"`. There is
@@ -84,7 +85,8 @@ class TierStore(AbstractContextManager["TierStore"]):
         StoreLockedError: another live store has the directory.
         BudgetError: `disk_dir` has more bytes than `disk_budget`.
         TransferError: `disk_dir` cannot be used (TierStoreError: it has another format).
-        ValueError: an argument cannot be (or TypeError, or torch's own RuntimeError).
+        DeviceError: there is no such device here.
+        ValueError: an argument cannot be (or TypeError).
     """
 
     def __init__(  # noqa: PLR0913 - all are optional, and most by name
@@ -111,6 +113,7 @@ class TierStore(AbstractContextManager["TierStore"]):
         )
         with default_explained(disk_dir):
             self._engine = Engine(settings)
+        tell_of_file_system(directory)
 
     @classmethod
     def connect(

@@ -38,7 +38,6 @@ NEEDED = (
     "pytest-timeout",
     "rich",
     "safetensors",
-    "tqdm",
     "xxhash",
 )
 

@@ -101,7 +101,7 @@ def test_ps_draws_a_table_and_a_summary(
     assert line.split()[0] == str(os.getpid())
     assert line.split()[-1] == "ok"
     assert summary.startswith("1 worker, 1 group; HOST ")
-    assert " of 4.1 MiB, DISK 0 B; " in summary
+    assert " of 4.3 MB, DISK 0 B; " in summary
     assert not result.stderr
 
 
@@ -208,7 +208,7 @@ def test_top_shows_what_happens_between_two_looks(
     assert one["hits_per_second"] == one["acquires_per_second"] == told["hits_per_second"] == 0
     result = inspect("top", service.socket, "--once", "--interval", 0.05)
     assert result.exit_code == 0
-    for text in ("HOST", "4.1 MiB", "no limit", "DISK>HOST 0 B/s", "hits 0.0 of 0.0 leases/s"):
+    for text in ("HOST", "4.3 MB", "no limit", "DISK>HOST 0 B/s", "hits 0.0 of 0.0 leases/s"):
         assert text in result.stdout
     assert not result.stderr
 

@@ -10,8 +10,11 @@ from safetensors.torch import save, save_file
 
 from tests.helpers.processes import run_python
 from tests.remote.conftest import assert_holds, uploaded
-from tests.remote.servers import Proxy, remove, upload
+from tests.remote.servers import BUCKET, Proxy, remove, upload
 from tierstore import TierStore
+from tierstore.trace import read_trace
+
+PARTS = ("transformer", 8), ("vae", 2)
 
 
 def planned(checkpoint: str) -> dict[str, object]:
@@ -19,8 +22,8 @@ def planned(checkpoint: str) -> dict[str, object]:
     done = run_python(*words)
     assert done.returncode == 0, done.stderr
     document: dict[str, object] = json.loads(done.stdout)
-    del document["checkpoint"], document["disk_bandwidth"]
-    for step in document["steps"]:  # type: ignore[attr-defined]
+    del document["checkpoint"], document["source"], document["disk_bandwidth"]
+    for step in document["plans"][0]["steps"]:  # type: ignore[index]
         step.pop("seconds", None), step.pop("stalled_seconds", None)
     return document
 
@@ -30,6 +33,22 @@ def test_a_plan_of_a_url_is_that_of_the_file(s3: str, proxy: Proxy, tmp_path: Pa
     save_file(checkpoint.values, tmp_path / "model.safetensors")
     assert planned(checkpoint.url) == planned(str(tmp_path / "model.safetensors"))
     assert proxy.sent <= 300_000, "headers only"
+
+
+def test_a_pipeline_is_planned_by_its_url(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+    parts = {
+        name: uploaded(s3, count, 128, f"a/pipeline/{name}/model.safetensors")
+        for name, count in PARTS
+    }
+    index = {name: ["diffusers", "SomeModel"] for name in (*parts, "scheduler")}
+    upload(s3, "a/pipeline/model_index.json", json.dumps(index).encode())
+    for name, part in parts.items():
+        (tmp_path / name).mkdir()
+        save_file(part.values, tmp_path / name / "model.safetensors")
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    told = planned(f"s3://{BUCKET}/a/pipeline/")
+    assert told == planned(str(tmp_path))
+    assert [part["name"] for part in told["components"]] == ["transformer", "vae"]  # type: ignore[attr-defined]
 
 
 def test_a_url_of_nothing_is_told(s3: str, proxy: Proxy) -> None:
@@ -73,3 +92,21 @@ def test_verify_looks_into_what_was_fetched(s3: str, proxy: Proxy, tmp_path: Pat
     done = run_python("-m", "tierstore.cli", "verify", tmp_path / "remote", "--data")
     assert done.returncode == 0, done.stderr
     assert "no damage found" in done.stdout
+
+
+def test_a_trace_tells_what_was_downloaded(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+    checkpoint = uploaded(s3)
+    with TierStore("1MB", tmp_path / "store", device="cpu") as store:
+        for key in store.register_checkpoint(checkpoint.url):
+            store.get(key)
+        stats = store.stats()
+        store.trace(tmp_path / "run.json")
+    png = tmp_path / "run.png"
+    words = ["trace", str(tmp_path / "run.json"), "--png", str(png), "--json"]
+    done = run_python("-m", "tierstore.cli", *words)
+    assert done.returncode == 0, done.stderr
+    hops = {hop["kind"]: hop for hop in json.loads(done.stdout)["hops"]}
+    assert hops["download"]["nbytes"] == stats.bytes_fetched > 0
+    downloads = [one for one in read_trace(tmp_path / "run.json").slices if one.kind == "download"]
+    assert sum(one.args["nbytes"] for one in downloads) == stats.bytes_fetched
+    assert png.stat().st_size > 0

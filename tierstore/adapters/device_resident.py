@@ -22,7 +22,7 @@ from tierstore.model.outline import in_portions
 from tierstore.model.tiers import Access
 from tierstore.store import TierStore, engine_of
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 
 def is_resident(key: str) -> bool:

@@ -32,7 +32,7 @@ from tierstore.observe.report import Shown, shown_by
 from tierstore.observe.stats import Stats
 from tierstore.store import TierStore, check_store, engine_of
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 _REPLACED = {
     "offload_to_disk_path": "the store's disk_dir: TierStore(ram_budget, disk_dir)",

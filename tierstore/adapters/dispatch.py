@@ -29,9 +29,10 @@ from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedMod
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
+from tierstore.model.errors import DeviceError
 from tierstore.store import TierStore, check_store
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 DeviceMap = str | Mapping[str, Any] | None
@@ -384,6 +385,14 @@ def _place(place: Any, store: TierStore) -> str:
     return IN_RAM if device.type == "cpu" else ON_DEVICE
 
 
+def _is_of(store: TierStore, device: Any) -> bool:
+    """Whether a device is the store's; one that is not there is not."""
+    try:
+        return _device(device) == store.device
+    except DeviceError:
+        return False
+
+
 def _device(place: Any) -> torch.device:
     if place is None:
         raise TypeError("None is no device")
@@ -412,7 +421,7 @@ def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> No
             "of diffusers there is enable_group_offload)"
         )
     check_store(store)
-    if device is not None and _device(device) != store.device:
+    if device is not None and not _is_of(store, device):
         raise ValueError(
             f"{name}={device!r}, but the store serves {store.device}: make the store with "
             f"TierStore(..., device={str(device)!r})"

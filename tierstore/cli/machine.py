@@ -7,11 +7,16 @@ import mmap
 import os
 import platform
 import re
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tierstore.model.sizes import PAGE, usable_memory
+from tierstore.system.file_systems import file_system_of as file_system_of
+
+PATIENCE = 10.0
+"""Seconds that `nvidia-smi` may take to answer."""
 
 PACKAGES = (
     "torch",
@@ -23,6 +28,8 @@ PACKAGES = (
     "accelerate",
     "transformers",
     "peft",
+    "obstore",
+    "msgspec",
 )
 
 
@@ -40,20 +47,6 @@ def _text(path: Path) -> str | None:
         return path.read_text(errors="surrogateescape")
     except OSError:
         return None
-
-
-def file_system_of(directory: str, mounts: str = "/proc/self/mountinfo") -> str | None:
-    """The type of the file system that a directory lies on, such as `ext4`."""
-    here = os.path.realpath(directory)
-    longest, found = -1, None
-    for line in (_text(Path(mounts)) or "").splitlines():
-        before, _, after = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-        is_below = here == point or here.startswith(point.rstrip("/") + "/")
-        # Of two mounts on one point, the later one is on top.
-        if is_below and len(point) >= longest:
-            longest, found = len(point), after.split()[0]
-    return found
 
 
 def direct_reads(directory: str) -> str:
@@ -90,6 +83,29 @@ def gpus(root: Path = Path("/")) -> list[str]:
     texts = [text for file in files if (text := _text(file)) is not None]
     found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
     return [model[1].strip() if model else "unknown" for model in found]
+
+
+def free_gpu_memory() -> int | None:
+    """Bytes that are free on the first GPU that this process may use, as `nvidia-smi` tells.
+
+    None where it tells nothing. A process that uses the GPU finds some hundred MB less: CUDA itself
+    takes them.
+    """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "none"
+    asked = [f"--id={first}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *asked],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    mebibytes = done.stdout.strip()
+    return int(mebibytes) << 20 if done.returncode == 0 and mebibytes.isdecimal() else None
 
 
 def gpu_driver(root: Path = Path("/")) -> str | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from tierstore.cli.output import Failure
+from tierstore.cli.output import Failure, remark
+from tierstore.completion import directories
+from tierstore.engine.directories import VARIABLE, chosen_directory
 from tierstore.model.sizes import PAGE, parse_size
-from tierstore.model.tiers import Tier
 from tierstore.system.objects import check_key
-
-Budgets = dict[Tier, int | None]
 
 TOO_MUCH = 1 << 63
 """Bytes that no file can have."""
@@ -33,12 +33,29 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
     return made
 
 
-directory_argument = click.argument("directory", metavar="DIR")
+def named_or_default(context: click.Context, directory: str | None) -> str:
+    """The directory that was named, or else the one of stores that name none: then that is said."""
+    if directory is not None:
+        return directory
+    chosen = chosen_directory(None)
+    if not context.resilient_parsing:
+        why = f"as {VARIABLE} says" if os.environ.get(VARIABLE) else "the default directory"
+        remark(f"DIR is left out: this is {chosen}, {why}.")
+    return chosen
+
+
+directory_argument = click.argument("directory", metavar="DIR", shell_complete=directories)
+"""For what changes or measures something: nobody shall hit a directory that was not named."""
+default_directory_argument = click.argument(
+    "directory",
+    metavar="[DIR]",
+    required=False,
+    callback=lambda context, _, directory: named_or_default(context, directory),
+    shell_complete=directories,
+)
+"""For what looks only."""
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-
-ram_help = "The store's ram_budget: 8GB, 8GiB, or 50% of the memory of this machine."
-device_help = "The store's device_budget. Left out: everything is computed on the CPU."
 
 
 def key(text: str) -> str:
@@ -49,21 +66,11 @@ def key(text: str) -> str:
         raise Failure(str(error), "Give a key as `ls` shows it.") from error
 
 
-def ram(text: str) -> int:
-    """`ram_budget` as a store takes it: bytes in whole pages."""
-    return _whole_pages(_size(text), text)
-
-
-def device(text: str) -> int:
-    """`device_budget`, in bytes only: nobody knows here how much memory the device has."""
-    return _whole_pages(bytes_only(text), text)
-
-
 def bytes_only(text: str) -> int:
     """Bytes, from a text that is no share of anything."""
     if "%" in text:
         raise click.BadParameter(f"{text!r}: a share of what? Write bytes, such as 12GB.")
-    return _size(text)
+    return parsed(text)
 
 
 def speed(text: str) -> float:
@@ -71,7 +78,7 @@ def speed(text: str) -> float:
     size, _, unit = text.partition("/")
     if unit.strip().lower() != "s":
         raise click.BadParameter(f"{text!r} is no speed: write it like 3GB/s.")
-    return float(_size(size))
+    return float(parsed(size))
 
 
 def seconds(text: str) -> float:
@@ -85,7 +92,8 @@ def seconds(text: str) -> float:
     return found
 
 
-def _size(text: str) -> int:
+def parsed(text: str) -> int:
+    """Bytes, of a number that a machine can have."""
     try:
         found = parse_size(text) if len(text) < 100 else TOO_MUCH  # Python reads no longer ones
     except ValueError as error:
@@ -95,13 +103,8 @@ def _size(text: str) -> int:
     return found
 
 
-def _whole_pages(nbytes: int, text: str) -> int:
+def whole_pages(nbytes: int, text: str) -> int:
+    """Bytes in whole pages, as a store counts them."""
     if nbytes < PAGE:
         raise click.BadParameter(f"{text!r} is less than one page of {PAGE} bytes.")
     return nbytes // PAGE * PAGE
-
-
-def budgets_of(ram: int, device: int | None) -> Budgets:
-    """Bytes by tier. Without an accelerator, host memory is where weights are used."""
-    budgets: Budgets = {Tier.HOST: ram, Tier.DISK: None}
-    return budgets if device is None else {Tier.DEVICE: device, **budgets}

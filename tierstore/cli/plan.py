@@ -1,13 +1,16 @@
-"""`plan`: what a checkpoint would take at a budget, told before it is loaded."""
+"""`plan`: what a checkpoint would take at some budgets, told before it is loaded, and which of them
+is enough."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import budgets, options, words
+from tierstore.cli.budgets import COMFORTABLE, Budget
 from tierstore.cli.output import (
     Column,
     Document,
@@ -18,28 +21,35 @@ from tierstore.cli.output import (
     remark,
     system_failure,
 )
+from tierstore.completion import files
 from tierstore.model.errors import TierStoreError
 from tierstore.model.outline import OFFLOAD_TYPES
-from tierstore.model.tiers import Tier
+from tierstore.progress import bar
 
-if TYPE_CHECKING:  # it brings numpy: only who plans shall wait for that
-    from tierstore.cli.forecast import PlannedComponent
-
-COMFORTABLE = 3
-"""So many of the largest groups should have room: one in use, one arriving, one beside."""
+if TYPE_CHECKING:  # they bring numpy: only who plans shall wait for that
+    from tierstore.cli.advice import Advice, Trial
+    from tierstore.cli.contents import FoundModels
+    from tierstore.cli.forecast import Cut
+    from tierstore.cli.sources import CheckpointSource
 
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @options.command(
     "plan",
-    "plan FLUX.1-dev --ram 8GB",
-    "plan FLUX.1-dev --ram 24GB --device 8GB --compute 1.5 --disk-bandwidth 5GB/s",
+    "plan path/to/pipeline",
+    "plan black-forest-labs/FLUX.1-dev --ram 8GB --ram auto",
+    "plan path/to/pipeline --device 8GB --compute 1.5",
     "plan model.safetensors --ram 4GiB --json",
 )
-@click.argument("checkpoint", metavar="CHECKPOINT")
-@click.option("--ram", type=options.ram, metavar="SIZE", required=True, help=options.ram_help)
-@click.option("--device", type=options.device, metavar="SIZE", help=options.device_help)
+@click.argument("checkpoint", metavar="CHECKPOINT", shell_complete=files)
+@budgets.ram_option
+@click.option(
+    "--device",
+    type=budgets.device,
+    metavar="SIZE",
+    help="The store's device_budget, also auto. Left out: everything is computed on the CPU.",
+)
 @click.option(
     "--offload-type",
     type=click.Choice(OFFLOAD_TYPES),
@@ -48,6 +58,7 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     help="How the model is cut, as in enable_group_offload.",
 )
 @click.option("--component", help="Only this component of a pipeline.")
+@click.option("--variant", help="The variant that from_pretrained is asked for, such as fp16.")
 @click.option(
     "--compute",
     type=options.seconds,
@@ -67,76 +78,118 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 @click.option(
     "--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Steps to play."
 )
+@click.option("--groups", is_flag=True, help="With --json: list groups, and the tensors of each.")
 def plan(  # noqa: PLR0913 - each is an option of the command
     checkpoint: str,
-    ram: int,
-    device: int | None,
+    rams: tuple[Budget, ...],
+    device: Budget | None,
     offload_type: str,
     component: str | None,
+    variant: str | None,
     compute: float | None,
     disk_bandwidth: float | None,
     link_bandwidth: float | None,
     steps: int,
+    groups: bool,
     as_json: bool,
 ) -> None:
-    """Predict what would stay in memory, and what each step would read, from headers alone.
+    """Tell which ram_budget is enough for a model, from the headers of its files alone.
 
-    CHECKPOINT is a safetensors file, a directory with one or with several and an index, or the
-    directory of a diffusers pipeline. Nothing but headers is read. The real planner is played
-    through on paper. A step is one run of the model; pipelines with guidance may do two of them.
+    CHECKPOINT is a safetensors file, a directory with one or with several and an index, the
+    directory of a diffusers pipeline, the URL of one of these, or the id of a model in the Hugging
+    Face hub, whether it was downloaded or not. Nothing but headers is read. Left out --ram, budgets
+    from what the largest modules need to all weights are tried.
+
+    The real planner is played through on paper. A step is one run of the model; pipelines with
+    guidance may do two of them. Enough is the smallest budget with which a step takes at most 5 %
+    longer than with all weights in RAM; if that is not known, with which it reads nothing.
     """
-    from tierstore.cli.disk_speed import known_speed
-    from tierstore.cli.forecast import FROM_DISK, TO_DEVICE, forecast, in_every_step
-
     if device is None and link_bandwidth is not None:
         raise click.UsageError("--link-bandwidth is for --device; without it there is no link.")
-    budgets = options.budgets_of(ram, device)
-    components = _components(checkpoint, offload_type, budgets, component)
-    _refuse_what_never_fits(components, budgets)
-    measured = known_speed(checkpoint) if disk_bandwidth is None else None
-    disk, link, computes = disk_bandwidth or measured, link_bandwidth, compute or 0.0
+    if groups and not as_json:
+        raise click.UsageError("--groups is for --json.")
+    from tierstore.cli.advice import Trials, ladder
+    from tierstore.cli.disk_speed import known_speed
+    from tierstore.cli.forecast import FROM_DISK, TO_DEVICE, Conditions
+    from tierstore.cli.sources import source_of
+
+    source = source_of(checkpoint)
+    contents = _contents(source, checkpoint, component, variant)
+    measured = known_speed(source.disk) if source.disk and disk_bandwidth is None else None
+    disk, link = disk_bandwidth or measured, link_bandwidth
     speeds = {way: speed for way, speed in ((FROM_DISK, disk), (TO_DEVICE, link)) if speed}
-    known = {group.key: group.nbytes for part in components for group in part.groups}
+    conditions = Conditions(
+        offload_type, device.nbytes if device else None, speeds, compute or 0.0, steps
+    )
+    units = budgets.units_typed([*rams, device]) or words.Units.DECIMAL
+    tried = dict.fromkeys(rams or ladder(contents.models, conditions))
+    trials = Trials(contents.models, conditions)
+    in_order = sorted(tried, key=lambda budget: budget.nbytes)
+    found = [trials.tried(budget) for budget in bar(in_order, "Planning", "budgets")]
+    _refuse_if_all_are_too_small(found)
+    advice = trials.advice(found, units)
     document = {
         "checkpoint": checkpoint,
-        "budgets": {tier.name: budget for tier, budget in budgets.items()},
+        "source": source.told or checkpoint,
+        "device": conditions.device,
         "disk_bandwidth": disk,
         "link_bandwidth": link,
-        "compute_seconds": computes,
-        "components": [_row(part) for part in components],
-        "steps": [
-            forecast(part, known, budgets, speeds, computes, steps)
-            for part in in_every_step(components)
+        "compute_seconds": conditions.compute,
+        "components": [
+            {
+                "name": model.name,
+                "nbytes": model.nbytes,
+                "tensors": len(model.tensors),
+                "dtypes": sorted({tensor.dtype for tensor in model.tensors}),
+            }
+            for model in contents.models
         ],
+        "plans": [_plan(trial, advice, groups) for trial in found],
+        "advice": {
+            "ram_budget": advice.budget.text,
+            "ram": advice.budget.nbytes,
+            "tried": advice.of_tried,
+            "text": advice.text,
+        },
     }
     if as_json:
         print_json(document)
         return
-    _show(document)
+    look = _Look(units, device is not None, disk is not None, compute is not None)
+    _show(found, document, advice, look)
+    _remark_on(found, contents, source, look)
     if measured is not None:
-        remark(f"Disk: {words.size(measured)}/s, as `tierstore-inspect bench` measured it.")
+        remark(f"Disk: {words.size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
     elif disk is None:
         remark(
             "Seconds are not told, for the disk's speed is not known: give --disk-bandwidth, or "
             "measure it with `tierstore-inspect bench DIR`."
         )
     if compute is None and disk is not None:
-        remark("Computing is taken to need no time: give --compute SECONDS of a step.")
+        remark(
+            "Computing is taken to need no time: give --compute SECONDS of a step, and a smaller "
+            "budget may turn out to be enough."
+        )
 
 
-def _components(
-    checkpoint: str, offload_type: str, budgets: options.Budgets, only: str | None
-) -> list[PlannedComponent]:
-    from tierstore.cli.forecast import components_of
+# What is read -------------------------------------------------------------------------------------
+
+
+def _contents(
+    source: CheckpointSource, typed: str, only: str | None, variant: str | None
+) -> FoundModels:
+    from tierstore.cli.contents import contents_of
 
     try:
-        components = components_of(checkpoint, offload_type, budgets, only)
+        found = contents_of(source, typed, only, variant)
     except (TierStoreError, OSError, ValueError) as error:
-        raise _no_plan(checkpoint, error) from error
-    if not any(component.groups for component in components):
-        message = f"{checkpoint} has no weights in safetensors files"
-        raise Failure(message, "Give another CHECKPOINT.")
-    return components
+        raise _no_plan(typed, error) from error
+    if not any(model.nbytes for model in found.models):
+        message = f"{typed} has no weights in safetensors files"
+        if found.pickles:
+            message += ", only torch pickles, which are not read"
+        raise Failure(message, "Give another CHECKPOINT, or convert it with safetensors.")
+    return found
 
 
 def _no_plan(checkpoint: str, error: Exception) -> Failure:
@@ -151,73 +204,131 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
     )
 
 
-def _refuse_what_never_fits(
-    components: Sequence[PlannedComponent], budgets: options.Budgets
-) -> None:
-    largest = max(
-        (group for part in components for group in part.groups), key=lambda group: group.nbytes
-    )
-    for tier, option in ((Tier.HOST, "--ram"), (Tier.DEVICE, "--device")):
-        budget = budgets.get(tier)
-        if budget is None:
-            continue
-        if largest.nbytes > budget:
-            raise Failure(
-                f"{option} is too small: the group {largest.key!r} alone has "
-                f"{largest.nbytes:,} bytes, and no module can be cut",
-                f"Give at least {option} {largest.nbytes}B; "
-                f"{COMFORTABLE * largest.nbytes}B would let reading and computing overlap.",
-            )
-        if COMFORTABLE * largest.nbytes > budget:
-            remark(
-                f"{option} has room for less than {COMFORTABLE} of the largest groups: reading "
-                f"and computing will hardly overlap. {COMFORTABLE * largest.nbytes}B would do."
-            )
+def _refuse_if_all_are_too_small(trials: Sequence[Trial]) -> None:
+    if all(trial.problem for trial in trials):
+        message, _, advice = (trials[-1].problem or "").partition(".\n")
+        raise Failure(message, advice)
 
 
-def _largest(part: Document) -> int:
-    return max((group["nbytes"] for group in part["groups"]), default=0)
+# What is told -------------------------------------------------------------------------------------
 
 
-_COMPONENTS = (
-    Column("COMPONENT", lambda part: part["name"] or "model", flexible=True),
-    Column("WEIGHTS", lambda part: words.size(part["nbytes"]), right=True),
-    Column("GROUPS", lambda part: f"{len(part['groups']):,}", right=True),
-    Column("LARGEST", lambda part: words.size(_largest(part)), right=True),
-)
+def _plan(trial: Trial, advice: Advice, with_groups: bool) -> Document:
+    row = {
+        "ram_budget": trial.budget.text,
+        "ram": trial.budget.nbytes,
+        "problem": trial.problem,
+        "overlaps": trial.overlaps,
+        "enough": trial.budget == advice.budget,
+        "group_count": sum(len(part.groups) for part in trial.cut.components),
+        "largest_group": trial.cut.largest.nbytes,
+        "steps": list(trial.steps),
+    }
+    return {**row, "components": _groups(trial.cut)} if with_groups else row
 
 
-def _show(document: Document) -> None:
-    sizes = {part["name"]: part["nbytes"] for part in document["components"]}
-    draw(_COMPONENTS, document["components"])
-    disk, link = document["disk_bandwidth"], document["link_bandwidth"]
-    for step in document["steps"]:
-        nbytes, stays = sizes[step["component"]], step["resident"]
-        read, first, onloaded = (step[name] for name in ("read", "first_read", "onloaded"))
-        data("")
-        data(f"Each step of {step['component'] or 'the model'}:")
-        data(
-            f"  stays in memory  {words.size(stays)} of {words.size(nbytes)}, {stays / nbytes:.0%}"
-        )
-        data(f"  read from disk   {words.size(read)}; in the first step {words.size(first)}")
-        if Tier.DEVICE.name in document["budgets"]:
-            data(f"  to the device    {words.size(onloaded)}")
-        if disk is not None:
-            is_link = link and onloaded / link > read / disk
-            data(
-                f"  takes            {step['seconds']:.3g} s, of which "
-                f"{step['stalled_seconds']:.3g} s are waiting for "
-                f"{'the link to the device' if is_link else 'the disk'}"
-            )
-
-
-def _row(part: PlannedComponent) -> Document:
-    groups = [
+def _groups(parts: Cut) -> list[Document]:
+    return [
         {
-            "key": group.key,
-            "nbytes": group.nbytes,
-            "tensors": [tensor.name for tensor in group.tensors],
+            "name": part.name,
+            "nbytes": part.nbytes,
+            "groups": [
+                {
+                    "key": group.key,
+                    "nbytes": group.nbytes,
+                    "tensors": [tensor.name for tensor in group.tensors],
+                }
+                for group in part.groups
+            ],
         }
-        for group in part.groups
+        for part in parts.components
     ]
-    return {"name": part.name, "nbytes": part.nbytes, "groups": groups}
+
+
+def _show(trials: Sequence[Trial], document: Document, advice: Advice, look: _Look) -> None:
+    size = look.size
+    components = (
+        Column("COMPONENT", lambda part: part["name"] or "model", flexible=True),
+        Column("WEIGHTS", lambda part: size(part["nbytes"]), right=True),
+        Column("TENSORS", lambda part: f"{part['tensors']:,}", right=True),
+        Column("DTYPES", lambda part: ",".join(part["dtypes"])),
+    )
+    draw(components, document["components"])
+    names = next(plan["steps"] for plan in document["plans"] if plan["steps"])
+    for number, named in enumerate(names):
+        rows = [
+            {
+                "ram": trial.budget.shown(look.units),
+                "note": _note(trial, advice),
+                **(trial.steps[number] if trial.steps else {}),
+            }
+            for trial in trials
+        ]
+        data("")
+        data(f"Each step of {named['component'] or 'the model'}:")
+        draw(look.columns(), rows)
+    data("")
+    data(advice.text)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Which columns a table of budgets has, and the units of what is in them."""
+
+    units: words.Units
+    device: bool
+    timed: bool
+    computes: bool
+
+    def size(self, nbytes: int) -> str:
+        return words.size(nbytes, self.units)
+
+    def columns(self) -> list[Column]:
+        """The budget, what a step does with it, and what to say of it."""
+
+        def share_waited(step: Document) -> str:
+            return f"{step['stalled_seconds'] / max(step['seconds'], 1e-12):.0%}"
+
+        columns = [
+            Column("RAM", lambda row: str(row["ram"])),
+            _of_step("STAYS", lambda step: self.size(step["resident"])),
+            _of_step("READ", lambda step: self.size(step["read"])),
+        ]
+        if self.device:
+            columns.append(_of_step("ONLOADED", lambda step: self.size(step["onloaded"])))
+        if self.timed:
+            columns.append(_of_step("SECONDS", lambda step: f"{step['seconds']:.3g}"))
+        if self.timed and self.computes:
+            columns.append(_of_step("WAITED", share_waited))
+        return [*columns, Column("", lambda row: str(row["note"]))]
+
+
+def _of_step(title: str, told: Callable[[Document], str]) -> Column:
+    return Column(title, lambda row: told(row) if "component" in row else "-", right=True)
+
+
+def _note(trial: Trial, advice: Advice) -> str:
+    if trial.problem is not None:
+        return "too small"
+    if trial.budget == advice.budget:
+        return "enough"
+    return "" if trial.overlaps else "no overlap"
+
+
+def _remark_on(
+    trials: Iterable[Trial], contents: FoundModels, source: CheckpointSource, look: _Look
+) -> None:
+    if source.told:
+        remark(f"Read: {source.told}.")
+    if contents.pickles:
+        remark(f"Left out, as there are only torch pickles of it: {', '.join(contents.pickles)}.")
+    for trial in trials:
+        if trial.problem is not None:
+            remark(trial.problem)
+    narrow = [trial for trial in trials if trial.problem is None and not trial.overlaps]
+    if narrow:
+        enough = words.at_least(COMFORTABLE * narrow[-1].cut.largest.nbytes, look.units)
+        remark(
+            f"--ram {narrow[-1].budget.text} has room for less than {COMFORTABLE} of the largest "
+            f"groups: reading and computing will hardly overlap. {enough} would do."
+        )

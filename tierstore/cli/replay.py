@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import budgets, options, words
+from tierstore.cli.budgets import Budget
 from tierstore.cli.output import Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.trace import recorded_in
+from tierstore.completion import files
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import TIERS, Tier
 
@@ -33,17 +35,11 @@ _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
     "replay run.json --ram 4GB --ram 8GB --ram 16GB",
     "replay run.json --ram 8GB --policy next-use --policy lru --json",
 )
-@click.argument("trace", metavar="TRACE")
-@click.option(
-    "--ram",
-    type=options.ram,
-    metavar="SIZE",
-    multiple=True,
-    help="A ram_budget to try; may be given several times. Left out: the recorded one.",
-)
+@click.argument("trace", metavar="TRACE", shell_complete=files)
+@budgets.ram_option
 @click.option(
     "--device",
-    type=options.device,
+    type=budgets.device,
     metavar="SIZE",
     help="A device_budget to try. Left out: the recorded one.",
 )
@@ -57,8 +53,8 @@ _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
 )
 def replay(
     trace: str,
-    ram: tuple[int, ...],
-    device: int | None,
+    rams: tuple[Budget, ...],
+    device: Budget | None,
     policy: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -66,18 +62,18 @@ def replay(
 
     TRACE is a file that `store.trace(path)` wrote. The groups, the order of their uses, the time
     between uses and the speed of each hop are the recorded ones; the planner is the real one. All
-    groups begin on disk, and nothing is written.
+    groups begin on disk, and nothing is written. Left out --ram, the recorded budget is tried.
 
     First the recorded events are played to the planner, to see whether it still decides as it did
     in the recorded run.
     """
     recorded = _read(trace)
     events = None if recorded.events is None else _checked(recorded.events)
-    rows = [_recorded_row(recorded), *_replayed(recorded, ram, device, policy)]
+    rows = [_recorded_row(recorded), *_replayed(recorded, rams, device, policy)]
     if as_json:
         print_json({"trace": os.path.abspath(trace), "runs": rows, "events": events})
         return
-    _draw(rows)
+    _draw(rows, budgets.units_typed([*rams, device]) or _units_of(recorded))
     if events is not None:
         data("")
         data(f"same decisions at {events['agreed']:,} of {words.count(events['count'], 'event')}")
@@ -131,14 +127,27 @@ def _shortened(what: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def _units_of(recorded: Recorded) -> words.Units:
+    """The units in which somebody wrote the recorded budget."""
+    ram = recorded.budgets.get(Tier.HOST.name)
+    return words.Units.DECIMAL if ram is None else words.units_of(ram)
+
+
 def _row(
-    name: str, ram: int | None, device: int | None, problem: str | None = None, **measured: Any
+    name: str,
+    ram: Budget | int | None,
+    device: int | None,
+    problem: str | None = None,
+    **measured: Any,
 ) -> Document:
     """A run: budgets and bytes in bytes, times in seconds. `problem` tells why there is none.
 
-    `seconds` are computing and waiting together, as on one thread.
+    `ram_budget` is what was typed, if anything. `seconds` are computing and waiting together, as on
+    one thread.
     """
-    row = {"name": name, "ram": ram, "device": device, **dict.fromkeys(_MEASURED), **measured}
+    text, nbytes = (ram.text, ram.nbytes) if isinstance(ram, Budget) else (None, ram)
+    row = {"name": name, "ram_budget": text, "ram": nbytes, "device": device}
+    row |= {**dict.fromkeys(_MEASURED), **measured}
     seconds = measured["computed_seconds"] + measured["stalled_seconds"] if measured else None
     return {**row, "problem": problem, "seconds": seconds}
 
@@ -157,13 +166,13 @@ def _recorded_row(recorded: Recorded) -> Document:
 
 
 def _replayed(
-    recorded: Recorded, rams: Sequence[int], device: int | None, policies: Iterable[str]
+    recorded: Recorded, rams: Sequence[Budget], typed: Budget | None, policies: Iterable[str]
 ) -> list[Document]:
     from tierstore.simulation import Use, simulate
 
-    device = device or recorded.budgets.get(Tier.DEVICE.name)
+    device = typed.nbytes if typed else recorded.budgets.get(Tier.DEVICE.name)
     recorded_ram = recorded.budgets.get(Tier.HOST.name)
-    tried = rams or ([] if recorded_ram is None else [recorded_ram])
+    tried: Sequence[Budget | int] = rams or ([] if recorded_ram is None else [recorded_ram])
     if not tried:
         raise Failure("the trace tells no ram_budget", "Give --ram.")
     groups, uses = dict(recorded.groups), [Use(key, seconds) for key, seconds in recorded.uses]
@@ -176,9 +185,9 @@ def _replayed(
             bandwidth[TIERS[src], TIERS[dst]] = speed
     rows = []
     for ram, policy in itertools.product(tried, policies):
-        budgets = options.budgets_of(ram, device)
+        by_tier = budgets.by_tier(ram.nbytes if isinstance(ram, Budget) else ram, device)
         try:
-            outcome = simulate(groups, uses, budgets, bandwidth=bandwidth, policy=policy)
+            outcome = simulate(groups, uses, by_tier, bandwidth=bandwidth, policy=policy)
         except BudgetError as error:
             rows.append(_row(policy, ram, device, problem=str(error)))
             continue
@@ -196,13 +205,21 @@ def _replayed(
     return rows
 
 
-def _draw(rows: Sequence[Document]) -> None:
+def _draw(rows: Sequence[Document], units: words.Units) -> None:
+    def size(nbytes: int) -> str:
+        return words.size(nbytes, units)
+
+    def ram(row: Document) -> str:
+        if row["ram_budget"]:
+            return Budget(row["ram_budget"], row["ram"]).shown(units)
+        return "-" if row["ram"] is None else size(row["ram"])
+
     columns = [
         Column("RUN", lambda row: row["name"]),
-        _numbers("RAM", words.size),
-        _numbers("DEVICE", words.size),
-        _numbers("READ", words.size),
-        _numbers("ONLOADED", words.size),
+        Column("RAM", ram, right=True),
+        _numbers("DEVICE", size),
+        _numbers("READ", size),
+        _numbers("ONLOADED", size),
         _numbers("STALLED", "{:.3f}".format, "stalled_seconds"),
         _numbers("SECONDS", "{:.3f}".format),
         _numbers("HITS", "{:,}".format),

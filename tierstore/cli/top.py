@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import completing, options, words
 from tierstore.cli.looks import Look, look_at_service, looks_at_page, rates
 from tierstore.cli.output import Document, Failure, print_json, remark
-from tierstore.cli.ps import NOBODY
+from tierstore.cli.ps import NOBODY, units_of
 from tierstore.cli.services import ask_all, asker
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ Source = Callable[[], list[Look]]
 
 
 @options.command("top", "top", "top /nvme/tierstore --once", "top http://127.0.0.1:9400/metrics")
-@click.argument("source", metavar="[SOCKET|DIR|URL]", required=False)
+@click.argument(
+    "source", metavar="[SOCKET|DIR|URL]", required=False, shell_complete=completing.sources
+)
 @click.option("--once", is_flag=True, help="Show one picture, over one interval, and end.")
 @click.option(
     "--interval",
@@ -124,7 +126,7 @@ def _picture(rows: Sequence[Document], problem: str = "") -> Group:
         parts.append(_tiers(row))
         parts.append(Text(_speeds(row)))
         if row["workers"]:
-            parts.append(_workers(row["workers"]))
+            parts.append(_workers(row["workers"], units_of(row)))
     if problem:
         parts.append(Text(words.printable(problem), style="bold red"))
     return Group(*parts)
@@ -133,31 +135,32 @@ def _picture(rows: Sequence[Document], problem: str = "") -> Group:
 def _tiers(row: Document) -> Table:
     from rich.progress_bar import ProgressBar
 
-    table = _table("TIER", "USED", "BUDGET", "")
+    table, units = _table("TIER", "USED", "BUDGET", ""), units_of(row)
     for name, tier in row["tiers"].items():
         used, budget = tier["used"], tier["budget"]
         bar = ProgressBar(total=budget, completed=min(used, budget), width=_BAR) if budget else ""
-        room = "no limit" if budget is None else words.size(budget)
-        table.add_row(words.printable(name), words.size(used), room, bar)
+        room = "no limit" if budget is None else words.size(budget, units)
+        table.add_row(words.printable(name), words.size(used, units), room, bar)
     return table
 
 
 def _speeds(row: Document) -> str:
+    units = units_of(row)
     parts = [
-        f"{words.printable(hop)} {'-' if speed is None else words.size(speed) + '/s'}"
+        f"{words.printable(hop)} {'-' if speed is None else words.size(speed, units) + '/s'}"
         for hop, speed in row["bytes_per_second"].items()
     ]
     hits = f"hits {_rate(row['hits_per_second'])} of {_rate(row['acquires_per_second'])} leases/s"
     return "; ".join([*parts, hits])
 
 
-def _workers(workers: Iterable[Document]) -> Table:
+def _workers(workers: Iterable[Document], units: words.Units) -> Table:
     table = _table("PID", "NAME", "LEASED", "WAITS", "LEASES/S", "HITS/S")
     for worker in sorted(workers, key=lambda w: (-w["waits"], -w["leased_bytes"])):
         table.add_row(
             words.printable(worker["pid"]),
             words.shorten(words.printable(worker["name"]), 40),
-            words.size(worker["leased_bytes"]),
+            words.size(worker["leased_bytes"], units),
             f"{worker['waits']:,.0f}",
             _rate(worker["acquires_per_second"]),
             _rate(worker["hits_per_second"]),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import datetime
 
+from tierstore.model.words import Units as Units
+from tierstore.model.words import at_least as at_least
 from tierstore.model.words import count as count
 from tierstore.model.words import printable as printable
 from tierstore.model.words import size as size
+from tierstore.model.words import units_of as units_of
+from tierstore.model.words import units_of_tiers as units_of_tiers
+
+_AGES = 100 * 365 * 86400
+"""Seconds: what seems older has a time that is wrong."""
 
 
 def moment(seconds: float) -> str:
@@ -16,6 +24,21 @@ def moment(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):
         return "?"
+
+
+_UNITS = ((365 * 86400, "year"), (30 * 86400, "month"), (7 * 86400, "week"), (86400, "day"),
+    (3600, "hour"), (60, "minute"))  # fmt: skip
+
+
+def ago(seconds: float, now: float | None = None) -> str:
+    """How long a moment (in seconds since 1970) is past; what is not past has its date."""
+    past = (time.time() if now is None else now) - seconds
+    if not 0 <= past < _AGES:
+        return moment(seconds)
+    for length, unit in _UNITS:
+        if past >= length:
+            return f"{count(int(past // length), unit)} ago"
+    return "just now"
 
 
 def shorten(text: str, width: int, ellipsis: str = "…", measure: Callable[[str], int] = len) -> str:

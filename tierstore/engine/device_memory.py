@@ -12,17 +12,21 @@ from tierstore.engine.transaction import transaction
 from tierstore.model import events
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
-from tierstore.model.words import size
+from tierstore.model.words import Units, size
 from tierstore.tiers.arena import Arena
 
 logger = logging.getLogger("tierstore.engine")
 
 
 class DeviceMemory:
-    """For adapters, and, but for `count_outside`, only where there is an accelerator."""
+    """For adapters, and, but for `count_outside`, only where there is an accelerator.
+
+    `retries` counts what ran once more because the device had no memory left.
+    """
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
         self.core = core
+        self.retries = 0
         self._lease_table = lease_table
 
     @property
@@ -86,7 +90,7 @@ class DeviceMemory:
         if grown is not None:  # without the lock: who handles logs may look at the store
             logger.info(
                 "device_budget 'auto', once every model has run: %s (%s before)",
-                *map(size, grown),
+                *(size(nbytes, Units.DECIMAL) for nbytes in grown),
             )
 
     @transaction

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ from typing import Any
 
 from tierstore.engine.remote_groups import all_done
 from tierstore.model.errors import StaleCheckpointError, TransferError
+from tierstore.model.weight_files import variant_of
+from tierstore.model.words import size
 from tierstore.progress import byte_bar
 from tierstore.system.files import parts, sync_names, transfer_errors, write_all
 from tierstore.tiers.object_store import ObjectStamp, RemoteDirectory, RemoteObject
@@ -35,6 +38,8 @@ OTHER_FORMATS = (
     *(".onnx", ".onnx_data", ".pb", ".tflite", ".xml", ".gguf"),
 )
 """Weights for others, and pickles, which are not read."""
+
+logger = logging.getLogger("tierstore.engine")
 
 Advance = Callable[[int], None]
 
@@ -82,27 +87,14 @@ def _wanted(
     for name in names:
         if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
             raise TransferError(f"{name!r} cannot be the name of a file: rename the object")
-    has_variant = {os.path.dirname(name) for name in names if variant and _variant(name) == variant}
+    has_variant = {
+        os.path.dirname(name) for name in names if variant and variant_of(name) == variant
+    }
     return {
         name: objects[name]
         for name in names
-        if _variant(name) in (None, variant if os.path.dirname(name) in has_variant else "")
+        if variant_of(name) in (None, variant if os.path.dirname(name) in has_variant else "")
     }
-
-
-def _variant(name: str) -> str | None:
-    """Of which variant a file's weights are, or the weights in an index; None for other files.
-
-    >>> _variant("unet/model.fp16-00001-of-00002.safetensors"), _variant("model.safetensors")
-    ('fp16', '')
-    >>> _variant("model.safetensors.index.fp16.json"), _variant("config.json")
-    ('fp16', None)
-    """
-    stem, found, rest = os.path.basename(name).partition(".safetensors")
-    if not found:
-        return None
-    of_index = rest.removeprefix(".index").removesuffix(".json").strip(".")
-    return of_index or stem.partition(".")[2].partition("-")[0]
 
 
 def _row(stamp: ObjectStamp) -> list[Any]:
@@ -151,6 +143,8 @@ def _download(
     """Bring objects beside those that are there; each is a file under its own name once all of it
     is."""
     nbytes = sum(stamp.size for stamp in objects.values())
+    if objects:
+        logger.info("downloading %d files of %s: %s", len(objects), source.url, size(nbytes))
     with (
         byte_bar(f"Downloading {source.url}", nbytes) as advance,
         ThreadPoolExecutor(IN_FLIGHT) as pool,

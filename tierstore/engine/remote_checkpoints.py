@@ -13,11 +13,10 @@ from tierstore.engine.checkpoint_file import CheckpointFile
 from tierstore.model.errors import TransferError
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
+from tierstore.model.weight_files import INDEX_SUFFIX, SUFFIX, USUAL_NAMES
 from tierstore.progress import bar
 from tierstore.tiers.object_store import RemoteDirectory, RemoteObject, split
 
-SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-USUAL_NAMES = ("model", "diffusion_pytorch_model", "pytorch_lora_weights", "consolidated")
 FIRST_READ = 256 << 10
 """Bytes that are read of a file at first: most headers are in them."""
 HEADERS_AT_ONCE = 8

@@ -7,13 +7,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
-from tierstore.model import shares
-from tierstore.model.sizes import PAGE, parse_size, usable_memory
+from tierstore.model import shares, sizes
+from tierstore.model.errors import DeviceError
+from tierstore.model.sizes import PAGE, available_memory, is_auto, parse_size, usable_memory
 from tierstore.model.tiers import Tier
-from tierstore.model.words import size
+from tierstore.model.words import Units, size
 from tierstore.tiers.assembly import TierSettings as TierSettings
 
 Size = int | float | str
@@ -43,17 +43,53 @@ def checked_verify(verify: str) -> str:
 
 
 def resolve_device(wanted: str | torch.device | None) -> torch.device:
-    """The device, with its index. None: the current accelerator, or else the CPU."""
+    """The device, with its index. None: the current accelerator, or else the CPU.
+
+    Raises DeviceError if there is none of that name here.
+    """
     if wanted is None:
         wanted = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = torch.device(wanted)
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise DeviceError(f"{wanted!r} is no device: {_advice()}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
         raise ValueError("the meta device has no bytes: pass 'cpu' or an accelerator")
+    count = _device_count(device.type)
+    if count == 0:
+        raise DeviceError(f"there is no {device.type} device here: {_advice()}")
+    if str(device) != device.type and device.index >= count:
+        raise DeviceError(f"there is no {device} here: {_advice()}")
     if str(device) != device.type:  # the index is part of the name
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _device_count(kind: str) -> int:
+    """How many devices of a type torch can use here."""
+    try:
+        module = torch.get_device_module(kind)
+        return int(module.device_count()) if module.is_available() else 0
+    except (AttributeError, RuntimeError):  # torch was built without it
+        return 0
+
+
+def _advice() -> str:
+    """What there is, and what to write."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        if torch.version.cuda or torch.version.hip:
+            why = " (see whether nvidia-smi shows a GPU, and what CUDA_VISIBLE_DEVICES says)"
+        else:
+            why = " (its build is one without CUDA: https://pytorch.org/get-started has others)"
+        return (
+            f"torch {torch.__version__} finds no accelerator{why}; pass device='cpu', or leave "
+            "device out, to run on the CPU"
+        )
+    names = [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return f"pass one of {', '.join([*names, 'cpu'])}, or leave device out for the current one"
 
 
 def resolve_budgets(
@@ -78,24 +114,28 @@ def resolve_budgets(
 
 
 def ram_bytes(ram: Size) -> int:
-    """`ram_budget` in bytes; `"auto"` is half of what is available now."""
-    usable = usable_memory()
-    available = min(usable, psutil.virtual_memory().available)
-    nbytes = parse_size(ram, total=usable, auto=available // shares.AUTO)
-    if _is_auto(ram):
+    """`ram_budget` in bytes, as `sizes.ram_bytes`; what `"auto"` came to is logged."""
+    available = available_memory()
+    nbytes = sizes.ram_bytes(ram, available)
+    if is_auto(ram):
         logger.info(
-            "ram_budget 'auto': %s, half of the %s available", size(nbytes), size(available)
+            "ram_budget 'auto': %s, half of the %s available",
+            size(nbytes, Units.DECIMAL),
+            size(available, Units.DECIMAL),
+        )
+    elif nbytes > (usable := usable_memory()):
+        logger.warning(
+            "ram_budget is %s, but this process may use %s: the system may end it before the "
+            "budget is used up; lower it, such as to '80%%'",
+            size(nbytes, Units.DECIMAL),
+            size(usable, Units.DECIMAL),
         )
     return nbytes
 
 
 def is_chosen(device_budget: Size | None) -> bool:
     """Whether somebody said how large the device budget is."""
-    return not (device_budget is None or _is_auto(device_budget))
-
-
-def _is_auto(budget: Size) -> bool:
-    return isinstance(budget, str) and budget.strip().lower() == "auto"
+    return not (device_budget is None or is_auto(device_budget))
 
 
 def grown_device_budget(budget: int, held: int, free: int) -> int:
@@ -112,10 +152,14 @@ def _device_bytes(device: torch.device, budget: Size | None) -> int:
     if isinstance(budget, int) and not isinstance(budget, bool):
         return parse_size(budget)
     free, total = device_memory(device)
-    if budget is not None and not _is_auto(budget):
+    if budget is not None and not is_auto(budget):
         return parse_size(budget, total=total)
     nbytes = free // shares.AUTO  # the other half is left to activations
-    logger.info("device_budget 'auto': %s, half of the %s free", size(nbytes), size(free))
+    logger.info(
+        "device_budget 'auto': %s, half of the %s free",
+        size(nbytes, Units.DECIMAL),
+        size(free, Units.DECIMAL),
+    )
     return nbytes
 
 

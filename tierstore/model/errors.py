@@ -141,6 +141,13 @@ class CaptureError(TierStoreError, RuntimeError):
         )
 
 
+class DeviceError(TierStoreError, ValueError, RuntimeError):
+    """There is no such device here. Says which there are.
+
+    It is a ValueError, as for any argument that cannot be, and a RuntimeError, as torch has it.
+    """
+
+
 class StoreLockedError(TierStoreError):
     """Another live store works on the same directory."""
 

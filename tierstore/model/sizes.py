@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from tierstore.model import shares
+
 PAGE = 4096
 
 _SIZES_PER_DOUBLING = 64
@@ -64,7 +66,7 @@ def parse_size(
         return _positive(value, value)
     if isinstance(value, float):
         return _share(value, value, total)
-    if value.strip().lower() == "auto":
+    if is_auto(value):
         if auto is None:
             raise ValueError("'auto' is not offered for this size: pass bytes, such as '8GB'")
         return auto
@@ -105,6 +107,28 @@ def _positive(nbytes: int, written: object) -> int:
     if nbytes <= 0:
         raise ValueError(f"{written!r} is not a positive number of bytes: pass at least 1")
     return nbytes
+
+
+def ram_bytes(ram: int | float | str, available: int | None = None) -> int:
+    """A `ram_budget` in bytes: what a store opens with, and what is planned with.
+
+    A share is one of what this process may use (`usable_memory`); `"auto"` is half of what is
+    available now (`available_memory`, unless `available` bytes are given).
+
+    Raises what `parse_size` raises.
+    """
+    free = available_memory() if available is None else available
+    return parse_size(ram, total=usable_memory(), auto=free // shares.AUTO)
+
+
+def is_auto(budget: object) -> bool:
+    """Whether a budget says `"auto"`."""
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
+
+
+def available_memory() -> int:
+    """The bytes of RAM that this process could take now without anything being swapped out."""
+    return min(usable_memory(), int(psutil.virtual_memory().available))
 
 
 def usable_memory(root: Path = Path("/")) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierstore.model.words import count, size
 from tierstore.observe.report import Shown, shown_by
 
 
@@ -31,6 +33,10 @@ class ActivationStats:
     deduplicated_bytes: int = 0
     kept_bytes: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
+
+    __repr__, __rich__, _repr_html_ = shown_by(
+        lambda stats: Shown("ActivationStats", facts=facts_of(stats))
+    )
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,33 @@ class Snapshot:
     groups: tuple[GroupSnapshot, ...]
     used_bytes: dict[str, int]
     budget_bytes: dict[str, int | None]
+
+    __repr__, __rich__, _repr_html_ = shown_by(lambda snapshot: _of_snapshot(snapshot))
+
+
+def facts_of(stats: ActivationStats) -> tuple[tuple[str, str], ...]:
+    """What became of what autograd saved, as names and values."""
+    facts = [("saved", size(stats.saved_bytes)), ("in the store", size(stats.shipped_bytes))]
+    if stats.deduplicated_bytes:
+        facts.append(("not copied twice", size(stats.deduplicated_bytes)))
+    facts += [(f"stayed ({reason})", size(nbytes)) for reason, nbytes in stats.skipped.items()]
+    return tuple(facts)
+
+
+def _of_snapshot(snapshot: Snapshot) -> Shown:
+    """Groups are counted by where they have copies: each by itself would be thousands of lines."""
+    nbytes = sum(group.nbytes for group in snapshot.groups)
+    number: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for group in snapshot.groups:
+        where = "on " + ", ".join(group.tiers) if group.tiers else "on no tier yet"
+        number[where] += 1
+        held[where] += group.nbytes
+    facts = [(where, f"{count(number[where], 'group')}, {size(held[where])}") for where in number]
+    budgets = snapshot.budget_bytes
+    tiers = [(name, used, budgets.get(name)) for name, used in snapshot.used_bytes.items()]
+    title = f"Snapshot of {count(len(snapshot.groups), 'group')}, {size(nbytes)}"
+    return Shown(title, tiers=tuple(tiers), rows=tuple(facts))
 
 
 BYTES_MOVED = {

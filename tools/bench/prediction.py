@@ -67,7 +67,8 @@ def inspect(*words: object) -> dict[str, Any]:
 
 def predicted(case: Case, checkpoint: Path, budget: int, compute: float, disk: float) -> Step:
     options = ("--ram", f"{budget}B", "--compute", compute, "--disk-bandwidth", f"{round(disk)}B/s")
-    (step,) = inspect("plan", checkpoint, *options, "--steps", case.steps)["steps"]
+    (plan,) = inspect("plan", checkpoint, *options, "--steps", case.steps)["plans"]
+    (step,) = plan["steps"]
     return Step(step["read"], step["seconds"])
 
 

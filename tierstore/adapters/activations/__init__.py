@@ -33,7 +33,10 @@ from tierstore.adapters.activations.cache import SavedPiece, SavedTensorCache
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
 from tierstore.model.sizes import parse_size
-from tierstore.store import TierStore
+from tierstore.model.words import size
+from tierstore.observe.report import Shown, shown_by
+from tierstore.observe.stats import facts_of
+from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import (
     base_of,
     in_backward,
@@ -116,6 +119,8 @@ class ActivationOffload:
         # Weak references: as long as there is one, nobody else gets the address of a storage.
         self._parameters: dict[int, StorageWeakRef] = {}
 
+    __repr__, __rich__, _repr_html_ = shown_by(lambda offload: _look(offload))
+
     def __enter__(self) -> ActivationOffload:
         for cdata in [cdata for cdata, ref in self._parameters.items() if ref.expired()]:
             self._parameters.pop(cdata, None)
@@ -189,6 +194,14 @@ class ActivationOffload:
         if _is_plain(tensor):
             storage = tensor.untyped_storage()
             self._parameters.setdefault(storage_id(storage), StorageWeakRef(storage))
+
+
+def _look(offload: ActivationOffload) -> Shown:
+    if "_cache" not in vars(offload):
+        return Shown("ActivationOffload, not made yet")
+    store = engine_of(offload.store).reporting.look()
+    title = f"ActivationOffload of {size(offload.min_size)} and more; {store.title}"
+    return Shown(title, facts=facts_of(offload._cache.counts.glance()))
 
 
 def offload_activations(

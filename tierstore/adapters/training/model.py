@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 
 from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
-from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
@@ -39,11 +40,15 @@ from tierstore.adapters.unit_use import Arguments, UnitForward, same
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
+from tierstore.model.words import size
+from tierstore.observe.passes import ModelPass, PassesOf
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import in_backward
+
+logger = logging.getLogger("tierstore.adapters")
 
 _numbers = itertools.count()
 _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
@@ -105,8 +110,10 @@ class OffloadModel(nn.Module):
         self.store = store
         self._attachment = Attachment(self, store)
         self._depth = 0
+        self._pass: ModelPass | None = None
         self._hooks: PassHooks | None = None
         self._key = f"training/{next(_numbers)}"
+        self._passes = PassesOf(engine_of(store).passes, f"{self._key}/{type(module).__name__}")
         self._sharded = sharded_modules(module)
         shards = shards_of(module)
         self.slices = _slices(module, store, num_slices)
@@ -114,7 +121,9 @@ class OffloadModel(nn.Module):
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
         self._streamer.serve(shards)
-        self._gradient_streamer = GradientStreamer(self._groups, self._streamer.put_away)
+        self._gradient_streamer = GradientStreamer(
+            self._groups, self._streamer.put_away, self._passes
+        )
         self._streamer.make_room = self.make_room
         self._wrap()
         if checkpoint_activation:
@@ -128,6 +137,13 @@ class OffloadModel(nn.Module):
         engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in module.parameters():
             _models[id(parameter)] = self
+        logger.info(
+            "%s in training: %d slices, %d groups, %d bytes of parameters",
+            type(module).__name__,
+            len(self.slices),
+            len(self._groups),
+            weight_bytes(module.parameters()),
+        )
 
     # Standing for the module -------------------------------------------------------------------
 
@@ -230,8 +246,9 @@ class OffloadModel(nn.Module):
         return same, (copy.deepcopy(self.module),)
 
     def extra_repr(self) -> str:
-        """How many slices there are."""
-        return f"slices={len(self.slices)}"
+        """How many slices there are, and what of the model is in the store."""
+        nbytes = sum(weights.buffer.nbytes for weights in self._groups)
+        return f"slices={len(self.slices)}, groups={len(self._groups)}, in_store={size(nbytes)!r}"
 
     # Setting up --------------------------------------------------------------------------------
 
@@ -329,6 +346,7 @@ class OffloadModel(nn.Module):
         """A call of the module begins."""
         self._depth += 1
         if self._depth == 1 and not in_backward():
+            self._pass = self._passes.begin()
             self.put_away()
             self._streamer.watch_frozen()
             self._gradient_streamer.watch()
@@ -337,8 +355,10 @@ class OffloadModel(nn.Module):
     def _leave(self) -> None:
         """It ends."""
         self._depth -= 1
-        if self._depth == 0 and not torch.is_grad_enabled():
-            self.put_away()
+        if self._depth == 0:
+            self._passes.end(self._pass)
+            if not torch.is_grad_enabled():
+                self.put_away()
 
     def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
@@ -366,7 +386,7 @@ class OffloadModel(nn.Module):
         self._gradient_streamer.stop()
         self.put_away()
         self._attachment.resident.give_back()
-        for weights in self._groups:
+        for weights in bar(self._groups, "Giving parameters back", "groups"):
             weights.move_out()
             for parameter in weights.parameters.values():
                 _models.pop(id(parameter), None)

@@ -23,6 +23,8 @@ from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes,
 from tierstore.adapters.training.tiles import Tile, TileGroups
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.outline import in_portions
+from tierstore.model.words import count, size
+from tierstore.observe.report import Shown, shown_by
 from tierstore.store import TierStore, engine_of
 
 AHEAD = 2
@@ -171,6 +173,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._put_away()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         groups = TileGroups(self.param_groups)
+        passes = engine_of(self.store).passes
+        begun = passes.begin(f"{self._key}/{type(self._inner).__name__}", "step")
         try:
             for i, tile in enumerate(busy):
                 self._expect(busy[i : i + 1 + AHEAD])
@@ -179,7 +183,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             for tile in busy:
                 tile.put_away()
+            passes.end(begun)
         return loss
+
+    __repr__, __rich__, _repr_html_ = shown_by(lambda optimizer: _look(optimizer))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -326,6 +333,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if name == "step" or has_master or not parameter.is_floating_point():
             return dtype
         return parameter.dtype if dtype.is_floating_point else dtype
+
+
+def _look(optimizer: OffloadOptimizer) -> Shown:
+    if "_tiles" not in vars(optimizer) or "param_groups" not in vars(optimizer):
+        return Shown("OffloadOptimizer, not made yet")
+    groups = optimizer.param_groups
+    number = sum(len(group["params"]) for group in groups)
+    states = sum(buffer.nbytes for buffer in optimizer.state_buffers())
+    options = [
+        (f"group {i}", ", ".join(f"{k}={v!r}" for k, v in group.items() if k != "params"))
+        for i, group in enumerate(groups)
+    ]
+    title = (
+        f"OffloadOptimizer of {optimizer.optimizer_class.__name__}, "
+        f"{count(number, 'parameter')} in {count(len(groups), 'group')}, {size(states)} of states"
+    )
+    store = engine_of(optimizer.store).reporting.look()
+    return Shown(f"{title}; {store.title}", store.stats, rows=tuple(options))
 
 
 def _model_of_tile(tile: Tile) -> OffloadModel | None:

@@ -14,8 +14,10 @@ once: whatever dies in between, `path` leads to the old one or the new one, and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -53,6 +55,8 @@ from tierstore.adapters.training.checkpoint_planners import (
 from tierstore.adapters.training.directory_swap import SwappedDirectory
 from tierstore.adapters.training.optimizer import OffloadOptimizer
 from tierstore.torch_private import all_ranks, save_checkpoint
+
+logger = logging.getLogger("tierstore.adapters")
 
 PARTS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|tierstore\.json")
 """The files of a checkpoint."""
@@ -98,7 +102,7 @@ def save_training(
     state[OURS] = Encoded(ours, OURS)
     places = places_of(model, optimizer)
     planner = GroupSavePlanner(state, places)
-    directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
+    directory, ranks, began = SwappedDirectory(path, PARTS), all_ranks(), time.monotonic()
     with directory.explained("saving to"), own_errors(), ExitStack() as draft:
         folder = ranks.broadcast("draft", lambda: draft.enter_context(directory.draft()))
         try:
@@ -106,6 +110,7 @@ def save_training(
         finally:
             places.close()
         ranks.broadcast("publish", draft.close)
+    logger.info("saved a training in %s in %.1f s", path, time.monotonic() - began)
 
 
 def load_training(
@@ -137,14 +142,15 @@ def load_training(
         ValueError: it was saved of another model or optimizer. Whatever is raised, model and
             optimizer are unchanged.
     """
-    directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
+    directory, ranks, began = SwappedDirectory(path, PARTS), all_ranks(), time.monotonic()
     with directory.explained("loading from"), own_errors(), ExitStack() as stack:
         files = _on_all(ranks, "open", lambda: CheckpointFiles(directory, stack))
         _on_all(ranks, "check", lambda: files.check(ranks.rank, ranks.get_world_size()))
         loading = _on_all(ranks, "match", lambda: _Loading(SavedNames(files), model, optimizer))
         _on_all(ranks, "load", loading.load)
         ours = loading.saved.ours
-        return None if ours is None else ours["extra"]
+    logger.info("loaded a training from %s in %.1f s", path, time.monotonic() - began)
+    return None if ours is None else ours["extra"]
 
 
 def _on_all(ranks: Any, step: str, do: Callable[[], Any]) -> Any:

@@ -1,0 +1,284 @@
+"""`plan`, asked which budget: what it tries by itself, which one it advises, how it tells it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.conftest import Inspect, on_terminal
+from tierstore import TierStore
+from tierstore.cli.commands import inspector
+from tierstore.model.sizes import available_memory, parse_size
+
+BLOCKS = 16
+BLOCK = 1 << 20
+WEIGHTS = BLOCKS * BLOCK
+
+
+@pytest.fixture(autouse=True)
+def no_disk_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """16 blocks of 1 MiB, each of 4 layers."""
+    layer = torch.zeros(256, 256)
+    weights = {f"blocks.{n}.{m}.weight": layer.clone() for n in range(BLOCKS) for m in range(4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def tried(*budgets: str) -> list[str]:
+    return [word for budget in budgets for word in ("--ram", budget)]
+
+
+def enough(document: dict[str, Any]) -> list[str]:
+    return [plan["ram_budget"] for plan in document["plans"] if plan["enough"]]
+
+
+# --- which one is enough --------------------------------------------------------------------------
+
+
+def test_if_no_time_is_known_it_is_the_smallest_that_reads_nothing(
+    inspect: Inspect, checkpoint: Path
+) -> None:
+    found = inspect.json("plan", checkpoint, *tried("40MB", "4MB", "20MB", "10MB"))
+    assert [plan["ram_budget"] for plan in found["plans"]] == ["4MB", "10MB", "20MB", "40MB"]
+    assert enough(found) == ["20MB"]
+    reads = [plan["steps"][0]["read"] for plan in found["plans"]]
+    assert reads[0] > reads[1] > reads[2] == reads[3] == 0
+    assert found["advice"]["ram_budget"] == "20MB"
+    assert (found["advice"]["ram"], found["advice"]["tried"]) == (20_000_000 // 4096 * 4096, True)
+    text = inspect("plan", checkpoint, *tried("4MB", "20MB", "40MB")).stdout
+    assert "ram_budget='20MB': the smallest of these with which a step reads nothing" in text
+    assert [line.split()[0] for line in text.splitlines() if "enough" in line] == ["20MB"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        ("0.3", ["20MB"]),  # at 50 MB/s, 5 % more is less than 1 MB
+        ("0.35", ["20MB"]),
+        ("0", ["20MB"]),
+        ("1", ["4MB"]),  # all weights come in a third of that
+        ("0.25", ["10MB"]),  # 12.5 MB come meanwhile, 10 have to
+    ],
+)
+def test_if_times_are_known_a_step_may_be_a_twentieth_longer(
+    inspect: Inspect, checkpoint: Path, compute: str, expected: list[str]
+) -> None:
+    speed = {"0.3": "1MB/s", "0.35": "3MB/s"}.get(compute, "50MB/s")
+    options = "--compute", compute, "--disk-bandwidth", speed
+    found = inspect.json("plan", checkpoint, *tried("4MB", "10MB", "20MB", "40MB"), *options)
+    assert enough(found) == expected
+    best = found["plans"][-1]["steps"][0]["seconds"]
+    assert best == pytest.approx(float(compute))
+    for plan in found["plans"]:
+        is_enough = plan["steps"][0]["seconds"] <= 1.05 * best
+        assert is_enough == (parse_size(plan["ram_budget"]) >= parse_size(expected[0]))
+
+
+def test_where_none_is_enough_one_is_told_that_is(inspect: Inspect, checkpoint: Path) -> None:
+    found = inspect.json("plan", checkpoint, *tried("4MB", "8MB"))
+    advice = found["advice"]
+    assert (enough(found), advice["tried"]) == ([], False)
+    assert "None of these is enough" in advice["text"]
+    again = inspect.json("plan", checkpoint, *tried("8MB", advice["ram_budget"]))
+    assert enough(again) == [advice["ram_budget"]]
+    assert WEIGHTS < advice["ram"] < 1.1 * WEIGHTS
+    below = f"{int(0.9 * WEIGHTS)}B"
+    assert enough(inspect.json("plan", checkpoint, "--ram", below)) == []
+
+
+def test_what_is_told_beside_them_may_be_less_than_all_weights(
+    inspect: Inspect, checkpoint: Path
+) -> None:
+    options = "--compute", "0.25", "--disk-bandwidth", "50MB/s"
+    advice = inspect.json("plan", checkpoint, "--ram", "2MB", *options)["advice"]
+    assert not advice["tried"]
+    assert 3_000_000 <= advice["ram"] <= 12_000_000
+    both = inspect.json("plan", checkpoint, *tried("2MB", advice["ram_budget"]), *options)
+    assert enough(both) == [advice["ram_budget"]]
+
+
+def test_more_memory_does_not_help_a_slow_link(inspect: Inspect, checkpoint: Path) -> None:
+    options = "--device", "4MB", "--disk-bandwidth", "100GB/s", "--link-bandwidth", "10MB/s"
+    found = inspect.json("plan", checkpoint, *tried("8MB", "40MB"), *options)
+    slow, fast = (plan["steps"][0] for plan in found["plans"])
+    assert slow["read"] > fast["read"] == 0
+    assert slow["stalled_seconds"] == pytest.approx(fast["stalled_seconds"], rel=0.02)
+    assert fast["stalled_seconds"] > 1
+    assert enough(found) == ["8MB"]
+
+
+def test_each_model_of_a_loop_has_to_be_content(inspect: Inspect, tmp_path: Path) -> None:
+    layers = {f"blocks.{n}.weight": torch.zeros(256, 256) for n in range(16)}
+    for name, kept in (("transformer", layers), ("transformer_2", dict([*layers.items()][:8]))):
+        (tmp_path / name).mkdir()
+        save_file(kept, tmp_path / name / "model.safetensors")
+    index = '{"transformer": ["d", "A"], "transformer_2": ["d", "A"]}'
+    (tmp_path / "model_index.json").write_text(index)
+    found = inspect.json("plan", tmp_path, *tried("2.5MB", "5MB"))
+    small, large = ([step["read"] for step in plan["steps"]] for plan in found["plans"])
+    assert small[0] > small[1] == 0
+    assert large == [0, 0]
+    assert enough(found) == ["5MB"]
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+def test_a_newcomer_types_a_name_and_no_more(inspect: Inspect, checkpoint: Path) -> None:
+    result = inspect("plan", checkpoint)
+    assert result.exit_code == 0
+    assert "Give ram_budget='24MB'" in result.stdout
+    found = inspect.json("plan", checkpoint)
+    *ladder, auto = found["plans"]
+    assert auto["ram_budget"] == "auto"
+    budgets = [plan["ram_budget"] for plan in ladder]
+    assert budgets == ["1MB", "3MB", "4MB", "6MB", "8MB", "12MB", "16MB", "24MB"]
+    assert all(plan["overlaps"] for plan in ladder)
+    assert enough(found) == ["24MB"]
+    assert [plan["steps"][0]["read"] == 0 for plan in ladder] == [False] * 7 + [True]
+
+
+def test_the_smallest_that_is_tried_has_room_to_read_and_compute(
+    inspect: Inspect, tmp_path: Path
+) -> None:
+    weights = {f"blocks.{n}.weight": torch.zeros(512, 512) for n in range(12)}
+    save_file(weights, tmp_path / "model.safetensors")
+    first, *_ = inspect.json("plan", tmp_path)["plans"]
+    assert 3 * (1 << 20) <= first["ram"] <= 6_000_000
+    assert first["overlaps"]
+
+
+def test_auto_is_what_a_store_would_take(
+    inspect: Inspect, checkpoint: Path, disk_dir: Path
+) -> None:
+    found = inspect.json("plan", checkpoint, *tried("auto", "5MB", "50%"))
+    rams = {plan["ram_budget"]: plan["ram"] for plan in found["plans"]}
+    with TierStore("auto", disk_dir, device="cpu") as store:
+        budget = store.stats().budget_bytes["HOST"]
+    assert budget == pytest.approx(rams["auto"], rel=0.1)  # others use memory meanwhile
+    assert rams["auto"] == pytest.approx(available_memory() / 2, rel=0.1)
+    with TierStore("50%", disk_dir, device="cpu") as store:
+        assert rams["50%"] == store.stats().budget_bytes["HOST"]
+    assert re.search(r"^auto \(\d+\.\d [GM]B\)", table(inspect, checkpoint, "auto"), re.MULTILINE)
+
+
+FAKE = """#!/bin/sh
+[ "$1" = --id=%s ] && [ "$2" = --query-gpu=memory.free ] && echo "%s" && exit %s
+exit 9
+"""
+
+
+def test_auto_for_a_device_is_half_of_what_the_driver_says_is_free(
+    inspect: Inspect, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that answers as nvidia-smi does stands in for it: there may be no GPU here."""
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = "--ram", "40MB", "--device", "auto"
+    for visible, asked in ((None, "0"), ("3,1", "3"), ("GPU-8f2a", "GPU-8f2a")):
+        program.write_text(FAKE % (asked, "81559", 0))
+        program.chmod(0o755)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = inspect.json("plan", checkpoint, *options)
+        assert found["device"] == 81_559 * (1 << 20) // 2
+    for answer, code in (("[N/A]", 0), ("", 0), ("100", 1)):
+        program.write_text(FAKE % ("GPU-8f2a", answer, code))
+        result = inspect("plan", checkpoint, *options)
+        assert result.exit_code == 2
+        assert "Write bytes, such as 12GB" in result.stderr
+    program.unlink()
+    assert "Write bytes, such as 12GB" in inspect("plan", checkpoint, *options).stderr
+
+
+def table(inspect: Inspect, checkpoint: Path, budget: str) -> str:
+    return inspect("plan", checkpoint, "--ram", budget).stdout
+
+
+# --- how it is told -------------------------------------------------------------------------------
+
+
+def test_a_document_lists_groups_only_if_asked_to(inspect: Inspect, checkpoint: Path) -> None:
+    short = inspect("plan", checkpoint, *tried("4MB", "40MB"), "--json").stdout
+    assert "blocks.0" not in short
+    assert len(short) < 4000
+    (part,) = inspect.json("plan", checkpoint, "--ram", "4MB", "--groups")["plans"][0]["components"]
+    names = [name for group in part["groups"] for name in group["tensors"]]
+    assert len(names) == 4 * BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("options", "unit"),
+    [
+        (tried("4MB", "auto"), "MB"),
+        (tried("4MiB"), "MiB"),
+        (tried("4MiB", "40MB"), "MiB"),
+        ([], "MB"),
+        (tried("50%"), "MB"),
+        ([*tried("50%"), "--device", "4MiB"], "MiB"),
+    ],
+)
+def test_all_sizes_are_told_in_the_units_that_were_typed(
+    inspect: Inspect, checkpoint: Path, options: list[str], unit: str
+) -> None:
+    typed = [budget for option, budget in itertools.pairwise(options) if option == "--ram"]
+    result = inspect("plan", checkpoint, *options, "--disk-bandwidth", "1GB/s")
+    assert result.exit_code == 0, result.output
+    for budget in typed:
+        assert re.search(rf"^{re.escape(budget)}( |$)", result.stdout, re.MULTILINE)
+    computed = re.findall(r"\d\.\d [KMGT]i?B", result.stdout)
+    assert computed
+    assert {text.split()[1].endswith("iB") for text in computed} == {unit.endswith("iB")}
+    assert f"16.{'8' if unit == 'MB' else '0'} {unit}" in result.stdout
+
+
+@pytest.mark.full("one width is enough", keep=["80"])
+@pytest.mark.parametrize("columns", [80, 120])
+def test_it_fits_a_terminal(checkpoint: Path, columns: int) -> None:
+    options = "--device", "4MB", "--disk-bandwidth", "1GB/s", "--compute", "0.01", "--steps", "4"
+    shown = on_terminal("plan", checkpoint, *options, COLUMNS=str(columns))
+    assert shown.exit_code == 0
+    lines = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", shown.output).split("\n")
+    assert max(len(line.rpartition("\r")[2].rstrip()) for line in lines) <= columns
+    assert "Give ram_budget=" in shown.output
+    for title in ("RAM", "STAYS", "READ", "ONLOADED", "SECONDS", "WAITED"):
+        assert title in shown.output
+
+
+def test_a_budget_that_is_too_small_stands_beside_the_others(
+    inspect: Inspect, checkpoint: Path
+) -> None:
+    result = inspect("plan", checkpoint, *tried("200KB", "300KB", "20MB"))
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if "KB " in line}
+    assert "too small" in rows["200KB"] and "no overlap" in rows["300KB"]
+    assert "--ram 200KB is too small" in result.stderr
+    assert "hardly overlap" in result.stderr
+    small, *_ = inspect.json("plan", checkpoint, *tried("200KB", "20MB"))["plans"]
+    assert (small["steps"], small["enough"]) == ([], False)
+    assert "too small" in small["problem"]
+
+
+@pytest.mark.parametrize("name", ["plan", "replay"])
+def test_examples_of_the_help_are_understood(inspect: Inspect, checkpoint: Path, name: str) -> None:
+    epilog = inspector.commands[name].epilog
+    assert epilog is not None
+    examples = [line.split()[1:] for line in epilog.splitlines() if "tierstore-inspect" in line]
+    assert len(examples) >= 3
+    for _, _, *options in examples:
+        result = inspect(name, checkpoint if name == "plan" else "/nowhere/run.json", *options)
+        assert result.exit_code == (0 if name == "plan" else 1), result.output
+        assert "Usage" not in result.stderr

@@ -1,0 +1,56 @@
+"""Sizes as they are told: in the units in which somebody wrote them, and as one writes them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.model.sizes import PAGE, parse_size
+from tierstore.model.words import Units, at_least, size, units_of
+
+UNITS = pytest.mark.parametrize("units", Units)
+
+
+@UNITS
+@given(nbytes=st.integers(1, 1 << 55))
+def test_what_is_written_for_a_size_is_read_as_hardly_more(nbytes: int, units: Units) -> None:
+    assert nbytes <= parse_size(at_least(nbytes, units)) <= nbytes * 1.01 + 1
+
+
+WRITTEN = [
+    "1MB",
+    "1.5GB",
+    "8GB",
+    "20MB",
+    "24GB",
+    "100KB",
+    "130MB",
+    "200GB",
+    "1TB",
+    "512GB",
+    "1000MB",
+]
+
+
+@pytest.mark.parametrize("text", [*WRITTEN, *(text.replace("B", "iB") for text in WRITTEN)])
+def test_the_units_of_a_budget_are_found_again(text: str) -> None:
+    """A store has it in whole pages."""
+    budget = parse_size(text) // PAGE * PAGE
+    assert units_of(budget) is (Units.BINARY if text.endswith("iB") else Units.DECIMAL)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "decimal", "binary"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (1000, "1.0 KB", "1000 B"),
+        (999_949, "999.9 KB", "976.5 KiB"),
+        (999_960, "1.0 MB", "976.5 KiB"),
+        (8 << 30, "8.6 GB", "8.0 GiB"),
+        (10**21, "1000.0 EB", "867.4 EiB"),
+    ],
+)
+def test_a_size_for_people(nbytes: int, decimal: str, binary: str) -> None:
+    assert (size(nbytes, Units.DECIMAL), size(nbytes)) == (decimal, binary)

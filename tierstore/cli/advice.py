@@ -1,0 +1,179 @@
+"""Which budget: what is tried if nobody says, and which of those that were tried is enough.
+
+In a loop over all weights, what does not fit is read again in each step: reads fall with every
+byte of budget, and there is no bend in them to look for. So a budget is *enough* if a step takes at
+most SLOWER times as long as with all weights in RAM. Where it is not known how long a step takes,
+or how fast the disk is, it is enough if a step reads nothing. The smallest one is advised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tierstore.cli import budgets, words
+from tierstore.cli.budgets import COMFORTABLE, Budget
+from tierstore.cli.contents import Model, in_every_step
+from tierstore.cli.forecast import Conditions, Cut, cut, forecast, room_for_all
+from tierstore.cli.output import Document
+from tierstore.model.sizes import PAGE, available_memory
+
+SLOWER = 1.05
+
+MOST = 8
+"""Budgets that are tried if nobody says which, besides `auto`."""
+
+_STEPS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
+_ROUND = [int(step * 1000**power) for power in range(1, 5) for step in _STEPS]
+"""Bytes, as memory is sold: 8GB, 12GB, 16GB, 24GB..."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A budget that was played. `problem` says why it is none; then there are no `steps`."""
+
+    budget: Budget
+    cut: Cut
+    steps: tuple[Document, ...] = ()
+    problem: str | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it has room for what is in use, what arrives, and what comes next."""
+        return self.budget.nbytes >= COMFORTABLE * self.cut.largest.nbytes
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The budget to give, and whether it is one `of_tried`; `text` says so in words."""
+
+    budget: Budget
+    of_tried: bool
+    text: str
+
+
+def ladder(models: Sequence[Model], conditions: Conditions) -> list[Budget]:
+    """Budgets to try if nobody says which: from what the largest modules need to all weights, and
+    what `auto` is on this machine now."""
+    least = COMFORTABLE * cut(models, PAGE, conditions).largest.nbytes
+    most = room_for_all(models, conditions)
+    usable = [nbytes for nbytes in _ROUND if nbytes >= max(least, PAGE)] or [least]
+    count = next((n for n, nbytes in enumerate(usable) if nbytes >= most), len(usable) - 1)
+    tried = usable[: count + 1]
+    if len(tried) > MOST:
+        tried = [tried[0], *tried[1 - MOST :]]
+    return [*map(_written, tried), budgets.ram("auto")]
+
+
+def _written(nbytes: int) -> Budget:
+    return budgets.ram(words.at_least(nbytes))
+
+
+@dataclass
+class Trials:
+    """Tries budgets for the models of a checkpoint."""
+
+    models: Sequence[Model]
+    conditions: Conditions
+
+    def tried(self, budget: Budget) -> Trial:
+        """What each step would take with this budget."""
+        parts = cut(self.models, budget.nbytes, self.conditions)
+        problem = _too_small(parts, budget, self.conditions.device)
+        if problem is not None:
+            return Trial(budget, parts, problem=problem)
+        return Trial(budget, parts, tuple(self._played(parts, budget.nbytes)))
+
+    def _played(self, parts: Cut, ram: int) -> list[Document]:
+        known = {group.key: group.nbytes for part in parts.components for group in part.groups}
+        names = {model.name for model in in_every_step(self.models)}
+        looping = [part for part in parts.components if part.name in names]
+        return [forecast(part, known, ram, self.conditions) for part in looping]
+
+    def advice(self, trials: Iterable[Trial], units: words.Units) -> Advice:
+        """The smallest budget that is enough; one that was not tried, if none of these is."""
+        possible = sorted(
+            (trial for trial in trials if trial.problem is None),
+            key=lambda trial: trial.budget.nbytes,
+        )
+        whole = next((trial for trial in possible if _reads_nothing(trial.steps)), None)
+        whole = whole or self.tried(self._for_all(units))
+        enough = [trial for trial in possible if _is_enough(trial.steps, whole.steps)]
+        if enough:
+            return Advice(enough[0].budget, True, self._in_words(enough[0], True))
+        found = self._between(possible[-1].budget, whole)
+        return Advice(found.budget, False, self._in_words(found, False))
+
+    def _for_all(self, units: words.Units) -> Budget:
+        """A budget with which no step reads anything."""
+        looping = in_every_step(self.models)
+        needed = max(room_for_all([model], self.conditions) for model in looping)
+        budget = budgets.ram(words.at_least(needed, units))
+        if _reads_nothing(self.tried(budget).steps):
+            return budget
+        return budgets.ram(words.at_least(room_for_all(self.models, self.conditions), units))
+
+    def _between(self, tried: Budget, whole: Trial) -> Trial:
+        """The smallest round budget above `tried` that is enough, or `whole`."""
+        if not self._compares_times(whole.steps):
+            return whole
+        choice = [n for n in _ROUND if tried.nbytes < n < whole.budget.nbytes]
+        best, low, high = whole, 0, len(choice)
+        while low < high:
+            middle = (low + high) // 2
+            trial = self.tried(_written(choice[middle]))
+            if trial.problem is None and _is_enough(trial.steps, whole.steps):
+                best, high = trial, middle
+            else:
+                low = middle + 1
+        return best
+
+    @staticmethod
+    def _compares_times(whole: Iterable[Document]) -> bool:
+        """Whether a step takes any time that waiting for the disk could be compared with."""
+        return any(step["seconds"] for step in whole)
+
+    def _in_words(self, trial: Trial, of_tried: bool) -> str:
+        give, reads = f"ram_budget={trial.budget.text!r}", not _reads_nothing(trial.steps)
+        longer = f"takes at most {SLOWER - 1:.0%} longer than with all weights in RAM"
+        what = f"a step {longer if reads else 'reads nothing'}"
+        if of_tried:
+            text = f"Give {give}: the smallest of these with which {what}."
+        else:
+            text = (
+                f"None of these is enough. Give {give}, with which {what}; or as much as you can "
+                "spare: what does not fit is read in each step."
+            )
+        there = available_memory()
+        if trial.budget.nbytes > there:
+            units = trial.budget.units or words.Units.DECIMAL
+            text += f" (On this machine, {words.size(there, units)} are available now.)"
+        return text
+
+
+def _too_small(parts: Cut, budget: Budget, device: int | None) -> str | None:
+    largest, units = parts.largest, budget.units or words.Units.DECIMAL
+    for option, text, nbytes in (
+        ("--ram", budget.text, budget.nbytes),
+        ("--device", "", device),
+    ):
+        if nbytes is not None and largest.nbytes > nbytes:
+            least, most = (words.at_least(n * largest.nbytes, units) for n in (1, COMFORTABLE))
+            return (
+                f"{' '.join(filter(None, (option, text)))} is too small: the group "
+                f"{largest.key!r} alone has {largest.nbytes:,} bytes, and no module can be cut.\n"
+                f"Give at least {option} {least}; {most} would let reading and computing overlap."
+            )
+    return None
+
+
+def _reads_nothing(steps: Iterable[Document]) -> bool:
+    return not any(step["read"] for step in steps)
+
+
+def _is_enough(steps: Sequence[Document], whole: Sequence[Document]) -> bool:
+    """Whether each step takes at most SLOWER times as long as with all weights in RAM."""
+    if any(step["seconds"] is None for step in steps):
+        return _reads_nothing(steps)
+    pairs = zip(steps, whole, strict=True)
+    return all(one["seconds"] <= SLOWER * best["seconds"] for one, best in pairs)
