@@ -179,9 +179,7 @@ class OffloadModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module, under its own names: CPU tensors that read as what they are.
-
-        They are views of what is stored: copy or save them before the next step.
+        """The state of the module, under its own names: CPU tensors, views of what is stored.
 
         Args:
             *args: as for `nn.Module.state_dict`.
@@ -376,11 +374,7 @@ class OffloadModel(nn.Module):
         return self._group_of.get(id(parameter))
 
     def disable(self) -> nn.Module:
-        """Make the module an ordinary one again, on the CPU. It takes its memory.
-
-        Returns:
-            The module that was given.
-        """
+        """The module that was given, an ordinary one again, on the CPU. It takes its memory."""
         give_up(self.module.modules())
         self._attachment.detach()
         self._gradient_streamer.stop()
