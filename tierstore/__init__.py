@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from tierstore.model.errors import (
     TruncatedFileError,
     UnknownKeyError,
 )
+from tierstore.model.systems import require_linux
 from tierstore.model.tiers import Access, Tier
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from tierstore.store import TierStore
 
 __version__ = "0.1.0"
+
+require_linux(sys.platform, sys.argv[0] if sys.argv else "")
 
 # Imported at first use: the command line must not wait for torch, nor anybody for diffusers.
 _LAZY = {
@@ -128,3 +132,8 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet, and nothing else."""
+    return sorted(__all__)
