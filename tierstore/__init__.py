@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ from tierstore.model.errors import (
     TruncatedFileError,
     UnknownKeyError,
 )
-from tierstore.model.systems import require_linux
+from tierstore.model.systems import require_known_system
 from tierstore.model.tiers import Access, Tier
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-require_linux(sys.platform, sys.argv[0] if sys.argv else "")
+require_known_system()
 
 # Imported at first use: the command line must not wait for torch, nor anybody for diffusers.
 _LAZY = {

@@ -94,7 +94,9 @@ class Site:
 
     def unreached(self) -> list[str]:
         """The pages that the navigation of the first page does not reach."""
-        reached = {self._target("index.html", link)[0] for link in self.pages["index.html"].navigation}
+        reached = {
+            self._target("index.html", link)[0] for link in self.pages["index.html"].navigation
+        }
         return sorted(set(self.pages) - reached - {LOST, "index.html"})
 
     def broken(self) -> list[str]:

@@ -10,9 +10,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
-import venv
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -56,10 +56,6 @@ def make(
     if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(place, ignore_errors=True)
-    if python is None:
-        venv.create(place, with_pip=True)
-    else:
-        subprocess.run([python, "-m", "venv", place], check=True, timeout=MOST_SECONDS)
     command = [place / "bin" / "python", "-m", "pip", "install", "-q"]
     if ours_too:
         paths = {"base": str(place), "platbase": str(place)}
@@ -70,6 +66,7 @@ def make(
         command += ["-c", CONSTRAINTS]
     began = time.monotonic()
     try:
+        subprocess.run([python or sys.executable, "-m", "venv", place], check=True)
         subprocess.run([*command, *packages], check=True, timeout=MOST_SECONDS)
     except subprocess.SubprocessError as error:
         raise RuntimeError(

@@ -17,7 +17,11 @@ from tools.markdown_pages import BLOCK, anchors
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
+]
 
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\((?P<inline>[^)\s]+)\)|^\[\w+\]: (?P<defined>\S+)$", re.MULTILINE)

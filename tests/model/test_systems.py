@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tierstore.model.systems import require_linux
+from tierstore.model import sizes, systems
+from tierstore.model.systems import require_known_system
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +59,15 @@ def test_the_commands_say_it_in_a_line(program: str, module: str) -> None:
     assert "works on Linux only" in line
 
 
-def test_on_linux_nothing_is_said() -> None:
-    require_linux("linux", "/usr/bin/tierstore-inspect")
-    with pytest.raises(ImportError):
-        require_linux("linux2", "")
+def test_pages_of_another_size_are_refused() -> None:
+    """Their page map has an entry for each, so that written weights would not be noticed."""
+    with pytest.raises(ImportError, match="kernel has pages of 65536: start the machine"):
+        require_known_system("linux", 65536)
+    with pytest.raises(SystemExit, match="tierstore-inspect: tierstore works with memory pages"):
+        require_known_system("linux", 16384, "/usr/bin/tierstore-inspect")
+
+
+def test_on_this_system_nothing_is_said() -> None:
+    require_known_system()
+    require_known_system("linux", systems.PAGE, "/usr/bin/tierstore-inspect")
+    assert systems.PAGE == sizes.PAGE == mmap.PAGESIZE
