@@ -1,4 +1,4 @@
-"""Look whether a built site of the documentation is whole: `python tools/docs_site.py [build/site]`.
+"""Look whether the site of the documentation is whole: `python tools/docs_site.py [build/site]`.
 
 mkdocs looks at the Markdown files. This looks at what a reader gets:
 
@@ -163,9 +163,12 @@ def faults(root: Path, names: list[str]) -> list[str]:
     ]
 
 
-def report(root: Path) -> int:
-    """Print what is wrong with a built site, or that nothing is, and return the exit status."""
-    found = faults(root, public_names())
+def report(root: Path, names: list[str] | None = None) -> int:
+    """Print what is wrong with a built site, or that nothing is, and return the exit status.
+
+    The search has to find `names`: the package's public ones, unless others are passed.
+    """
+    found = faults(root, public_names() if names is None else names)
     print("\n".join(found) or f"{root}: every link, every page and every public name is found")
     return 1 if found else 0
 

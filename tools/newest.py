@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -53,12 +53,16 @@ def _is_of(python: Path, version: str) -> bool:
     return done.returncode == 0 and done.stdout.strip() == version
 
 
-def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
+def main(
+    words: Sequence[str] | None = None,
+    place: Path = PLACE,
+    find: Callable[[str], Path | None] = interpreter,
+) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="more arguments for pytest")
     options = parser.parse_args(words)
     version = newest_python((ROOT / "pyproject.toml").read_text())
-    python = interpreter(version)
+    python = find(version)
     if python is None:
         print(f"Python {version} is not here: nobody knows whether it works", file=sys.stderr)
         return NOT_INSTALLED

@@ -82,13 +82,13 @@ def test_an_environment_that_is_there_is_used_again(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["complete"]
 
 
-def test_the_newest_python_is_the_last_that_the_package_names(tmp_path: Path) -> None:
+def test_the_newest_python_is_the_last_that_the_package_names() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert newest.newest_python(text) == "3.13"
     assert newest.newest_python('"Python :: 3.9", "Python :: 3.10"') == "3.10"
     page = (ROOT / "docs" / "guides" / "support.md").read_text(encoding="utf-8")
     for version in newest.named_pythons(text):
-        assert f"{version}" in next(line for line in page.splitlines() if "| Python |" in line)
+        assert version in next(line for line in page.splitlines() if "| Python |" in line)
 
 
 def test_an_interpreter_counts_if_it_runs_and_is_of_that_version(
@@ -110,8 +110,7 @@ def test_an_interpreter_counts_if_it_runs_and_is_of_that_version(
 
 
 def test_without_a_newest_python_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(newest, "interpreter", lambda version: None)
-    assert newest.main([], tmp_path / "venv") == floor.NOT_INSTALLED
+    assert newest.main([], tmp_path / "venv", lambda version: None) == floor.NOT_INSTALLED
     assert "is not here" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def run(code: str) -> str:
 
 def test_dir_shows_the_public_names_and_nothing_else() -> None:
     import tierstore.cli.commands
-    import tierstore.plan.planner  # noqa: F401  # submodules become attributes of the package
+    import tierstore.plan.planner  # submodules become attributes of the package
 
     assert {"plan", "cli", "import_module", "annotations"} <= set(vars(tierstore))
     assert dir(tierstore) == sorted(tierstore.__all__)
