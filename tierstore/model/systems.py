@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from mmap import PAGESIZE
-from pathlib import PurePath
 
 COMMANDS = ("tierstore-inspect", "tierstore-serve")
 
@@ -44,7 +43,7 @@ def require_known_system(
     if program is None:
         program = sys.argv[0] if getattr(sys, "argv", None) else ""
     # A path may have either kind of slash, whichever system this is.
-    command = PurePath(program.replace("\\", "/")).stem
+    command = program.replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
     if command in COMMANDS:
         raise SystemExit(f"{command}: {message}")
     raise ImportError(message, name="tierstore")
