@@ -171,10 +171,29 @@ def call(command: list[str | Path], **more: object) -> str:
     return str(done.stdout)
 
 
+@contextmanager
+def fetching(python: Path) -> Iterator[None]:
+    """What may fail as packages are out of reach: RuntimeError if they are, Failed if not."""
+    try:
+        yield
+    except (Failed, RuntimeError) as error:
+        raise (Failed if reaches_packages(python) else RuntimeError)(str(error)) from error
+
+
+def reaches_packages(python: Path) -> bool:
+    """Whether pip gets a small package at this moment, and not out of its cache."""
+    package = pinned(["click"], CONSTRAINTS.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, "-m", "pip", "download", "-q", "--no-cache-dir", "--no-deps"]
+        done = subprocess.run([*command, "-d", folder, *package], check=False, capture_output=True)
+    return done.returncode == 0
+
+
 def build(python: Path, output: Path) -> tuple[Path, Path]:
     """The source distribution, and the wheel that is built from it."""
     environment = {**without_workers(), "PIP_CONSTRAINT": str(CONSTRAINTS)}
-    call([python, "-m", "build", "--outdir", output, ROOT], env=environment)
+    with fetching(python):
+        call([python, "-m", "build", "--outdir", output, ROOT], env=environment)
     (source,) = output.glob("*.tar.gz")
     (wheel,) = output.glob("*.whl")
     call([python, "-m", "twine", "--no-color", "check", "--strict", source, wheel])
@@ -262,7 +281,7 @@ def run(python: Path, folder: Path) -> None:
         source, wheel = build(python, folder / "dist")
         metadata = look_at(python, source, wheel, folder / "source")
     reader = folder / "environment"
-    with step("installed into an empty environment"):
+    with step("installed into an empty environment"), fetching(python):
         environments.make(reader, [f"{wheel}[diffusers]"], constrained=True)
     place = folder / "reader"
     with step("the README's quickstart"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -103,6 +104,21 @@ def test_a_command_that_fails_tells_what_it_printed(tmp_path: Path) -> None:
     assert package.call(["echo", "all is well"], cwd=tmp_path) == "all is well\n"
     with pytest.raises(package.Failed, match="status 3:\nno"):
         package.call(["bash", "-c", "echo no >&2; exit 3"])
+
+
+@pytest.mark.full("asks pip for a package")
+def test_a_failure_is_one_of_ours_only_if_packages_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel that cannot be installed fails; a machine without a network tells nothing of it."""
+    python = Path(sys.executable)
+    if package.reaches_packages(python):
+        with pytest.raises(package.Failed, match="no such version"), package.fetching(python):
+            raise RuntimeError("no such version")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(RuntimeError, match="no such version"), package.fetching(python):
+        raise package.Failed("no such version")
 
 
 def test_each_extra_is_there_for_something() -> None:
