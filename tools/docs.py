@@ -27,9 +27,14 @@ IMPORTED = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
 NEEDED = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff")
 
 
+def is_installed() -> bool:
+    """Whether this Python has the packages."""
+    return all(importlib.util.find_spec(name) for name in IMPORTED)
+
+
 def interpreter(place: Path = PLACE) -> Path:
     """A Python that has the packages. Raises RuntimeError where they cannot be had."""
-    if all(importlib.util.find_spec(name) for name in IMPORTED):
+    if is_installed():
         return Path(sys.executable)
     environments.make(place, pinned(NEEDED, CONSTRAINTS.read_text()), constrained=True)
     return place / "bin" / "python"

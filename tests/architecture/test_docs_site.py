@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 import tierstore
-from tools import docs_site
+from tools import docs, docs_site
 
 INDEX = """<nav class="md-nav md-nav--primary"><a href=".">First</a>
 <a href="guides/store/">The store</a> <a href="reference/">API</a></nav>
@@ -78,3 +79,16 @@ def test_the_status_says_whether_it_is_whole(
     assert docs_site.report(site, ["TierStore"]) == 0
     assert docs_site.report(site, ["Lease"]) == 1
     assert "the search does not find Lease" in capsys.readouterr().out
+
+
+@pytest.mark.full("makes an environment")
+def test_without_packages_to_reach_no_site_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    if docs.is_installed():
+        assert docs.interpreter(tmp_path / "venv") == Path(sys.executable)
+    else:
+        with pytest.raises(RuntimeError, match="could not be installed"):
+            docs.interpreter(tmp_path / "venv")

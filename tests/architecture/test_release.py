@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -74,3 +75,10 @@ def test_as_long_as_no_address_was_chosen_nothing_is_uploaded() -> None:
     """This test goes with the first upload."""
     found = release.left_to_do(ROOT, release.version_of(ours()))
     assert any("pyproject.toml has addresses that nobody has" in line for line in found)
+
+
+def test_the_workflow_runs_what_is_there() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:tools|docs)/[\w./-]+\w", text))
+    assert {"tools/release.py", "tools/constraints.txt"} <= named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
