@@ -56,7 +56,8 @@ def make(
     if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(place, ignore_errors=True)
-    command = [place / "bin" / "python", "-m", "pip", "install", "-q"]
+    # Most modules of what is installed are never imported: those that are get compiled then.
+    command = [place / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile"]
     if ours_too:
         paths = {"base": str(place), "platbase": str(place)}
         own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
