@@ -168,7 +168,11 @@ class HubSource:
         """See `CheckpointSource`."""
         with _failures(self.name), tempfile.TemporaryDirectory() as directory:
             place = self._api.hf_hub_download(
-                self.name, name, revision=self.revision, local_dir=directory
+                self.name,
+                name,
+                revision=self.revision,
+                local_dir=directory,
+                force_download=True,  # or a damaged copy of the cache would do
             )
             with open(place, "rb") as file:
                 return file.read()
