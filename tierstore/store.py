@@ -314,9 +314,9 @@ class TierStore(AbstractContextManager["TierStore"]):
         """Write what the store did, as a Chrome trace that Perfetto opens.
 
         It shows transfers, computing and waiting for groups (the newest events, if there were very
-        many) and the bytes on each tier, and holds what `tierstore-inspect replay` plays. `path` is
-        compressed if it ends with `.gz`. `merge` names a trace that `torch.profiler` exported:
-        `path` then holds both, on one clock. Never waits.
+        many), the passes of offloaded models, and the bytes on each tier, and holds what
+        `tierstore-inspect replay` plays. `path` is compressed if it ends with `.gz`. `merge` names
+        a trace that `torch.profiler` exported: `path` then holds both, on one clock. Never waits.
 
         Raises OSError, or InvalidTraceError if `merge` is no trace.
         """
