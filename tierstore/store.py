@@ -396,7 +396,8 @@ class TierStore(AbstractContextManager["TierStore"]):
         """Write what the store did, as a Chrome trace that Perfetto opens. Never waits.
 
         It shows transfers, computing and waiting for groups (the newest events, if there were very
-        many) and the bytes on each tier, and has what `tierstore-inspect replay` plays.
+        many), the passes of offloaded models, and the bytes on each tier, and has what
+        `tierstore-inspect replay` plays.
 
         Args:
             path: the file to write; compressed if it ends with `.gz`.

@@ -189,6 +189,17 @@ def test_what_the_cache_lacks_is_asked_for(lacking: str, hub: Hub, home: Path) -
 
 
 @pytest.mark.full("several processes")
+def test_a_damaged_index_in_the_cache_is_not_believed(hub: Hub, home: Path) -> None:
+    snapshot = download(PIPE, hub, home)
+    index = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.unlink()
+    index.write_text("{")
+    told, remarks = planned(PIPE, **hub.environment(home))
+    assert f"the cache lacks {index.name}" in remarks
+    assert "in the hub" in told["source"]
+
+
+@pytest.mark.full("several processes")
 def test_offline_a_component_that_is_not_there_is_told(hub: Hub, home: Path) -> None:
     download(PIPE, hub, home, "vae/*")
     hub.requests.clear()

@@ -308,6 +308,7 @@ def test_a_device_budget_below_the_largest_group_is_refused(
         (["--ram", "8GB", "--disk-bandwidth", "3/s"], "no unit"),
         (["--ram", "8GB", "--link-bandwidth", "3GB/s"], "no link"),
         (["--ram", "8GB", "--component", "vae"], "no component 'vae'"),
+        (["--ram", "8GB", "--device", "auto"], "half of the free memory"),
         (["--ram", "8GB", "--steps", "3"], "--steps"),
         (["--ram", "8GB", "--groups"], "--json"),
         (["--ram", "8GB", "--variant", "fp16"], "no variant 'fp16'"),

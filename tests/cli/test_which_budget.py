@@ -173,37 +173,6 @@ def test_auto_is_what_a_store_would_take(
     assert re.search(r"^auto \(\d+\.\d [GM]B\)", table(inspect, checkpoint, "auto"), re.MULTILINE)
 
 
-FAKE = """#!/bin/sh
-[ "$1" = --id=%s ] && [ "$2" = --query-gpu=memory.free ] && echo "%s" && exit %s
-exit 9
-"""
-
-
-def test_auto_for_a_device_is_half_of_what_the_driver_says_is_free(
-    inspect: Inspect, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program that answers as nvidia-smi does stands in for it: there may be no GPU here."""
-    program = tmp_path / "nvidia-smi"
-    monkeypatch.setenv("PATH", str(tmp_path))
-    options = "--ram", "40MB", "--device", "auto"
-    for visible, asked in ((None, "0"), ("3,1", "3"), ("GPU-8f2a", "GPU-8f2a")):
-        program.write_text(FAKE % (asked, "81559", 0))
-        program.chmod(0o755)
-        if visible is None:
-            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        else:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        found = inspect.json("plan", checkpoint, *options)
-        assert found["device"] == 81_559 * (1 << 20) // 2
-    for answer, code in (("[N/A]", 0), ("", 0), ("100", 1)):
-        program.write_text(FAKE % ("GPU-8f2a", answer, code))
-        result = inspect("plan", checkpoint, *options)
-        assert result.exit_code == 2
-        assert "Write bytes, such as 12GB" in result.stderr
-    program.unlink()
-    assert "Write bytes, such as 12GB" in inspect("plan", checkpoint, *options).stderr
-
-
 def table(inspect: Inspect, checkpoint: Path, budget: str) -> str:
     return inspect("plan", checkpoint, "--ram", budget).stdout
 

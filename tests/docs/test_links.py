@@ -13,27 +13,24 @@ from pathlib import Path
 import pytest
 
 import tierstore
+from tools.markdown_pages import BLOCK, anchors
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
+]
 
-BLOCK = re.compile(r"^ *(```|~~~).*?^ *\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\((?P<inline>[^)\s]+)\)|^\[\w+\]: (?P<defined>\S+)$", re.MULTILINE)
-HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def links(text: str) -> list[str]:
     """The targets of all links of a Markdown text."""
     prose = CODE.sub("code", BLOCK.sub("", text))
     return [match["inline"] or match["defined"] for match in LINK.finditer(prose)]
-
-
-def anchors(text: str) -> set[str]:
-    """What a code host calls the headings of a Markdown text."""
-    found = (re.sub(r"\]\([^)]*\)", "", line) for line in HEADING.findall(BLOCK.sub("", text)))
-    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in found}
 
 
 def broken(page: Path, text: str) -> list[str]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import click
 
 from tierstore.cli import options, words
-from tierstore.cli.machine import free_gpu_memory
-from tierstore.model import shares
 from tierstore.model.sizes import is_auto, ram_bytes
 from tierstore.model.tiers import Tier
 
@@ -55,16 +53,14 @@ def ram(text: str) -> Budget:
 
 
 def device(text: str) -> Budget:
-    """`device_budget`: bytes, or `auto`, half of what is free on the GPU. No share: of what?"""
-    if not is_auto(text):
-        return Budget(text.strip(), options.whole_pages(options.bytes_only(text), text))
-    free = free_gpu_memory()
-    if free is None:
+    """`device_budget`, in bytes only: nobody knows here how much memory the device has."""
+    if is_auto(text):
         raise click.BadParameter(
-            "'auto' is half of what is free on the accelerator when the store opens, and "
-            "`nvidia-smi` does not tell how much that is here. Write bytes, such as 12GB."
+            "'auto' is half of what is free on the accelerator when the store opens, and this "
+            "command does not ask it. Write bytes: half of the free memory that `nvidia-smi` "
+            "shows, such as 12GB."
         )
-    return Budget(text.strip(), options.whole_pages(free // shares.AUTO, text))
+    return Budget(text.strip(), options.whole_pages(options.bytes_only(text), text))
 
 
 ram_option = click.option(

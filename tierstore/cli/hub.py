@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tierstore.cli.contents import entries
 from tierstore.cli.output import Code, Failure, remark
 from tierstore.cli.sources import INDEX, CheckpointSource, LocalSource
+from tierstore.model.errors import TierStoreError
 from tierstore.model.weight_files import PICKLES, SUFFIX, has_weights, main_file
 from tierstore.progress import bar
 
@@ -118,7 +119,10 @@ def _missing_shards(source: LocalSource, folder: str, name: str | None) -> list[
 
     if name is None or not name.endswith(".json"):
         return []
-    files = checkpoint_files(os.path.join(source.path, folder, name))
+    try:
+        files = checkpoint_files(os.path.join(source.path, folder, name))
+    except (TierStoreError, ValueError):  # it is damaged
+        return [name]
     return [os.path.basename(path) for path in files if not os.path.exists(path)]
 
 
@@ -164,7 +168,11 @@ class HubSource:
         """See `CheckpointSource`."""
         with _failures(self.name), tempfile.TemporaryDirectory() as directory:
             place = self._api.hf_hub_download(
-                self.name, name, revision=self.revision, local_dir=directory
+                self.name,
+                name,
+                revision=self.revision,
+                local_dir=directory,
+                force_download=True,  # or a damaged copy of the cache would do
             )
             with open(place, "rb") as file:
                 return file.read()
@@ -209,7 +217,7 @@ class HubSource:
         raw = json.dumps(tensors).encode()
         data = max((info.data_offsets[1] for info in told.tensors.values()), default=0)
         entries_of_file = parse_header(raw, 8 + len(raw) + data, path).entries
-        start = self.sizes[path] - data  # the data ends where the file ends
+        start = max(self.sizes[path] - data, 0)  # the data ends where the file ends
         return [
             FileTensor(e.name, e.dtype, e.shape, Extent(path, start + e.begin, e.end - e.begin))
             for e in entries_of_file

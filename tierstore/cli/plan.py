@@ -48,7 +48,7 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     "--device",
     type=budgets.device,
     metavar="SIZE",
-    help="The store's device_budget, also auto. Left out: everything is computed on the CPU.",
+    help="The store's device_budget. Left out: everything is computed on the CPU.",
 )
 @click.option(
     "--offload-type",
