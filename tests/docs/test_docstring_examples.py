@@ -16,6 +16,7 @@ from torch import nn
 import tierstore
 from tests.docs import stand_ins
 from tests.docs.test_docstrings import SECTION, Shown, shown
+from tierstore.trace import read_trace
 
 EXAMPLE = re.compile(r"(?:^ {4}.*\n?)+", re.MULTILINE)
 
@@ -94,6 +95,11 @@ def names(name: str) -> Iterator[dict[str, Any]]:
             tierstore.save_training("run", model, optimizer, extra=extra)
         if "prometheus" in name:
             found |= prometheus()
+        if "read_trace" in name:
+            with store.acquire("blocks.0"):
+                pass
+            store.trace("run.json")
+            found["read_trace"] = read_trace
         try:
             yield found
         finally:

@@ -88,12 +88,17 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
-    """Something that took time: `start` is in seconds after the first event of the trace.
+    """Something that took time.
 
-    `kind` is one of the values of `KINDS`; slices on one `track` do not overlap. `name` is the key
-    of a group; of a pass, it is the model and a number. Its `args` then have the `model`, what it
-    `does` ("forward", or the method or step that was called), and the `number`, from 1 on. Older
-    traces have no passes.
+    Attributes:
+        kind: what it was, such as `"pass"`, `"stall"`, `"compute"`, `"disk read"`: a value of
+            `KINDS`.
+        track: slices on one track do not overlap.
+        name: the key of a group; of a pass, it is the model and a number.
+        start: seconds after the first event of the trace.
+        seconds: for how many seconds it went on.
+        args: more about it. Of a pass, the `model`, what it `does` ("forward", or the method or
+            step that was called), and the `number`, from 1 on. Older traces have no passes.
     """
 
     kind: str
@@ -106,11 +111,21 @@ class TraceSlice:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a trace file holds. Field by field as described at the top of this module.
+    """What a trace file has.
 
-    `stats` has every field of `Stats`. `counters` has, for each name, (seconds after the first
-    event, value) in order of time: such as `HOST used` and `HOST budget`, in bytes. `events` is
-    None for a trace that has none.
+    Attributes:
+        groups: (key, bytes) of each group, in the order in which they were registered or put.
+        uses: (key, seconds) in the order in which groups were asked for; the seconds are the work
+            between this use and the next request.
+        budgets: bytes, or None for no limit, by the name of a tier.
+        bandwidth: bytes per second on each way on which bytes moved, such as `"DISK>HOST"`.
+        dropped: events that were forgotten because there were too many; the newest were kept.
+        device: where leases were, such as `"cpu"`.
+        stats: what `store.stats()` said at the end: every field of `Stats`.
+        slices: what took time.
+        counters: for each name, such as `HOST used` and `HOST budget`, (seconds after the first
+            event, bytes) in order of time.
+        events: what the planner was told and instructed; None for a trace that has none.
     """
 
     groups: tuple[tuple[str, int], ...]
@@ -126,7 +141,7 @@ class Recorded:
 
     @property
     def seconds(self) -> float:
-        """From the first event to the end of the last."""
+        """The seconds from the first event to the end of the last."""
         ends = [one.start + one.seconds for one in self.slices]
         return max([*ends, *(points[-1][0] for points in self.counters.values())], default=0.0)
 
@@ -173,8 +188,14 @@ def passes_of(slices: Sequence[TraceSlice]) -> list[PassesOfModel]:
 def read_trace(path: str | os.PathLike[str]) -> Recorded:
     """What a trace file says. A file merged with a profile will do.
 
-    Raises InvalidTraceError for a file that is not a whole trace of a store, OSError if it cannot
-    be read.
+        slowest = max(read_trace("run.json").slices, key=lambda each: each.seconds)
+
+    Args:
+        path: what `TierStore.trace` wrote.
+
+    Raises:
+        InvalidTraceError: it is not a whole trace of a store.
+        OSError: it cannot be read.
     """
     document = load(path)
     try:
