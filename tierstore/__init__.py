@@ -13,6 +13,7 @@ from tierstore.model.errors import (
     CaptureError,
     ClosedError,
     CorruptDataError,
+    DeviceError,
     DiskFullError,
     DuplicateKeyError,
     InvalidHeaderError,
@@ -27,6 +28,7 @@ from tierstore.model.errors import (
     TruncatedFileError,
     UnknownKeyError,
 )
+from tierstore.model.systems import require_known_system
 from tierstore.model.tiers import Access, Tier
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from tierstore.store import TierStore
 
 __version__ = "0.1.0"
+
+require_known_system()
 
 # Imported at first use: the command line must not wait for torch, nor anybody for diffusers.
 _LAZY = {
@@ -86,6 +90,7 @@ __all__ = [
     "CaptureError",
     "ClosedError",
     "CorruptDataError",
+    "DeviceError",
     "DiskFullError",
     "DuplicateKeyError",
     "InvalidHeaderError",
@@ -128,3 +133,8 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet, and nothing else."""
+    return sorted(__all__)

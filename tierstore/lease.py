@@ -10,6 +10,9 @@ import torch
 
 from tierstore.model.errors import LeaseError
 from tierstore.model.groups import GroupId
+from tierstore.model.tiers import Access
+from tierstore.model.words import count, size
+from tierstore.observe.report import Shown, shown_by
 
 
 class Lender(Protocol):
@@ -29,14 +32,17 @@ class Lender(Protocol):
 
 
 class Lease:
-    """A group on the fastest tier, held there until the lease is released.
+    """A group on the device, kept there until the lease is released.
 
-    `tensors` maps names to tensors on the store's device: views of the store's memory, valid until
-    `release` and not a moment longer. Change them only with `Access.UPDATE`. Use it as a context
-    manager, on the thread (or task) that acquired it:
+    `TierStore.acquire` makes it. Use it as a context manager, on the thread (or task) that acquired
+    it:
 
         with store.acquire("blocks.0") as lease:
             y = torch.nn.functional.linear(x, lease.tensors["weight"])
+
+    Attributes:
+        key: the key of the group.
+        group: the group's number in the store, for adapters.
     """
 
     def __init__(
@@ -56,7 +62,14 @@ class Lease:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name. Raises LeaseError after the release."""
+        """The tensors by name, on the store's device.
+
+        They are views of the store's memory, valid until `release` and not a moment longer. Change
+        them only with `Access.UPDATE`.
+
+        Raises:
+            LeaseError: the lease was released.
+        """
         if self._tensors is None:
             raise LeaseError(
                 f"the lease of {self.key!r} is released: use its tensors before that, or take "
@@ -67,18 +80,30 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        """Whether it was given back."""
+        """Whether the lease was given back."""
         return self._tensors is None
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The only tensor of the group. Raises LeaseError if it has several."""
+        """The only tensor of the group.
+
+        Raises:
+            LeaseError: the group has several, or the lease was released.
+        """
         if len(self.tensors) != 1:
             raise LeaseError(f"group {self.key!r} has {len(self.tensors)} tensors: use .tensors")
         return next(iter(self.tensors.values()))
 
     def release(self) -> None:
-        """Give the group back. A second call does nothing."""
+        """Give the group back. A second call does nothing.
+
+        With `Access.UPDATE`, the changed bytes are the group from now on. With `Access.TAKE`, the
+        group is forgotten.
+
+        Raises:
+            CaptureError: the current stream is captured into a graph.
+            TransferError: after `Access.TAKE`, the group's file cannot be removed.
+        """
         try:
             self._tensors = None  # first: another thread may give the memory away at once
             self._lender.release(self._record)  # once, however often it is called
@@ -88,13 +113,16 @@ class Lease:
             raise
 
     def abandon(self) -> bool:
-        """`release` for finalizers: they may run in the middle of a step, so it is done later.
+        """Release it later, for finalizers: they may run in the middle of a step.
 
-        Returns whether it had not been given back.
+        Returns:
+            Whether it had not been given back.
         """
         self._tensors = None
         self.__class__ = Lease
         return self._lender.lose(self._record)
+
+    __repr__, __rich__, _repr_html_ = shown_by(lambda lease: _look(lease))
 
     def __enter__(self) -> Lease:
         return self
@@ -106,6 +134,25 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _look(lease: Lease) -> Shown:
+    """What it looks like. Nobody has used its tensors by that."""
+    state = vars(lease)  # it may be asked for while a lease is made
+    title, tensors = f"Lease of {state.get('key', '?')!r}", state.get("_tensors")
+    if tensors is None:
+        return Shown(f"{title}, released")
+    access = getattr(state.get("_record"), "access", Access.READ)
+    if access is not Access.READ:
+        title += f" to {access.value}"
+    devices = ", ".join(sorted({str(tensor.device) for tensor in tensors.values()}))
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    rows = [
+        (name, f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        for name, tensor in tensors.items()
+    ]
+    what = f"{count(len(tensors), 'tensor')}, {size(nbytes)} on {devices or 'no device'}"
+    return Shown(f"{title}: {what}", rows=tuple(rows))
 
 
 class OpenLease(Lease):

@@ -17,13 +17,14 @@ import torch
 
 from tierstore.engine.checkpoints import aread_checkpoint, read_checkpoint
 from tierstore.engine.connecting import connected_engine
-from tierstore.engine.directories import chosen_directory, default_explained
+from tierstore.engine.directories import chosen_directory, default_explained, tell_of_file_system
 from tierstore.engine.engine import Engine
 from tierstore.engine.keys import check_callers_key
 from tierstore.engine.settings import (
     Settings,
     Size,
     TierSettings,
+    checked_verify,
     is_chosen,
     resolve_budgets,
     resolve_device,
@@ -34,8 +35,6 @@ from tierstore.observe.report import Shown, shown_by, text
 from tierstore.observe.stats import Snapshot, Stats
 from tierstore.observe.trace import load
 from tierstore.observe.trace_writer import document, merged, save
-
-VERIFY = ("first", "always", "never")
 
 
 def _close_on_exit(store: TierStore, *_exception: object) -> None:
@@ -52,31 +51,42 @@ def _look(store: TierStore) -> Shown:
 
 
 class TierStore(AbstractContextManager["TierStore"]):
-    """Serves groups of tensors by key, within hard budgets.
+    """Keeps groups of tensors by key on three tiers, each within a hard budget.
+
+        with TierStore("8GB", "/nvme/tierstore") as store:
+            store.put("layer", {"weight": torch.randn(256, 256)})
+            with store.acquire("layer") as lease:
+                y = x @ lease.tensors["weight"]
+
+    Thread-safe. Use it as a context manager, or call `close`. Methods raise ClosedError after that
+    (not those that only tell) and in a forked process; UnknownKeyError for a key of no group; and,
+    if they may wait, CaptureError while a CUDA graph is captured.
 
     Args:
-        ram_budget: host memory that the store may take, as bytes, `"8GB"`, `"8GiB"`, `"50%"` or
-            0.5 (of the memory this process may use), or `"auto"`: half of what is available when
-            the store opens, however much is free later. Which budget a model needs is told by
-            `tierstore-inspect plan`, before it is loaded.
-        disk_dir: a directory of the store's own, made if missing. One live store per directory.
-            None: what the environment variable `TIERSTORE_DIR` names, else `tierstore/store` in
-            the user's cache directory.
-        device: where leases are; None for the current accelerator, else `cpu`. On `cpu`, device
-            and host memory are one and `ram_budget` covers it.
-        device_budget: memory of the accelerator, like `ram_budget`; None or `"auto"`: half of what
-            is free when the store opens, and, once every model in the store has run, half of what
-            is still free then besides.
-        disk_budget: what may be written to `disk_dir`; None for no limit. Checkpoints that are
-            used where they lie do not count.
+        ram_budget: bytes of host memory that the store may take: an int, `"8GB"`, `"8GiB"`,
+            `"50%"` or 0.5 (of the memory that this process may use), or `"auto"`: half of what is
+            available when the store opens, however much is free later. `tierstore-inspect plan`
+            tells which budget a model needs.
+        disk_dir: a directory for this store alone, made if missing. None: what the variable
+            `TIERSTORE_DIR` names, else `tierstore/store` in the user's cache directory.
+        device: where leased tensors are. None: the current accelerator, else `"cpu"`. There is
+            one memory then, and `ram_budget` covers it.
+        device_budget: bytes of the accelerator's memory, written like `ram_budget`. None or
+            `"auto"`: half of what is free when the store opens, and, once every model in the store
+            has run, half of what is still free then besides.
+        disk_budget: bytes that may be in `disk_dir`; None: no limit. Checkpoints do not count.
         policy: `"next-use"` (give up what is needed last, by a learned order) or `"lru"`.
-        verify: check the checksums of what is read `"first"` time only, `"always"` or `"never"`.
+        verify: compare the checksums of what is read the `"first"` time, `"always"` or `"never"`.
 
-    Raises StoreLockedError if another live store has the directory, ValueError or TypeError for
-    arguments that cannot be, BudgetError if `disk_dir` holds more than `disk_budget`, TransferError
-    if it cannot be used. Its methods raise UnknownKeyError for keys of no group, ClosedError later.
-    Thread-safe. Use it as a context manager, or call `close`. Budgets that are `"auto"` are logged
-    with what they came to (logger `tierstore`, INFO).
+    Attributes:
+        device: the torch.device of leased tensors, with its index.
+
+    Raises:
+        StoreLockedError: another live store has the directory.
+        BudgetError: `disk_dir` has more bytes than `disk_budget`.
+        TransferError: `disk_dir` cannot be used (TierStoreError: it has another format).
+        DeviceError: there is no such device here.
+        ValueError: an argument cannot be (or TypeError).
     """
 
     def __init__(  # noqa: PLR0913 - all are optional, and most by name
@@ -90,21 +100,20 @@ class TierStore(AbstractContextManager["TierStore"]):
         policy: str = "next-use",
         verify: str = "first",
     ) -> None:
-        if verify not in VERIFY:
-            raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
         device = resolve_device(device)
         directory = chosen_directory(disk_dir)
         budgets = resolve_budgets(device, ram_budget, device_budget, disk_budget, Path(directory))
         grows = device.type != "cpu" and not is_chosen(device_budget)
         self.device = device
         settings = Settings(
-            tiers=TierSettings(device=device, budgets=budgets, verify=verify),
+            tiers=TierSettings(device=device, budgets=budgets, verify=checked_verify(verify)),
             disk_dir=directory,
             policy=policy,
             device_budget_may_grow=grows,
         )
         with default_explained(disk_dir):
             self._engine = Engine(settings)
+        tell_of_file_system(directory)
 
     @classmethod
     def connect(
@@ -116,17 +125,26 @@ class TierStore(AbstractContextManager["TierStore"]):
         ram_budget: Size = "0",
         disk_dir: str | os.PathLike[str] | None = None,
     ) -> TierStore:
-        """A store whose weights are served by `tierstore-serve`, one copy for all of its workers.
+        """Open a store whose weights `tierstore-serve` has, one copy for all its workers.
 
-        What is registered, by whatever adapter, is leased of the service at the Unix socket
-        `socket`: read from disk once, in one host memory with one budget. What this process writes
-        itself (puts, weights that it changes, activations, training state) stays in a store of its
-        own, in `ram_budget` bytes of its own memory (none, if not said; `"auto"` as above) and in
-        `disk_dir`; None: it is never written.
+        What is registered is leased of the service: read from disk once, in one host memory with
+        one budget. What this process writes (puts, weights that it changes, activations, training
+        state) stays in memory and in a directory of its own.
 
-        Raises ServiceLostError if nobody serves there, TierStoreError if the service refuses, and
-        what `TierStore` raises. Later, every call that needs the service raises ServiceLostError
-        within a second while it is gone, and goes on by itself when it is back.
+        Args:
+            socket: the path of the service's Unix socket.
+            device: as for `TierStore`.
+            device_budget: bytes, as for `TierStore`.
+            ram_budget: bytes of this process's own memory, as for `TierStore`; by default none.
+            disk_dir: a directory for this process alone; None: it never writes.
+
+        Returns:
+            The store. Its methods raise ServiceLostError within a second while the service is gone,
+            and go on by themselves when it is back.
+
+        Raises:
+            ServiceLostError: nobody serves there (TierStoreError: it refuses).
+            ModuleNotFoundError: the extra `tierstore[serve]` is not installed.
         """
         made = cls.__new__(cls)
         made.device, made._engine = connected_engine(
@@ -144,18 +162,24 @@ class TierStore(AbstractContextManager["TierStore"]):
         durable: bool = True,
         timeout: float | None = None,
     ) -> None:
-        """Store a copy of one tensor, or of a dict of tensors, under `key`.
+        """Store a copy of one tensor, or of a dict of tensors, under a key.
 
-        Dtypes that safetensors knows, any shape, any stride (kept), any device; tensors that share
-        memory still do so when they come back. A group that is there is replaced at once: readers
-        see the old one or the new one. `durable` groups are on disk after `flush` or `close`;
-        others never outlive the store (if the file of a durable group that they replace cannot be
-        removed, `flush` and `close` try again, and tell). Waits for room in host memory, for up to
-        `timeout` seconds (None: as long as it takes).
+        A group that is there is replaced at once: readers see the old one or the new one. Waits for
+        room in host memory. If it raises, nothing was put.
 
-        Raises BudgetError if the group is larger than the budget, TypeError or ValueError for what
-        cannot be stored, DiskFullError or TransferError if room can only be made by a write that
-        failed, StoreTimeoutError if it does not come in time; then nothing was put.
+        Args:
+            key: any text of 1 to 1,024 bytes.
+            tensors: of any shape, strides (which are kept) and device, and of the dtypes that
+                safetensors knows. Those that share memory still do so when they come back.
+            durable: True: on disk after `flush` or `close`. False: it never outlives the store.
+            timeout: for how many seconds to wait; None: as long as it takes.
+
+        Raises:
+            BudgetError: the group is larger than the budget, or finds no room beside leases.
+            StoreTimeoutError: its room did not come in time.
+            TransferError: others cannot be written to make room (DiskFullError: the disk is full).
+            TypeError: something is no tensor, or of a kind that cannot be stored.
+            ValueError: the key or a name cannot be.
         """
         check_callers_key(key)
         self._engine.puts.put(key, tensors, durable=durable, timeout=timeout)
@@ -180,17 +204,26 @@ class TierStore(AbstractContextManager["TierStore"]):
         *,
         groups: Mapping[str, Iterable[str]] | None = None,
     ) -> list[str]:
-        """Know the tensors of a safetensors checkpoint, where they lie. Nothing is copied.
+        """Know the tensors of a safetensors checkpoint where they lie. Nothing is copied.
 
-        `path` is a file or a directory (sharded or not), or a URL of an object store, such as
-        `s3://bucket/model/`: then the disk is a cache. Every tensor becomes a group of its own
-        under `prefix` + its name; or `groups` maps keys to the names of tensors that move
-        together. Returns the keys. From now on a change in a file raises StaleCheckpointError; one
-        that is removed or replaced is read on, as far as there are descriptors to keep it open.
+        If a file is changed in place later, reads of it raise StaleCheckpointError; one that is
+        removed or replaced is read on, as far as there are descriptors to keep it open.
 
-        Raises InvalidHeaderError, TransferError, DuplicateKeyError, UnknownKeyError for a name in
-        `groups` that the checkpoint does not hold, or ValueError for a name that cannot be a key or
-        is there twice; then nothing was registered.
+        Args:
+            path: a file, an index, a directory (sharded or not), or a URL of an object store, such
+                as `s3://bucket/model/`: then the disk is a cache.
+            prefix: what the keys begin with.
+            groups: keys (without the prefix) to the names of tensors that move together; None: each
+                tensor is a group of its own, under its name.
+
+        Returns:
+            The keys.
+
+        Raises:
+            TransferError: a file cannot be read, or is none (InvalidHeaderError: malformed).
+            DuplicateKeyError: a key is there already.
+            UnknownKeyError: `groups` names a tensor that the checkpoint does not have.
+            ValueError: a name cannot be a key, or is there twice.
         """
         known = self._engine.groups
         files = read_checkpoint(path)
@@ -210,14 +243,24 @@ class TierStore(AbstractContextManager["TierStore"]):
         return list(known.register_files(files, held, prefix, groups))
 
     def register(self, key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Take tensors as a group without copying what a file already holds.
+        """Take tensors as a group without copying what a file already has.
 
-        Tensors that still are a file's own bytes (as `from_pretrained` leaves them) are used by
-        reference. The rest is written once, under `weights/` and the hash of its content: the same
-        content is never written twice. Returns, for each name, a CPU tensor of the true value that
-        costs no memory until it is read: a copy-on-write map of the file.
+        Tensors that still are a file's own bytes (as `from_pretrained` leaves them) are read there.
+        The rest is written once, named by its content.
 
-        Raises DuplicateKeyError, BudgetError, TypeError, DiskFullError or TransferError.
+        Args:
+            key: as for `put`.
+            tensors: CPU tensors by name; kinds as for `put`.
+
+        Returns:
+            For each name, a CPU tensor of the true value, same shape and dtype. It takes no memory
+            until it is read: it is a copy-on-write map of the file.
+
+        Raises:
+            DuplicateKeyError: the key is there already.
+            BudgetError: the group is larger than a budget.
+            TransferError: a file cannot be read or written (DiskFullError: for want of room).
+            TypeError: something is no tensor, or of a kind that cannot be stored.
         """
         return self._engine.groups.register(key, tensors)
 
@@ -228,10 +271,20 @@ class TierStore(AbstractContextManager["TierStore"]):
     ) -> Lease:
         """Have a group on the device until the lease is released. Waits until it is there.
 
-        For up to `timeout` seconds: then StoreTimeoutError is raised, and what is on its way goes
-        on coming. None: as long as it takes. Raises UnknownKeyError; BudgetError if it can never
-        fit, or not beside the leases that the caller itself holds; the error of a read that failed
-        (CorruptDataError, TruncatedFileError, StaleCheckpointError, TransferError).
+        Args:
+            key: which group.
+            access: what you will do with it: see `Access`.
+            timeout: for how many seconds to wait; None: as long as it takes.
+
+        Returns:
+            A lease, whose `tensors` are on the store's device. Use it in a `with` statement.
+
+        Raises:
+            BudgetError: it can never fit, or not beside the caller's own leases.
+            LeaseError: callers wait for each other's leases, so that none can get on.
+            StoreTimeoutError: it did not come in time. It goes on coming.
+            TransferError: it cannot be read, or is not what was written: CorruptDataError,
+                TruncatedFileError and StaleCheckpointError say which.
         """
         return self._engine.leases.acquire(key, access, timeout)
 
@@ -242,9 +295,17 @@ class TierStore(AbstractContextManager["TierStore"]):
     def get(
         self, key: str, *, timeout: float | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Copies, on the store's device, that the caller owns: what was put, tensor or dict.
+        """Copies of a group's tensors, on the store's device. They are the caller's own.
 
-        Raises what `acquire` raises.
+        Args:
+            key: which group.
+            timeout: for how many seconds to wait; None: as long as it takes.
+
+        Returns:
+            What was put: a tensor, or a dict of tensors, with shapes, dtypes and strides.
+
+        Raises:
+            TierStoreError: as for `acquire`.
         """
         return self._engine.leases.get(key, timeout)
 
@@ -255,32 +316,49 @@ class TierStore(AbstractContextManager["TierStore"]):
     # Hints and housekeeping --------------------------------------------------------------------
 
     def prefetch(self, keys: str | Iterable[str]) -> None:
-        """Say what comes next, in order. A hint: it never waits, and never takes needed room."""
+        """Say what comes next, in order. A hint: it never waits, and never takes needed room.
+
+        Args:
+            keys: one key, or several.
+        """
         self._engine.groups.expect([keys] if isinstance(keys, str) else list(keys))
 
     def offload(self, key: str) -> None:
-        """Say that a group is not needed on the device for now. Never waits."""
+        """Say that a group is not needed on the device for now. A hint: it never waits.
+
+        Args:
+            key: which group.
+        """
         self._engine.groups.offload(key)
 
     def keep(self, key: str) -> None:
-        """Say that a group should stay in memory once it was used: others are given up first.
+        """Say that a group should stay in memory once it was used, if others can go. A hint.
 
-        A hint: what somebody waits for takes its room if there is no other.
+        Args:
+            key: which group.
         """
         self._engine.groups.make_sticky(key)
 
     def discard(self, key: str) -> None:
-        """Forget a group, on disk too. Who holds a lease keeps it; a checkpoint stays untouched.
+        """Forget a group, on disk too. Leases of it stay valid; a checkpoint stays untouched.
 
-        Raises UnknownKeyError; TransferError if its file cannot be removed: then the group is gone
-        for readers, and `flush`, `close` and another `discard` try again.
+        Args:
+            key: which group.
+
+        Raises:
+            TransferError: its file cannot be removed; `flush`, `close` and `discard` try again.
         """
         self._engine.groups.discard(key)
 
     def flush(self, *, timeout: float | None = None) -> None:
-        """Wait until every durable group is on disk. Raises the first error, after trying all.
+        """Wait until every durable group is on disk, where it survives a power cut.
 
-        StoreTimeoutError, if some are not there after so many seconds (None: as long as it takes).
+        Args:
+            timeout: for how many seconds to wait; None: as long as it takes.
+
+        Raises:
+            StoreTimeoutError: some are not there in time.
+            TransferError: the first error (DiskFullError: for want of room), after all were tried.
         """
         self._engine.core.check_open()
         self._engine.saves.flush(timeout)
@@ -292,7 +370,11 @@ class TierStore(AbstractContextManager["TierStore"]):
         return len(self._engine.core.current)
 
     def keys(self, prefix: str = "") -> list[str]:
-        """The keys of all groups that begin with `prefix`, sorted."""
+        """The keys of all groups that begin with a prefix, sorted.
+
+        Args:
+            prefix: what they begin with; by default all.
+        """
         return self._engine.reporting.keys(prefix)
 
     def stats(self) -> Stats:
@@ -302,24 +384,28 @@ class TierStore(AbstractContextManager["TierStore"]):
     def report(self) -> str:
         """A few lines about what the store has and did, for logs and people.
 
-        Bytes on each tier against its budget, how acquires were met, seconds stalled, and bytes and
-        bytes per second on each way. Never waits and never raises, also when the store is closed or
-        this process was forked from its own; the numbers may be of slightly different moments.
-        `print(store)` is one line of it, and rich and notebooks draw tables.
+        Bytes on each tier against its budget, how acquires were met, seconds stalled, bytes and
+        bytes per second on each way. Never waits, never raises; the numbers may be of slightly
+        different moments. `print(store)` is one line of it; rich and notebooks draw tables.
         """
         return text(_look(self))
 
     def trace(
         self, path: str | os.PathLike[str], *, merge: str | os.PathLike[str] | None = None
     ) -> None:
-        """Write what the store did, as a Chrome trace that Perfetto opens.
+        """Write what the store did, as a Chrome trace that Perfetto opens. Never waits.
 
         It shows transfers, computing and waiting for groups (the newest events, if there were very
-        many) and the bytes on each tier, and holds what `tierstore-inspect replay` plays. `path` is
-        compressed if it ends with `.gz`. `merge` names a trace that `torch.profiler` exported:
-        `path` then holds both, on one clock. Never waits.
+        many), the passes of offloaded models, and the bytes on each tier, and has what
+        `tierstore-inspect replay` plays.
 
-        Raises OSError, or InvalidTraceError if `merge` is no trace.
+        Args:
+            path: the file to write; compressed if it ends with `.gz`.
+            merge: a trace that `torch.profiler` exported; `path` then has both, on one clock.
+
+        Raises:
+            OSError: the file cannot be written, or `merge` not be read.
+            InvalidTraceError: `merge` is no trace.
         """
         trace = document(self._engine.reporting.notes())
         save(trace if merge is None else merged(trace, load(merge)), path)
@@ -331,8 +417,11 @@ class TierStore(AbstractContextManager["TierStore"]):
     def close(self) -> None:
         """Flush, then give memory, threads and the directory back. A second call does nothing.
 
-        Raises the flush's error, after everything was given back. Leases that are still out stay
-        readable. A disk that has done nothing for half a minute is not waited for any more.
+        Leases that are still out stay readable. A disk that has done nothing for half a minute is
+        not waited for any more.
+
+        Raises:
+            TransferError: what `flush` raises, after everything was given back.
         """
         self._engine.close()
 

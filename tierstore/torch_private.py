@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -158,6 +159,14 @@ def hooks_are_allowed() -> bool:
     own."""
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     return message is None and not in_derivative()
+
+
+# Profilers ----------------------------------------------------------------------------------------
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch is on, on any thread. What it asks is kept for such questions."""
+    return profiler._is_profiler_enabled
 
 
 # Modules ------------------------------------------------------------------------------------------

@@ -2,10 +2,13 @@
 
 - Without an option: format, lint, types, layers, and the default lane of tests. Minutes.
 - `--full`: the same checks, and every test; what lands has passed it. It watches, too, that no
-  branch of the code that decides and of the code that keeps bytes goes without a test. Before, the
-  tests marked `floor` run with the oldest torch, and those of quantised models with the libraries
-  that quantise, if these can be installed (see tools/floor.py and tools/quantised.py).
-- `--long`: every test, with each search at full length. Hours, before a release.
+  branch of the code that decides and of the code that keeps bytes goes without a test. Before, in
+  environments of their own, if these can be had: the site of the documentation is built, and the
+  package, which is installed and used (tools/docs.py, tools/package.py); tests marked `floor` run
+  with the oldest torch (tools/floor.py), and those of quantised models with the libraries that
+  quantise (tools/quantised.py).
+- `--long`: every test, with each search at full length; tests marked `floor` run with the newest
+  Python, too (tools/newest.py). Hours, before a release.
 - `--changed`: the same checks, and those tests of the default lane that mirror the files that
   differ from the branch `main` (on `main`: from the last commit). Seconds, while one works.
 
@@ -42,8 +45,16 @@ STEPS: dict[str, list[str]] = {
     "lint-imports": ["lint-imports", "--no-cache", "--no-logo"],
 }
 
-ELSEWHERE = {"oldest torch": "tools/floor.py", "quantised models": "tools/quantised.py"}
-"""Tests that run in environments of their own."""
+ELSEWHERE = {
+    "docs site": "tools/docs.py",
+    "package": "tools/package.py",
+    "oldest torch": "tools/floor.py",
+    "quantised models": "tools/quantised.py",
+}
+"""What is checked in environments of its own."""
+
+BEFORE_RELEASE = {"newest Python": "tools/newest.py"}
+"""The same, in the long lane only."""
 
 # Each process begins with its share of the tests, in their order, so that what several neighbours
 # need is mostly made once; whichever is done first then takes over what another has not begun.
@@ -100,9 +111,11 @@ def run_step(name: str, command: list[str]) -> int:
     return status
 
 
-def run_elsewhere(tally: Tally, run: Callable[[str, list[str]], int] | None = None) -> None:
-    """Tests in other environments; where one is not to be had, the summary says so."""
-    for name, script in ELSEWHERE.items():
+def run_elsewhere(
+    tally: Tally, run: Callable[[str, list[str]], int] | None = None, lane: str = "full"
+) -> None:
+    """Checks in other environments; where one is not to be had, the summary says so."""
+    for name, script in (ELSEWHERE | (BEFORE_RELEASE if lane == "long" else {})).items():
         status = (run or run_step)(name, ["python", script])
         if status == NOT_INSTALLED:
             tally.not_run.append(name)
@@ -179,7 +192,7 @@ def run_all(lane: str, arguments: Sequence[str]) -> bool:
     for name, command in STEPS.items():
         tally.record(name, run_step(name, command) == 0)
     if lane != "default":
-        run_elsewhere(tally)
+        run_elsewhere(tally, lane=lane)
     return run_tests(tally, arguments) and not tally.failed
 
 

@@ -2,7 +2,7 @@
 
 - `start.md` is README.md, whose links lead out of the folder above docs/.
 - Files of the repository that pages link to, such as tests, are in `source/`, as they are.
-- In the navigation, `decisions/` stands for all pages of that folder, by name.
+- In the navigation, `decisions/` stands for all pages of that folder, the index first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def _unfolded(entry: Any, docs: Path) -> Any:
         case dict():
             return {name: _unfolded(each, docs) for name, each in entry.items()}
         case str() if entry.endswith("/"):
-            return [str(page.relative_to(docs)) for page in sorted((docs / entry).glob("*.md"))]
+            pages = sorted(
+                (docs / entry).glob("*.md"), key=lambda page: (page.name != "index.md", page)
+            )
+            return [str(page.relative_to(docs)) for page in pages]
     return entry
 
 

@@ -10,9 +10,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
-import venv
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,25 +34,40 @@ def pinned(names: Iterable[str], constraints: str) -> list[str]:
     return [f"{name}=={versions[name]}" for name in names]
 
 
-def make(place: Path, packages: list[str], *, ours_too: bool = False) -> None:
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+
+
+def make(
+    place: Path,
+    packages: list[str],
+    *,
+    ours_too: bool = False,
+    constrained: bool = False,
+    python: Path | None = None,
+) -> None:
     """An environment with these packages; with `ours_too`, beside all that this one has.
 
+    With `constrained`, what they bring along has the versions of `tools/constraints.txt`, too. It
+    is one of this Python, or of `python`.
     Raises RuntimeError where it cannot be made.
     """
     stamp = place / "complete"
-    wanted = "\n".join(packages)
+    wanted = "\n".join([*packages, *([CONSTRAINTS.read_text()] if constrained else [])])
     if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(place, ignore_errors=True)
-    venv.create(place, with_pip=True)
-    command = [place / "bin" / "python", "-m", "pip", "install", "-q"]
+    # Most modules of what is installed are never imported: those that are get compiled then.
+    command = [place / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile"]
     if ours_too:
         paths = {"base": str(place), "platbase": str(place)}
         own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
         (own / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
         command.append("--no-deps")
+    if constrained:
+        command += ["-c", CONSTRAINTS]
     began = time.monotonic()
     try:
+        subprocess.run([python or sys.executable, "-m", "venv", place], check=True)
         subprocess.run([*command, *packages], check=True, timeout=MOST_SECONDS)
     except subprocess.SubprocessError as error:
         raise RuntimeError(

@@ -38,7 +38,6 @@ NEEDED = (
     "pytest-timeout",
     "rich",
     "safetensors",
-    "tqdm",
     "xxhash",
 )
 
@@ -64,6 +63,13 @@ def make(place: Path, torch: str) -> None:
     environments.make(place, [f"torch=={torch}", *packages])
 
 
+def run_marked(python: Path, words: Sequence[str]) -> int:
+    """Run the tests that are marked with the packages of this interpreter."""
+    command = [python, "-m", "pytest", "-q", "-m", "floor", "-p", "no:cacheprovider", *words]
+    command += marked_files(ROOT / "tests")
+    return subprocess.run(command, cwd=ROOT, env=without_workers(), check=False).returncode
+
+
 def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="more arguments for pytest")
@@ -74,10 +80,7 @@ def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return NOT_INSTALLED
-    files = marked_files(ROOT / "tests")
-    command = [place / "bin" / "python", "-m", "pytest", "-q", "-m", "floor"]
-    command += ["-p", "no:cacheprovider", *options.words, *files]
-    return subprocess.run(command, cwd=ROOT, env=without_workers(), check=False).returncode
+    return run_marked(place / "bin" / "python", options.words)
 
 
 if __name__ == "__main__":

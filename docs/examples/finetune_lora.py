@@ -11,6 +11,9 @@ LoRA by peft, and trains that for a few steps with AdamW. It does so twice:
 At the end the example prints what each step took, the most memory that weights took, and whether
 losses and the LoRA are equal bit for bit.
 
+Takes about a minute on two cores, and 100 MB of disk. Needs peft and transformers; no GPU, no
+network.
+
     python docs/examples/finetune_lora.py
     python docs/examples/finetune_lora.py --layers 20 --width 1024 --ram 256MB  # 1 GB of weights
     python docs/examples/finetune_lora.py --layers 32 --width 2048 --ram 2GB --workdir /nvme
@@ -66,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--width", type=int, default=512, help="of a layer (default: %(default)s)")
     add("--ram", type=parse_size, default="30MB", help="the RAM budget (default: %(default)s)")
     add("--steps", type=int, default=4, help="steps of training (default: %(default)s)")
-    add("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    add("--workdir", type=Path, help="where temporary files go (default: the system's directory)")
     options = parser.parse_args()
     if options.steps < 1 or options.width % HEAD:
         parser.error(f"--steps must be 1 or more, and --width a multiple of {HEAD}")

@@ -1,5 +1,7 @@
 """A model whose checkpoint lies in an object store: RAM for a quarter of it, and disk for a half.
 
+Takes some seconds, and 40 MB of disk. Needs `tierstore[remote]`; no GPU, no network.
+
     pip install 'tierstore[remote]'
     python docs/examples/run_from_object_store.py
 
@@ -25,12 +27,12 @@ def layer(device: str = "cpu") -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU())
 
 
-with tempfile.TemporaryDirectory() as place, torch.no_grad():
+with tempfile.TemporaryDirectory() as folder, torch.no_grad():
     torch.manual_seed(0)
     layers = [layer() for _ in range(LAYERS)]
     weights = {f"{i}.{n}": t for i, one in enumerate(layers) for n, t in one.state_dict().items()}
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    bucket = Path(place) / "bucket"
+    bucket = Path(folder) / "bucket"
     bucket.mkdir()
     save_file(weights, bucket / "model.safetensors")
 
@@ -43,7 +45,7 @@ with tempfile.TemporaryDirectory() as place, torch.no_grad():
     groups = {f"{i}": [f"{i}.{n}" for n in empty.state_dict()] for i in range(LAYERS)}
     for run in ("first", "second"):
         with TierStore(
-            nbytes // 4, Path(place) / "store", device="cpu", disk_budget=nbytes // 2
+            nbytes // 4, Path(folder) / "store", device="cpu", disk_budget=nbytes // 2
         ) as store:
             store.register_checkpoint(f"file://{bucket}", groups=groups)
             fetched = [0]

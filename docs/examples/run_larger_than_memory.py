@@ -10,6 +10,9 @@ checkpoint, a layer at a time, so that the model may be larger than the memory. 
 
 At the end it prints what that took, and whether the tokens are the same.
 
+Takes less than a minute on two cores, and 120 MB of disk. Needs transformers and accelerate; no
+GPU, no network.
+
     python docs/examples/run_larger_than_memory.py
     python docs/examples/run_larger_than_memory.py --size 8GB --ram 2GB --dir /nvme/example
 
@@ -146,7 +149,7 @@ def save(config: transformers.LlamaConfig, checkpoint: Path) -> None:
 
 
 def shard_of(name: str) -> str:
-    """The file that holds a weight: `model.layers.3.mlp.up_proj.weight` is in `layers.3`."""
+    """The file that has a weight: `model.layers.3.mlp.up_proj.weight` is in `layers.3`."""
     words = name.split(".")
     part = ".".join(words[1:3]) if words[1] == "layers" else words[-2]
     return f"model-{part}.safetensors"

@@ -5,6 +5,9 @@ and two workers: each is a process of its own that loads the model and runs it a
 lease their weights of the service, which reads each from disk once. At the end it prints what was
 read, what the workers used, and whether their results are those of the plain model.
 
+Takes less than a minute on two cores, and 70 MB of disk. Needs `tierstore[serve]`; no GPU, no
+network.
+
     python docs/examples/serve_two_workers.py
     python docs/examples/serve_two_workers.py --size 4GB --ram 3GB --workers 4 --dir /nvme/example
 
@@ -47,12 +50,12 @@ def main() -> int:
         print(json.dumps(work(options)))
         return 0
     with contextlib.ExitStack() as stack:
-        # The path of a socket is short, and its directory only for its owner.
-        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-example-"))
-        directory = options.dir or Path(place)
+        # The path of a socket is short, and its directory only for its user.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-example-"))
+        directory = options.dir or Path(folder)
         checkpoint = directory / f"layers-{options.size}.safetensors"
         weights = save(checkpoint, options.size)
-        socket, ram = Path(place) / "s", options.ram or weights * 5 // 4
+        socket, ram = Path(folder) / "s", options.ram or weights * 5 // 4
         with serving(directory / "served", ram, socket):
             started = time.perf_counter()
             workers = [start(options, checkpoint, socket) for _ in range(options.workers)]

@@ -13,6 +13,8 @@ Memory is anonymous memory over a baseline, read from /proc (so: Linux). At the 
 already weights, gradients and the state of AdamW, because one step on a tiny batch has been taken:
 what is left is what activations take.
 
+Takes some minutes on two cores, and 50 MB of disk. Needs diffusers; no GPU, no network.
+
     python docs/examples/train_offloaded.py
     python docs/examples/train_offloaded.py --budget 32MB --steps 5
 """
@@ -61,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--budget", default="64MB", help="RAM for activations (default: %(default)s)")
     add("--min-size", default="1MB", help="smaller ones are left alone (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps of training (default: %(default)s)")
-    add("--workdir", type=Path, help="where temporary files go (default: the system's place)")
+    add("--workdir", type=Path, help="where temporary files go (default: the system's directory)")
     add("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
     add("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -147,7 +149,7 @@ class Training:
 
 @contextlib.contextmanager
 def measure_memory() -> Iterator[dict[str, int]]:
-    """Sample memory every 5 ms; the dict holds, after the block, the peak over the beginning."""
+    """Sample memory every 5 ms; the dict has, after the block, the peak over the beginning."""
     start = peak = anonymous_memory()
     done = threading.Event()
 

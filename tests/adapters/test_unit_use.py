@@ -58,7 +58,8 @@ class TestModelRun(UnitUseConformance):
             make = maker(model, ModelRun)
             run = make()
             yield Subject(
-                lambda: ModelRun(run.held, run.last_lease, run.over), lambda: make() is None
+                lambda: ModelRun(run.held, run.last_lease, run.over, run.passes),
+                lambda: make() is None,
             )
 
 

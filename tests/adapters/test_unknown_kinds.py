@@ -46,7 +46,7 @@ def budget_of(store: TierStore) -> int:
 def test_it_stays_and_is_counted(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Mixed()
     expected = model(X)
-    caplog.set_level(logging.WARNING, "tierstore")
+    caplog.set_level(logging.INFO, "tierstore")
     with open_store(disk_dir, BUDGET) as store:
         before = budget_of(store)
         dispatch_model(model, store)
@@ -57,7 +57,9 @@ def test_it_stays_and_is_counted(disk_dir: Path, caplog: pytest.LogCaptureFixtur
         assert store.stats().peak_bytes["HOST"] <= before - NBYTES
         undispatch(model)
         assert budget_of(store) == before
-    (record,) = caplog.records
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("budget of")]
+    assert [" more are used outside" in each for each in told] == [True, False], "and back"
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     message = record.getMessage()
     assert "1 tensors (Parameter)" in message and f"{NBYTES:,} bytes" in message
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools import check, floor
+from tools import check, floor, newest
 
 ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = (ROOT / "tools" / "constraints.txt").read_text(encoding="utf-8")
@@ -62,10 +63,11 @@ def test_without_packages_to_reach_it_says_so_and_no_test_counts_as_passed(
 
 
 def test_what_was_not_tested_is_listed_apart() -> None:
+    count = len(check.ELSEWHERE)
     for status, passed, failed, left in (
-        (0, 2, 0, 0),
-        (1, 0, 2, 0),
-        (floor.NOT_INSTALLED, 0, 0, 2),
+        (0, count, 0, 0),
+        (1, 0, count, 0),
+        (floor.NOT_INSTALLED, 0, 0, count),
     ):
         tally = check.Tally()
         check.run_elsewhere(tally, lambda name, command, status=status: status)
@@ -78,3 +80,37 @@ def test_an_environment_that_is_there_is_used_again(tmp_path: Path) -> None:
     (tmp_path / "complete").write_text("\n".join(wanted))
     floor.make(tmp_path, "0.0.1")
     assert [file.name for file in tmp_path.iterdir()] == ["complete"]
+
+
+def test_the_newest_python_is_the_last_that_the_package_names() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert newest.newest_python(text) == "3.13"
+    assert newest.newest_python('"Python :: 3.9", "Python :: 3.10"') == "3.10"
+    page = (ROOT / "docs" / "guides" / "support.md").read_text(encoding="utf-8")
+    for version in newest.named_pythons(text):
+        assert version in next(line for line in page.splitlines() if "| Python |" in line)
+
+
+def test_an_interpreter_counts_if_it_runs_and_is_of_that_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    assert newest.interpreter(version) is None
+    name = tmp_path / f"python{version}"
+    name.write_text("#!/bin/sh\nexit 127\n")
+    name.chmod(0o755)
+    assert newest.interpreter(version) is None, "one that does not run"
+    name.unlink()
+    name.symlink_to(sys.executable)
+    assert newest.interpreter(version) == name
+    name.rename(tmp_path / "python3.99")
+    assert newest.interpreter("3.99") is None, "one of another version"
+
+
+def test_without_a_newest_python_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert newest.main([], tmp_path / "venv", lambda version: None) == floor.NOT_INSTALLED
+    assert "is not here" in capsys.readouterr().err

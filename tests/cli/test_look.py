@@ -260,7 +260,7 @@ def test_show_of_an_unknown_key(store: Path, inspect: Inspect) -> None:
     result = inspect("show", store, "c")
     assert result.exit_code == 4
     assert result.stderr.splitlines() == [
-        f"Error: {store} holds no group 'c'",
+        f"Error: {store} has no group 'c'",
         f"List the keys with: tierstore-inspect ls {store}",
     ]
     assert not result.stdout

@@ -89,6 +89,75 @@ def test_the_document_tells_the_same_in_raw_numbers(run: Run, inspect: Inspect) 
     assert sum(seconds) == pytest.approx(stats.stalled_seconds, abs=1e-6 * 2 * (1 + len(seconds)))
 
 
+def slices_of(kind: str, *times: tuple[float, float], **args: object) -> list[TraceSlice]:
+    """Slices of a kind that begin and last so long."""
+    return [TraceSlice(kind, kind, "key", start, seconds, args) for start, seconds in times]
+
+
+def with_slices(run: Run, path: Path, slices: list[TraceSlice]) -> Path:
+    """The trace of the run with these slices beside its own, in a file of its own."""
+    document = load(run.path)
+    events = document["traceEvents"]
+    known = next(event for event in events if event["ph"] == "X")
+    for number, kind in enumerate(dict.fromkeys(one.kind for one in slices)):
+        place = {**known, "cat": f"tierstore,{kind}", "tid": 90_000 + number}
+        events.append({**place, "ph": "M", "name": "thread_name", "args": {"name": kind}})
+        events += [
+            {**place, "ph": "X", "name": one.name, "args": one.args}
+            | {"ts": round(one.start * 1e6), "dur": round(one.seconds * 1e6)}
+            for one in slices
+            if one.kind == kind
+        ]
+    save(document, path)
+    return path
+
+
+def test_passes_are_told_by_model_with_what_was_waited_meanwhile(
+    run: Run, inspect: Inspect, tmp_path: Path
+) -> None:
+    document = load(run.path)
+    document["traceEvents"] = [e for e in document["traceEvents"] if e["ph"] == "M"]
+    save(document, tmp_path / "bare.json")
+    slices = [
+        *slices_of("pass", (1, 2), (4, 1), (6, 4), model="pipe/vae", does="decode"),
+        *slices_of("pass", (20, 1), model="pipe/unet", does="forward"),
+        *slices_of("stall", (0.5, 0.25), (2.5, 1), (7, 1), (8.5, 0.5)),
+    ]
+    known = {"cat": "", "pid": document["tierstore"]["process"], "ph": "X"}
+    document["traceEvents"].append({**known, "cat": "tierstore,compute", "ts": 0, "dur": 1})
+    document["traceEvents"][-1] |= {"tid": 2000, "name": "key", "args": {}}
+    save(document, tmp_path / "bare.json")
+    path = with_slices(Run(tmp_path / "bare.json", run.stats), tmp_path / "run.json", slices)
+    told = inspect.json("trace", path)["passes"]
+    assert told == [
+        {
+            "model": "pipe/vae",
+            "does": "decode",
+            "count": 3,
+            "seconds": pytest.approx(7.0),
+            "median": pytest.approx(2.0),
+            "longest": pytest.approx(4.0),
+            "stalled_seconds": pytest.approx(0.5 + 1.0 + 0.5),  # as far as it was in a pass
+        },
+        {
+            "model": "pipe/unet",
+            "does": "forward",
+            "count": 1,
+            "seconds": pytest.approx(1.0),
+            "median": pytest.approx(1.0),
+            "longest": pytest.approx(1.0),
+            "stalled_seconds": 0.0,
+        },
+    ]
+    lines = [line.split() for line in inspect("trace", path).stdout.splitlines()]
+    assert ["pipe/vae", "decode", "3", "2.000", "s", "4.000", "s", "2.000", "s"] in lines
+
+
+def test_a_run_without_models_has_no_passes(run: Run, inspect: Inspect) -> None:
+    assert inspect.json("trace", run.path)["passes"] == []
+    assert "MODEL" not in inspect("trace", run.path).stdout
+
+
 def test_a_trace_that_is_not_whole_says_so(run: Run, inspect: Inspect, tmp_path: Path) -> None:
     document = load(run.path)
     document["tierstore"]["dropped"] = 3
@@ -181,6 +250,62 @@ def test_an_empty_trace_can_be_drawn(inspect: Inspect, tmp_path: Path) -> None:
     assert "overlap   100.0%" in result.stdout
     assert "WAITED" not in result.stdout
     assert len(colours(tmp_path / "run.png")) > 1, "it is blank"
+
+
+PALE, MODEL = picture.pale(STALL), "#c6d4ee"
+
+
+def coloured(path: Path, colour: str) -> int:
+    """How many pixels of a picture have this colour."""
+    picture = np.rint(imread(path)[..., :3] * 255).astype(np.uint8)
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((picture == wanted).all(axis=-1).sum())
+
+
+def test_a_stall_of_an_instant_is_seen_in_a_long_run(
+    run: Run, inspect: Inspect, tmp_path: Path
+) -> None:
+    """20 ms of half a minute, drawn to scale, would be less than a pixel wide."""
+    quiet = load(run.path)
+    quiet["traceEvents"] = [e for e in quiet["traceEvents"] if e["cat"] != "tierstore,stall"]
+    save(quiet, tmp_path / "quiet.json")
+    base = Run(tmp_path / "quiet.json", run.stats)
+    first = min(e["ts"] for e in quiet["traceEvents"] if e["ph"] in ("X", "C")) / 1e6
+    long = slices_of("compute", (first + 1, 29))
+    for name, stalls in {
+        "none": [],
+        "short": [(first + 10, 0.02)],
+        "long": [(first + 10, 5)],
+    }.items():
+        path = with_slices(base, tmp_path / "run.json", [*long, *slices_of("stall", *stalls)])
+        png = tmp_path / f"{name}.png"
+        assert inspect("trace", path, "--png", png).exit_code == 0
+    assert coloured(tmp_path / "none.png", PALE) == coloured(tmp_path / "none.png", STALL) == 0
+    assert coloured(tmp_path / "short.png", PALE) > 20, "it cannot be seen"
+    assert coloured(tmp_path / "long.png", PALE) == 0, "it is long enough to be seen"
+    assert coloured(tmp_path / "long.png", STALL) > 50 * coloured(tmp_path / "short.png", STALL)
+
+
+def test_shares_of_the_waiting_add_up_and_count_nobody_twice() -> None:
+    waits = slices_of("stall", (0.5, 1.0), (0.75, 0.5), (1.25, 0.5), (3.5, 9.0))
+    assert picture.shares_of(waits, 4.0, 4) == pytest.approx([0.5, 0.75, 0.0, 0.5])
+    many = slices_of("stall", *((i / 7, 0.02) for i in range(60)))
+    shares = picture.shares_of(many, 9.0, 13)
+    assert sum(shares) * 9.0 / 13 == pytest.approx(60 * 0.02)
+    assert picture.shares_of(waits, 0.0, 4) == [0.0] * 4
+
+
+def test_passes_are_drawn_in_the_colour_of_their_model(
+    run: Run, inspect: Inspect, tmp_path: Path
+) -> None:
+    first = min(e["ts"] for e in load(run.path)["traceEvents"] if e["ph"] in ("X", "C")) / 1e6
+    slices = slices_of("pass", (first, 1), model="pipe/$odd$_{", does="forward", number=1)
+    path = with_slices(run, tmp_path / "run.json", slices)
+    result = inspect("trace", path, "--png", tmp_path / "run.png")
+    assert result.exit_code == 0, result.output
+    assert coloured(tmp_path / "run.png", MODEL) > 1000
+    assert inspect("trace", run.path, "--png", tmp_path / "bare.png").exit_code == 0
+    assert coloured(tmp_path / "bare.png", MODEL) == 0
 
 
 def test_many_tracks_of_a_kind_share_the_last_row(run: Run, tmp_path: Path) -> None:

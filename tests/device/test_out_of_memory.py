@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -120,11 +121,15 @@ def expected(*more: Any, act: Callable[..., Any] = lambda *given: 0.0) -> torch.
 
 
 def test_a_unit_that_runs_out_runs_again_when_the_store_has_given_way(
-    model: Model, store: TierStore
+    model: Model, store: TierStore, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, "tierstore.adapters")
     with torch.no_grad():
         found = model(rows()).cpu()
     assert model.hungry.runs == 2
+    [told] = [r for r in caplog.records if "ran out of memory" in r.getMessage()]
+    assert told.levelno == logging.WARNING
+    assert told.getMessage().startswith("pretend:0 ran out of memory in a Hungry: the store gives ")
     assert store.stats().used_bytes["DEVICE"] < COUNT * LAYER_BYTES
     pretend.set_memory_limit(None)
     assert torch.equal(found, expected())

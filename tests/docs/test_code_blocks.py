@@ -1,8 +1,10 @@
 """Every Python example in the documentation runs.
 
 The ```python blocks of one Markdown file run in order, in one namespace and a fresh process, in
-an empty directory and without network. A block below a comment `<!-- no-run: reason -->` is
-compiled only. Blocks in other languages are left alone. The examples in docstrings run too.
+an empty directory and without network. Below a comment `<!-- stand-in: pipeline some/path -->`, a
+small one of its kind is made first (tests/docs/stand_ins.py). A block below `<!-- no-run: why -->`
+is compiled only, and there are few reasons. The examples in docstrings run too. Of commands, see
+tests/docs/test_commands.py.
 """
 
 from __future__ import annotations
@@ -14,15 +16,35 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import stand_ins
 from tests.fresh import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_PER_FILE = 300
-GUIDES = ("dispatch", "profiling", "diffusers", "activations", "training", "service", "recipes")
-LONGEST = {f"docs/guides/{name}.md" for name in GUIDES}
+GUIDES = (
+    "dispatch",
+    "profiling",
+    "diffusers",
+    "activations",
+    "training",
+    "service",
+    "recipes",
+    "remote",
+)
+LONGEST = {"README.md", *(f"docs/guides/{name}.md" for name in GUIDES)}
 
 FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
 NO_RUN = re.compile(r"<!--\s*no-run:\s*(?P<reason>\S.*?)\s*-->")
+STAND_IN = re.compile(r"<!--\s*stand-in:\s*(?P<what>\S.*?)\s*-->")
+
+EXCUSES = (
+    "needs a GPU",
+    "needs two GPUs",
+    "needs several GPUs",
+    "needs a GGUF file",
+    "needs torchao",
+)
+"""What a machine of a test does not have, and nothing small can stand for."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,12 @@ class Block:
     language: str
     line: int
     code: str
-    runs: bool
+    excuse: str = ""
+    stand_in: str = ""
+
+    @property
+    def runs(self) -> bool:
+        return not self.excuse
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -52,8 +79,16 @@ def blocks_of(text: str) -> list[Block]:
         while position < len(lines) and not closes(lines[position], opening["fence"]):
             position += 1
         code = textwrap.dedent("\n".join(lines[first:position]))
-        runs = NO_RUN.fullmatch(remark) is None
-        blocks.append(Block(opening["language"].lower(), first + 1, code, runs))
+        excuse, stand_in = NO_RUN.fullmatch(remark), STAND_IN.fullmatch(remark)
+        blocks.append(
+            Block(
+                opening["language"].lower(),
+                first + 1,
+                code,
+                excuse["reason"] if excuse else "",
+                stand_in["what"] if stand_in else "",
+            )
+        )
         remark = ""
         position += 1
     return blocks
@@ -75,8 +110,17 @@ def program_of(blocks: list[Block]) -> str:
     for block in blocks:
         if block.runs:
             lines += [""] * (block.line - 1 - len(lines))
-            lines += block.code.splitlines()
+            if block.stand_in:  # in the lines of the fences
+                lines[-1] = f"from tests.docs import stand_ins; {said('prepare', block.stand_in)}"
+                lines += stand_ins.with_paths_here(block.code).splitlines()
+                lines += [said("finish", block.stand_in)]
+            else:
+                lines += block.code.splitlines()
     return "\n".join(lines) + "\n"
+
+
+def said(function: str, what: str) -> str:
+    return f"stand_ins.{function}({what!r}, globals())"
 
 
 def documents_with_python() -> list[Path]:
@@ -173,6 +217,25 @@ def test_blocks_are_found_with_their_line_numbers() -> None:
         ("python", 19, True),  # a comment that gives no reason excuses nothing
         ("python", 24, True),
     ]
+
+
+def test_a_block_that_does_not_run_has_one_of_few_excuses() -> None:
+    excuses = {
+        f"{name_in_repository(path)}:{block.line}: {block.excuse}"
+        for path in documents_with_python()
+        for block in python_blocks(path)
+        if block.excuse and not block.excuse.startswith(EXCUSES)
+    }
+    assert excuses == set()
+
+
+def test_what_stands_in_comes_before_its_block_and_is_looked_at_after_it() -> None:
+    text = '# T\n\n<!-- stand-in: inputs -->\n```python\nused = inputs, "/nvme/x"\n```\n'
+    program = program_of(blocks_of(text)).splitlines()
+    assert program[4] == 'used = inputs, "nvme/x"'
+    namespace: dict[str, object] = {}
+    exec("\n".join(program), namespace)
+    assert namespace["used"] == (namespace["inputs"], "nvme/x")
 
 
 def test_program_keeps_line_numbers_and_leaves_out_what_does_not_run() -> None:

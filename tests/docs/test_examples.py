@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -39,6 +41,13 @@ def run(name: str, *words: str, temporary: Path) -> subprocess.CompletedProcess[
 
 def test_all_of_them_are_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SMALLER)
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_an_example_says_what_it_takes_and_needs(name: str) -> None:
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))) or ""
+    assert re.search(r"^Takes .* of disk\. Needs ", docstring, re.MULTILINE)
+    assert f"python docs/examples/{name}" in docstring
 
 
 @pytest.mark.full("whole runs of models: the blocks of the documentation use the same calls")

@@ -13,27 +13,24 @@ from pathlib import Path
 import pytest
 
 import tierstore
+from tools.markdown_pages import BLOCK, anchors
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
+]
 
-BLOCK = re.compile(r"^ *(```|~~~).*?^ *\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\((?P<inline>[^)\s]+)\)|^\[\w+\]: (?P<defined>\S+)$", re.MULTILINE)
-HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def links(text: str) -> list[str]:
     """The targets of all links of a Markdown text."""
     prose = CODE.sub("code", BLOCK.sub("", text))
     return [match["inline"] or match["defined"] for match in LINK.finditer(prose)]
-
-
-def anchors(text: str) -> set[str]:
-    """What a code host calls the headings of a Markdown text."""
-    found = (re.sub(r"\]\([^)]*\)", "", line) for line in HEADING.findall(BLOCK.sub("", text)))
-    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in found}
 
 
 def broken(page: Path, text: str) -> list[str]:
@@ -93,6 +90,32 @@ def test_the_navigation_reaches_every_page() -> None:
 def test_a_page_that_it_does_not_reach_is_noticed() -> None:
     text = (ROOT / "tools" / "mkdocs.yml").read_text(encoding="utf-8")
     assert unreached(text.replace("- guides/training.md", "")) == ["guides/training.md"]
+
+
+def unlisted(index: Path, text: str, pattern: str) -> list[str]:
+    """The files by an index that its text has no link to."""
+    linked = {index.parent / link.partition("#")[0] for link in links(text)}
+    return [
+        path.name for path in sorted(index.parent.glob(pattern)) if path not in {*linked, index}
+    ]
+
+
+LISTS = [
+    ("decisions/index.md", "*.md"),
+    ("benchmarks/index.md", "*.md"),
+    ("index.md", "examples/*.*"),
+]
+
+
+@pytest.mark.parametrize(("index", "pattern"), LISTS)
+def test_an_index_has_all_of_its_folder(index: str, pattern: str) -> None:
+    text = (DOCS / index).read_text(encoding="utf-8")
+    assert unlisted(DOCS / index, text, pattern) == []
+
+
+@pytest.mark.parametrize(("index", "pattern"), LISTS)
+def test_what_an_index_leaves_out_is_noticed(index: str, pattern: str) -> None:
+    assert len(unlisted(DOCS / index, "", pattern)) > 5
 
 
 def test_each_public_name_is_in_the_reference_once() -> None:

@@ -43,9 +43,12 @@ class Worker:
 
     def work(self) -> None:
         """Until told to end. Each interrupt is answered with a byte."""
-        os.write(1, b".")
+        begun = False
         while not self.over:
             try:
+                if not begun:  # from then on it may be interrupted
+                    begun = True
+                    os.write(1, b".")
                 while not self.over:
                     self.step()
             except KeyboardInterrupt:

@@ -125,7 +125,7 @@ def test_an_index_leads_to_nothing_outside_its_directory(tmp_path: Path) -> None
             assert str(place) in str(error)
             return type(error).__name__
         except ValueError as error:
-            assert "both hold a tensor" in str(error)
+            assert "both have a tensor" in str(error)
             return "ValueError"
         assert {Path(file.path).parent for file in files} <= {place}
         return "accepted"

@@ -244,7 +244,7 @@ def test_what_was_planted_is_refused_or_left_alone(
     refused: list[TierStoreError] = []
     with no_chance(), watched() as seen:  # what was planted has the very name of a draft
         in_time(lambda: refused.extend(use(disk_dir)))
-    told = (str(disk_dir), "the store holds no group")
+    told = (str(disk_dir), "the store has no group")
     assert all(any(part in str(error) for part in told) for error in refused), refused
     assert not seen.code()
     allowed = [disk_dir, disk_dir.parent, cache_file()]  # it looks whether its parent is there

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy.ctypeslib  # by libraries, the first time that they need it: this and the next
 import numpy.ma
+import rich.progress  # by bars of progress, the first time that something takes long
 import torch
-import tqdm.auto  # by bars of progress, the first time that something takes long
 from click.testing import CliRunner
 from rich.cells import cell_len
 
@@ -31,7 +31,7 @@ from tierstore import TierStore
 from tierstore.cli.commands import inspector
 from tierstore.tiers.directory import TEMPORARY_NAME
 
-assert encodings.utf_16_be and encodings.utf_32_le and numpy.ma and tqdm.auto
+assert encodings.utf_16_be and encodings.utf_32_le and numpy.ma and rich.progress
 
 PATHS = {
     "open": (0,),

@@ -76,9 +76,20 @@ def test_a_table_says_what_the_text_says_and_fits(width: int) -> None:
 
 def test_html_has_each_cell_of_the_text() -> None:
     shown = stats()._repr_html_()
-    cells = set(re.findall(r"<(?:td|th|strong)>([^<]*)</", shown))
+    cells = set(re.findall(r"<(?:td|th|strong)[^>]*>([^<]*)</", shown))
     for each in text(Shown("Stats", stats())).replace(">", "&gt;").split("\n"):
         assert set(re.split(r"\s{2,}", each.strip())) <= cells
+
+
+def test_in_html_words_are_to_the_left_and_numbers_to_the_right() -> None:
+    """Whatever a notebook does with tables by itself; colours are left to it."""
+    shown = stats()._repr_html_()
+    sides = {text: side for side, text in re.findall(r"align:(\w+);[^>]*>([^<]*)</t", shown)}
+    for told in ("tier", "HOST", "acquires", "0.50 s in all", "DISK&gt;HOST"):
+        assert sides[told] == "left", told
+    for told in ("used", "budget", "6.0 MiB", "no limit", "75%"):
+        assert sides[told] == "right", told
+    assert "color" not in shown and "background" not in shown
 
 
 def test_html_is_escaped() -> None:

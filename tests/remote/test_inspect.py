@@ -12,6 +12,7 @@ from tests.helpers.processes import run_python
 from tests.remote.conftest import assert_holds, uploaded
 from tests.remote.servers import BUCKET, Proxy, remove, upload
 from tierstore import TierStore
+from tierstore.trace import read_trace
 
 PARTS = ("transformer", 8), ("vae", 2)
 
@@ -54,7 +55,7 @@ def test_a_url_of_nothing_is_told(s3: str, proxy: Proxy) -> None:
     words = ["-m", "tierstore.cli", "plan", "s3://models/nothing/", "--ram", "500KB"]
     done = run_python(*words)
     assert done.returncode != 0
-    assert "holds no safetensors checkpoint" in done.stderr
+    assert "has no safetensors checkpoint" in done.stderr
 
 
 def test_ls_shows_the_files_of_a_url(s3: str, proxy: Proxy) -> None:
@@ -91,3 +92,21 @@ def test_verify_looks_into_what_was_fetched(s3: str, proxy: Proxy, tmp_path: Pat
     done = run_python("-m", "tierstore.cli", "verify", tmp_path / "remote", "--data")
     assert done.returncode == 0, done.stderr
     assert "no damage found" in done.stdout
+
+
+def test_a_trace_tells_what_was_downloaded(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+    checkpoint = uploaded(s3)
+    with TierStore("1MB", tmp_path / "store", device="cpu") as store:
+        for key in store.register_checkpoint(checkpoint.url):
+            store.get(key)
+        stats = store.stats()
+        store.trace(tmp_path / "run.json")
+    png = tmp_path / "run.png"
+    words = ["trace", str(tmp_path / "run.json"), "--png", str(png), "--json"]
+    done = run_python("-m", "tierstore.cli", *words)
+    assert done.returncode == 0, done.stderr
+    hops = {hop["kind"]: hop for hop in json.loads(done.stdout)["hops"]}
+    assert hops["download"]["nbytes"] == stats.bytes_fetched > 0
+    downloads = [one for one in read_trace(tmp_path / "run.json").slices if one.kind == "download"]
+    assert sum(one.args["nbytes"] for one in downloads) == stats.bytes_fetched
+    assert png.stat().st_size > 0

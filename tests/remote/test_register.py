@@ -121,7 +121,7 @@ def test_an_index_that_lists_what_is_not_there_says_so(s3: str, proxy: Proxy) ->
 
 @pytest.mark.parametrize("name", ["nothing/", "nothing/model.safetensors"])
 def test_what_is_not_there_is_told(name: str, proxy: Proxy) -> None:
-    with pytest.raises(TransferError, match=r"check the URL|holds no safetensors"):
+    with pytest.raises(TransferError, match=r"check the URL|has no safetensors"):
         read_checkpoint(f"s3://{BUCKET}/{name}")
 
 

@@ -143,7 +143,7 @@ def test_where_there_is_no_checkpoint_it_says_what_to_pass(kind: str, tmp_path: 
         place.mkdir()
     if kind == "pickles":
         (place / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(TransferError, match="holds no safetensors checkpoint") as error:
+    with pytest.raises(TransferError, match="has no safetensors checkpoint") as error:
         checkpoint_files(place)
     assert error.value.path == str(place)
 
@@ -152,7 +152,7 @@ def test_where_there_is_no_checkpoint_it_says_what_to_pass(kind: str, tmp_path: 
 def test_two_files_with_a_tensor_of_one_name_are_refused(read: Read, tmp_path: Path) -> None:
     saved(tmp_path / "a.safetensors", "x", "y")
     saved(tmp_path / "b.safetensors", "z", "y")
-    with pytest.raises(ValueError, match="both hold a tensor 'y'") as error:
+    with pytest.raises(ValueError, match="both have a tensor 'y'") as error:
         read(tmp_path)
     for name in ("a.safetensors", "b.safetensors"):
         assert str(tmp_path / name) in str(error.value)

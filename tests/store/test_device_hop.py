@@ -153,7 +153,7 @@ SIZE = 2
 STRIDE = by_lane(47, 13, 1)
 
 
-def misses(store: TierStore, patience: float) -> Iterator[Interrupter]:
+def misses(store: TierStore, patience: float, stride: int = STRIDE) -> Iterator[Interrupter]:
     """Interrupt acquires that have a group make room for another, at every so many instructions."""
     turn = 0
     while True:
@@ -165,7 +165,7 @@ def misses(store: TierStore, patience: float) -> Iterator[Interrupter]:
         yield interrupter
         if not interrupter.fired:
             return
-        turn += STRIDE
+        turn += stride
 
 
 def look_at(store: TierStore, patience: float) -> None:
@@ -210,7 +210,8 @@ def test_without_mending_an_interrupt_leaves_it_wrong(
     monkeypatch.setattr(DeviceTier, "rebuild", lambda *arguments: None)
     store = two_of_four(disk_dir)
     found = []
-    for interrupter in misses(store, 1.0):
+    # Which instructions there are depends on Python: with larger strides, 3.13 is missed by chance.
+    for interrupter in misses(store, 1.0, min(STRIDE, 13)):
         try:
             look_at(store, 1.0)
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 import time
@@ -9,10 +10,11 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
-from tests.store.helpers import open_store, pages
-from tierstore import progress
+from tests.store.helpers import open_store, pages, run_threads
+from tierstore import OffloadModel, export_safetensors, progress
 
 
 class Terminal(io.StringIO):
@@ -46,6 +48,93 @@ def test_what_takes_long_is_shown(at_once: None) -> None:
     assert threading.enumerate() == before, "a bar started a thread"
 
 
+def test_a_variable_of_the_environment_turns_bars_off(
+    at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, shown in {"0": False, "off": False, "No ": False, "1": True, "": True}.items():
+        monkeypatch.setenv("TIERSTORE_PROGRESS", value)
+        terminal = Terminal()
+        with redirect_stderr(terminal):
+            assert list(progress.bar(range(3), "Counting", "groups")) == [0, 1, 2]
+        assert ("Counting" in terminal.getvalue()) is shown, value
+
+
+def test_of_two_bars_the_one_that_was_first_is_drawn(at_once: None) -> None:
+    outer, terminal = Terminal(), Terminal()
+    with redirect_stderr(outer):
+        for _ in progress.bar(range(2), "Reading files", "files"):
+            with progress.byte_bar("Downloading", 100) as advance:
+                advance(50)
+                time.sleep(0.11)
+                advance(50)
+    assert outer.getvalue().index("Downloading") < outer.getvalue().index("Reading files")
+    assert "50/100 bytes" in outer.getvalue()
+    lines = outer.getvalue().split("\r")
+    assert not [line for line in lines if "Downloading" in line and "Reading" in line]
+    with redirect_stderr(terminal):
+        list(progress.bar(range(2), "Once more", "files"))
+    assert "Once more" in terminal.getvalue(), "the screen was not given back"
+
+
+def test_a_loop_that_is_left_gives_the_screen_back(at_once: None) -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal):
+        with pytest.raises(ValueError, match="enough"):
+            for number in progress.bar(range(9), "Counting", "groups"):
+                time.sleep(0.01)
+                if number == 3:
+                    raise ValueError("enough")
+        gc.collect()
+        with pytest.raises(ValueError, match="enough"), progress.byte_bar("Reading", 9) as advance:
+            advance(1)
+            raise ValueError("enough")
+        list(progress.bar(range(2), "Once more", "files"))
+    assert all(doing in terminal.getvalue() for doing in ("Counting", "Reading", "Once more"))
+
+
+def test_many_threads_add_up(at_once: None) -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal), progress.byte_bar("Reading", 4000, at_once=True) as advance:
+
+        def add() -> None:
+            for _ in range(1000):
+                advance(1)
+
+        assert not run_threads([add] * 4)
+        time.sleep(0.11)
+        advance(0)
+    assert "3.9/3.9 KiB" in terminal.getvalue()
+
+
+def test_what_is_said_is_no_markup_and_no_template(at_once: None) -> None:
+    terminal = Terminal()
+    with redirect_stderr(terminal):
+        list(progress.bar(range(2), "s3://[red]{0}", "files"))
+    assert "s3://[red]{0}" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_a_bar_keeps_to_one_line(
+    columns: int, at_once: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal, doing = Terminal(), "Downloading s3://" + "models/" * 20
+    with redirect_stderr(terminal), progress.byte_bar(doing, 123 << 30) as advance:
+        advance(122 << 30)
+        advance(1 << 30)
+    # Each picture takes the place of the one before: lines end only once, and that one is erased.
+    assert terminal.getvalue().count("\n") == 1
+    assert "123.0/123.0 GiB" in terminal.getvalue()
+
+
+def test_an_error_stream_that_is_gone_is_no_terminal(at_once: None) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed, object()):
+        with redirect_stderr(stream):
+            assert list(progress.bar(range(3), "Counting", "groups")) == [0, 1, 2]
+
+
 def test_nothing_is_shown_without_a_terminal(at_once: None) -> None:
     shown = io.StringIO()
     with redirect_stderr(shown):
@@ -69,3 +158,14 @@ def test_flushing_registering_and_opening_have_a_bar(
         assert "Reading headers" in terminal.getvalue()
     with redirect_stderr(terminal), open_store(disk_dir):
         assert "Looking at what is stored" in terminal.getvalue()
+
+
+def test_training_and_exporting_have_a_bar(tmp_path: Path, at_once: None) -> None:
+    shown = Terminal()
+    with redirect_stderr(shown), open_store(tmp_path / "store", 8 << 20) as store:
+        model = OffloadModel(torch.nn.Linear(64, 64), store)
+        export_safetensors(tmp_path / "exported", model)
+        model.disable()
+    for doing in ("Taking parameters", "Exporting to", "Giving parameters back"):
+        assert doing in shown.getvalue()
+    assert "16.2/16.2 KiB" in shown.getvalue(), "all of it was told of"

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tierstore.engine.settings import device_memory, resolve_budgets
+from tests.fresh import run_fresh
+from tierstore import DeviceError, TierStore
+from tierstore.engine.settings import device_memory, resolve_budgets, resolve_device
+from tierstore.model.sizes import PAGE, usable_memory
 from tierstore.model.tiers import Tier
 
 pytestmark = pytest.mark.floor
@@ -53,3 +56,67 @@ def test_a_device_of_which_nothing_tells_needs_a_budget_in_bytes(
         resolve_budgets(device, MIB, None, None, tmp_path)
     assert isinstance(caught.value.__cause__, NotImplementedError)
     assert resolve_budgets(device, MIB, MIB, None, tmp_path)[Tier.DEVICE] == MIB
+
+
+# Devices that are not there ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "mps", "xpu", torch.device("cuda", 0)])
+def test_an_accelerator_is_asked_for_where_there_is_none(device: Any, tmp_path: Path) -> None:
+    run = run_fresh_with(tmp_path, f"TierStore('64MB', 'd', device={str(device)!r})")
+    kind = str(device).partition(":")[0]
+    assert f"there is no {kind} device here: torch {torch.__version__} finds no accelerator" in run
+    assert "pass device='cpu', or leave device out" in run
+    assert not (tmp_path / "d").exists()
+
+
+def run_fresh_with(tmp_path: Path, call: str) -> str:
+    """What a call says that fails in a process without the pretended device."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tierstore import DeviceError, TierStore\n"
+        f"try:\n    {call}\n"
+        "except DeviceError as error:\n    print(error)\n"
+    )
+    run = run_fresh(program, directory=tmp_path)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:x", ""])
+def test_what_is_no_device(device: str, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="no device") as caught:
+        TierStore("64MB", tmp_path / "store", device=device)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
+    assert repr(device) in str(caught.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_one_device_more_than_there_are(pretend: Any, tmp_path: Path) -> None:
+    count = torch.accelerator.device_count()
+    with pytest.raises(DeviceError, match=f"there is no pretend:{count} here") as caught:
+        TierStore("64MB", tmp_path / "store", device=f"pretend:{count}", device_budget="1MB")
+    assert f"pretend:{count - 1}, cpu" in str(caught.value)
+    assert resolve_device(f"pretend:{count - 1}").index == count - 1
+
+
+def test_another_kind_of_device_than_there_is(pretend: Any) -> None:
+    with pytest.raises(DeviceError, match=r"no xpu device here: pass one of pretend:0, "):
+        resolve_device("xpu")
+
+
+# Budgets that cannot be ----------------------------------------------------------
+
+
+def test_more_host_memory_than_there_is_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TierStore("1MiB", tmp_path / "store", device="cpu"):
+        assert not caplog.records
+    with TierStore(usable_memory() + PAGE, tmp_path / "store", device="cpu") as store:
+        store.put("a", torch.ones(3))
+        assert torch.equal(store.get("a"), torch.ones(3))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "ram_budget is " in record.message and "lower it" in record.message

@@ -536,3 +536,16 @@ def test_what_may_be_lost_is_synced_by_nobody(lasting: bool, disk_dir: Path) -> 
     assert bool(calls) is lasting
     directory.close()
     assert look(disk_dir) == "new"
+
+
+def test_what_is_in_the_way_of_a_directory_is_told_and_left(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "below" / "it"):
+        with pytest.raises(TransferError, match=f"{file} is a file; name another disk_dir"):
+            ObjectDirectory(path)
+    assert file.read_text() == "mine"
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TransferError, match="link is no directory"):
+        ObjectDirectory(tmp_path / "link")
+    assert not (tmp_path / "nowhere").exists()

@@ -803,7 +803,7 @@ def test_another_model_or_optimizer_is_refused_and_unchanged(
 
 
 def test_no_save_is_said_to_be_none(tmp_path: Path) -> None:
-    with pytest.raises(TransferError, match="holds no saved training"):
+    with pytest.raises(TransferError, match="has no saved training"):
         load_training(tmp_path / "nowhere", *plain())
     with pytest.raises(TransferError, match=r"\.metadata is missing"):
         load_training(tmp_path, *plain())

@@ -32,12 +32,22 @@ T = TypeVar("T")
 def checkpoint(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `fn`, keep only what it is given, and compute it again in the backward pass.
 
-    Non-reentrant (`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`), with the state of
-    the random generators restored. Inside of `offload_activations`, what is kept goes to the store:
+        y = checkpoint(block, x, mask=mask)
+
+    It is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, with the state of the
+    random generators restored. Inside of `offload_activations`, what is kept goes to the store:
     tensors among the arguments, in containers, and in the closure of `fn` (or of what
     `functools.partial` wraps). A tensor that `fn` finds in an object of its own, such as an
     attribute, stays where it is. What `fn` writes into lists and dicts that it is given, or assigns
     to a tensor of its closure, it writes once: what the second pass writes is gone after it.
+
+    Args:
+        fn: what to call, such as a module.
+        *args: its arguments.
+        **kwargs: its arguments by name.
+
+    Returns:
+        What `fn` returns.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)

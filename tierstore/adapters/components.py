@@ -25,7 +25,7 @@ from tierstore.adapters.owners import owner_of
 from tierstore.adapters.suspended import SuspendedModel
 from tierstore.store import TierStore
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 _CHANGES_WEIGHTS = (
     "load_lora_weights",

@@ -22,7 +22,7 @@ from tierstore.model.outline import in_portions
 from tierstore.model.tiers import Access
 from tierstore.store import TierStore, engine_of
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 
 def is_resident(key: str) -> bool:
@@ -101,7 +101,7 @@ class DeviceResident:
         nbytes = weight_bytes(unknown.values())
         kinds = sorted({type(tensor).__name__ for tensor in unknown.values()})
         logger.warning(
-            "%s: %d tensors (%s) of %s bytes are of a kind that no store can hold: they stay on "
+            "%s: %d tensors (%s) of %s bytes are of a kind that no store takes: they stay on "
             "%s, and the budget there is smaller by as much",
             prefix,
             len(unknown),

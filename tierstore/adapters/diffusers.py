@@ -32,7 +32,7 @@ from tierstore.observe.report import Shown, shown_by
 from tierstore.observe.stats import Stats
 from tierstore.store import TierStore, check_store, engine_of
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 _REPLACED = {
     "offload_to_disk_path": "the store's disk_dir: TierStore(ram_budget, disk_dir)",
@@ -59,7 +59,13 @@ def _look(handle: OffloadHandle) -> Shown:
 
 
 class OffloadHandle:
-    """An offloaded pipeline or model. Also a context manager that disables at its end."""
+    """An offloaded pipeline or model. `enable_group_offload` makes it.
+
+    As a context manager, it calls `disable` at its end.
+
+    Attributes:
+        store: where the weights are.
+    """
 
     def __init__(self, target: Any, store: TierStore, settings: dict[str, Any]) -> None:
         self.store = store
@@ -79,7 +85,7 @@ class OffloadHandle:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The keys of the groups and the names of the tensors in each.
+        """The keys of the groups, and the names of the tensors in each.
 
         Those of a component that pipelines share are with the first of them.
         """
@@ -87,7 +93,7 @@ class OffloadHandle:
         return {key: names for part in own for key, names in part.groups.items()}
 
     def stats(self) -> Stats:
-        """The store's numbers so far."""
+        """The numbers of the store so far."""
         return self.store.stats()
 
     def disable(self) -> None:
@@ -106,9 +112,16 @@ class OffloadHandle:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the weights are ordinary CPU tensors and may be changed, replaced or added to.
+        """A context manager, inside of which the weights are ordinary CPU tensors.
 
-        Afterwards they are offloaded again: what changed is stored anew, the rest is not.
+        They may be changed, replaced or added to. Afterwards they are offloaded again: what changed
+        is stored anew, the rest is not.
+
+            with handle.suspended():
+                model.head = nn.Linear(256, 10)
+
+        Raises:
+            TierStoreError: at its end, what `enable_group_offload` raises.
         """
         with ExitStack() as stack:
             for part in list(self._parts.values()):
@@ -189,8 +202,17 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
 ) -> OffloadHandle:
     """Run a pipeline, or one model, with its weights in `store`.
 
+        with enable_group_offload(pipe, store):
+            image = pipe("a red boat").images[0]
+
+    The idea, and the names of the arguments, are those of diffusers' `enable_group_offload`.
+    Weights that still are a checkpoint's own bytes are read from it; others are written to the
+    store once. A weight that is away is a CPU tensor of its true value. A second call with the same
+    arguments returns the same handle; with others, it starts anew.
+
     Args:
         target: a diffusers pipeline (every component, under one budget) or any `nn.Module`.
+        store: where the weights go. It serves one device, to which the inputs are moved, too.
         onload_device: the store's device, if given at all.
         offload_type: `"block_level"` moves blocks (children of module lists) whole; blocks that are
             large for the budget, and everything else, move leaf by leaf. `"leaf_level"` moves
@@ -202,15 +224,18 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         exclude_kwargs: keyword arguments that are not moved to the device (caches that a model
             changes in place); None for what the model names.
         block_modules: children that count as blocks; None for what the model names.
+        **replaced: diffusers' other arguments. `use_stream`, `record_stream`, `non_blocking` and
+            `low_cpu_mem_usage` have no effect: the store prefetches on streams of its own.
 
-    Weights that still are a checkpoint's own bytes are read from it; others are written to the
-    store once. A weight that is away shows its true value on the CPU. `use_stream`,
-    `record_stream`, `low_cpu_mem_usage` and `non_blocking` are accepted and have no effect: the
-    store prefetches on streams of its own and keeps its budget. A second call with the same
-    arguments returns the same handle; with others, it starts anew.
+    Returns:
+        A handle that undoes it. It is a context manager, too.
 
-    Raises TypeError for arguments that the store replaces, ValueError for ones that cannot be,
-    BudgetError if a group is larger than a budget; the model is as it was then.
+    Raises:
+        TypeError: an argument that the store replaces, such as `offload_to_disk_path`.
+        ValueError: an argument cannot be, or something else offloads the model.
+        BudgetError: a group is larger than a budget.
+        DiskFullError: weights have to be written, and the disk is full.
+        TransferError: a file cannot be read or written. Whatever is raised, the model is as it was.
     """
     _refuse_replaced(replaced)
     settings: dict[str, Any] = {

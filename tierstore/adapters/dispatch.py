@@ -29,9 +29,10 @@ from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedMod
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
+from tierstore.model.errors import DeviceError
 from tierstore.store import TierStore, check_store
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 DeviceMap = str | Mapping[str, Any] | None
@@ -78,18 +79,24 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """Run a model with its weights in `store`. Returns the same model.
+    """Run a model with its weights in `store`.
 
-    Its Parameter objects stay what they are. A weight is on the store's device while its module
-    runs; otherwise it is a CPU tensor of its true value, which costs no memory: a map of the file
-    that holds it. Weights that still are a checkpoint's own bytes are read from there; others are
-    written to the store once. Inputs come to the device by themselves, and what the model returns
-    goes to where its inputs came from. Changes of weights, and new ones, are noticed when the
-    model runs next.
+        dispatch_model(model, store)
+        output = model.generate(**inputs)
+
+    Names and meanings are those of accelerate's `dispatch_model`. Parameter objects stay the same.
+    A weight is on the store's device while its module runs; otherwise it is a CPU tensor of its
+    true value that takes no memory: a map of the file that has it. Weights that still are a
+    checkpoint's own bytes are read from there; others are written to the store once. Inputs come to
+    the device by themselves, and what the model returns goes to where its inputs came from. Changes
+    of weights, and new ones, are noticed when the model runs next. A model that is dispatched
+    already is dispatched anew; a part of it may be dispatched by itself, to another store too.
 
     Args:
+        model: any module on the CPU, with values.
+        store: where the weights go.
         device_map: None or `"auto"`: the store decides by its budgets what stays where. Or a dict
-            of module names (`""` for the whole model; the longest name counts) to places: the
+            of module names (`""` for the whole model; the longest name counts) to: the
             store's device (an index, `"cuda:0"`, a torch.device): stays there for good, within
             the device budget; `"cpu"`: stays in RAM, given up last; `"disk"`: wherever the store
             finds it best.
@@ -98,14 +105,17 @@ def dispatch_model(
             moved between devices: caches that the model changes in place.
         preload_module_classes: names of classes that use weights of the modules in them without
             calling those: all of theirs come when they run.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
 
-    A model that is dispatched already is dispatched anew, unless nothing is different. A part of
-    it may be dispatched by itself, to another store too; the rest then goes without it. Other
-    arguments of accelerate are replaced by the store (TypeError says by what) or have no effect.
+    Returns:
+        The same model.
 
-    Raises ValueError for a map that does not fit the model or the store, for weights on the meta
-    device and for a model that something else offloads; BudgetError if a weight is larger than a
-    budget. The model is as it was then.
+    Raises:
+        ValueError: the map does not fit, a weight is on meta, or the model is offloaded already.
+        TypeError: an argument that the store replaces, such as `max_memory`; no module.
+        BudgetError: a weight is larger than a budget.
+        TransferError: weights have to be written, and cannot be (DiskFullError: the disk is full).
+            Whatever is raised, the model is as it was.
     """
     _refuse_replaced("dispatch_model", replaced)
     _check(model, store, main_device)
@@ -198,19 +208,28 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     to `dtype`, are cast group by group, and written to the store once.
 
     Args:
+        model: made under `accelerate.init_empty_weights()`, `torch.device("meta")`, or neither.
         checkpoint: a safetensors file, a directory with one or with shards, an index file, or a
             URL of one of these in an object store (`s3://`, `gs://`, `az://`, `https://`). What
             lies there is fetched to the store's directory, once: `disk_budget` must have room.
+        store: where the weights go.
+        device_map: as for `dispatch_model`.
+        main_device: the store's device, if given at all.
         dtype: what floating-point weights are cast to, if anything.
         strict: whether names in the checkpoint that the model lacks are an error. Names that the
             checkpoint lacks always are.
+        skip_keys: names of values that are not moved between devices.
+        preload_module_classes: names of classes whose weights all come when they run.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
 
-    The rest is as for `dispatch_model`. Build the model under `accelerate.init_empty_weights()` or
-    `torch.device("meta")`.
+    Returns:
+        The same model.
 
-    Raises what `dispatch_model` raises; ValueError if names or shapes do not fit; TransferError,
-    InvalidHeaderError or StaleCheckpointError if the files cannot be used. Whatever it raises, what
-    was on the meta device is there again; other weights may have the checkpoint's values.
+    Raises:
+        ValueError: names or shapes do not fit; what `dispatch_model` raises.
+        TransferError: a file cannot be used (InvalidHeaderError, StaleCheckpointError).
+        BudgetError: a weight is larger than a budget. Whatever is raised, what was on the meta
+            device is there again; other weights may have the checkpoint's values.
     """
     _refuse_replaced("load_checkpoint_and_dispatch", replaced)
     _check(model, store, main_device)
@@ -255,7 +274,15 @@ def cpu_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """`dispatch_model` with all weights in RAM between their uses, as far as its budget goes."""
+    """The same model, dispatched so that weights stay in RAM between uses as far as that goes.
+
+    Args:
+        model: as for `dispatch_model`, which says what is raised, too.
+        store: where the weights go.
+        execution_device: the store's device, if given at all.
+        preload_module_classes: as for `dispatch_model`.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
+    """
     _refuse_replaced("cpu_offload", replaced)
     _check(model, store, execution_device, "execution_device")
     return dispatch_model(model, store, {"": "cpu"}, preload_module_classes=preload_module_classes)
@@ -269,17 +296,28 @@ def disk_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """`dispatch_model` with all weights on disk; the store's budgets say what stays above it."""
+    """The same model, dispatched with all weights on disk; budgets say what stays above it.
+
+    Args:
+        model: as for `dispatch_model`, which says what is raised, too.
+        store: where the weights go.
+        execution_device: the store's device, if given at all.
+        preload_module_classes: as for `dispatch_model`.
+        **replaced: accelerate's other arguments, which have no effect or are refused.
+    """
     _refuse_replaced("disk_offload", replaced)
     _check(model, store, execution_device, "execution_device")
     return dispatch_model(model, store, {"": "disk"}, preload_module_classes=preload_module_classes)
 
 
 def undispatch(model: ModuleType) -> ModuleType:
-    """Make a dispatched model an ordinary one again, bit-equal, its weights on the CPU.
+    """The same model, made an ordinary one again: bit-equal, its weights on the CPU.
 
-    Parts of it that were dispatched by themselves stay so. Raises ValueError if it is not
-    dispatched.
+    Args:
+        model: what was given to `dispatch_model`. Parts that were dispatched by themselves stay so.
+
+    Raises:
+        ValueError: it is not dispatched.
     """
     owner = _dispatched_before(model)
     if owner is None:
@@ -300,7 +338,7 @@ def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap
         return {"": ANYWHERE}
     if not isinstance(device_map, Mapping):
         raise ValueError(
-            f"device_map={device_map!r}: pass 'auto', or a dict of module names to places"
+            f"device_map={device_map!r}: pass 'auto', or a dict of module names to devices"
         )
     names = {name for name, _ in model.named_modules()}
     names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -337,15 +375,22 @@ def _place(place: Any, store: TierStore) -> str:
         device = _device(place)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"device_map has the place {place!r}: use the store's device ({store.device}), 'cpu' "
-            "or 'disk'"
+            f"device_map has {place!r}: use the store's device ({store.device}), 'cpu' or 'disk'"
         ) from error
     if device != store.device:
         raise ValueError(
-            f"device_map has the place {place!r}, but the store serves {store.device}: one store "
+            f"device_map has {place!r}, but the store serves {store.device}: one store "
             "serves one device"
         )
     return IN_RAM if device.type == "cpu" else ON_DEVICE
+
+
+def _is_of(store: TierStore, device: Any) -> bool:
+    """Whether a device is the store's; one that is not there is not."""
+    try:
+        return _device(device) == store.device
+    except DeviceError:
+        return False
 
 
 def _device(place: Any) -> torch.device:
@@ -376,7 +421,7 @@ def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> No
             "of diffusers there is enable_group_offload)"
         )
     check_store(store)
-    if device is not None and _device(device) != store.device:
+    if device is not None and not _is_of(store, device):
         raise ValueError(
             f"{name}={device!r}, but the store serves {store.device}: make the store with "
             f"TierStore(..., device={str(device)!r})"

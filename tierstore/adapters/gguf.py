@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tierstore.model.extras import extra_for
+
 
 def mapped_gguf(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """The tensors of a file by name, each a copy-on-write map of it on the CPU.
@@ -21,8 +23,9 @@ def mapped_gguf(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     Raises ImportError without gguf or diffusers, ValueError for what is no GGUF file or is
     quantised in a way that diffusers does not know.
     """
-    gguf: Any = import_module("gguf")
-    utils: Any = import_module("diffusers.quantizers.gguf.utils")
+    with extra_for("to read a GGUF file"):
+        gguf: Any = import_module("gguf")
+        utils: Any = import_module("diffusers.quantizers.gguf.utils")
     plain = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
     tensors: dict[str, torch.Tensor] = {}
     for tensor in gguf.GGUFReader(path, "c").tensors:

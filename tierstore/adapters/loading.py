@@ -259,7 +259,7 @@ def _check_unexpected(
 ) -> None:
     if not unexpected:
         return
-    listed = f"{os.fspath(checkpoint)} holds what the model has not: {some(map(repr, unexpected))}"
+    listed = f"{os.fspath(checkpoint)} has what the model has not: {some(map(repr, unexpected))}"
     if strict:
         raise ValueError(f"{listed}. Pass strict=False to leave it out")
     warnings.warn(f"{listed}. It is left out", stacklevel=4)

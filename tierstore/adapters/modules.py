@@ -42,6 +42,7 @@ from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
 from tierstore.model.errors import LeaseError
+from tierstore.observe.passes import FORWARD, PassesOf
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import (
     COMPILED_CALL,
@@ -51,7 +52,7 @@ from tierstore.torch_private import (
     in_trace,
 )
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 CALLS = ("forward", COMPILED_CALL)
 """How a module is called. What it needs comes outside of what is compiled."""
@@ -236,7 +237,7 @@ class OffloadedModule:
         """Larger parts of the model may be called by themselves: their units run in one run, too,
         and what changed is looked for once."""
         move = self._move if self._aligned else None
-        for module in self.root.modules():
+        for name, module in self.root.named_modules():
             if (
                 module is not self.root
                 and module not in units
@@ -244,21 +245,24 @@ class OffloadedModule:
                 and len(units.intersection(module.modules())) >= MANY_UNITS
                 and type(module).forward is not nn.Module.forward
             ):
-                self._wrap_run(module, CALLS, before=move)
+                self._wrap_run(module, f"{self._prefix}/{name}", CALLS, before=move)
         align = self._align if self._aligned else None
-        self._wrap_run(self.root, ENTRIES, before=self._move, after=align)
+        self._wrap_run(self.root, self._prefix, ENTRIES, before=self._move, after=align)
 
-    def _wrap_run(self, module: nn.Module, names: Collection[str], **around: Any) -> None:
+    def _wrap_run(
+        self, module: nn.Module, model: str, names: Collection[str], **around: Any
+    ) -> None:
+        passes = PassesOf(engine_of(self.store).passes, model)
         for name in names:
             if has_method(module, name):
-                forward = UnitForward(self._run, self.look, **around)
-                self._attachment.stand_in(module, name, forward)
+                run = functools.partial(self._run, passes, FORWARD if name in CALLS else name)
+                self._attachment.stand_in(module, name, UnitForward(run, self.look, **around))
 
-    def _run(self) -> ModelRun | None:
-        weights = self.weights
-        if weights.held.run is not None:
+    def _run(self, passes: PassesOf, does: str) -> ModelRun | None:
+        held = self.weights.held
+        if held.run is not None:
             return None
-        return ModelRun(weights.held, weights.last_lease, self._over)
+        return ModelRun(held, self.weights.last_lease, self._over, passes, does)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _over(self) -> None:

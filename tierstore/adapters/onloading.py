@@ -22,16 +22,25 @@ _numbers = itertools.count()
 
 @contextmanager
 def onloaded(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside, the weights of `module` are on the device and may be changed in any way.
+    """Have the weights of `module` on the device for a while, to change them in any way.
 
-    They are copies within the budget of the store, and what they are at the end reaches the tier
-    that holds them: that is what merging a LoRA needs. The model may run inside, too. Nothing
-    happens to a module that is not offloaded. It nests: on the same thread, an inner one uses what
-    an outer one has brought, and what is changed reaches its tier when the outermost ends. The idea
-    is PEFT's `onload_layer`.
+        with onloaded(model.layers[5].up_proj) as layer:
+            layer.weight.data += up @ down  # merges a LoRA
 
-    Raises LeaseError if the module is running at this moment, or is onloaded on another thread;
-    BudgetError if it does not fit.
+    They are copies within the budget of the store; what they are at the end reaches the tier that
+    they came from. The model may run inside, too. Nothing happens to a module that is not
+    offloaded. It nests: on the same thread, an inner one uses what an outer one has brought, and
+    what is changed reaches its tier when the outermost ends. The idea is PEFT's `onload_layer`.
+
+    Args:
+        module: a module that is offloaded, or a part of one.
+
+    Yields:
+        The module.
+
+    Raises:
+        LeaseError: the module is running at this moment, or is onloaded on another thread.
+        BudgetError: it does not fit.
     """
     owners = {owner for part in module.modules() if (owner := owner_of(part)) is not None}
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ others see their error as it was raised, with a note.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch import nn
 
 from tierstore.adapters.unit_use import StandIn
 from tierstore.model.tiers import Tier
+from tierstore.model.words import size
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import has_forward_hooks, version_of
+
+logger = logging.getLogger("tierstore.adapters")
 
 _NOTE = "tierstore: "
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -50,7 +54,19 @@ class OnceMore:
                 self._advise(error)
                 raise
         # Here the error is gone, and with it the frames of the first run and what they held.
-        engine_of(self._store).device_memory.give_back()
+        memory = engine_of(self._store).device_memory
+        given_back = memory.spare_bytes()
+        memory.give_back()
+        memory.retries += 1
+        logger.log(
+            # It costs a run each time, and is told of once.
+            logging.WARNING if memory.retries == 1 else logging.DEBUG,
+            "%s ran out of memory in a %s: the store gives %s back, and it runs again. With a "
+            "smaller device_budget it would not have to",
+            self._store.device,
+            type(self._module).__name__,
+            size(given_back),
+        )
         random.restore()
         return self._told(method, args, kwargs)
 
@@ -75,7 +91,7 @@ class OnceMore:
         stats = self._store.stats()
         used, budget = (of[Tier.DEVICE.name] for of in (stats.used_bytes, stats.budget_bytes))
         error.add_note(
-            f"{_NOTE}the store holds {used:,} bytes of {self._store.device}, and may hold "
+            f"{_NOTE}the store has {used:,} bytes of {self._store.device}, and may have "
             f"{budget:,}; with a smaller device_budget, more is left to what the model computes"
         )
 

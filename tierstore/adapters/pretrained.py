@@ -55,7 +55,14 @@ def from_pretrained(
     store: TierStore,
     **kwargs: Any,
 ) -> Any:
-    """`cls.from_pretrained`, with all weights in `store`, in little memory.
+    """Call `cls.from_pretrained`, with all weights in `store`, in little memory.
+
+        pipe = from_pretrained(DiffusionPipeline, "a/pipeline", store, dtype=torch.bfloat16)
+
+    Whatever the checkpoint's dtype and size, the process takes the store's budget, and the largest
+    group twice while it is cast. Weights at the checkpoint's own dtype are read from its files;
+    others are written to the store once, and found there when the same files are loaded again. So
+    is what torchao makes of them (`quantization_config`), a few layers at a time.
 
     Args:
         cls: a pipeline or model of diffusers, or a model of transformers, such as
@@ -63,18 +70,21 @@ def from_pretrained(
         pretrained_model_name_or_path: what `cls.from_pretrained` takes, or the URL of such a
             directory in an object store (`s3://`, `gs://`, `az://`). What lies there is downloaded
             to the store's directory, beside its budget, as far as it was not before.
-        kwargs: what `enable_group_offload` takes goes there (`exclude_modules`, `offload_type`);
+        store: where the weights go.
+        **kwargs: what `enable_group_offload` takes goes there (`exclude_modules`, `offload_type`);
             the rest to `cls.from_pretrained` (`dtype`, `variant`, `subfolder`, `revision`,
             components that are there already).
 
-    Whatever the checkpoint's dtype and size, the process takes the store's budget, and the largest
-    group twice while it is cast. Weights at the checkpoint's own dtype are read from its files;
-    others are written to the store once, and found there when the same files are loaded again. So
-    is what torchao makes of them (`quantization_config`), a few layers at a time.
+    Returns:
+        What `cls.from_pretrained` returns, offloaded. `enable_group_offload` of it gives the
+        handle.
 
-    Raises what `cls.from_pretrained` and `enable_group_offload` raise, TypeError for `device_map`,
-    which the store replaces; and TransferError or DiskFullError for a URL that cannot be read, or
-    for which the disk has no room.
+    Raises:
+        TypeError: `device_map`, which the store replaces.
+        BudgetError: a group is larger than a budget.
+        DiskFullError: the disk has no room for what is cast or downloaded.
+        TransferError: a file or URL cannot be read.
+        Exception: what `cls.from_pretrained` raises.
     """
     source = pretrained_model_name_or_path
     if is_url(source):
@@ -91,9 +101,25 @@ def from_single_file(
     store: TierStore,
     **kwargs: Any,
 ) -> Any:
-    """`cls.from_single_file` of diffusers, with all weights in `store`. See `from_pretrained`.
+    """Call `cls.from_single_file` of diffusers, with all weights in `store`. See `from_pretrained`.
 
     A `.gguf` file on this machine is not copied: its quantised weights are read where they lie.
+
+    Args:
+        cls: a model or pipeline of diffusers that has the method.
+        pretrained_model_link_or_path: what `cls.from_single_file` takes.
+        store: where the weights go.
+        **kwargs: as for `from_pretrained`.
+
+    Returns:
+        What `cls.from_single_file` returns, offloaded.
+
+    Raises:
+        TypeError: `device_map`, which the store replaces.
+        BudgetError: a group is larger than a budget.
+        DiskFullError: the disk has no room for what is cast.
+        TransferError: a file cannot be read.
+        Exception: what `cls.from_single_file` raises.
     """
     source: Any = pretrained_model_link_or_path
     if str(source).endswith(".gguf") and os.path.isfile(source):

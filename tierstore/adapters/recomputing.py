@@ -50,7 +50,7 @@ def recomputed(model: nn.Module) -> list[Value]:
                 values.append(Value(name, buffer, value))
     if unknown:
         raise ValueError(
-            f"{some(unknown)}: on meta, and buffers that no checkpoint holds; a "
+            f"{some(unknown)}: on meta, and buffers that no checkpoint has; a "
             f"{type(model).__name__} cannot compute them again. Build it under "
             "accelerate.init_empty_weights(), which leaves buffers real"
         )

@@ -33,7 +33,7 @@ from tierstore.model.errors import UnknownKeyError
 from tierstore.store import engine_of
 from tierstore.torch_private import hooks_are_allowed
 
-logger = logging.getLogger("tierstore")
+logger = logging.getLogger("tierstore.adapters")
 
 _LAST_TWO = ({-1, -2}, {1, 2})
 

@@ -70,6 +70,10 @@ class StandIn:
         entry = getattr(self.module, COMPILED_CALL)
         return isinstance(entry, StandIn) and isinstance(entry.run, UnitForward)
 
+    def __repr__(self) -> str:
+        what = f"{self.name} of {type(self.module).__name__}"
+        return f"<{what}, {'as it was' if self.run is None else 'with weights in a tierstore'}>"
+
     @property
     def __code__(self) -> types.CodeType:
         """That of the method: torch.export looks where it is."""

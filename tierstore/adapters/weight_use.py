@@ -36,6 +36,7 @@ from tierstore.adapters.weight_groups import HeldLease, WeightGroups
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.lease import Lease, make_revocable, resume
 from tierstore.model.errors import UnknownKeyError
+from tierstore.observe.passes import FORWARD, ModelPass, PassesOf
 from tierstore.torch_private import hooks_are_allowed, in_backward, version_of
 
 
@@ -43,12 +44,16 @@ from tierstore.torch_private import hooks_are_allowed, in_backward, version_of
 class ModelRun:
     """One call of the whole model: while it goes on, leases may be held from unit to unit.
 
-    `over` is called after one that is not inside of another, and that did not raise.
+    `over` is called after one that is not inside of another, and that did not raise. It is noted
+    in `passes`, as what it `does`.
     """
 
     held: HeldLease
     last_lease: LastLease
     over: Callable[[], None]
+    passes: PassesOf
+    does: str = FORWARD
+    _noted: ModelPass | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> bool:
@@ -57,22 +62,27 @@ class ModelRun:
             self.held.run = self
             if not in_backward():
                 self.last_lease.give_back()  # of a backward that raised
+            self._noted = self.passes.begin(self.does)
         return True
 
     def finish(self, result: Any, given: Arguments) -> Any:
         """Leave nothing leased. What units return is theirs to look at."""
         outermost = self.held.run is self
-        self.end()
+        self._end(failed=False)
         if outermost:
             self.over()
         return result
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """Leave nothing leased. To be called again if it was interrupted."""
+        self._end(failed=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end(self, *, failed: bool) -> None:
         if self.held.run is self:
             self.held.let_go()
             self.held.run = None
+        self.passes.end(self._noted, failed=failed)
 
 
 @dataclass(eq=False)
@@ -172,7 +182,7 @@ def _view_again(
         leased = groups.last_lease.tensors(lent.key)
     except UnknownKeyError:
         raise RuntimeError(
-            f"this backward needs {binding.name}, which a tierstore holds no more as it was in the "
+            f"this backward needs {binding.name}, which no tierstore has any more as it was in the "
             "forward: weights were changed since, or the model was cut into groups anew. Run the "
             "forward again"
         ) from None

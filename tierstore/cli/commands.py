@@ -20,6 +20,36 @@ from tierstore.cli.replay import replay
 from tierstore.cli.top import top
 from tierstore.cli.trace import trace
 from tierstore.cli.verify import verify
+from tierstore.completion import Items, directories, enable_completion
+
+SECTIONS: dict[str, dict[click.Command, str]] = {
+    "Look at a store": {
+        list_groups: "List the groups: key, tensors, size, age, state.",
+        show: "List the tensors of one group.",
+        disk_use: "Say how much of the disk directories take.",
+        verify: "Check every group; --repair puts damage away.",
+    },
+    "Remove": {
+        remove_groups: "Remove groups for good.",
+        prune: "Remove what a killed process left half-written.",
+    },
+    "Measure and predict": {
+        bench: "Measure the disk that DIR lies on.",
+        plan: "Predict a model's speed at some budgets.",
+        replay: "Predict a recorded run at other budgets.",
+        trace: "Tell what a store did, and draw it.",
+    },
+    "See what runs": {
+        list_workers: "List services and their workers.",
+        top: "Show what a service or a store does right now.",
+        environment: "Describe this machine, for reports of problems.",
+    },
+}
+"""All commands with what each is for, in less than half a line."""
+
+
+def _may_be_directory(text: str) -> bool:
+    return text.startswith("-") or os.sep in text or os.path.lexists(text)
 
 
 class Inspector(click.Group):
@@ -29,14 +59,28 @@ class Inspector(click.Group):
         """Put `ls` in front of a directory."""
         first = args[0] if args else "--help"
         if first not in self.commands and first not in ("-h", "--help", "--version"):
-            if not first.startswith("-") and os.sep not in first and not os.path.lexists(first):
+            if not ctx.resilient_parsing and not _may_be_directory(first):
                 ctx.fail(f"{words.printable(first)!r} is neither a command nor a directory.")
             args = ["ls", *args]
         return super().parse_args(ctx, args)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """All commands with what they are for, by what somebody wants."""
+        width = max(map(len, self.commands))
+        for title, commands in SECTIONS.items():
+            rows = [(command.name or "", summary) for command, summary in commands.items()]
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), summary) for name, summary in rows])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> Items:
+        """Commands; directories, which stand for `ls`, where no command begins so."""
+        found = super().shell_complete(ctx, incomplete)
+        return found or directories(ctx, None, incomplete)
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command and exit with its code."""
         kwargs["standalone_mode"] = False
+        enable_completion()
         try:
             outcome = super().main(*args, **kwargs)
             code = outcome if isinstance(outcome, int) else Code.OK
@@ -67,8 +111,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\n"
     "Exit codes:\n"
-    "  0 done, 1 unexpected failure, 2 wrong usage (or DIR is no store), 3 damage found,\n"
-    "  4 no such key, 11 the directory is in use by a live process",
+    "  0 done, 1 unexpected failure, 2 wrong usage (or DIR is no store), 3 damage\n"
+    "  found, 4 no such key, 11 the directory is in use by a live process",
 )
 @click.option(
     "--version",
@@ -81,12 +125,13 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 def inspector() -> None:
     """Look into a tierstore directory: what it holds, whether it is whole, what can go.
 
-    `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. Only `prune`, `rm` and `verify
-    --repair` change anything. `ps` and `top` look at what runs: services (`tierstore-serve`).
+    `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. Where [DIR] may be left out, it
+    is the directory of stores that name none: TIERSTORE_DIR, or one in your cache. Only `prune`,
+    `rm` and `verify --repair` change anything.
     """
 
 
-for _command in (list_groups, show, disk_use, verify, prune, remove_groups):
-    inspector.add_command(_command)
-for _command in (environment, bench, plan, replay, trace, list_workers, top):
-    inspector.add_command(_command)
+for _section in SECTIONS.values():
+    for _command, _summary in _section.items():
+        _command.short_help = _summary
+        inspector.add_command(_command)

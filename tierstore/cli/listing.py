@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from tierstore.cli import machine, options, words
+from tierstore import completion
+from tierstore.cli import completing, machine, options, words
 from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.remote import is_url, list_files
 from tierstore.cli.report import (
@@ -45,16 +46,18 @@ _GROUPS = (
     Column("TENSORS", lambda row: "?" if row["problem"] else f"{row['tensors']:,}", right=True),
     Column("DTYPES", lambda row: "?" if row["problem"] else ",".join(row["dtypes"])),
     Column("SIZE", lambda row: words.size(row["nbytes"]), right=True),
-    Column("MODIFIED", lambda row: words.moment(row["modified"])),
+    Column("MODIFIED", lambda row: words.ago(row["modified"])),
     Column("STATE", lambda row: row["state"]),
 )
 
 
 @options.command("ls", "ls offload", "ls offload --sort size --limit 10", "ls offload --json")
-@options.directory_argument
+@options.default_directory_argument
 @click.option("--sort", type=click.Choice(list(_SORTING)), default="key", show_default=True)
 @click.option("--limit", type=click.IntRange(min=0), help="Show at most so many groups.")
-@click.option("--prefix", help="Show only groups whose key begins so.")
+@click.option(
+    "--prefix", help="Show only groups whose key begins so.", shell_complete=completing.prefixes
+)
 def list_groups(
     directory: str, sort: str, limit: int | None, prefix: str | None, as_json: bool
 ) -> None:
@@ -142,16 +145,30 @@ _TENSORS = (
 )
 
 
+_SELDOM = ("STRIDE", "TIED")
+"""Columns that are left out where they say nothing of any tensor."""
+
+
 @options.command("show", "show offload transformer/blocks.3", "show offload latents --json")
-@options.directory_argument
-@click.argument("key", type=options.key)
-def show(directory: str, key: str, as_json: bool) -> None:
+@click.argument(
+    "names",
+    metavar="[DIR] KEY",
+    nargs=-1,
+    required=True,
+    shell_complete=completing.directory_or_key,
+)
+@click.pass_context
+def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
     """List the tensors of one group.
 
     OFFSET is where a tensor begins in the file. Tensors with the same number under TIED share
     memory. STRIDE is given for tensors whose elements do not lie in order.
     """
-    (group,) = existing_groups(directory, [key])
+    if len(names) > 2:
+        raise click.UsageError("One KEY only: a key with spaces in it must be quoted.")
+    *named, key = names
+    directory = options.named_or_default(context, named[0] if named else None)
+    (group,) = existing_groups(directory, [options.key(key)])
     if group.stored is None:
         reason = group.problem.reason if group.problem else "it cannot be read"
         raise Failure(
@@ -164,7 +181,8 @@ def show(directory: str, key: str, as_json: bool) -> None:
         print_json({**about, "tensors": rows})
         return
     if rows:
-        draw(_TENSORS, rows)
+        told = [c for c in _TENSORS if c.title not in _SELDOM or any(map(c.cell, rows))]
+        draw(told, rows)
     tensors = words.count(len(rows), "tensor")
     data(f"{tensors}, {words.size(about['nbytes'])} in {about['path']}")
 
@@ -225,26 +243,44 @@ _DIRECTORIES = (
 
 
 @options.command("df", "df offload", "df /scratch/*/offload --json")
-@click.argument("directories", metavar="DIR...", nargs=-1, required=True)
-def disk_use(directories: tuple[str, ...], as_json: bool) -> None:
+@click.argument("named", metavar="[DIR]...", nargs=-1, shell_complete=completion.directories)
+@click.pass_context
+def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> None:
     """Say how much of the disk each directory takes, and how much of that holds no group.
 
     RECLAIMABLE counts temporary files, damaged objects, and stray files: those that tierstore did
     not write, and so will not remove. QUARANTINE is what `verify --repair` put away.
     """
+    directories = named or (options.named_or_default(context, None),)
     rows = [{**_totals(survey(d)), "file_system": machine.file_system_of(d)} for d in directories]
     if as_json:
         print_json({"directories": rows})
     else:
         given = zip(directories, rows, strict=True)
         draw(_DIRECTORIES, [{**row, "as_given": directory} for directory, row in given])
+        if len(rows) > 1:
+            nbytes, reclaimable = (
+                words.size(sum(numbers))
+                for numbers in zip(
+                    *((row["nbytes"], row["reclaimable"]["nbytes"]) for row in rows), strict=True
+                )
+            )
+            groups = words.count(sum(row["group_count"] for row in rows), "group")
+            data(f"{len(rows):,} directories: {groups}, {nbytes}; {reclaimable} reclaimable")
 
 
 # env ----------------------------------------------------------------------------------------------
 
 
 @options.command("env", "env", "env --dir /scratch/offload --json")
-@click.option("--dir", "directory", metavar="DIR", default=".", help="Look at this disk.")
+@click.option(
+    "--dir",
+    "directory",
+    metavar="DIR",
+    default=".",
+    help="Look at this disk.",
+    shell_complete=completion.directories,
+)
 def environment(directory: str, as_json: bool) -> None:
     """Say what this machine and its packages are: paste it into a report about a problem."""
     if not os.path.isdir(directory):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.model.sizes import PAGE, usable_memory
+from tierstore.system.file_systems import file_system_of as file_system_of
 
 PACKAGES = (
     "torch",
@@ -23,6 +24,8 @@ PACKAGES = (
     "accelerate",
     "transformers",
     "peft",
+    "obstore",
+    "msgspec",
 )
 
 
@@ -40,20 +43,6 @@ def _text(path: Path) -> str | None:
         return path.read_text(errors="surrogateescape")
     except OSError:
         return None
-
-
-def file_system_of(directory: str, mounts: str = "/proc/self/mountinfo") -> str | None:
-    """The type of the file system that a directory lies on, such as `ext4`."""
-    here = os.path.realpath(directory)
-    longest, found = -1, None
-    for line in (_text(Path(mounts)) or "").splitlines():
-        before, _, after = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-        is_below = here == point or here.startswith(point.rstrip("/") + "/")
-        # Of two mounts on one point, the later one is on top.
-        if is_below and len(point) >= longest:
-            longest, found = len(point), after.split()[0]
-    return found
 
 
 def direct_reads(directory: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from tierstore.cli.output import Failure
+from tierstore.cli.output import Failure, remark
+from tierstore.completion import directories
+from tierstore.engine.directories import VARIABLE, chosen_directory
 from tierstore.model.sizes import PAGE, parse_size
 from tierstore.system.objects import check_key
 
@@ -30,7 +33,27 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
     return made
 
 
-directory_argument = click.argument("directory", metavar="DIR")
+def named_or_default(context: click.Context, directory: str | None) -> str:
+    """The directory that was named, or else the one of stores that name none: then that is said."""
+    if directory is not None:
+        return directory
+    chosen = chosen_directory(None)
+    if not context.resilient_parsing:
+        why = f"as {VARIABLE} says" if os.environ.get(VARIABLE) else "the default directory"
+        remark(f"DIR is left out: this is {chosen}, {why}.")
+    return chosen
+
+
+directory_argument = click.argument("directory", metavar="DIR", shell_complete=directories)
+"""For what changes or measures something: nobody shall hit a directory that was not named."""
+default_directory_argument = click.argument(
+    "directory",
+    metavar="[DIR]",
+    required=False,
+    callback=lambda context, _, directory: named_or_default(context, directory),
+    shell_complete=directories,
+)
+"""For what looks only."""
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 

@@ -9,6 +9,7 @@ need rich, which is imported only when one is drawn.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -28,6 +29,7 @@ Document = dict[str, Any]
 
 _NARROWEST = 10
 _GAP = 2
+_LABEL = re.compile(r"( *[\w ]+? {2,})?")
 _STYLES = {"damaged": "bold red", "unreadable": "bold yellow", "holds others up": "bold red"}
 
 
@@ -72,22 +74,26 @@ def system_failures(doing: str) -> Iterator[None]:
 
 def remark(text: str) -> None:
     """Print prose to stderr."""
-    click.echo(words.printable(text), err=True)
+    click.echo(_fitted(words.printable(text), sys.stderr), err=True)
 
 
 def data(text: str) -> None:
     """Print a line of data to stdout."""
-    click.echo(words.printable(text))
+    click.echo(_fitted(words.printable(text), sys.stdout))
 
 
-def prose(text: str, *, err: bool = False) -> None:
-    """Print sentences to stdout, or to stderr: on a terminal, no line is wider than it is."""
-    stream = sys.stderr if err else sys.stdout
-    if stream.isatty():
-        width = shutil.get_terminal_size().columns
-        lines = [textwrap.fill(line, width, break_on_hyphens=False) for line in text.split("\n")]
-        text = "\n".join(lines)
-    click.echo("\n".join(map(words.printable, text.split("\n"))), err=err)
+def _fitted(text: str, stream: TextIO) -> str:
+    """The line, broken between words where a terminal would break it anywhere.
+
+    Words stay whole, however long: they may be paths that somebody copies.
+    """
+    if not stream.isatty():
+        return text
+    found = _LABEL.match(text)
+    begin = found.end() if found else 0
+    room = max(shutil.get_terminal_size().columns - begin, _NARROWEST)
+    lines = textwrap.wrap(text[begin:], room, break_long_words=False, break_on_hyphens=False)
+    return text[:begin] + f"\n{' ' * begin}".join(lines)
 
 
 def print_json(document: Document) -> None:
@@ -108,13 +114,15 @@ def print_json(document: Document) -> None:
 class Column:
     """A column, and what it says of a row.
 
-    `right` aligns numbers; cells of a `flexible` one are shortened to fit.
+    `right` aligns numbers; cells of a `flexible` one are shortened to fit. A `spare` one is left
+    out of a terminal that is too narrow for all.
     """
 
     title: str
     cell: Callable[[Document], str]
     right: bool = False
     flexible: bool = False
+    spare: bool = False
 
 
 def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
@@ -132,7 +140,13 @@ def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
         max([cell_len(column.title), *(cell_len(row[i]) for row in cells)])
         for i, column in enumerate(columns)
     ]
-    gaps = _GAP * len(columns)
+    kept = _kept(widths, columns, console.width)
+    if len(kept) < len(columns):
+        left = ", ".join(column.title for i, column in enumerate(columns) if i not in kept)
+        remark(f"No room for {left}: a wider terminal shows that, and --json has it.")
+        columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
+        cells = [[row[i] for i in kept] for row in cells]
+    gaps = _GAP * (len(columns) - 1)
     _narrow(widths, columns, console.width - gaps)
     # Where even that is too wide, the terminal shall wrap lines: rich would leave columns out.
     console.width = max(console.width, sum(widths) + gaps)
@@ -149,6 +163,16 @@ def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
         shown = (words.shorten(c, w, ellipsis, cell_len) for c, w in zip(row, widths, strict=True))
         table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in shown))
     console.print(table, soft_wrap=False)
+
+
+def _kept(widths: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
+    """The columns to show: without spare ones, the last first, as far as there is no room."""
+    least = [min(w, _NARROWEST) if c.flexible else w for w, c in zip(widths, columns, strict=True)]
+    kept = list(range(len(columns)))
+    for i in reversed([i for i, column in enumerate(columns) if column.spare]):
+        if sum(least[j] + _GAP for j in kept) - _GAP > room:
+            kept.remove(i)
+    return kept
 
 
 def _narrow(widths: list[int], columns: Sequence[Column], room: int) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tierstore.cli import words
-from tierstore.observe.trace import COMPUTE, KINDS, STALLS, Recorded, TraceSlice
+from tierstore.observe.passes import FORWARD
+from tierstore.observe.trace import COMPUTE, KINDS, PASSES, STALLS, Recorded, TraceSlice
 from tierstore.observe.trace_writer import write_whole
 
 _COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
@@ -21,29 +24,46 @@ _COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
     "device to host": "#56b4e9",
     "disk read": "#009e73",
     "disk write": "#cc79a7",
+    "download": "#e69f00",
 }
+_MODELS = ("#c6d4ee", "#f6dfb4", "#cdead0", "#e6cfec", "#f3cfcf", "#d6d6d6")
+"""In turn, for the passes of one model after the other."""
 _TIERS = {"DEVICE": "device memory", "HOST": "host memory", "DISK": "disk"}
 _BUDGET = "#222222"
 _WIDTH = 12.0  # inches, as the heights below
-_LEVEL_HEIGHT, _LANE_HEIGHT, _MARGIN = 1.6, 0.3, 1.3
+_LEVEL_HEIGHT, _SHARE_HEIGHT, _LANE_HEIGHT, _MARGIN = 1.6, 0.9, 0.3, 1.3
+_DPI = 110
 _MOST = 4
+_NARROWEST = 3.0
+"""Pixels of a stall or a move at least: 20 ms of half a minute would have less than one."""
+_BINS = 160
+_MOST_LINES = 80
+_LETTER = 7.0  # pixels of a letter in a label, about
 
 
 def draw(recorded: Recorded, path: str) -> None:
     """Draw bytes on each tier over time, above lanes of what went on. Raises OSError."""
     tiers = [tier for tier in _TIERS if _was_used(recorded, tier)]
     lanes = lanes_of(recorded.slices)
-    heights = [*(_LEVEL_HEIGHT for _ in tiers), _LANE_HEIGHT * max(len(lanes), 2)]
-    figure = Figure(figsize=(_WIDTH, sum(heights) + _MARGIN), layout="constrained")
+    stalls = [one for one in recorded.slices if one.kind == STALLS]
+    heights = [_LEVEL_HEIGHT] * len(tiers) + [_SHARE_HEIGHT] * bool(stalls)
+    heights.append(_LANE_HEIGHT * max(len(lanes), 2))
+    figure = Figure(figsize=(_WIDTH, sum(heights) + _MARGIN), layout="constrained", dpi=_DPI)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     figure.suptitle(_title(recorded), fontsize=11)
-    for tier, axis in zip(tiers, axes, strict=False):
-        _draw_level(axis, recorded, tier)
-    _draw_lanes(axes[-1], lanes)
     axes[-1].set_xlabel("seconds since the beginning of the trace")
     axes[-1].set_xlim(0, recorded.seconds or 1)
+    axes[-1].set_yticks(range(len(lanes)), list(lanes))
+    for tier, axis in zip(tiers, axes, strict=False):
+        _draw_level(axis, recorded, tier)
+    if stalls:
+        _draw_shares(axes[len(tiers)], shares_of(stalls, recorded.seconds, _BINS))
+    _name_models(figure, recorded.slices)
+    figure.draw_without_rendering()  # from now on it is known how wide a pixel is
+    _draw_lanes(axes[-1], lanes, (recorded.seconds or 1) / axes[-1].get_window_extent().width)
+    _draw_borders(axes, recorded.slices)
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
+    figure.savefig(drawn, format="png", dpi=_DPI)
     write_whole(path, drawn.getvalue())
 
 
@@ -106,18 +126,142 @@ def lanes_of(slices: Sequence[TraceSlice]) -> dict[str, list[TraceSlice]]:
     return dict(sorted(lanes.items(), key=lambda lane: (order[lane[1][0].kind], lane[0])))
 
 
-def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]]) -> None:
+def shares_of(stalls: Sequence[TraceSlice], seconds: float, bins: int) -> list[float]:
+    """Of each of so many equal parts of the time, the share in which anybody waited.
+
+    >>> waits = [TraceSlice(STALLS, STALLS, "key", 1.0, 1.5, {})]
+    >>> shares_of(waits, 4.0, 4)
+    [0.0, 1.0, 0.5, 0.0]
+    """
+    waited = [0.0] * bins
+    width, until = (seconds or 1.0) / bins, 0.0
+    for stall in sorted(stalls, key=lambda one: one.start):
+        start, end = max(stall.start, until), min(stall.start + stall.seconds, seconds)
+        until = max(until, end)  # who waits at the same time does not wait twice
+        for part in range(int(start / width), min(int(end / width) + 1, bins)):
+            within = min(end, (part + 1) * width) - max(start, part * width)
+            waited[part] += max(within, 0.0)
+    return [min(each / width, 1.0) for each in waited]
+
+
+def _draw_shares(axis: Axes, shares: Sequence[float]) -> None:
+    width = axis.get_xlim()[1] / len(shares)
+    edges = [i * width for i in range(len(shares) + 1)]
+    axis.stairs(shares, edges, fill=True, color=_COLOURS[STALLS])
+    axis.set_ylim(0, 1.0)
+    axis.set_yticks((0, 0.5, 1), ("0%", "50%", "100%"))
+    axis.set_ylabel("waited")
+    axis.set_title(
+        f"share of each {_time(width)} in which anybody waited", loc="left", fontsize=8, pad=2
+    )
+    axis.grid(alpha=0.25)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.2g} s"
+
+
+def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]], pixel: float) -> None:
+    """Draw slices in rows. A `pixel` is so many seconds wide."""
+    colours = _colours_of_models([one for slices in lanes.values() for one in slices])
     for row, slices in enumerate(lanes.values()):
+        kind = slices[0].kind
+        if kind == PASSES:
+            _draw_passes(axis, row, slices, pixel, colours)
+            continue
+        if kind != COMPUTE:  # below what they really took
+            widened = [(one.start, max(one.seconds, _NARROWEST * pixel)) for one in slices]
+            _draw_bars(axis, row, widened, pale(_COLOURS[kind]), 1.0)
         # Neighbours in two shades, as what follows each other at once could not be told apart.
         for shade, some in ((1.0, slices[::2]), (0.6, slices[1::2])):
-            axis.broken_barh(
-                [(one.start, one.seconds) for one in some],
-                (row - 0.4, 0.8),
-                facecolor=_COLOURS[slices[0].kind],
-                alpha=shade,
-                linewidth=0,
-            )
-    axis.set_yticks(range(len(lanes)), list(lanes))
+            _draw_bars(axis, row, [(s.start, s.seconds) for s in some], _COLOURS[kind], shade)
     axis.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
     axis.grid(axis="x", alpha=0.25)
     axis.tick_params(axis="y", length=0)
+    if any(slices[0].kind not in (COMPUTE, PASSES) for slices in lanes.values()):
+        shortest = _time(_NARROWEST * pixel)
+        note = (
+            f"stalls and moves of less than {shortest} are drawn that wide: what is added is pale"
+        )
+        axis.set_title(note, loc="left", fontsize=8, pad=2)
+
+
+def pale(colour: str) -> str:
+    """A colour, as `#rrggbb`, for what is added to slices that are drawn wider than they were."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(0.4 * part + 0.6 * 255):02x}" for part in parts)
+
+
+def _draw_bars(
+    axis: Axes, row: int, bars: Sequence[tuple[float, float]], colour: str, alpha: float
+) -> None:
+    axis.broken_barh(bars, (row - 0.4, 0.8), facecolor=colour, alpha=alpha, linewidth=0)
+
+
+def _colours_of_models(slices: Sequence[TraceSlice]) -> dict[str, str]:
+    """The colours of the passes of each model, by the order in which models first ran."""
+    models = dict.fromkeys(model_of(one) for one in slices if one.kind == PASSES)
+    return dict(zip(models, itertools.cycle(_MODELS), strict=False))
+
+
+def _name_models(figure: Figure, slices: Sequence[TraceSlice]) -> None:
+    """A legend for the passes, as most are too short for a name."""
+    colours = _colours_of_models(slices)
+    if not 0 < len(colours) <= len(_MODELS):
+        return
+    figure.legend(
+        [Patch(color=colour) for colour in colours.values()],
+        [_plain(model) for model in colours],
+        loc="outside lower left",
+        ncols=len(colours) if len(colours) <= 4 else 3,
+        fontsize=8,
+        title="passes, each with its number, of",
+        title_fontsize=8,
+        alignment="left",
+        frameon=False,
+    )
+
+
+def _draw_passes(
+    axis: Axes,
+    row: int,
+    slices: Sequence[TraceSlice],
+    pixel: float,
+    colours: Mapping[str, str],
+) -> None:
+    """Passes in the colour of their model, with as much of their names as fits."""
+    for model, colour in colours.items():
+        bars = [(one.start, one.seconds) for one in slices if model_of(one) == model]
+        axis.broken_barh(bars, (row - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.5)
+    for one in slices:
+        number = str(one.args.get("number", ""))
+        for label in (f"{short_name(one)} {number}", number):
+            if len(label) * _LETTER * pixel < one.seconds:
+                middle = one.start + one.seconds / 2
+                axis.text(middle, row, _plain(label), ha="center", va="center", fontsize=7)
+                break
+
+
+def _plain(text: str) -> str:
+    """Text of others, of which matplotlib is to take nothing for a formula."""
+    return words.printable(text).replace("$", r"\$")
+
+
+def model_of(one: TraceSlice) -> str:
+    """The model of a pass, as the trace calls it."""
+    return str(one.args.get("model", one.name))
+
+
+def short_name(one: TraceSlice) -> str:
+    """What a pass is called in a picture: the model without the pipeline that it is in."""
+    model = model_of(one).rpartition("/")[2]
+    does = one.args.get("does", FORWARD)
+    return model if does == FORWARD else f"{model} {does}"
+
+
+def _draw_borders(axes: Iterable[Axes], slices: Sequence[TraceSlice]) -> None:
+    """Lines through all of it where a pass begins, unless these would be all that one sees."""
+    begins = [one.start for one in slices if one.track == PASSES]
+    for axis in axes if len(begins) <= _MOST_LINES else ():
+        for at in begins:
+            axis.axvline(at, color="#555555", linewidth=0.6, alpha=0.5, zorder=0.5)

@@ -18,9 +18,10 @@ from tierstore.cli.output import (
     data,
     draw,
     print_json,
-    prose,
+    remark,
     system_failure,
 )
+from tierstore.completion import files
 from tierstore.model.errors import TierStoreError
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.progress import bar
@@ -41,7 +42,7 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     "plan path/to/pipeline --device 8GB --compute 1.5",
     "plan model.safetensors --ram 4GiB --json",
 )
-@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("checkpoint", metavar="CHECKPOINT", shell_complete=files)
 @budgets.ram_option
 @click.option(
     "--device",
@@ -158,14 +159,14 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     _show(found, document, advice, look)
     _remark_on(found, contents, source, look)
     if measured is not None:
-        _remark(f"Disk: {words.size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
+        remark(f"Disk: {words.size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
     elif disk is None:
-        _remark(
+        remark(
             "Seconds are not told, for the disk's speed is not known: give --disk-bandwidth, or "
             "measure it with `tierstore-inspect bench DIR`."
         )
     if compute is None and disk is not None:
-        _remark(
+        remark(
             "Computing is taken to need no time: give --compute SECONDS of a step, and a smaller "
             "budget may turn out to be enough."
         )
@@ -184,7 +185,7 @@ def _contents(
     except (TierStoreError, OSError, ValueError) as error:
         raise _no_plan(typed, error) from error
     if not any(model.nbytes for model in found.models):
-        message = f"{typed} holds no weights in safetensors files"
+        message = f"{typed} has no weights in safetensors files"
         if found.pickles:
             message += ", only torch pickles, which are not read"
         raise Failure(message, "Give another CHECKPOINT, or convert it with safetensors.")
@@ -199,7 +200,7 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
         return Failure(str(error), "Give another CHECKPOINT.")
     return Failure(
         f"{checkpoint} cannot be planned with: {error}",
-        "Give one file, or a directory that holds each tensor once.",
+        "Give one file, or a directory that has each tensor once.",
     )
 
 
@@ -267,7 +268,7 @@ def _show(trials: Sequence[Trial], document: Document, advice: Advice, look: _Lo
         data(f"Each step of {named['component'] or 'the model'}:")
         draw(look.columns(), rows)
     data("")
-    prose(advice.text)
+    data(advice.text)
 
 
 @dataclass(frozen=True)
@@ -302,10 +303,6 @@ class _Look:
         return [*columns, Column("", lambda row: str(row["note"]))]
 
 
-def _remark(text: str) -> None:
-    prose(text, err=True)
-
-
 def _of_step(title: str, told: Callable[[Document], str]) -> Column:
     return Column(title, lambda row: told(row) if "component" in row else "-", right=True)
 
@@ -322,16 +319,16 @@ def _remark_on(
     trials: Iterable[Trial], contents: FoundModels, source: CheckpointSource, look: _Look
 ) -> None:
     if source.told:
-        _remark(f"Read: {source.told}.")
+        remark(f"Read: {source.told}.")
     if contents.pickles:
-        _remark(f"Left out, as there are only torch pickles of it: {', '.join(contents.pickles)}.")
+        remark(f"Left out, as there are only torch pickles of it: {', '.join(contents.pickles)}.")
     for trial in trials:
         if trial.problem is not None:
-            _remark(trial.problem)
+            remark(trial.problem)
     narrow = [trial for trial in trials if trial.problem is None and not trial.overlaps]
     if narrow:
         enough = words.at_least(COMFORTABLE * narrow[-1].cut.largest.nbytes, look.units)
-        _remark(
+        remark(
             f"--ram {narrow[-1].budget.text} has room for less than {COMFORTABLE} of the largest "
             f"groups: reading and computing will hardly overlap. {enough} would do."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import completing, options, words
 from tierstore.cli.output import Column, Document, data, draw, print_json, remark
 from tierstore.cli.services import ask_all, asker
 
@@ -13,21 +13,21 @@ NOBODY = "No service of this user runs on this machine. Start one: tierstore-ser
 _WORKERS = (
     Column("PID", lambda w: str(w["pid"]), right=True),
     Column("NAME", lambda w: w["name"], flexible=True),
-    Column("SINCE", lambda w: words.moment(w["since"])),
-    Column("GROUPS", lambda w: f"{w['groups']:,}", right=True),
+    Column("SINCE", lambda w: words.ago(w["since"]), spare=True),
+    Column("GROUPS", lambda w: f"{w['groups']:,}", right=True, spare=True),
     Column("LEASES", lambda w: f"{w['leases']:,}", right=True),
     Column("LEASED", lambda w: words.size(w["leased_bytes"], w["units"]), right=True),
     Column("LONGEST", lambda w: _seconds(w["longest_lease_seconds"], w["leases"]), right=True),
     Column("WAITS", lambda w: f"{w['waits']:,}", right=True),
     Column("WAITING", lambda w: _seconds(w["waiting_seconds"], w["waits"]), right=True),
-    Column("GRANTED", lambda w: f"{w['granted']:,}", right=True),
-    Column("HITS", lambda w: f"{w['hits']:,}", right=True),
+    Column("GRANTED", lambda w: f"{w['granted']:,}", right=True, spare=True),
+    Column("HITS", lambda w: f"{w['hits']:,}", right=True, spare=True),
     Column("STATE", lambda w: state_of(w)),
 )
 
 
 @options.command("ps", "ps", "ps /nvme/tierstore", "ps --json")
-@click.argument("socket", metavar="[SOCKET|DIR]", required=False)
+@click.argument("socket", metavar="[SOCKET|DIR]", required=False, shell_complete=completing.sources)
 def list_workers(socket: str | None, as_json: bool) -> None:
     """List the workers of a service (tierstore-serve): what each leases, and waits for.
 

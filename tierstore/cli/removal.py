@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import completing, options, words
 from tierstore.cli.directories import Item, look_at, only_user, opened_parent
 from tierstore.cli.output import Failure, data, print_json, remark, system_failure
-from tierstore.cli.report import existing_groups, item_rows, survey, total
+from tierstore.cli.report import Group, existing_groups, item_rows, survey, total
 from tierstore.system.files import sync_names
 
 
@@ -34,18 +34,26 @@ def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool
     the directory.
     """
 
-    def candidates(_: int | None) -> list[Item]:
+    def candidates(_: int | None) -> dict[Item, str]:
         contents = survey(directory)
         if dry_run and contents.locked_by:
             remark(f"In use by {contents.locked_by}: its temporary files are counted here.")
-        return [*contents.temporary, *(g.item for g in contents.damaged if damaged)]
+        found = {item: item.name for item in contents.temporary}
+        return {**found, **_named(contents.damaged if damaged else ())}
 
     _remove(directory, candidates, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @options.command("rm", "rm offload latents --dry-run", "rm offload 'run 1' 'run 2' -y")
 @options.directory_argument
-@click.argument("keys", metavar="KEY...", nargs=-1, required=True, type=options.key)
+@click.argument(
+    "keys",
+    metavar="KEY...",
+    nargs=-1,
+    required=True,
+    type=options.key,
+    shell_complete=completing.keys,
+)
 @options.dry_run_option
 @options.yes_option
 def remove_groups(
@@ -53,37 +61,48 @@ def remove_groups(
 ) -> None:
     """Remove groups for good, damaged ones too. If one is missing, none is removed."""
 
-    def candidates(root: int | None) -> list[Item]:
-        return [group.item for group in existing_groups(directory, keys, root)]
+    def candidates(root: int | None) -> dict[Item, str]:
+        return _named(existing_groups(directory, keys, root))
 
     _remove(directory, candidates, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
+def _named(groups: Iterable[Group]) -> dict[Item, str]:
+    """Files of groups, with their keys; those of which no key is known, with their names."""
+    return {group.item: group.key or group.item.name for group in groups}
+
+
 def _remove(
     directory: str,
-    candidates: Callable[[int | None], list[Item]],
+    candidates: Callable[[int | None], dict[Item, str]],
     *,
     dry_run: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove the candidates, which are looked for (and asked about) while the lock is held."""
+    """Remove the candidates, which are looked for (and asked about) while the lock is held.
+
+    They are files, and what a user calls them.
+    """
     if not dry_run and not yes and not sys.stdin.isatty():
         raise Failure(
             "nobody can be asked whether to remove files: this is no terminal",
             "Add -y to remove them, or --dry-run to see which.",
         )
+    refused = False
     with nullcontext() if dry_run else only_user(directory) as root:
-        found = candidates(root)
+        names = candidates(root)
+        found = list(names)
         if root is not None:
-            if found and not yes and not _agreed(found):
-                remark("Nothing was removed.")
-                found = []
-            found = _removed(directory, root, found)
+            refused = bool(found) and not yes and not _agreed(names)
+            found = [] if refused else _removed(directory, root, found)
     rows, nbytes = item_rows(directory, found), total(found)
     if as_json:
         document = {"directory": os.path.abspath(directory), "dry_run": dry_run}
         print_json({**document, "nbytes": nbytes, "removed": rows})
+        return
+    if refused:
+        remark("Nothing was removed.")
         return
     for row in rows:
         data(row["path"])
@@ -91,9 +110,9 @@ def _remove(
     remark(f"{words.count(len(rows), 'file')} ({words.size(nbytes)}) {doing}.")
 
 
-def _agreed(found: Sequence[Item]) -> bool:
-    for item in found:
-        remark(f"{words.size(item.nbytes):>10}  {item.name}")
+def _agreed(found: Mapping[Item, str]) -> bool:
+    for item, name in found.items():
+        remark(f"{words.size(item.nbytes):>10}  {name}")
     question = f"Remove {words.count(len(found), 'file')} ({words.size(total(found))}) for good?"
     return click.confirm(question, err=True)
 

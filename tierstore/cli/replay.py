@@ -13,6 +13,7 @@ from tierstore.cli import budgets, options, words
 from tierstore.cli.budgets import Budget
 from tierstore.cli.output import Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.trace import recorded_in
+from tierstore.completion import files
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import TIERS, Tier
 
@@ -34,7 +35,7 @@ _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
     "replay run.json --ram 4GB --ram 8GB --ram 16GB",
     "replay run.json --ram 8GB --policy next-use --policy lru --json",
 )
-@click.argument("trace", metavar="TRACE")
+@click.argument("trace", metavar="TRACE", shell_complete=files)
 @budgets.ram_option
 @click.option(
     "--device",
@@ -89,7 +90,7 @@ def _read(path: str) -> Recorded:
     recorded = recorded_in(path)
     if not recorded.uses:
         raise Failure(
-            f"{path} holds no use of any group: there is nothing to replay",
+            f"{path} has no use of any group: there is nothing to replay",
             "Record a run in which groups are used.",
         )
     return recorded

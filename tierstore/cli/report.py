@@ -275,7 +275,7 @@ def existing_groups(directory: str, keys: Iterable[str], root: int | None = None
     missing = ", ".join(repr(key) for key, group in found.items() if group is None)
     if missing:
         raise Failure(
-            f"{directory} holds no group {missing}",
+            f"{directory} has no group {missing}",
             f"List the keys with: tierstore-inspect ls {directory}",
             Code.UNKNOWN_KEY,
         )

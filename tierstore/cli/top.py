@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import completing, options, words
 from tierstore.cli.looks import Look, look_at_service, looks_at_page, rates
 from tierstore.cli.output import Document, Failure, print_json, remark
 from tierstore.cli.ps import NOBODY, units_of
@@ -25,7 +25,9 @@ Source = Callable[[], list[Look]]
 
 
 @options.command("top", "top", "top /nvme/tierstore --once", "top http://127.0.0.1:9400/metrics")
-@click.argument("source", metavar="[SOCKET|DIR|URL]", required=False)
+@click.argument(
+    "source", metavar="[SOCKET|DIR|URL]", required=False, shell_complete=completing.sources
+)
 @click.option("--once", is_flag=True, help="Show one picture, over one interval, and end.")
 @click.option(
     "--interval",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from tierstore.cli.output import (
     remark,
     system_failures,
 )
+from tierstore.completion import files
 from tierstore.model.errors import InvalidTraceError
 
 if TYPE_CHECKING:
@@ -32,14 +34,16 @@ WORST = 5
 @options.command(
     "trace", "trace run.json", "trace run.json --png run.png", "trace run.json.gz --json"
 )
-@click.argument("file", metavar="FILE")
+@click.argument("file", metavar="FILE", shell_complete=files)
 @click.option("--png", metavar="PICTURE", help="Draw it too. Needs matplotlib.")
 def trace(file: str, png: str | None, as_json: bool) -> None:
     """Tell what a store did: how long it kept its callers waiting, and what moved meanwhile.
 
     FILE is what `store.trace(path)` wrote. OVERLAP is the share of the time in which bytes moved
-    that nobody waited. The picture shows the bytes on each tier over time against its budget,
-    and below that when bytes moved, when callers computed and when they waited.
+    that nobody waited. A PASS is one call of a whole model, such as one step of denoising. The
+    picture shows the bytes on each tier over time against its budget, and below that the share of
+    the time that was waited, and when models ran, when bytes moved, when callers computed and when
+    they waited.
     """
     recorded = recorded_in(file)
     if png is not None:
@@ -82,7 +86,7 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
 
 def _document(recorded: Recorded) -> Document:
     from tierstore.observe.stats import BYTES_MOVED
-    from tierstore.observe.trace import KINDS, STALLS
+    from tierstore.observe.trace import KINDS, STALLS, passes_of
 
     stats, budgets = recorded.stats, recorded.budgets
     busy, peaks = stats["busy_seconds"], stats["peak_bytes"]
@@ -112,6 +116,7 @@ def _document(recorded: Recorded) -> Document:
         ],
         # A tier that only an edited trace knows has no peak.
         "tiers": [{"tier": t, "peak": peaks.get(t), "budget": budgets[t]} for t in budgets],
+        "passes": [dataclasses.asdict(one) for one in passes_of(recorded.slices)],
         "stalls": sorted(stalls, key=lambda stall: -stall["seconds"]),
         "dropped": recorded.dropped,
     }
@@ -146,6 +151,14 @@ def _of_tiers(units: words.Units) -> tuple[Column, ...]:
     )
 
 
+_PASSES = (
+    Column("MODEL", lambda one: one["model"], flexible=True),
+    Column("PASS", lambda one: one["does"]),
+    Column("TIMES", lambda one: f"{one['count']:,}", right=True),
+    Column("MEDIAN", lambda one: _seconds(one["median"]), right=True),
+    Column("LONGEST", lambda one: _seconds(one["longest"]), right=True),
+    Column("STALLED", lambda one: _seconds(one["stalled_seconds"]), right=True),
+)
 _STALLS = (
     Column("WAITED FOR", lambda stall: stall["key"], flexible=True),
     Column("TIMES", lambda stall: f"{stall['count']:,}", right=True),
@@ -165,11 +178,13 @@ def _show(document: Document) -> None:
     data(f"overlap   {document['overlap']:.1%}")
     worst = document["stalls"][:WORST]
     units = words.units_of_tiers({tier["tier"]: tier["budget"] for tier in document["tiers"]})
-    for columns, rows in (
+    tables = (
+        (_PASSES, document["passes"]),
         (_of_hops(units), document["hops"]),
         (_of_tiers(units), document["tiers"]),
         (_STALLS, worst),
-    ):
+    )
+    for columns, rows in tables:
         if rows:
             data("")
             draw(columns, rows)

@@ -25,16 +25,20 @@ from tierstore.cli.report import (
     told_by_state,
     total,
 )
+from tierstore.completion import directories
 from tierstore.progress import byte_bar
 
 
 @options.command(
     "verify", "verify offload", "verify offload --data --json", "verify offload --data --repair"
 )
-@options.directory_argument
+@click.argument("directory", metavar="[DIR]", required=False, shell_complete=directories)
 @click.option("--data", "read_data", is_flag=True, help="Read every tensor, compare checksums.")
 @click.option("--repair", is_flag=True, help="Move what is damaged into DIR/quarantine.")
-def verify(directory: str, read_data: bool, repair: bool, as_json: bool) -> int:
+@click.pass_context
+def verify(
+    context: click.Context, directory: str | None, read_data: bool, repair: bool, as_json: bool
+) -> int:
     """Check every group. Exits with 3 if one is damaged.
 
     Headers, file sizes and names are checked at once. With --data, every byte is read, a few
@@ -46,6 +50,9 @@ def verify(directory: str, read_data: bool, repair: bool, as_json: bool) -> int:
 
     DIR may be the URL of a checkpoint in an object store: then the headers of its files are read.
     """
+    if directory is None and repair:
+        raise click.UsageError("Name the DIR that --repair is to change.")
+    directory = options.named_or_default(context, directory)
     if is_url(directory):
         if read_data or repair:
             raise click.UsageError("--data and --repair are for directories of a store.")

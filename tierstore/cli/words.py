@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import datetime
 
@@ -13,6 +14,9 @@ from tierstore.model.words import size as size
 from tierstore.model.words import units_of as units_of
 from tierstore.model.words import units_of_tiers as units_of_tiers
 
+_AGES = 100 * 365 * 86400
+"""Seconds: what seems older has a time that is wrong."""
+
 
 def moment(seconds: float) -> str:
     """A file's time as local time. A damaged file system may claim times that no calendar has."""
@@ -20,6 +24,21 @@ def moment(seconds: float) -> str:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):
         return "?"
+
+
+_UNITS = ((365 * 86400, "year"), (30 * 86400, "month"), (7 * 86400, "week"), (86400, "day"),
+    (3600, "hour"), (60, "minute"))  # fmt: skip
+
+
+def ago(seconds: float, now: float | None = None) -> str:
+    """How long a moment (in seconds since 1970) is past; what is not past has its date."""
+    past = (time.time() if now is None else now) - seconds
+    if not 0 <= past < _AGES:
+        return moment(seconds)
+    for length, unit in _UNITS:
+        if past >= length:
+            return f"{count(int(past // length), unit)} ago"
+    return "just now"
 
 
 def shorten(text: str, width: int, ellipsis: str = "…", measure: Callable[[str], int] = len) -> str:

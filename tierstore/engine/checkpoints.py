@@ -79,7 +79,7 @@ def _files_of(place: Path) -> list[str]:
         names = _indexed(indexes[0]) if indexes else sorted(place.glob("*.safetensors"))
     if not names:
         raise TransferError(
-            f"{place} holds no safetensors checkpoint: pass a .safetensors file or a directory "
+            f"{place} has no safetensors checkpoint: pass a .safetensors file or a directory "
             "with one (torch pickles are not supported: convert them with safetensors)",
             path=str(place),
         )
@@ -203,7 +203,7 @@ def _without_repeats(files: list[CheckpointFile]) -> list[CheckpointFile]:
         for tensor in file.tensors:
             if tensor.name in seen:
                 raise ValueError(
-                    f"{seen[tensor.name]} and {file.path} both hold a tensor {tensor.name!r}: "
+                    f"{seen[tensor.name]} and {file.path} both have a tensor {tensor.name!r}: "
                     "register them one by one, under different prefixes"
                 )
             seen[tensor.name] = file.path

@@ -20,6 +20,7 @@ from tierstore.engine.settings import (
     resolve_budgets,
     resolve_device,
 )
+from tierstore.model.extras import extra_for
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 
@@ -64,12 +65,6 @@ def connected_engine(
 
 
 def _link(socket: str, *, private: bool) -> Any:
-    try:
+    with extra_for("to connect to a service"):
         from tierstore.tiers.service_link import ServiceLink
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"to connect to a service takes a package that is missing ({error.name}): "
-            "pip install 'tierstore[serve]'",
-            name=error.name,
-        ) from error
     return ServiceLink(socket, private)

@@ -249,7 +249,7 @@ class Core:
             top.name,
             self.mover.entry(request.group).spec.nbytes,
             self.planner.budgets[top] or 0,
-            f"the leases of callers that all wait hold {nbytes:,} bytes; release some of them "
+            f"the leases of callers that all wait take {nbytes:,} bytes; release some of them "
             "first, or raise the budget",
         )
 

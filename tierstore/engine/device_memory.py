@@ -19,10 +19,14 @@ logger = logging.getLogger("tierstore.engine")
 
 
 class DeviceMemory:
-    """For adapters, and, but for `count_outside`, only where there is an accelerator."""
+    """For adapters, and, but for `count_outside`, only where there is an accelerator.
+
+    `retries` counts what ran once more because the device had no memory left.
+    """
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
         self.core = core
+        self.retries = 0
         self._lease_table = lease_table
 
     @property
@@ -52,16 +56,28 @@ class DeviceMemory:
         self._lease_table.revoke_all()
         self.core.tell(events.DeviceVacated())
 
-    @transaction
     def count_outside(self, nbytes: int) -> None:
         """So many bytes more (or fewer, if negative) are used outside of the store on its fastest
         tier: its budget there is smaller by as much. A store that has ended has no budget.
 
         Raises BudgetError if nothing would be left.
         """
+        budget = self._count_outside(nbytes)
+        if nbytes and budget is not None:  # without the lock, as in `grow_budget`
+            logger.info(
+                "budget of %s is now %s: %s %s used outside of the store",
+                self.core.tiers.top.tier.name,
+                size(budget),
+                size(abs(nbytes)),
+                "more are" if nbytes > 0 else "fewer are",
+            )
+
+    @transaction
+    def _count_outside(self, nbytes: int) -> int | None:
+        """The new budget; None for a store that has ended."""
         core = self.core
         if core.ended():
-            return
+            return None
         tier = core.tiers.top.tier
         before = core.settings.tiers.budgets[tier]
         assert before is not None, "memory has a budget"
@@ -70,6 +86,7 @@ class DeviceMemory:
             advice = f"raise the budget to more than {nbytes:,} bytes, or leave them out"
             raise BudgetError(what, tier.name, nbytes, before, advice)
         self._set_budget(before - nbytes)
+        return before - nbytes
 
     def _set_budget(self, budget: int) -> None:
         core = self.core

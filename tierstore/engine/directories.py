@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tierstore.model.errors import StoreLockedError
+from tierstore.system.file_systems import IN_MEMORY, MOUNTS, OF_OTHER_MACHINES, file_system_of
+
+logger = logging.getLogger("tierstore.engine")
 
 VARIABLE = "TIERSTORE_DIR"
 
@@ -24,6 +28,25 @@ def chosen_directory(disk_dir: str | os.PathLike[str] | None) -> str:
     from platformdirs import user_cache_path  # when it is needed: few stores do
 
     return str(user_cache_path("tierstore") / "store")
+
+
+def tell_of_file_system(directory: str, mounts: str = MOUNTS) -> None:
+    """Log a warning where what a directory lies on is not what a store takes it for."""
+    kind = file_system_of(directory, mounts)
+    if kind in IN_MEMORY:
+        logger.warning(
+            "%s is on %s: what is written there takes memory, beside ram_budget, and is lost when "
+            "the machine stops; pass a disk_dir that is on a disk",
+            directory,
+            kind,
+        )
+    elif kind in OF_OTHER_MACHINES:
+        logger.warning(
+            "%s is on %s, which other machines may see: its locks may not keep them out; pass a "
+            "disk_dir on a disk of this machine",
+            directory,
+            kind,
+        )
 
 
 @contextmanager

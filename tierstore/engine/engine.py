@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from typing import NoReturn
 
 from tierstore.engine.copy_threads import CopyThreads
@@ -20,17 +23,24 @@ from tierstore.engine.saves import Saves
 from tierstore.engine.service_allowance import ServiceAllowance
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
-from tierstore.system.streams import selecting
+from tierstore.model.words import count, size
+from tierstore.observe.passes import Passes
+from tierstore.observe.report import totals_of
+from tierstore.system.streams import is_captured, selecting
 from tierstore.tiers.leased_tier import LeasedHostTier
+
+logger = logging.getLogger("tierstore.engine")
 
 
 class Engine:
     """What serves a `TierStore` and its adapters.
 
-    Adapters use `leases`, `groups`, `mutable_groups`, `saved_tensors` and `device_memory`.
+    Adapters use `leases`, `groups`, `mutable_groups`, `saved_tensors`, `device_memory` and
+    `passes`.
     """
 
     def __init__(self, settings: Settings) -> None:
+        self._opened = time.monotonic()
         self.core = core = Core(settings)
         self.copy_threads = CopyThreads(selecting(settings.tiers.device), core.current_stream)
         self.lease_table = LeaseTable(core)
@@ -47,12 +57,33 @@ class Engine:
         )
         self.saved_tensors = SavedTensors(core, self.puts, self.groups)
         self.device_memory = DeviceMemory(core, self.lease_table)
-        self.reporting = Reporting(core)
+        device = core.tiers.device
+        times = None if device is None else device.times
+        self.passes = Passes(times, functools.partial(is_captured, core.device))
+        self.reporting = Reporting(core, self.passes)
         try:
             self._allowance = ServiceAllowance(core, self.lease_table)
         except BaseException:
             core.finalizer()
             raise
+        self._log_opening(settings)
+
+    def _log_opening(self, settings: Settings) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        link = settings.tiers.link
+        budgets = [
+            f"{self.reporting.budget_name(tier)} {'no limit' if n is None else size(n)}"
+            for tier, n in self.reporting.weight_budgets().items()
+        ]
+        logger.info(
+            "opened %s on %s%s: %s; %s there",
+            self.core.directory.path,
+            self.core.device,
+            "" if link is None else f" beside the service at {link.path}",
+            ", ".join(budgets),
+            count(len(self.core.current), "group"),
+        )
 
     @property
     def is_connected(self) -> bool:
@@ -78,6 +109,13 @@ class Engine:
             self._end()
             self.copy_threads.stop()
             core.finalizer()
+            self._log_closing()
+
+    def _log_closing(self) -> None:
+        if logger.isEnabledFor(logging.INFO):
+            seconds = time.monotonic() - self._opened
+            totals = totals_of(self.reporting.stats())
+            logger.info("closed %s after %.1f s: %s", self.core.directory.path, seconds, totals)
 
     @transaction
     def _begin_to_close(self) -> None:

@@ -198,6 +198,6 @@ def refuse_permanently_leased(core: Core, request: Request) -> None:
     """Raise LeaseError if the group is leased in host memory by who never gives it back."""
     if core.planner.leased_permanently(request.group):
         raise LeaseError(
-            f"group {request.key!r} is held for good, by who trains with it: read it, or wait "
+            f"group {request.key!r} is leased for good, by who trains with it: read it, or wait "
             "until that is over"
         )

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any
 from tierstore.engine.remote_groups import all_done
 from tierstore.model.errors import StaleCheckpointError, TransferError
 from tierstore.model.weight_files import variant_of
+from tierstore.model.words import size
 from tierstore.progress import byte_bar
 from tierstore.system.files import parts, sync_names, transfer_errors, write_all
 from tierstore.tiers.object_store import ObjectStamp, RemoteDirectory, RemoteObject
@@ -36,6 +38,8 @@ OTHER_FORMATS = (
     *(".onnx", ".onnx_data", ".pb", ".tflite", ".xml", ".gguf"),
 )
 """Weights for others, and pickles, which are not read."""
+
+logger = logging.getLogger("tierstore.engine")
 
 Advance = Callable[[int], None]
 
@@ -55,7 +59,7 @@ def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None
     objects = _wanted(source.everything(), subfolder.strip("/"), variant)
     if not objects:
         raise TransferError(
-            f"{url} holds nothing{f' in {subfolder}' if subfolder else ''} that could be loaded: "
+            f"{url} has nothing{f' in {subfolder}' if subfolder else ''} that could be loaded: "
             "check the URL; it names what would be the directory of a pipeline or a model",
             path=url,
         )
@@ -139,6 +143,8 @@ def _download(
     """Bring objects beside those that are there; each is a file under its own name once all of it
     is."""
     nbytes = sum(stamp.size for stamp in objects.values())
+    if objects:
+        logger.info("downloading %d files of %s: %s", len(objects), source.url, size(nbytes))
     with (
         byte_bar(f"Downloading {source.url}", nbytes) as advance,
         ThreadPoolExecutor(IN_FLIGHT) as pool,

@@ -49,7 +49,7 @@ def _objects_of(url: str, shards: Callable[[bytes, str], list[str]]) -> Iterator
     files = indexes or [name for name in names if name.endswith(SUFFIX)]
     if not files:
         raise TransferError(
-            f"{url} holds no safetensors checkpoint: pass the URL of a .safetensors file, of an "
+            f"{url} has no safetensors checkpoint: pass the URL of a .safetensors file, of an "
             "index, or of what a directory would be",
             path=url,
         )

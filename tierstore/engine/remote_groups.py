@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ from tierstore.model.groups import (
 )
 from tierstore.model.sizes import slot_bytes
 from tierstore.model.tiers import Tier, UseOrder
+from tierstore.model.words import size
 from tierstore.progress import byte_bar
 from tierstore.system.views import view_all
 from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
@@ -39,6 +41,8 @@ from tierstore.tiers.remote_tier import (
     remote_tier,
 )
 from tierstore.tiers.workers import Job
+
+logger = logging.getLogger("tierstore.engine")
 
 RUN_BYTES = 64 << 20
 """Bytes of neighbours in a file that are fetched and kept together, if no tensor is larger."""
@@ -136,6 +140,7 @@ def fetched(
     found: dict[str, torch.Tensor] = {}
     objects = {file.path: file.remote}
     nbytes = sum(tensor.extent.nbytes for tensor in tensors)
+    logger.info("fetching %d weights of %s: %s", len(tensors), file.path, size(nbytes))
     with (
         byte_bar("Fetching weights", nbytes) as advance,
         ThreadPoolExecutor(IN_FLIGHT) as pool,

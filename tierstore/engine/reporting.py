@@ -11,6 +11,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Tier
 from tierstore.model.words import count
 from tierstore.observe.journal import Summary
+from tierstore.observe.passes import Passes
 from tierstore.observe.report import Shown
 from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
 from tierstore.observe.trace_writer import Notes
@@ -19,8 +20,9 @@ from tierstore.observe.trace_writer import Notes
 class Reporting:
     """Each method is one look. None waits; all but `look` first do what finalizers have left."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, passes: Passes) -> None:
         self.core = core
+        self._passes = passes
 
     def _catch_up(self) -> None:
         """Take back what finalizers have left, so that one sees what really is there."""
@@ -102,6 +104,7 @@ class Reporting:
         core = self.core
         journal, groups = core.mover.journal, core.current.items()
         summary, spans = journal.read()
+        now = time.monotonic()
         return Notes(
             self._stats(summary),
             summary,
@@ -110,10 +113,11 @@ class Reporting:
             journal.levels.events(),
             {key: core.mover.entry(group).spec.nbytes for key, group in groups},
             str(core.device),
-            journal.dropped,
+            journal.dropped + self._passes.dropped,
             journal.number,
-            time.monotonic(),
+            now,
             core.events.record(),
+            self._passes.events(now),
         )
 
     @transaction

@@ -13,7 +13,16 @@ from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LOOK_AGAIN, Request, RequestKind
 from tierstore.model.errors import StoreTimeoutError
 from tierstore.model.groups import NO_GROUP
+from tierstore.observe.ranges import ranged
 from tierstore.plan.records import State
+
+_WAITS = {
+    RequestKind.LEASE: "wait",
+    RequestKind.ROOM: "wait for room for",
+    RequestKind.HOST_LEASE: "wait in host memory for",
+    RequestKind.SAVE: "wait until saved:",
+}
+"""What a profiler is told of a wait, by what it is for."""
 
 T = TypeVar("T")
 
@@ -36,16 +45,26 @@ class RequestLoop:
         Raises StoreTimeoutError after `timeout` seconds (None: never).
         """
         try:
-            ends = None if timeout is None else time.monotonic() + timeout
-            while (result := self._try(request, attempt)) is None:
-                left = LOOK_AGAIN if ends is None else ends - time.monotonic()
-                if left <= 0:
-                    raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
-                request.wakeup.wait(min(left, LOOK_AGAIN))
+            result = self._try(request, attempt)
+            if result is None:
+                with ranged(_WAITS[request.kind], request.key):
+                    result = self._sleep_until(request, attempt, timeout)
             return result
         except BaseException:
             self.give_up(request)
             raise
+
+    def _sleep_until(
+        self, request: Request, attempt: Callable[[Request], T | None], timeout: float | None
+    ) -> T:
+        ends = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = LOOK_AGAIN if ends is None else ends - time.monotonic()
+            if left <= 0:
+                raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
+            request.wakeup.wait(min(left, LOOK_AGAIN))
+            if (result := self._try(request, attempt)) is not None:
+                return result
 
     async def wait_async(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
         """`wait` for coroutines: never blocks the event loop."""

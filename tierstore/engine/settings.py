@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 
 from tierstore.model import shares, sizes
-from tierstore.model.sizes import PAGE, available_memory, is_auto, parse_size
+from tierstore.model.errors import DeviceError
+from tierstore.model.sizes import PAGE, available_memory, is_auto, parse_size, usable_memory
 from tierstore.model.tiers import Tier
 from tierstore.model.words import Units, size
 from tierstore.tiers.assembly import TierSettings as TierSettings
 
 Size = int | float | str
+VERIFY = ("first", "always", "never")
 
 logger = logging.getLogger("tierstore.engine")
 
@@ -33,18 +35,61 @@ class Settings:
     device_budget_may_grow: bool = False
 
 
+def checked_verify(verify: str) -> str:
+    """When checksums are compared. Raises ValueError for what is no such word."""
+    if verify not in VERIFY:
+        raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
+    return verify
+
+
 def resolve_device(wanted: str | torch.device | None) -> torch.device:
-    """The device, with its index. None: the current accelerator, or else the CPU."""
+    """The device, with its index. None: the current accelerator, or else the CPU.
+
+    Raises DeviceError if there is none of that name here.
+    """
     if wanted is None:
         wanted = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = torch.device(wanted)
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise DeviceError(f"{wanted!r} is no device: {_advice()}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
-        raise ValueError("the meta device holds no bytes: pass 'cpu' or an accelerator")
+        raise ValueError("the meta device has no bytes: pass 'cpu' or an accelerator")
+    count = _device_count(device.type)
+    if count == 0:
+        raise DeviceError(f"there is no {device.type} device here: {_advice()}")
+    if str(device) != device.type and device.index >= count:
+        raise DeviceError(f"there is no {device} here: {_advice()}")
     if str(device) != device.type:  # the index is part of the name
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _device_count(kind: str) -> int:
+    """How many devices of a type torch can use here."""
+    try:
+        module = torch.get_device_module(kind)
+        return int(module.device_count()) if module.is_available() else 0
+    except (AttributeError, RuntimeError):  # torch was built without it
+        return 0
+
+
+def _advice() -> str:
+    """What there is, and what to write."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        if torch.version.cuda or torch.version.hip:
+            why = " (see whether nvidia-smi shows a GPU, and what CUDA_VISIBLE_DEVICES says)"
+        else:
+            why = " (its build is one without CUDA: https://pytorch.org/get-started has others)"
+        return (
+            f"torch {torch.__version__} finds no accelerator{why}; pass device='cpu', or leave "
+            "device out, to run on the CPU"
+        )
+    names = [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return f"pass one of {', '.join([*names, 'cpu'])}, or leave device out for the current one"
 
 
 def resolve_budgets(
@@ -77,6 +122,13 @@ def ram_bytes(ram: Size) -> int:
             "ram_budget 'auto': %s, half of the %s available",
             size(nbytes, Units.DECIMAL),
             size(available, Units.DECIMAL),
+        )
+    elif nbytes > (usable := usable_memory()):
+        logger.warning(
+            "ram_budget is %s, but this process may use %s: the system may end it before the "
+            "budget is used up; lower it, such as to '80%%'",
+            size(nbytes, Units.DECIMAL),
+            size(usable, Units.DECIMAL),
         )
     return nbytes
 

@@ -21,7 +21,11 @@ def _made_again(
 
 
 class UnknownKeyError(TierStoreError, KeyError):
-    """No group has this key."""
+    """No group has this key. Also a KeyError.
+
+    Attributes:
+        key: the key that was asked for.
+    """
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -29,26 +33,34 @@ class UnknownKeyError(TierStoreError, KeyError):
 
     def __str__(self) -> str:
         return (
-            f"the store holds no group {self.key!r}; list what it holds with store.keys(), "
+            f"the store has no group {self.key!r}; list what it has with store.keys(), "
             "or put or register the group first"
         )
 
 
 class DuplicateKeyError(TierStoreError):
-    """A group of this key exists and may not be replaced by registering another."""
+    """A group of this key exists and may not be replaced by registering another.
+
+    Attributes:
+        key: the key.
+    """
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"the store already holds a group {key!r}; discard it first, or register the new one "
+            f"the store already has a group {key!r}; discard it first, or register the new one "
             "under another prefix"
         )
         self.key = key
 
 
 class BudgetError(TierStoreError):
-    """A budget cannot hold what was asked for.
+    """A budget is too small for what was asked for.
 
-    Attributes: `key`, `tier` (its name), `nbytes` asked for, `budget` of that tier, in bytes.
+    Attributes:
+        key: the key of the group.
+        tier: the name of the tier.
+        nbytes: bytes that were asked for.
+        budget: bytes that the tier may take.
     """
 
     def __init__(self, key: str, tier: str, nbytes: int, budget: int, advice: str) -> None:
@@ -63,7 +75,12 @@ class BudgetError(TierStoreError):
 
 
 class TransferError(TierStoreError):
-    """Bytes could not be moved. `__cause__` is the error of the system or the device."""
+    """Bytes could not be moved. `__cause__` is the error of the system or the device.
+
+    Attributes:
+        key: the key of the group; None if it is about no single one.
+        path: the path of the file; None if it is about none.
+    """
 
     def __init__(self, message: str, *, key: str | None = None, path: str | None = None) -> None:
         super().__init__(message)
@@ -72,11 +89,16 @@ class TransferError(TierStoreError):
 
 
 class TruncatedFileError(TransferError):
-    """A file ends before the bytes that it should hold."""
+    """A file ends before the last byte that it should have."""
 
 
 class CorruptDataError(TransferError):
-    """Bytes are not the ones that were written. `expected` and `found` say how it was noticed."""
+    """Bytes are not the ones that were written.
+
+    Attributes:
+        expected: what should have been found, such as a checksum; None if that cannot be said.
+        found: what was found instead.
+    """
 
     def __init__(
         self,
@@ -105,18 +127,25 @@ class DiskFullError(TransferError):
 
 
 class LeaseError(TierStoreError):
-    """A lease was used in a way that it does not allow."""
+    """A lease was used in a way that it does not allow, or callers wait for each other's leases."""
 
 
 class CaptureError(TierStoreError, RuntimeError):
-    """A store was used while the caller's stream is captured into a graph."""
+    """A store was used while the caller's stream is captured into a graph. Also a RuntimeError."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the current stream is being captured into a graph, and a graph holds neither waiting "
+            "the current stream is being captured into a graph, and a graph has neither waiting "
             "for a store's copies nor the memory that they will be in when it is replayed: use "
             "the store before and after the capture, and capture models without one"
         )
+
+
+class DeviceError(TierStoreError, ValueError, RuntimeError):
+    """There is no such device here. Says which there are.
+
+    It is a ValueError, as for any argument that cannot be, and a RuntimeError, as torch has it.
+    """
 
 
 class StoreLockedError(TierStoreError):
@@ -124,22 +153,29 @@ class StoreLockedError(TierStoreError):
 
 
 class StoreTimeoutError(TierStoreError, TimeoutError):
-    """What was waited for has not come in time. It goes on coming."""
+    """What was waited for has not come in time. It goes on coming. Also a TimeoutError.
+
+    Attributes:
+        key: the key of the group.
+        seconds: for how many seconds it was waited for.
+    """
 
     def __init__(self, key: str, what: str, seconds: float) -> None:
         super().__init__(
             f"{what} of group {key!r} did not come within {seconds:g} s: the disk may not answer, "
-            "or others may hold the room; try again, or wait for longer"
+            "or others may have the room; try again, or wait for longer"
         )
         self.key = key
         self.seconds = seconds
 
 
 class ServiceLostError(TierStoreError, ConnectionError):
-    """The service that a store is connected to is not there (any more).
+    """The service that a store is connected to is not there (any more). Also a ConnectionError.
 
     What was leased of it stays readable. As soon as it is back, the store goes on by itself.
-    `socket` is where it was looked for.
+
+    Attributes:
+        socket: the path of the socket where it was looked for.
     """
 
     def __init__(self, socket: str, why: str) -> None:
@@ -151,11 +187,15 @@ class ServiceLostError(TierStoreError, ConnectionError):
 
 
 class ClosedError(TierStoreError):
-    """The store is closed."""
+    """The store is closed, or belongs to the process that this one was forked from."""
 
 
 class InvalidTraceError(TierStoreError, ValueError):
-    """A file is not a whole trace of a store. `path` says which."""
+    """A file is not a whole trace of a store. Also a ValueError.
+
+    Attributes:
+        path: the path of the file.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(

@@ -8,13 +8,17 @@ from typing import ClassVar
 
 
 class Tier(int):
-    """A place that holds copies of groups. Tiers compare by `rank`: the fastest is the smallest.
-
-    What is on a `persistent` tier is still there when no memory has it. A store has several tiers,
-    each of a rank of its own, the memory above what is persistent.
+    """A kind of memory. Tiers compare by speed: the fastest is the smallest.
 
     >>> Tier.DEVICE < Tier.HOST < Tier.DISK
     True
+
+    Attributes:
+        name: as numbers and messages have it: `"DEVICE"`, `"HOST"`, `"DISK"`.
+        persistent: whether what is there needs no copy in memory.
+        DEVICE: memory of the accelerator. A store on the CPU has no such tier.
+        HOST: memory of the machine; page-locked where there is an accelerator.
+        DISK: the store's directory, and checkpoints where they lie.
     """
 
     name: str
@@ -76,15 +80,13 @@ class UseOrder(Enum):
 
 
 class Access(Enum):
-    """What the holder of a lease will do with the tensors.
+    """What you will do with the tensors of a lease.
 
-    READ
-        Look at them. Every copy stays valid; many may read at once.
-    UPDATE
-        Change them in place. Afterwards only the leased copy is valid, and a checkpoint that
-        the group came from is no longer trusted.
-    TAKE
-        Read them for the last time: the group is forgotten when the lease is released.
+    Attributes:
+        READ: look at them. Every copy stays valid; many may read at once.
+        UPDATE: change them in place; others wait meanwhile. Afterwards only the leased copy is
+            valid, and a checkpoint that the group came from is no longer trusted.
+        TAKE: read them for the last time: the group is forgotten when the lease is released.
     """
 
     READ = "read"

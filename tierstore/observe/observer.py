@@ -48,10 +48,14 @@ class ActivationCounts:
     def stats(self) -> ActivationStats:
         """What all of it comes to."""
         with self._lock:
-            kept = self._skipped.total()
-            skipped = {reason: n for reason, n in sorted(self._skipped.items()) if n}
-            saved = self._shipped + kept
-            return ActivationStats(saved, self._shipped, self._deduplicated, kept, skipped)
+            return self.glance()
+
+    def glance(self) -> ActivationStats:
+        """The same without the lock: the numbers may be of slightly different moments."""
+        shipped, skipped = self._shipped, dict(self._skipped)
+        kept = sum(skipped.values())
+        skipped = {reason: n for reason, n in sorted(skipped.items()) if n}
+        return ActivationStats(shipped + kept, shipped, self._deduplicated, kept, skipped)
 
 
 Ran = Callable[[GroupId, float, float], None]

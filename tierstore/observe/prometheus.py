@@ -27,10 +27,16 @@ class HasStats(Protocol):
 
 
 class StoreCollector(Collector):
-    """Looks at `stats()` of each of the stores, which go by a name here, whenever it is asked.
+    """Gives Prometheus the numbers of stores, whenever it asks.
+
+        REGISTRY.register(StoreCollector({"weights": store}))
 
     One collector is for all stores of a process. A closed store goes on telling its last numbers
     until it is taken out of the mapping.
+
+    Args:
+        stores: stores by the name that they have in the label `store`. The mapping is looked at
+            each time: it may change.
     """
 
     def __init__(self, stores: Mapping[str, HasStats]) -> None:

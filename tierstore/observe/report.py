@@ -13,22 +13,33 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.model.words import count, printable, size, units_of
+from tierstore.model.words import count, printable, size, units_of, units_of_tiers
 
 if TYPE_CHECKING:
     from tierstore.observe.stats import Stats
 
 Row = tuple[str, ...]
 
+_TITLE = "overflow-wrap:anywhere"
+_TABLE = "margin:0.3em 0;border-collapse:collapse"
+_CELL = "padding:0.1em 1.2em 0.1em 0"
+
 _TIER_TITLES: Row = ("tier", "used", "budget", "full")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Something as it is shown: what it is, and its numbers, if it has any that can be told."""
+    """Something as it is shown: what it is, and its numbers, if it has any that can be told.
+
+    `tiers` are bytes that are used, and may be, by the name of a tier; where there are `stats`,
+    theirs are shown. `facts` are names and values. `rows` are such as would make a line too long.
+    """
 
     title: str
     stats: Stats | None = None
+    tiers: tuple[tuple[str, int, int | None], ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    rows: tuple[tuple[str, str], ...] = ()
 
 
 Asked = Callable[[Any], Any]
@@ -61,16 +72,16 @@ def line(look: Shown) -> str:
     >>> line(Shown("TierStore on cpu"))
     '<TierStore on cpu>'
     """
-    return f"<{': '.join([printable(look.title), *_summary(look.stats)])}>"
+    return f"<{': '.join([printable(look.title), *_summary(look)])}>"
 
 
 def text(look: Shown) -> str:
     """A few short lines, for logs and people. No line break at the end."""
-    tiers, facts = _tiers(look.stats), _facts(look.stats)
+    tiers, facts = _tiers(look), _facts(look)
     lines = [printable(look.title)]
     if tiers:
         lines += _aligned([_TIER_TITLES, *tiers], right=True)
-    return "\n".join(lines + _aligned(facts))
+    return "\n".join(lines + (_aligned(facts) if facts else []))
 
 
 def table(look: Shown) -> Any:
@@ -80,7 +91,7 @@ def table(look: Shown) -> Any:
     from rich.text import Text
 
     parts: list[Any] = [Text(printable(look.title), style="bold")]
-    for titles, rows in ((_TIER_TITLES, _tiers(look.stats)), (None, _facts(look.stats))):
+    for titles, rows in ((_TIER_TITLES, _tiers(look)), (None, _facts(look))):
         if rows:
             drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(titles))
             for column, title in enumerate(titles or rows[0]):
@@ -93,31 +104,37 @@ def table(look: Shown) -> Any:
 
 
 def fragment(look: Shown) -> str:
-    """HTML for a notebook. All text is escaped."""
-    tiers, facts = _tiers(look.stats), _facts(look.stats)
-    parts = [f"<strong>{_escaped(look.title)}</strong>"]
+    """HTML for a notebook. All text is escaped.
+
+    Colours are the page's, light or dark. Sides are said for each cell, as notebooks have tables of
+    numbers in mind and put all to the right.
+    """
+    tiers, facts = _tiers(look), _facts(look)
+    parts = [f'<strong style="{_TITLE}">{_escaped(look.title)}</strong>']
     if tiers:
-        parts.append(f"<table><thead>{_html_row('th', _TIER_TITLES)}</thead>{_html_body(tiers)}")
-        parts.append("</table>")
+        head = _html_row("th", _TIER_TITLES, "right")
+        body = "".join(_html_row("td", row, "right") for row in tiers)
+        parts.append(f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>')
     if facts:
-        parts.append(f"<table>{_html_body(facts)}</table>")
-    return f"<div>{''.join(parts)}</div>"
+        body = "".join(_html_row("td", row, "left") for row in facts)
+        parts.append(f'<table style="{_TABLE}"><tbody>{body}</tbody></table>')
+    return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
 
 
 # What the forms have in common ------------------------------------------------------------------
 
 
-def _tiers(stats: Stats | None) -> list[Row]:
+def _tiers(look: Shown) -> list[Row]:
     """Each tier: what is used of its budget. Of a service's host memory, what is leased there."""
+    stats = look.stats
     if stats is None:
-        return []
-    told = _sizes(stats)
-    rows = [
-        _tier(name, used, stats.budget_bytes.get(name), told)
-        for name, used in stats.used_bytes.items()
-    ]
+        units = units_of_tiers({name: budget for name, _, budget in look.tiers})
+        told = functools.partial(size, units=units)
+        return [_tier(name, used, budget, told) for name, used, budget in look.tiers]
+    budgets, tells = stats.budget_bytes, _sizes(stats)
+    rows = [_tier(name, used, budgets.get(name), tells) for name, used in stats.used_bytes.items()]
     if stats.allowed_bytes:
-        rows.append(_tier("service", stats.leased_bytes, stats.allowed_bytes, told))
+        rows.append(_tier("service", stats.leased_bytes, stats.allowed_bytes, tells))
     return rows
 
 
@@ -132,10 +149,14 @@ def _tier(name: str, used: int, budget: int | None, told: Told) -> Row:
     return (name, told(used), allowed, f"{used / budget:.0%}" if budget else "")
 
 
-def _facts(stats: Stats | None) -> list[Row]:
+def _facts(look: Shown) -> list[Row]:
+    """Each fact with its name: what it is told of, and what was done."""
+    told = [(printable(name), printable(value)) for name, value in (*look.facts, *look.rows)]
+    return [*told, *(_done(look.stats) if look.stats is not None else [])]
+
+
+def _done(stats: Stats) -> list[Row]:
     """What was done: each fact with its name."""
-    if stats is None:
-        return []
     told = _sizes(stats)
     facts = [
         ("acquires", _acquires(stats)),
@@ -168,18 +189,24 @@ def _moved(stats: Stats, hop: str, nbytes: int) -> str:
     return f"{told(nbytes)} at {told(nbytes / seconds)}/s" if seconds else told(nbytes)
 
 
-def _summary(stats: Stats | None) -> Iterator[str]:
+def _summary(look: Shown) -> Iterator[str]:
     """What stands in the line after what it is."""
-    if stats is None:
-        return
+    facts = [f"{printable(name)} {printable(value)}" for name, value in look.facts]
     tiers = [
         f"{name} {used}" if budget == "no limit" else f"{name} {used} of {budget}"
-        for name, used, budget, _ in _tiers(stats)
+        for name, used, budget, _ in _tiers(look)
     ]
+    parts = [", ".join(facts), ", ".join(tiers)]
+    parts += [] if look.stats is None else [totals_of(look.stats)]
+    if any(parts):
+        yield "; ".join(part for part in parts if part)
+
+
+def totals_of(stats: Stats) -> str:
+    """What was done in all: how acquires were met, what they waited, and what moved."""
     moved = [f"{hop} {_moved(stats, hop, nbytes)}" for hop, nbytes in stats.moved().items()]
-    stalled = f"{stats.stalled_seconds:.2f} s stalled"
-    parts = (", ".join(tiers), f"{_acquires(stats)}, {stalled}", ", ".join(moved))
-    yield "; ".join(part for part in parts if part)
+    done = f"{_acquires(stats)}, {stats.stalled_seconds:.2f} s stalled"
+    return "; ".join([done, ", ".join(moved)] if moved else [done])
 
 
 def _aligned(rows: list[Row], *, right: bool = False) -> list[str]:
@@ -198,9 +225,9 @@ def _escaped(text: str) -> str:
     return html.escape(printable(text))
 
 
-def _html_row(cell: str, row: Iterable[str]) -> str:
-    return f"<tr>{''.join(f'<{cell}>{_escaped(each)}</{cell}>' for each in row)}</tr>"
-
-
-def _html_body(rows: list[Row]) -> str:
-    return f"<tbody>{''.join(_html_row('td', row) for row in rows)}</tbody>"
+def _html_row(cell: str, row: Iterable[str], side: str) -> str:
+    """A row whose first cell is to the left, and whose others are to one side."""
+    first, *others = (_escaped(each) for each in row)
+    cells = [("left", first), *((side, each) for each in others)]
+    told = (f'<{cell} style="text-align:{to};{_CELL}">{each}</{cell}>' for to, each in cells)
+    return f"<tr>{''.join(told)}</tr>"

@@ -5,7 +5,8 @@ gzip if its name ends with `.gz`. Times are microseconds after `baseTimeNanoseco
 which is the clock of `torch.profiler`'s traces. Events of the store have the category `tierstore`.
 Viewers skip the object `tierstore`, which says the same for programs:
 
-    version    1; a field that goes away or changes its meaning makes it 2
+    version    1; a field that goes away or changes its meaning makes it 2 (what is new does not:
+               older programs leave out kinds of events that they do not know)
     groups     [[key, bytes], ...] in the order in which they were registered or put
     uses       [[key, seconds], ...] in the order in which groups were asked for; the seconds are
                the work between this use and the next request
@@ -27,9 +28,11 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn
 
 from tierstore.model.errors import InvalidTraceError
@@ -41,13 +44,16 @@ VERSION = 1
 CATEGORY = "tierstore"
 COMPUTE = "compute"
 STALLS = "stall"
+PASSES = "pass"
 KINDS = {
+    PASSES: PASSES,
     STALLS: STALLS,
     COMPUTE: COMPUTE,
     "HOST>DEVICE": "host to device",
     "DEVICE>HOST": "device to host",
     "DISK>HOST": "disk read",
     "HOST>DISK": "disk write",
+    "REMOTE>DISK": "download",
 }
 """The kinds of slices, as people read them, by what the store calls them. From top to bottom."""
 
@@ -85,7 +91,9 @@ class TraceSlice:
     """Something that took time: `start` is in seconds after the first event of the trace.
 
     `kind` is one of the values of `KINDS`; slices on one `track` do not overlap. `name` is the key
-    of a group.
+    of a group; of a pass, it is the model and a number. Its `args` then have the `model`, what it
+    `does` ("forward", or the method or step that was called), and the `number`, from 1 on. Older
+    traces have no passes.
     """
 
     kind: str
@@ -121,6 +129,45 @@ class Recorded:
         """From the first event to the end of the last."""
         ends = [one.start + one.seconds for one in self.slices]
         return max([*ends, *(points[-1][0] for points in self.counters.values())], default=0.0)
+
+
+@dataclass(frozen=True)
+class PassesOfModel:
+    """The passes of one kind of one model: how many, and of one pass the median and the longest
+    time in seconds. While they went on, all callers together waited `stalled_seconds`."""
+
+    model: str
+    does: str
+    count: int
+    seconds: float
+    median: float
+    longest: float
+    stalled_seconds: float
+
+
+def passes_of(slices: Sequence[TraceSlice]) -> list[PassesOfModel]:
+    """The passes among slices, by model, in the order in which they began."""
+    passes: dict[tuple[str, str], list[TraceSlice]] = {}
+    stalls = sorted((one for one in slices if one.kind == STALLS), key=lambda one: one.start)
+    starts = [stall.start for stall in stalls]
+    for one in slices:
+        if one.kind == PASSES:
+            model, does = one.args.get("model", one.name), one.args.get("does", "forward")
+            passes.setdefault((str(model), str(does)), []).append(one)
+    found = []
+    for (model, does), of_model in passes.items():
+        seconds = [one.seconds for one in of_model]
+        waits = 0.0
+        for one in of_model:
+            end = one.start + one.seconds
+            within = stalls[bisect_left(starts, one.start) : bisect_left(starts, end)]
+            waits += sum(min(stall.seconds, end - stall.start) for stall in within)
+        found.append(
+            PassesOfModel(
+                model, does, len(seconds), sum(seconds), median(seconds), max(seconds), waits
+            )
+        )
+    return found
 
 
 def read_trace(path: str | os.PathLike[str]) -> Recorded:
@@ -197,7 +244,7 @@ def _recorded(document: Document) -> Recorded:
     )
     stats = _stats(ours)
     for name in ("peak_bytes", "busy_seconds"):
-        _expect(all(map(_is_amount, stats[name].values())), f"{name!r} holds what is no number")
+        _expect(all(map(_is_amount, stats[name].values())), f"{name!r} has what is no number")
     # Merged with the trace of another store, it has the other's events too.
     slices, counters = _events(document["traceEvents"], ours.get("process"))
     return Recorded(
@@ -222,7 +269,7 @@ def _pairs(
         raise _Damaged(f"{field!r} is no list")
     for row in rows:
         pair = isinstance(row, list) and len(row) == 2
-        _expect(pair and isinstance(row[0], str) and is_valid(row[1]), f"{field!r} holds {row!r}")
+        _expect(pair and isinstance(row[0], str) and is_valid(row[1]), f"{field!r} has {row!r}")
     return tuple((key, value) for key, value in rows)
 
 
@@ -236,7 +283,7 @@ def _mapping(
     if not isinstance(found, dict):
         raise _Damaged(f"{field!r} is no object")
     for name, value in found.items():
-        _expect(is_name(name) and is_valid(value), f"{field!r} holds {name!r}: {value!r}")
+        _expect(is_name(name) and is_valid(value), f"{field!r} has {name!r}: {value!r}")
     return found
 
 

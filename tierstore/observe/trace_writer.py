@@ -23,11 +23,13 @@ from typing import Any
 
 from tierstore.observe.event_log import EventRecord, to_document
 from tierstore.observe.journal import LeaseUse, Span, Summary
+from tierstore.observe.passes import FORWARD, ModelPass
 from tierstore.observe.stats import BYTES_MOVED, Stats
-from tierstore.observe.trace import CATEGORY, COMPUTE, KINDS, STALLS, VERSION, Document
+from tierstore.observe.trace import CATEGORY, COMPUTE, KINDS, PASSES, STALLS, VERSION, Document
 
 _QUARTER = 7_889_238 * 10**6
 """Microseconds. torch.profiler counts its own from the last multiple of this."""
+_ORDER = {kind: place for place, kind in enumerate(KINDS.values())}
 _PID = 1 << 22
 """Processes have smaller numbers, so that a merged trace can show the store beside them."""
 
@@ -50,6 +52,7 @@ class Notes:
     number: int
     now: float
     events: EventRecord
+    passes: Sequence[ModelPass] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,9 @@ def document(notes: Notes) -> Document:
     """The trace that the notes make."""
     clock = _Clock(notes)
     pid = os.getpid() + _PID * (1 + notes.number % 500)
-    pieces = itertools.chain(map(_transferred, notes.spans), _computed(notes))
+    pieces = itertools.chain(
+        map(_passed, notes.passes), map(_transferred, notes.spans), _computed(notes)
+    )
     events = [*_laid_out(pieces, clock), *_counted(notes, clock)]
     if notes.dropped:
         text = f"{notes.dropped:,} older events were forgotten"
@@ -89,7 +94,8 @@ class _Clock:
     """
 
     def __init__(self, notes: Notes) -> None:
-        started = [*(s.start for s in notes.spans), *(u.asked for u in notes.uses)]
+        started = [*(s.start for s in notes.spans), *(p.start for p in notes.passes)]
+        started += [use.asked for use in notes.uses]
         self.first = min([notes.now, *started, *(at for at, _ in notes.levels[:1])])
         self._since_1970 = time.time_ns() - time.monotonic_ns()
         self.base = 0
@@ -107,6 +113,14 @@ def _transferred(span: Span) -> _Piece:
     if span.note == "failed":
         args["failed"] = True
     return _Piece(KINDS.get(span.kind, span.kind), span.key, span.start, span.end, args)
+
+
+def _passed(one: ModelPass) -> _Piece:
+    args: dict[str, Any] = {"model": one.model, "does": one.does, "number": one.number}
+    if one.failed:
+        args["failed"] = True
+    what = one.model if one.does == FORWARD else f"{one.model} {one.does}"
+    return _Piece(PASSES, f"{what} {one.number}", one.start, one.end, args)
 
 
 def _computed(notes: Notes) -> Iterator[_Piece]:
@@ -151,7 +165,8 @@ def _computing(use: LeaseUse, start: float, end: float) -> _Piece:
 
 def _laid_out(pieces: Iterable[_Piece], clock: _Clock) -> Iterator[Document]:
     """Slices, each on the first track of its kind that is free, and the names of the tracks."""
-    ends: dict[str, list[int]] = {kind: [] for kind in KINDS.values()}
+    ends: dict[str, list[int]] = defaultdict(list)
+    others: dict[str, int] = {}  # hops of tiers that somebody has added
     for piece in sorted(pieces, key=lambda piece: (piece.start, piece.end)):
         start, end = clock(piece.start), clock(piece.end)
         tracks = ends[piece.kind]
@@ -162,19 +177,22 @@ def _laid_out(pieces: Iterable[_Piece], clock: _Clock) -> Iterator[Document]:
             "ph": "X",
             "ts": start,
             "dur": end - start,
-            "tid": _tid(piece.kind, track),
+            "tid": _tid(piece.kind, track, others),
             "name": piece.name,
             "args": piece.args,
         }
     for kind, tracks in ends.items():
         for track in range(len(tracks)):
-            tid = _tid(kind, track)
+            tid = _tid(kind, track, others)
             yield _named("thread_name", tid, name=f"{kind} {track + 1}" if track else kind)
             yield _named("thread_sort_index", tid, sort_index=tid)
 
 
-def _tid(kind: str, track: int) -> int:
-    return 1000 * (1 + list(KINDS.values()).index(kind)) + track
+def _tid(kind: str, track: int, others: dict[str, int]) -> int:
+    place = _ORDER.get(kind)
+    if place is None:
+        place = len(_ORDER) + others.setdefault(kind, len(others))
+    return 1000 * (1 + place) + track
 
 
 def _named(what: str, tid: int, **args: Any) -> Document:
@@ -189,7 +207,7 @@ def _counted(notes: Notes, clock: _Clock) -> Iterator[Document]:
     stats = notes.stats.as_dict()
     tiers = list(notes.stats.used_bytes)
     for at, used in notes.levels:
-        for tier, nbytes in zip(tiers, used, strict=True):
+        for tier, nbytes in zip(tiers, used, strict=False):  # the last tier may have come later
             yield _count(tier, "used", clock(at), nbytes)
     for hop, field in BYTES_MOVED.items():
         what = field.removeprefix("bytes_")

@@ -10,10 +10,13 @@ import signal
 import socket
 import sys
 import time
+from typing import Any
 
 import click
 
+from tierstore.completion import directories, enable_completion, files
 from tierstore.model.errors import TierStoreError
+from tierstore.model.extras import extra_for
 from tierstore.model.sizes import parse_size
 from tierstore.service import sockets
 
@@ -23,18 +26,34 @@ DEADLINE = 10.0
 """Seconds for workers to give leases back once the service is to end."""
 
 
+class Program(click.Command):
+    """The command, which shells can complete."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, or tell a shell what could come next."""
+        enable_completion()
+        return super().main(*args, **kwargs)
+
+
 @click.command(
+    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExamples:\n"
     "  tierstore-serve /nvme/tierstore --ram 200GB\n"
     "  tierstore-serve /nvme/tierstore --ram auto --disk 1TB --metrics 9400",
 )
-@click.argument("directory", metavar="DIR")
+@click.argument("directory", metavar="DIR", shell_complete=directories)
 @click.option(
     "--ram", required=True, help="Host memory: 200GB, 50%, or auto (half of what is free)."
 )
 @click.option("--disk", default=None, help="What may be written to DIR. Left out: no limit.")
-@click.option("--socket", "path", default=None, help="Where to listen. Left out: a path is chosen.")
+@click.option(
+    "--socket",
+    "path",
+    default=None,
+    help="Where to listen. Left out: a path is chosen.",
+    shell_complete=files,
+)
 @click.option("--metrics", type=int, default=None, help="Serve Prometheus metrics on this port.")
 @click.option("--deadline", default=DEADLINE, show_default=True, help="Seconds to end in.")
 def serve(
@@ -64,7 +83,7 @@ def serve(
     try:
         _raise_limit_of_files()
         asyncio.run(_serve(directory, (ram, disk, metrics, deadline), listening, path, began))
-    except (OSError, ValueError, TierStoreError) as error:
+    except (OSError, ValueError, TierStoreError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error
     finally:
         listening.close()
@@ -85,9 +104,10 @@ async def _serve(
     began: float,
 ) -> None:
     # Here, as it takes seconds: until then, who connects waits in the socket's queue.
-    from tierstore.engine.settings import ram_bytes
-    from tierstore.model.sizes import PAGE
-    from tierstore.service.server import Server, settings_of
+    with extra_for("to serve"):
+        from tierstore.engine.settings import ram_bytes
+        from tierstore.model.sizes import PAGE
+        from tierstore.service.server import Server, settings_of
 
     ram, disk, metrics, deadline = options
     budget = ram_bytes(ram) // PAGE * PAGE
@@ -97,7 +117,8 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     if metrics is not None:
-        from tierstore.service.metrics import serve_metrics
+        with extra_for("--metrics"):
+            from tierstore.service.metrics import serve_metrics
 
         serve_metrics(server, metrics)
     log.info("ready after %.1f s: %s bytes of memory", time.monotonic() - began, f"{budget:,}")

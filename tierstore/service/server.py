@@ -291,7 +291,7 @@ class Server:
                 for granted in late:
                     granted.named = True
                 log.warning(
-                    "worker %s has held %d leases (%s bytes) for more than %.0f s while others "
+                    "worker %s has had %d leases (%s bytes) for more than %.0f s while others "
                     "wait for room",
                     described(connection),
                     len(late),

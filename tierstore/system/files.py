@@ -167,7 +167,7 @@ class DataFile:
             if got == 0:
                 raise TruncatedFileError(
                     f"{self.path} ends at byte {offset + done:,}, {needed - done:,} bytes before "
-                    "the end of the tensors it should hold: download or save it again",
+                    "the end of the tensors it should have: download or save it again",
                     path=self.path,
                 )
             done += got

@@ -231,7 +231,7 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
         try:
             if os.fstat(descriptor).st_size < offset + nbytes:
                 raise TruncatedFileError(
-                    f"{path} ends before byte {offset + nbytes:,}, up to which it should hold "
+                    f"{path} ends before byte {offset + nbytes:,}, up to which it should have "
                     "tensors: download or save it again",
                     path=path,
                 )

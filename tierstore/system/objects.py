@@ -118,7 +118,7 @@ def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -
             )
         if os.path.join(*Path(path).parts[-2:]) != object_name(stored.key):
             raise CorruptDataError(
-                f"{path} says it holds key {stored.key!r}, whose file has another name: it was "
+                f"{path} says it has key {stored.key!r}, whose file has another name: it was "
                 "copied or renamed; remove it",
                 key=stored.key,
                 path=path,

@@ -51,7 +51,7 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
     found = NAMES.get(tensor.dtype)
     if found is None:
         raise TypeError(
-            f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors files cannot hold: "
+            f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors files do not know: "
             "convert it first"
         )
     return found

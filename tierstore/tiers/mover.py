@@ -14,6 +14,7 @@ short, `rebuild` finds what is true. What *arrived* means on each tier, `Hop.cop
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import traceback
 from collections import Counter
@@ -26,11 +27,14 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.journal import ROUTED, Journal, Span, hop
+from tierstore.observe.ranges import MOVES, ranged
 from tierstore.system.files import transfer_error
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Hop, QueuedHop
 from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor
+
+logger = logging.getLogger("tierstore.tiers")
 
 Ended = tuple[Copy, BaseException | None]
 """A copy that is over, and why it could not be made; None: it was."""
@@ -171,6 +175,11 @@ class Mover:
         ending = functools.partial(self._callbacks.ending, copy)
         # Every failure must reach whoever waits.
         error = self._copied(copy, entry, ending, BaseException)
+        way = hop(copy.src, copy.dst)
+        if error is not None:
+            logger.warning("%s of group %r failed: %s", way, copy.group.key, error)
+        else:
+            logger.debug("%s of group %r: %d bytes", way, copy.group.key, entry.spec.nbytes)
         if error is None and copy.dst is self._top.tier:
             with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
                 self._top.view(entry)  # here, as every torch call may cost who computes the GIL
@@ -190,7 +199,8 @@ class Mover:
         if used.times is None:  # else it is told later when it began
             self.journal.begin(span)
         try:
-            copied = used.copy(entry, ending)
+            with ranged(MOVES.get(span.kind, span.kind), span.key):
+                copied = used.copy(entry, ending)
         except failures as failure:
             span.note = "failed"
             self.journal.end(span)

@@ -7,6 +7,7 @@ every call that needs it raises ServiceLostError at once, and the next one looks
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections import deque
@@ -21,6 +22,8 @@ from tierstore.tiers.entry import SharedGroup
 from tierstore.tiers.service_wire import Listener, SharedLease, Wire
 from tierstore.wire import messages
 from tierstore.wire.messages import Message
+
+logger = logging.getLogger("tierstore.tiers")
 
 BATCH = 64
 """Groups that are registered with one message."""
@@ -57,6 +60,7 @@ class ServiceLink:
                 again = self._wire is not None
                 self._wire = Wire(self.path, self.listener, private=self.private)
                 if again:
+                    logger.info("connected again to the service at %s", self.path)
                     # What is leased and idle was of another arena, beside the budget of this one.
                     self.listener.reclaim()
                 self.listener.allowance(self._wire.welcome.allowance)

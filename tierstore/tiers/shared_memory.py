@@ -228,7 +228,7 @@ class SharedMap:
         if offset < 0 or nbytes <= 0 or offset + nbytes > len(self._map):
             raise ValueError(
                 f"bytes {offset:,} to {offset + nbytes:,} are not among the {len(self._map):,} of "
-                "this map: ask the owner where the group is"
+                "this map: ask the service where the group is"
             )
         return self._map[offset : offset + nbytes]
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-from tqdm import tqdm
+
+from tierstore.progress import bar
 
 Result = TypeVar("Result")
 
@@ -103,12 +104,10 @@ def interleave(
     """
     order = random.Random(0)
     results: dict[str, list[Result]] = {name: [] for name in runs}
-    with tqdm(total=rounds * len(runs), desc=doing, delay=2, file=sys.stderr) as bar:
-        for _ in range(rounds):
-            for name in order.sample(list(runs), len(runs)):
-                before()
-                results[name].append(runs[name]())
-                bar.update()
+    names = [name for _ in range(rounds) for name in order.sample(list(runs), len(runs))]
+    for name in bar(names, doing, "runs"):
+        before()
+        results[name].append(runs[name]())
     return results
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from tqdm import tqdm
+from tierstore.progress import bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tierstore.model.events import Event, Leased, Released
@@ -73,7 +73,7 @@ class Look:
     def table(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Show figures as they are worked out."""
         self.page.text(f"## {title}")
-        self.page.table(head, tqdm(rows, desc=title, delay=2, leave=False))
+        self.page.table(head, bar(rows, title, "rows"))
 
 
 def percent(share: float) -> str:

@@ -7,7 +7,7 @@
 
 Run them from the root of the repository, in this order, with `PYTHONPATH=.` and whatever torch the
 machine has: nothing has to be installed but what tierstore itself needs (safetensors, numpy,
-psutil, xxhash, aiofiles, click, rich, tqdm). Other libraries are measured where they are installed
+psutil, xxhash, aiofiles, click, rich). Other libraries are measured where they are installed
 (diffusers, accelerate, torchtune, torchao, deepspeed), and are told of as not installed where not.
 Carried wheels are installed with `pip install --no-deps`, so that none of them replaces torch.
 

@@ -33,7 +33,10 @@ from tierstore.adapters.activations.cache import SavedPiece, SavedTensorCache
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
 from tierstore.model.sizes import parse_size
-from tierstore.store import TierStore
+from tierstore.model.words import size
+from tierstore.observe.report import Shown, shown_by
+from tierstore.observe.stats import facts_of
+from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import (
     base_of,
     in_backward,
@@ -98,10 +101,14 @@ def _unpacked(piece: SavedPiece, geometry: Geometry, description: str) -> torch.
 
 
 class ActivationOffload:
-    """Puts what autograd saves inside of it into a store. See `offload_activations`.
+    """Puts what autograd saves inside of it into a store. `offload_activations` makes it.
 
     It may be entered any number of times, one after the other, in one another, and by several
     threads: hooks are a thread's own, so a forward pass in a worker thread enters it there.
+
+    Attributes:
+        store: where it goes.
+        min_size: bytes; smaller pieces of memory stay where they are.
     """
 
     def __init__(self, store: TierStore, min_size: int, modules: Iterable[nn.Module]) -> None:
@@ -111,6 +118,8 @@ class ActivationOffload:
         self._cache = _cache_of(store)
         # Weak references: as long as there is one, nobody else gets the address of a storage.
         self._parameters: dict[int, StorageWeakRef] = {}
+
+    __repr__, __rich__, _repr_html_ = shown_by(lambda offload: _look(offload))
 
     def __enter__(self) -> ActivationOffload:
         for cdata in [cdata for cdata, ref in self._parameters.items() if ref.expired()]:
@@ -187,6 +196,14 @@ class ActivationOffload:
             self._parameters.setdefault(storage_id(storage), StorageWeakRef(storage))
 
 
+def _look(offload: ActivationOffload) -> Shown:
+    if "_cache" not in vars(offload):
+        return Shown("ActivationOffload, not made yet")
+    store = engine_of(offload.store).reporting.look()
+    title = f"ActivationOffload of {size(offload.min_size)} and more; {store.title}"
+    return Shown(title, facts=facts_of(offload._cache.counts.glance()))
+
+
 def offload_activations(
     store: TierStore,
     *,
@@ -195,21 +212,31 @@ def offload_activations(
 ) -> ActivationOffload:
     """Put what autograd saves in a forward pass into `store`, until the backward pass wants it.
 
+        with offload_activations(store, model=model):
+            loss = model(x)
+        loss.backward()
+
     Use it around the forward pass of any model; the backward pass may be inside or outside. What
-    stays where it is: pieces of memory below `min_size` (bytes, or like `"1MB"`), parameters and
-    buffers, what is not on the store's device, and what is no plain tensor. `model` is whose
-    parameters and buffers are recognised in any disguise; without it, frozen parameters that were
-    detached, and buffers, are taken for activations.
+    comes back has the same bytes, shape, strides, dtype and device: gradients are the same to the
+    last bit. What stays where it is, `store.stats().activations` counts by reason. Built on
+    `torch.autograd.graph.saved_tensors_hooks`: of several such hooks only the innermost apply.
 
-    A store serves one device, with its index. For a model on several devices enter one for each,
-    in one another. Only the innermost other hooks of `saved_tensors_hooks` apply, as always in
-    torch: inside of them nothing is offloaded.
+    A forward pass raises what `TierStore.put` raises (BudgetError if the disk budget is used up), a
+    backward pass what `TierStore.acquire` raises, and torch's own RuntimeError for a saved tensor
+    that was changed in place, also if a backward pass gave it away as a gradient.
 
-    A forward pass raises what `put` raises (DiskFullError, BudgetError if the disk budget is used
-    up, TransferError); a backward pass what `acquire` raises, and torch's own RuntimeError for a
-    saved tensor that was changed in place. That includes one that a backward pass gave away as a
-    gradient and that was changed since, if the graph is used once more. ValueError for a `min_size`
-    that is no number of bytes.
+    Args:
+        store: where it goes. A store serves one device: for a model on several devices, enter one
+            for each, in one another.
+        min_size: bytes (an int, or like `"1MB"`); smaller pieces of memory stay where they are.
+        model: a module, or several, whose parameters and buffers are recognised in any disguise.
+            Without it, frozen parameters that were detached, and buffers, count as activations.
+
+    Returns:
+        A context manager, to be entered for one step or for many.
+
+    Raises:
+        ValueError: `min_size` is no number of bytes.
     """
     modules = [model] if isinstance(model, nn.Module) else model or ()
     return ActivationOffload(store, _bytes_of(min_size), modules)

@@ -72,7 +72,7 @@ def _check_metadata(metadata: Any) -> None:
     for index, where in stored.items():
         _expect(type(index) is MetadataIndex, "what is stored has no index")
         numbers = where.offset, where.length
-        _expect(isinstance(where.relative_path, str) and _are_sizes(numbers), "no place in a file")
+        _expect(isinstance(where.relative_path, str) and _are_sizes(numbers), "no offset in a file")
         _expect(not getattr(where, "transform_descriptors", None), "it was transformed")
     for name, of_item in metadata.state_dict_metadata.items():
         _expect(isinstance(name, str), "a name is no text")
@@ -95,7 +95,7 @@ def _check_chunks(name: str, tensor: TensorStorageMetadata, stored: dict[Any, An
         _expect(MetadataIndex(name, chunk.offsets) in stored, f"a chunk of {name!r:.80} is nowhere")
         covered += math.prod(sizes)
         if math.prod(sizes):
-            _expect(offsets not in places, f"{name!r:.80} has two chunks at one place")
+            _expect(offsets not in places, f"{name!r:.80} has two chunks at one offset")
             places.add(offsets)
     _expect(covered == math.prod(tensor.size), f"{name!r:.80} is not all there")
 

@@ -130,7 +130,7 @@ class SwappedDirectory:
             others = sorted(set(os.listdir(folder)) - set(self._parts_in(folder)))
         if others:
             raise ValueError(
-                f"{self.path} holds {others[0]!r}, which is no part of a saved training and would "
+                f"{self.path} has {others[0]!r}, which is no part of a saved training and would "
                 "be lost: choose a directory of its own"
             )
 
@@ -154,7 +154,7 @@ class SwappedDirectory:
                     if found is not None:
                         return found
         raise TransferError(
-            f"{self.path} holds no saved training: pass the directory that save_training was given",
+            f"{self.path} has no saved training: pass the directory that save_training was given",
             path=self.path,
         )
 

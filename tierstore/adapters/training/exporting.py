@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +12,14 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from tierstore.adapters.codecs.memory import address_of
+from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.training.checkpoint_names import model_state
 from tierstore.adapters.training.saving import own_errors
+from tierstore.progress import byte_bar
 from tierstore.system.files import transfer_errors
 from tierstore.torch_private import all_ranks, save_checkpoint
+
+logger = logging.getLogger("tierstore.adapters")
 
 FILE_BYTES = 256 << 20
 """Bytes of tensors in one file, unless one of them is larger. torch puts a file together in memory,
@@ -22,20 +27,24 @@ and needs about twice as much for that."""
 
 
 def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Write the parameters and buffers of a model to the directory `path`, in safetensors files
-    with an index, as `from_pretrained` and `TierStore.register_checkpoint` read them.
+    """Write the parameters and buffers of a model in safetensors files with an index.
 
         export_safetensors("exported", model)
 
-    Of tied parameters the first name is written, as `save_pretrained` does. It is torch's
-    `HuggingFaceStorageWriter` that writes. What several ranks have is exported by one process that
-    has loaded what they saved.
-
+    `from_pretrained` and `TierStore.register_checkpoint` read them. Of tied parameters the first
+    name is written, as `save_pretrained` does. torch's `HuggingFaceStorageWriter` writes.
     To go on with the training, use `save_training`: this has no optimizer, no checksums, and does
     not replace what is there at once.
 
-    Raises ValueError for a directory that has safetensors files already, RuntimeError on several
-    ranks, DiskFullError or TransferError.
+    Args:
+        path: a directory without safetensors files, made if missing.
+        model: an `OffloadModel`, or any other module.
+
+    Raises:
+        ValueError: the directory has safetensors files already.
+        RuntimeError: there are several ranks: load in one process what they saved, and export it.
+        DiskFullError: the disk is full.
+        TransferError: another error of the disk.
     """
     if all_ranks().get_world_size() > 1:
         raise RuntimeError(
@@ -50,8 +59,29 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         )
     tensors = _each_once(model_state(model))
     writer = HuggingFaceStorageWriter(where, fqn_to_index_mapping=files_of(tensors, FILE_BYTES))
-    with transfer_errors("exporting to", path=where), own_errors():
-        save_checkpoint(dict(tensors), writer, DefaultSavePlanner())
+    nbytes = sum(map(tensor_bytes, tensors.values()))
+    with (
+        transfer_errors("exporting to", path=where),
+        own_errors(),
+        byte_bar(f"Exporting to {where}", nbytes) as advance,
+    ):
+        save_checkpoint(dict(tensors), writer, _Telling(advance))
+    logger.info("exported %d tensors, %d bytes, to %s", len(tensors), nbytes, where)
+
+
+class _Telling(DefaultSavePlanner):
+    """Tells of the bytes of each tensor that is written."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """The value of an item."""
+        found = super().resolve_data(write_item)
+        if isinstance(found, torch.Tensor):
+            self._advance(tensor_bytes(found))
+        return found
 
 
 def _each_once(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ from tierstore.adapters.training.sharded import (
 )
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import HostAccess
+from tierstore.observe.passes import ModelPass, PassesOf
 from tierstore.torch_private import after_backward
 
 if TYPE_CHECKING:
@@ -239,12 +240,15 @@ def _afterwards(streamer: GradientStreamer, weights: Weights, name: str) -> Call
 class GradientStreamer:
     """What the gradients of one model go through in a backward pass.
 
-    `done` is called when that is over, and all of them are shown again.
+    `done` is called when that is over, and all of them are shown again. It is noted in `passes`,
+    from its first gradient on.
     """
 
-    def __init__(self, groups: list[Weights], done: Callable[[], None]) -> None:
+    def __init__(self, groups: list[Weights], done: Callable[[], None], passes: PassesOf) -> None:
         self._groups = groups
         self._done = done
+        self._passes = passes
+        self._pass: ModelPass | None = None
         self._lock = threading.RLock()
         self._open: deque[Gradients] = deque()
         self._under_way = False
@@ -269,6 +273,7 @@ class GradientStreamer:
             if not self._under_way:
                 self._under_way = True
                 after_backward(self.finish)
+                self._pass = self._passes.begin("backward")
                 for weights in self._groups:
                     if weights.sharded:
                         self._hide(weights.gradients)
@@ -324,6 +329,7 @@ class GradientStreamer:
             self._done()
             for weights in self._groups:
                 weights.gradients.show()
+            self._passes.end(self._pass)
 
     def stop(self) -> None:
         """Autograd may leave gradients where it likes."""

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import nn
 
 from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
-from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
@@ -39,11 +40,15 @@ from tierstore.adapters.unit_use import Arguments, UnitForward, same
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
+from tierstore.model.words import size
+from tierstore.observe.passes import ModelPass, PassesOf
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import in_backward
+
+logger = logging.getLogger("tierstore.adapters")
 
 _numbers = itertools.count()
 _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDictionary()
@@ -55,7 +60,16 @@ class OffloadModel(nn.Module):
     It stands for `module`: it is called like it, has its parameters and buffers under their own
     names, and its modes. Forward brings in slice after slice, backward in reverse; gradients leave
     for the store as they become final. While they are away, parameters and gradients are ordinary
-    CPU tensors that read as what they are, and may be changed.
+    CPU tensors that read as what they are, and may be changed. Losses, gradients and weights are
+    those of ordinary training, to the last bit.
+
+    To go through a model slice by slice is the idea of FairScale's `OffloadModel`, after Pudipeddi
+    et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm"
+    (2020).
+
+    In several processes, apply `fully_shard` (FSDP2) to the module before: then each process has
+    its shards in its own store. All of them make their OffloadModel at the same time, since that
+    gathers each module once. It cannot be combined with DistributedDataParallel or FSDP1.
 
     Args:
         module: what to train; on the CPU, or where `fully_shard` has put its shards; with values
@@ -69,14 +83,12 @@ class OffloadModel(nn.Module):
         num_microbatches: cut each batch (the first dimension of tensors) into so many parts that
             go through the model one after the other; gradients add up.
 
-    In several processes, apply `fully_shard` (FSDP2) to the module before: then each process has
-    its shards in its own store. All of them make their OffloadModel at the same time, since that
-    gathers each module once. It cannot be combined with DistributedDataParallel or FSDP1, neither
-    around it nor inside.
-
-    Raises ValueError for arguments that cannot be, or a module that is offloaded already, or spread
-    over processes; BudgetError, at its first use, for a parameter that is larger than a budget (the
-    CPU uses that where it lies on disk); what `put` raises.
+    Raises:
+        ValueError: an argument cannot be, or the module is offloaded already, or spread over
+            processes by something else than `fully_shard`.
+        BudgetError: at its first use on an accelerator: a parameter is larger than a budget.
+        DiskFullError: the disk has no room for what does not stay in RAM.
+        TransferError: another error of the disk.
     """
 
     module: nn.Module
@@ -98,8 +110,10 @@ class OffloadModel(nn.Module):
         self.store = store
         self._attachment = Attachment(self, store)
         self._depth = 0
+        self._pass: ModelPass | None = None
         self._hooks: PassHooks | None = None
         self._key = f"training/{next(_numbers)}"
+        self._passes = PassesOf(engine_of(store).passes, f"{self._key}/{type(module).__name__}")
         self._sharded = sharded_modules(module)
         shards = shards_of(module)
         self.slices = _slices(module, store, num_slices)
@@ -107,7 +121,9 @@ class OffloadModel(nn.Module):
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
         self._streamer.serve(shards)
-        self._gradient_streamer = GradientStreamer(self._groups, self._streamer.put_away)
+        self._gradient_streamer = GradientStreamer(
+            self._groups, self._streamer.put_away, self._passes
+        )
         self._streamer.make_room = self.make_room
         self._wrap()
         if checkpoint_activation:
@@ -121,6 +137,13 @@ class OffloadModel(nn.Module):
         engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in module.parameters():
             _models[id(parameter)] = self
+        logger.info(
+            "%s in training: %d slices, %d groups, %d bytes of parameters",
+            type(module).__name__,
+            len(self.slices),
+            len(self._groups),
+            weight_bytes(module.parameters()),
+        )
 
     # Standing for the module -------------------------------------------------------------------
 
@@ -143,18 +166,44 @@ class OffloadModel(nn.Module):
         )
 
     def train(self, mode: bool = True) -> OffloadModel:
-        """Set the mode of the module."""
+        """Set the mode of the module, as `nn.Module.train` does.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            This model.
+        """
         self.module.train(mode)
         self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module, under its own names: CPU tensors that read as what they are."""
+        """The state of the module, under its own names: CPU tensors that read as what they are.
+
+        They are views of what is stored: copy or save them before the next step.
+
+        Args:
+            *args: as for `nn.Module.state_dict`.
+            **kwargs: as for `nn.Module.state_dict`.
+        """
         self.put_away()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load values into the module. `assign` makes no difference: they are copied."""
+        """Load values into the module.
+
+        Args:
+            state_dict: tensors by the module's own names.
+            strict: whether missing and unknown names are an error.
+            assign: makes no difference: values are copied.
+
+        Returns:
+            What `nn.Module.load_state_dict` returns: missing and unexpected names.
+
+        Raises:
+            RuntimeError: names or shapes do not fit.
+        """
         self.put_away()
         for part in self._sharded:
             part.reshard()
@@ -168,7 +217,11 @@ class OffloadModel(nn.Module):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also what a backward pass that failed has left in the store."""
+        """Forget all gradients, also what a backward pass that failed has left in the store.
+
+        Args:
+            set_to_none: as for `nn.Module.zero_grad`.
+        """
         self.put_away()
         super().zero_grad(set_to_none)
 
@@ -193,8 +246,9 @@ class OffloadModel(nn.Module):
         return same, (copy.deepcopy(self.module),)
 
     def extra_repr(self) -> str:
-        """How many slices there are."""
-        return f"slices={len(self.slices)}"
+        """How many slices there are, and what of the model is in the store."""
+        nbytes = sum(weights.buffer.nbytes for weights in self._groups)
+        return f"slices={len(self.slices)}, groups={len(self._groups)}, in_store={size(nbytes)!r}"
 
     # Setting up --------------------------------------------------------------------------------
 
@@ -265,7 +319,18 @@ class OffloadModel(nn.Module):
     # Running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns, on the device, for inputs from anywhere."""
+        """What the module returns, on the device, for inputs from anywhere.
+
+        Args:
+            *args: the inputs of the module; tensors are brought to the store's device.
+            **kwargs: the same, by name.
+
+        Raises:
+            RuntimeError: `fully_shard` or another library has taken the module since.
+            ClosedError: the store is closed.
+            BudgetError: on an accelerator: what is needed at once is larger than a budget.
+            TransferError: weights cannot be read or written.
+        """
         refuse_spread_later(self, self._sharded)
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
@@ -281,6 +346,7 @@ class OffloadModel(nn.Module):
         """A call of the module begins."""
         self._depth += 1
         if self._depth == 1 and not in_backward():
+            self._pass = self._passes.begin()
             self.put_away()
             self._streamer.watch_frozen()
             self._gradient_streamer.watch()
@@ -289,8 +355,10 @@ class OffloadModel(nn.Module):
     def _leave(self) -> None:
         """It ends."""
         self._depth -= 1
-        if self._depth == 0 and not torch.is_grad_enabled():
-            self.put_away()
+        if self._depth == 0:
+            self._passes.end(self._pass)
+            if not torch.is_grad_enabled():
+                self.put_away()
 
     def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
@@ -308,13 +376,17 @@ class OffloadModel(nn.Module):
         return self._group_of.get(id(parameter))
 
     def disable(self) -> nn.Module:
-        """Make the module an ordinary one again, on the CPU, and return it. It takes its memory."""
+        """Make the module an ordinary one again, on the CPU. It takes its memory.
+
+        Returns:
+            The module that was given.
+        """
         give_up(self.module.modules())
         self._attachment.detach()
         self._gradient_streamer.stop()
         self.put_away()
         self._attachment.resident.give_back()
-        for weights in self._groups:
+        for weights in bar(self._groups, "Giving parameters back", "groups"):
             weights.move_out()
             for parameter in weights.parameters.values():
                 _models.pop(id(parameter), None)

@@ -23,6 +23,8 @@ from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes,
 from tierstore.adapters.training.tiles import Tile, TileGroups
 from tierstore.adapters.training.weights import Weights
 from tierstore.model.outline import in_portions
+from tierstore.model.words import count, size
+from tierstore.observe.report import Shown, shown_by
 from tierstore.store import TierStore, engine_of
 
 AHEAD = 2
@@ -38,6 +40,18 @@ _numbers = itertools.count()
 class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer of torch whose state is in a store, on disk where RAM ends.
 
+        optimizer = OffloadOptimizer(model, store, torch.optim.AdamW, lr=1e-4)
+
+    It runs on the CPU, on one group of parameters after the other. It is used as torch's are:
+    schedulers, groups of parameters, `state_dict` and `load_state_dict` in torch's own form, with
+    states as CPU tensors that read as what they are. Every step gives what the class would give, to
+    the last bit, with the same arguments.
+
+    Adam, AdamW, SGD and Adagrad are `fused`, unless arguments or a group say otherwise (`fused`,
+    `foreach`, `capturable`, `differentiable`) or parameters are no real floating-point numbers.
+    The group says so: a plain optimizer with `fused=True` gives the same. What is loaded counts
+    as it is.
+
     Args:
         model_or_params: an `OffloadModel`, any other module, or parameters (or groups of them) as
             torch's optimizers take them. Parameters that are not in a store stay where they are;
@@ -48,18 +62,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         master_dtype: keep every parameter of a lower precision in this one too, and let the
             optimizer work on that (`torch.float32`, for a model in bfloat16). It is a state, called
             "master".
-        kwargs: what the class takes.
+        **kwargs: what the class takes.
 
-    It is used as torch's are: schedulers, groups of parameters, `state_dict` and `load_state_dict`
-    in torch's own form, with states as CPU tensors that read as what they are. Every step gives
-    what the class would give, to the last bit, with the same arguments.
-
-    Adam, AdamW, SGD and Adagrad are `fused`, unless arguments or a group say otherwise (`fused`,
-    `foreach`, `capturable`, `differentiable`) or parameters are no real floating-point numbers.
-    The group says so: a plain optimizer with `fused=True` gives the same. What is loaded counts
-    as it is.
-
-    Raises TypeError or ValueError for arguments that cannot be, and what the class raises.
+    Raises:
+        TypeError: the class is no optimizer, or cannot work on one part after the other.
+        ValueError: what the class raises for its arguments.
     """
 
     def __init__(
@@ -87,7 +94,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             optimizer_class([_like(group) for group in self.param_groups], **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with arguments of their own."""
+        """Add parameters, with arguments of their own.
+
+        Args:
+            param_group: `"params"`, and arguments of the class by name.
+
+        Raises:
+            TypeError: the class looks at more than single numbers, and the parameters are shards.
+            ValueError: a parameter is in another group already.
+        """
         super().add_param_group(param_group)
         if any(map(is_distributed, self.param_groups[-1]["params"])) and not self._takes_shards():
             del self.param_groups[-1]
@@ -136,7 +151,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step. Gradients stay as they are. Raises what the class and the store raise."""
+        """Do one step. Gradients stay as they are.
+
+        Args:
+            closure: computes the loss once more, as for torch's optimizers.
+
+        Returns:
+            What `closure` returns; None without one.
+
+        Raises:
+            TypeError: the class takes a number from all parameters together, as Prodigy does.
+            ClosedError: the store is closed.
+            BudgetError: what a group needs at once is larger than a budget.
+            DiskFullError: the disk has no room for states.
+            TransferError: another error of the disk.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -144,6 +173,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._put_away()
         busy = [tile for tile in self._tiles if tile.has_gradients()]
         groups = TileGroups(self.param_groups)
+        passes = engine_of(self.store).passes
+        begun = passes.begin(f"{self._key}/{type(self._inner).__name__}", "step")
         try:
             for i, tile in enumerate(busy):
                 self._expect(busy[i : i + 1 + AHEAD])
@@ -152,7 +183,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             for tile in busy:
                 tile.put_away()
+            passes.end(begun)
         return loss
+
+    __repr__, __rich__, _repr_html_ = shown_by(lambda optimizer: _look(optimizer))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -170,7 +204,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also what a backward pass that failed has left in the store."""
+        """Forget all gradients, also what a backward pass that failed has left in the store.
+
+        Args:
+            set_to_none: as for torch's optimizers.
+        """
         self._put_away()
         super().zero_grad(set_to_none)
 
@@ -180,10 +218,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm, taken together, is at most `max_norm`.
 
-        Returns the norm that they had. As `torch.nn.utils.clip_grad_norm_` of the parameters in the
-        order of the groups: to the last bit, if all of them have one dtype. Of sharded parameters,
-        it is the norm over all processes, which must all call it: an ordinary tensor, the same in
-        each. Raises its RuntimeError if `error_if_nonfinite`.
+        As `torch.nn.utils.clip_grad_norm_` of the parameters in the order of the groups: to the
+        last bit, if all of them have one dtype.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: which norm; `"inf"` is one, too.
+            error_if_nonfinite: whether a norm that is infinite or no number is an error.
+
+        Returns:
+            The norm that they had, a tensor without dimensions. Of sharded parameters, it is the
+            norm over all processes, which must all call it: an ordinary tensor, the same in each.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
         """
         norm_type = float(norm_type)  # "inf" is one, too
         self._put_away()
@@ -235,7 +283,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return [buffer for tile in self._tiles for buffer in tile.state_buffers]
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the state that an optimizer of torch, or this one, has told."""
+        """Load the state that an optimizer of torch, or this one, has told.
+
+        Args:
+            state_dict: in torch's form, with tensors on any device.
+
+        Raises:
+            ValueError: groups do not fit.
+        """
         self._load(state_dict, Tile.load)
 
     def lay_out(self, state_dict: Any) -> None:
@@ -278,6 +333,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if name == "step" or has_master or not parameter.is_floating_point():
             return dtype
         return parameter.dtype if dtype.is_floating_point else dtype
+
+
+def _look(optimizer: OffloadOptimizer) -> Shown:
+    if "_tiles" not in vars(optimizer) or "param_groups" not in vars(optimizer):
+        return Shown("OffloadOptimizer, not made yet")
+    groups = optimizer.param_groups
+    number = sum(len(group["params"]) for group in groups)
+    states = sum(buffer.nbytes for buffer in optimizer.state_buffers())
+    options = [
+        (f"group {i}", ", ".join(f"{k}={v!r}" for k, v in group.items() if k != "params"))
+        for i, group in enumerate(groups)
+    ]
+    title = (
+        f"OffloadOptimizer of {optimizer.optimizer_class.__name__}, "
+        f"{count(number, 'parameter')} in {count(len(groups), 'group')}, {size(states)} of states"
+    )
+    store = engine_of(optimizer.store).reporting.look()
+    return Shown(f"{title}; {store.title}", store.stats, rows=tuple(options))
 
 
 def _model_of_tile(tile: Tile) -> OffloadModel | None:

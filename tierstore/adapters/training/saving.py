@@ -14,8 +14,10 @@ once: whatever dies in between, `path` leads to the old one or the new one, and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -54,6 +56,8 @@ from tierstore.adapters.training.directory_swap import SwappedDirectory
 from tierstore.adapters.training.optimizer import OffloadOptimizer
 from tierstore.torch_private import all_ranks, save_checkpoint
 
+logger = logging.getLogger("tierstore.adapters")
+
 PARTS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|tierstore\.json")
 """The files of a checkpoint."""
 
@@ -71,19 +75,23 @@ def save_training(
 
     When this returns, it survives a power cut. Whoever is killed before leaves `path` as it was,
     and a hidden directory beside it, which the next save removes. Tied parameters are saved under
-    each of their names. Gradients are not saved: save between steps.
+    each of their names. Gradients are not saved: save between steps. It is a checkpoint of
+    `torch.distributed.checkpoint`, which torch alone can load.
 
     With `torch.distributed`, every rank calls this, with a path that leads to the same directory;
     each writes what it has, and the first one `extra`.
 
     Args:
-        path: a directory that is not there yet, is empty, or holds a checkpoint.
+        path: a directory that is not there yet, is empty, or has a checkpoint.
         model: an `OffloadModel`, or any other module.
         optimizer: an `OffloadOptimizer`, or one of torch, over parameters of the model.
         extra: what else is needed to go on: tensors, text, numbers, lists, tuples, dicts.
 
-    Raises ValueError for a path with other files or an optimizer of other parameters, TypeError for
-    what cannot be loaded again, DiskFullError or TransferError.
+    Raises:
+        ValueError: the path has other files, or the optimizer other parameters.
+        TypeError: `extra` or a state has something that cannot be loaded again.
+        DiskFullError: the disk is full.
+        TransferError: another error of the disk. Whatever is raised, the last save is still there.
     """
     state: dict[str, Any] = {MODEL: model_state(model)}
     ours: dict[str, Any] = {"extra": extra, "model": _no_tensors(state[MODEL])}
@@ -94,7 +102,7 @@ def save_training(
     state[OURS] = Encoded(ours, OURS)
     places = places_of(model, optimizer)
     planner = GroupSavePlanner(state, places)
-    directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
+    directory, ranks, began = SwappedDirectory(path, PARTS), all_ranks(), time.monotonic()
     with directory.explained("saving to"), own_errors(), ExitStack() as draft:
         folder = ranks.broadcast("draft", lambda: draft.enter_context(directory.draft()))
         try:
@@ -102,35 +110,47 @@ def save_training(
         finally:
             places.close()
         ranks.broadcast("publish", draft.close)
+    logger.info("saved a training in %s in %.1f s", path, time.monotonic() - began)
 
 
 def load_training(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Any:
-    """Load what `save_training` or `torch.distributed.checkpoint` has saved; returns `extra`.
+    """Load what `save_training` or `torch.distributed.checkpoint` has saved.
 
         extra = load_training("run", model, optimizer)
         torch.set_rng_state(extra["rng"])
 
     Either may be in a store or not, on as many ranks as there are, whatever they were when they
-    were saved. Without an optimizer, only the model is loaded. What others have saved has to have
-    its parts under "model" and "optimizer" (or "optim"), by names, as `get_state_dict` gives them;
-    it has no checksums, and its `extra` is None.
+    were saved. What others have saved has to have its parts under "model" and "optimizer" (or
+    "optim"), by names, as `get_state_dict` gives them; it has no checksums. Files that have
+    checksums are read and compared before anything is changed, then read again.
 
-    Files that have checksums are read and compared before anything is changed, then read again.
+    Args:
+        path: the directory.
+        model: what its parameters and buffers are loaded into: same names, shapes and dtypes.
+        optimizer: what the states are loaded into; None: they are left out.
 
-    Raises CorruptDataError or TruncatedFileError for what is not as it was saved, TransferError for
-    what cannot be read, TierStoreError for a newer format, ValueError for what was saved of another
-    model or optimizer. The model and the optimizer are unchanged then.
+    Returns:
+        `extra`, as it was saved; None of a checkpoint that torch alone has saved.
+
+    Raises:
+        CorruptDataError: a file is not as it was saved.
+        TruncatedFileError: a file is too short.
+        TransferError: a file cannot be read.
+        TierStoreError: it is of a newer format.
+        ValueError: it was saved of another model or optimizer. Whatever is raised, model and
+            optimizer are unchanged.
     """
-    directory, ranks = SwappedDirectory(path, PARTS), all_ranks()
+    directory, ranks, began = SwappedDirectory(path, PARTS), all_ranks(), time.monotonic()
     with directory.explained("loading from"), own_errors(), ExitStack() as stack:
         files = _on_all(ranks, "open", lambda: CheckpointFiles(directory, stack))
         _on_all(ranks, "check", lambda: files.check(ranks.rank, ranks.get_world_size()))
         loading = _on_all(ranks, "match", lambda: _Loading(SavedNames(files), model, optimizer))
         _on_all(ranks, "load", loading.load)
         ours = loading.saved.ours
-        return None if ours is None else ours["extra"]
+    logger.info("loaded a training from %s in %.1f s", path, time.monotonic() - began)
+    return None if ours is None else ours["extra"]
 
 
 def _on_all(ranks: Any, step: str, do: Callable[[], Any]) -> Any:

@@ -1,0 +1,215 @@
+"""How what is told fits a terminal, and which directory is looked at if none is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.cli.conftest import Inspect, float_block, on_terminal, put, start
+from tests.helpers.files import object_file
+from tierstore.cli import words
+from tierstore.cli.commands import SECTIONS, inspector
+from tierstore.cli.output import Column, draw
+from tierstore.service.cli import serve
+from tierstore.tiers.directory import ObjectDirectory
+
+# Help --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", ["80", "60"])
+def test_no_summary_is_cut(width: str, inspect: Inspect) -> None:
+    shown = inspect("--help", COLUMNS=width).stdout
+    assert "..." not in shown.partition("[ARGS]...")[2]
+    assert max(map(len, shown.splitlines())) <= 80
+    for title, commands in SECTIONS.items():
+        assert f"\n{title}:\n" in shown
+        for command, summary in commands.items():
+            assert f"\n  {command.name} " in shown
+            assert summary in " ".join(shown.split())
+
+
+def test_every_command_has_a_section_and_fits_80_columns() -> None:
+    listed = [command for commands in SECTIONS.values() for command in commands]
+    assert {command.name for command in listed} == set(inspector.commands)
+    assert all(len(s) <= 60 for commands in SECTIONS.values() for s in commands.values())
+
+
+@pytest.mark.parametrize("name", sorted(inspector.commands))
+def test_each_command_takes_h(name: str, inspect: Inspect) -> None:
+    short = inspect(name, "-h")
+    assert short.exit_code == 0
+    assert short.stdout == inspect(name, "--help").stdout
+    assert "Usage: " in short.stdout
+
+
+def test_so_does_the_service() -> None:
+    context = click.Context(serve, info_name="tierstore-serve")
+    assert "-h" in serve.get_help_option_names(click.Context(serve, **serve.context_settings))
+    assert "--ram" in serve.get_help(context)
+
+
+# Which directory ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [("ls",), ("show", "a"), ("verify",), ("df",)])
+def test_where_none_is_named_it_is_the_default_one_and_that_is_said(
+    args: tuple[str, ...], store: Path, inspect: Inspect
+) -> None:
+    command, *rest = args
+    found = inspect(command, *rest, TIERSTORE_DIR=str(store))
+    assert found.exit_code == 0
+    said, *others = found.stderr.splitlines()
+    assert said == f"DIR is left out: this is {store}, as TIERSTORE_DIR says."
+    named = inspect(command, store, *rest)
+    assert (found.stdout, others) == (named.stdout, named.stderr.splitlines())
+
+
+def test_it_is_the_one_of_stores_that_name_none(
+    store: Path, tmp_path: Path, inspect: Inspect
+) -> None:
+    default = tmp_path / "cache" / "tierstore" / "store"
+    default.parent.mkdir(parents=True)
+    store.rename(default)
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TIERSTORE_DIR": ""}
+    found = inspect("ls", **env)
+    assert found.stdout.startswith("KEY")
+    assert found.stderr == f"DIR is left out: this is {default}, the default directory.\n"
+    nothing = inspect("ls", **{**env, "XDG_CACHE_HOME": str(tmp_path / "empty")})
+    assert nothing.exit_code == 2
+    assert "is no directory" in nothing.stderr
+
+
+@pytest.mark.parametrize("args", [("rm", "a", "-y"), ("prune", "-y"), ("bench",)])
+def test_what_removes_or_measures_wants_its_directory_named(
+    args: tuple[str, ...], store: Path, inspect: Inspect
+) -> None:
+    before = object_file(store, "a").read_bytes()
+    refused = inspect(*args, TIERSTORE_DIR=str(store))
+    assert refused.exit_code == 2
+    assert object_file(store, "a").read_bytes() == before
+
+
+def test_so_does_a_repair(store: Path, inspect: Inspect) -> None:
+    os.truncate(object_file(store, "a"), 100)
+    refused = inspect("verify", "--repair", TIERSTORE_DIR=str(store))
+    assert refused.exit_code == 2
+    assert "Name the DIR that --repair is to change." in refused.stderr
+    assert not (store / "quarantine").exists()
+    assert inspect("verify", store, "--repair").exit_code == 0
+
+
+def test_two_keys_for_show_are_refused(store: Path, inspect: Inspect) -> None:
+    refused = inspect("show", store, "a", "b")
+    assert refused.exit_code == 2
+    assert "must be quoted" in refused.stderr
+
+
+# Times and sums ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("past", "told"),
+    [
+        (0, "just now"),
+        (59, "just now"),
+        (60, "1 minute ago"),
+        (3599, "59 minutes ago"),
+        (2 * 3600, "2 hours ago"),
+        (86400, "1 day ago"),
+        (13 * 86400, "1 week ago"),
+        (40 * 86400, "1 month ago"),
+        (800 * 86400, "2 years ago"),
+    ],
+)
+def test_how_long_ago(past: float, told: str) -> None:
+    assert words.ago(5e9 - past, now=5e9) == told
+
+
+def test_what_was_just_made_is_that_old(inspect: Inspect, store: Path) -> None:
+    os.utime(object_file(store, "b"), (time.time() - 7200,) * 2)
+    ages = [
+        line.split("KiB")[1].split("  ")[1]
+        for line in inspect("ls", store).stdout.splitlines()[1:4]
+    ]
+    assert ages == ["just now", "2 hours ago", "just now"]
+
+
+def test_what_is_yet_to_come_has_its_date() -> None:
+    later = time.time() + 1e6
+    assert words.ago(later) == words.moment(later)
+    assert words.ago(1e300) == "?"
+
+
+def test_several_directories_have_a_sum(store: Path, tmp_path: Path, inspect: Inspect) -> None:
+    ObjectDirectory(tmp_path / "other").close()
+    (tmp_path / "other" / "notes").write_bytes(bytes(2048))
+    assert len(inspect("df", store).stdout.splitlines()) == 2
+    *_, total = inspect("df", store, tmp_path / "other").stdout.splitlines()
+    assert total == "2 directories: 3 groups, 60.0 KiB; 2.0 KiB reclaimable"
+
+
+# Lines and columns -------------------------------------------------------------------------------
+
+
+def test_lines_break_between_words_on_a_terminal_only(store: Path) -> None:
+    os.truncate(object_file(store, "a"), 100)
+    shown = on_terminal("verify", store, COLUMNS="60").output
+    path = str(object_file(store, "a"))
+    assert path in shown, "a path stays whole"
+    told = [line for line in shown.splitlines() if path not in line and str(store) not in line]
+    assert max(map(len, told)) <= 60
+    begin = next(i for i, line in enumerate(told) if "announces a header" in line)
+    assert told[begin].startswith(" " * 12) and told[begin + 1].startswith(" " * 12)
+    piped = start("verify", store, COLUMNS="60")
+    (reason,) = [line for line in piped.stdout.splitlines() if "announces" in line]
+    assert len(reason) > 100
+
+
+def test_columns_that_say_nothing_are_left_out_of_show(store: Path, inspect: Inspect) -> None:
+    titles = inspect("show", store, "a").stdout.splitlines()[0].split()
+    assert titles == ["NAME", "DTYPE", "SHAPE", "SIZE", "OFFSET", "XXH3"]
+
+
+def test_a_name_is_not_cut_where_there_is_just_room_for_it(store: Path) -> None:
+    directory = ObjectDirectory(store)
+    put(directory, "k" * 30, float_block("weight", 4))
+    directory.close()
+    wide = click.unstyle(on_terminal("ls", store, COLUMNS="200").output).splitlines()[0]
+    room = len(wide.rstrip()) + len("damaged") - len("STATE")
+    assert "k" * 30 in on_terminal("ls", store, COLUMNS=str(room)).output
+    assert "k" * 30 not in on_terminal("ls", store, COLUMNS=str(room - 4)).output
+
+
+SPARE = (
+    Column("NAME", lambda row: row["name"], flexible=True),
+    Column("FIRST", lambda row: "1" * 20, spare=True),
+    Column("SECOND", lambda row: "2" * 20, spare=True),
+    Column("LAST", lambda row: "3" * 20),
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "left"), [(100, ""), (60, "SECOND"), (40, "FIRST, SECOND"), (10, "FIRST, SECOND")]
+)
+def test_spare_columns_go_where_there_is_no_room(width: int, left: str) -> None:
+    drawn = (
+        "from tests.cli.test_screens import SPARE\n"
+        "from tierstore.cli.output import draw\n"
+        "draw(SPARE, [{'name': 'n' * 15}])\n"
+        "sys.exit()"
+    )
+    shown = on_terminal(before=drawn, COLUMNS=str(width)).output
+    note = f"No room for {left}: " if left else ""
+    assert ("1" * 20 in shown, "2" * 20 in shown) == ("FIRST" not in left, "SECOND" not in left)
+    assert "3" * 20 in shown
+    assert note in " ".join(shown.split())
+    assert bool(left) == ("--json" in shown)
+
+
+def test_another_program_gets_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    draw(SPARE, [{"name": "n"}])
+    assert "SECOND" in capsys.readouterr().out

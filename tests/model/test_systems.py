@@ -1,0 +1,73 @@
+"""On a system that the package does not work on, it says so in words."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tierstore.model import sizes, systems
+from tierstore.model.systems import require_known_system
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ELSEWHERE = """
+import sys
+sys.platform = {platform!r}
+sys.modules["fcntl"] = None  # whoever imports it gets an ImportError of Python's
+sys.modules["resource"] = None
+sys.argv = {argv!r}
+"""
+
+
+def start(platform: str, code: str, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh Python that takes itself for one of another system."""
+    program = ELSEWHERE.format(platform=platform, argv=argv) + code
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32", "freebsd14"])
+def test_to_import_it_elsewhere_is_an_import_error_in_words(platform: str) -> None:
+    run = start(platform, "import tierstore", ["program.py"])
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: tierstore works on Linux only, and this is {platform!r}")
+    assert "WSL2" in last
+    assert "container" in last
+    assert "fcntl" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        ("/usr/local/bin/tierstore-inspect", "tierstore.cli"),
+        (r"C:\Scripts\tierstore-inspect.exe", "tierstore.cli"),
+        ("/usr/local/bin/tierstore-serve", "tierstore.service.cli"),
+    ],
+)
+def test_the_commands_say_it_in_a_line(program: str, module: str) -> None:
+    run = start("darwin", f"import {module}", [program, "--version"])
+    assert run.returncode == 1
+    assert run.stdout == ""
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("tierstore-")
+    assert "works on Linux only" in line
+
+
+def test_pages_of_another_size_are_refused() -> None:
+    """Their page map has an entry for each, so that written weights would not be noticed."""
+    with pytest.raises(ImportError, match="kernel has pages of 65536: start the machine"):
+        require_known_system("linux", 65536)
+    with pytest.raises(SystemExit, match="tierstore-inspect: tierstore works with memory pages"):
+        require_known_system("linux", 16384, "/usr/bin/tierstore-inspect")
+
+
+def test_on_this_system_nothing_is_said() -> None:
+    require_known_system()
+    require_known_system("linux", systems.PAGE, "/usr/bin/tierstore-inspect")
+    assert systems.PAGE == sizes.PAGE == mmap.PAGESIZE

@@ -1,0 +1,70 @@
+"""What the package shows of itself: its public names, before and after anything is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tierstore
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(code: str) -> str:
+    """What a fresh Python prints, which imports the package from here."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_dir_shows_the_public_names_and_nothing_else() -> None:
+    import tierstore.cli.commands
+    import tierstore.plan.planner  # submodules become attributes of the package
+
+    assert {"plan", "cli", "import_module", "annotations"} <= set(vars(tierstore))
+    assert dir(tierstore) == sorted(tierstore.__all__)
+    assert len(set(tierstore.__all__)) == len(tierstore.__all__)
+
+
+@pytest.mark.full("imports torch, or all that adapters need")
+def test_every_name_is_there_when_it_is_asked_for() -> None:
+    assert [name for name in dir(tierstore) if not hasattr(tierstore, name)] == []
+    assert not hasattr(tierstore, "no_such_name")
+
+
+@pytest.mark.full("imports torch, or all that adapters need")
+def test_all_names_come_with_a_star() -> None:
+    code = (
+        "before = set(globals())\n"
+        "from tierstore import *\n"
+        "print(*sorted(set(globals()) - before - {'before'}))"
+    )
+    assert run(code).split() == dir(tierstore)
+
+
+def test_to_look_at_the_names_imports_nothing_large() -> None:
+    code = (
+        "import sys, tierstore\n"
+        "dir(tierstore), tierstore.__version__, tierstore.BudgetError\n"
+        "print([name for name in ('torch', 'numpy', 'diffusers') if name in sys.modules])"
+    )
+    assert run(code) == "[]\n"
+
+
+@pytest.mark.full("imports torch, or all that adapters need")
+def test_tab_completion_finds_the_store() -> None:
+    code = (
+        "import rlcompleter, tierstore\n"
+        "complete = rlcompleter.Completer({'tierstore': tierstore}).complete\n"
+        "found = [complete('tierstore.TierS', number) for number in range(5)]\n"
+        "print(*filter(None, found))"
+    )
+    assert [word.rstrip("()") for word in run(code).split()] == [
+        "tierstore.TierStore",
+        "tierstore.TierStoreError",
+    ]
