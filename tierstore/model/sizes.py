@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import psutil
-
 PAGE = 4096
 
 _SIZES_PER_DOUBLING = 64
@@ -112,6 +110,8 @@ def usable_memory(root: Path = Path("/")) -> int:
 
     `root` is where /proc and /sys are looked for (tests point it at a made-up tree).
     """
+    import psutil  # when it is needed: the command line must start at once
+
     return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
 
 
