@@ -24,10 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 IN_A_LINE = re.compile(r"`(tierstore-(?:inspect|serve) [^`\n]+)`")
+ASSIGNMENT = re.compile(r"[A-Z_]+=")
+"""Before a command: variables of its environment."""
+
 DIRECTORIES = ("DIR", "offload")
 """What a page calls a store's directory, where it leaves out the verb `ls`."""
 
-OTHERS = ("echo", "pip", "pip3", "python3", "torchrun")
+OTHERS = ("echo", "eval", "pip", "pip3", "python3", "torchrun")
 """Commands that are not ours. (`python3 -m venv ...` in README.md is run by .ci/run.)"""
 
 
@@ -46,6 +49,8 @@ def wrong(line: str, whole: bool = True) -> str:
     """What is wrong with a command; empty if nothing is."""
     words = shlex.split(line, comments=True)
     words = words[: words.index("|")] if "|" in words else words
+    while words and ASSIGNMENT.match(words[0]):
+        words = words[1:]
     match words:
         case [] | ["$", *_]:
             return ""

@@ -190,7 +190,7 @@ class HubSource:
             read = list(bar(headers, f"Reading headers of {folder or self.name}", "files"))
         found = [tensor for tensors in read for tensor in tensors]
         if len({tensor.name for tensor in found}) < len(found):
-            raise ValueError(f"{folder or 'its root'} has files that hold the same tensors")
+            raise ValueError(f"{folder or 'its root'} has files with the same tensors")
         return found
 
     def _files(self, folder: str, name: str | None) -> Iterable[str]:

@@ -7,7 +7,6 @@ import mmap
 import os
 import platform
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ PACKAGES = (
 
 def version_of(package: str) -> str | None:
     """The installed version of a package, without importing it."""
+    from importlib import metadata  # when it is needed: the command line must start at once
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
