@@ -24,9 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 IN_A_LINE = re.compile(r"`(tierstore-(?:inspect|serve) [^`\n]+)`")
-ASSIGNMENT = re.compile(r"[A-Z_]+=")
-"""Before a command: variables of its environment."""
-
+ASSIGNMENT = re.compile(r"\w+=")
 DIRECTORIES = ("DIR", "offload")
 """What a page calls a store's directory, where it leaves out the verb `ls`."""
 
@@ -67,7 +65,9 @@ def wrong(line: str, whole: bool = True) -> str:
 
 
 def wrong_verb(words: list[str], whole: bool) -> str:
-    verb = words[0] if words else ""
+    if not words:  # its help
+        return ""
+    verb = words[0]
     if verb.startswith("-") or verb in DIRECTORIES:
         verb, words = "ls", ["ls", *words]
     command = inspector.commands.get(verb)

@@ -85,8 +85,7 @@ class OffloadModel(nn.Module):
     Raises:
         ValueError: an argument cannot be; or the module is offloaded already, or spread otherwise.
         BudgetError: at its first use on an accelerator: a parameter is larger than a budget.
-        DiskFullError: the disk has no room for what does not stay in RAM.
-        TransferError: another error of the disk.
+        TransferError: of the disk (DiskFullError: no room for what does not stay in RAM).
     """
 
     module: nn.Module
@@ -177,9 +176,7 @@ class OffloadModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module, under its own names: CPU tensors that read as what they are.
-
-        They are views of what is stored: copy or save them before the next step.
+        """The state of the module, under its own names: CPU tensors, views of what is stored.
 
         Args:
             *args: as for `nn.Module.state_dict`.
@@ -374,11 +371,7 @@ class OffloadModel(nn.Module):
         return self._group_of.get(id(parameter))
 
     def disable(self) -> nn.Module:
-        """Make the module an ordinary one again, on the CPU. It takes its memory.
-
-        Returns:
-            The module that was given.
-        """
+        """The module that was given, an ordinary one again, on the CPU. It takes its memory."""
         give_up(self.module.modules())
         self._attachment.detach()
         self._gradient_streamer.stop()
