@@ -171,8 +171,7 @@ class HubSource:
                 self.name,
                 name,
                 revision=self.revision,
-                local_dir=directory,
-                force_download=True,  # or a damaged copy of the cache would do
+                cache_dir=directory,  # nothing is left in the user's, and nothing taken from there
             )
             with open(place, "rb") as file:
                 return file.read()

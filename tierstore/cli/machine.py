@@ -7,16 +7,11 @@ import mmap
 import os
 import platform
 import re
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tierstore.model.sizes import PAGE, usable_memory
 from tierstore.system.file_systems import file_system_of as file_system_of
-
-PATIENCE = 10.0
-"""Seconds that `nvidia-smi` may take to answer."""
 
 PACKAGES = (
     "torch",
@@ -35,6 +30,8 @@ PACKAGES = (
 
 def version_of(package: str) -> str | None:
     """The installed version of a package, without importing it."""
+    from importlib import metadata  # when it is needed: the command line must start at once
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -83,29 +80,6 @@ def gpus(root: Path = Path("/")) -> list[str]:
     texts = [text for file in files if (text := _text(file)) is not None]
     found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
     return [model[1].strip() if model else "unknown" for model in found]
-
-
-def free_gpu_memory() -> int | None:
-    """Bytes that are free on the first GPU that this process may use, as `nvidia-smi` tells.
-
-    None where it tells nothing. A process that uses the GPU finds some hundred MB less: CUDA itself
-    takes them.
-    """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "none"
-    asked = [f"--id={first}", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *asked],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    mebibytes = done.stdout.strip()
-    return int(mebibytes) << 20 if done.returncode == 0 and mebibytes.isdecimal() else None
 
 
 def gpu_driver(root: Path = Path("/")) -> str | None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import urllib.request
-
 SECONDS = 5.0
 """For the next bytes to come."""
 
@@ -14,6 +11,9 @@ LONGEST = 16 << 20
 
 def page_at(url: str) -> str:
     """The text at an http or https URL. Raises OSError or ValueError, which say why not."""
+    import http.client  # when they are needed: the command line must start at once
+    import urllib.request
+
     # No proxy: what is asked for is on this machine, or near it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 from tierstore.model import shares
 
@@ -128,7 +127,7 @@ def is_auto(budget: object) -> bool:
 
 def available_memory() -> int:
     """The bytes of RAM that this process could take now without anything being swapped out."""
-    return min(usable_memory(), int(psutil.virtual_memory().available))
+    return min(usable_memory(), int(_machine_memory().available))
 
 
 def usable_memory(root: Path = Path("/")) -> int:
@@ -136,7 +135,13 @@ def usable_memory(root: Path = Path("/")) -> int:
 
     `root` is where /proc and /sys are looked for (tests point it at a made-up tree).
     """
-    return min([int(psutil.virtual_memory().total), *_cgroup_limits(root)])
+    return min([int(_machine_memory().total), *_cgroup_limits(root)])
+
+
+def _machine_memory() -> Any:
+    import psutil  # when it is needed: the command line must start at once
+
+    return psutil.virtual_memory()
 
 
 def _cgroup_limits(root: Path) -> list[int]:

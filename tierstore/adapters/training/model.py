@@ -73,22 +73,19 @@ class OffloadModel(nn.Module):
 
     Args:
         module: what to train; on the CPU, or where `fully_shard` has put its shards; with values
-            (nothing on meta). It is changed in place: `disable` makes it an ordinary module again.
+            (nothing on meta). Changed in place: `disable` makes it an ordinary module again.
         store: where parameters and gradients are; the optimizer's state too, if it is told so.
         device: where to compute: the store's device, which is what None means.
-        num_slices: into how many slices to cut it; None for as many as give slices of a fitting
-            size. On an accelerator, two slices are there at a time.
+        num_slices: how many slices; None: a fitting number. An accelerator has two at a time.
         checkpoint_activation: keep only what each block is given (of an `nn.Sequential`: each
             slice), in the store, and compute the rest again in the backward pass.
-        num_microbatches: cut each batch (the first dimension of tensors) into so many parts that
-            go through the model one after the other; gradients add up.
+        num_microbatches: cut each batch (the first dimension of tensors) into so many parts;
+            gradients add up.
 
     Raises:
-        ValueError: an argument cannot be, or the module is offloaded already, or spread over
-            processes by something else than `fully_shard`.
+        ValueError: an argument cannot be; or the module is offloaded already, or spread otherwise.
         BudgetError: at its first use on an accelerator: a parameter is larger than a budget.
-        DiskFullError: the disk has no room for what does not stay in RAM.
-        TransferError: another error of the disk.
+        TransferError: of the disk (DiskFullError: no room for what does not stay in RAM).
     """
 
     module: nn.Module
