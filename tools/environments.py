@@ -59,15 +59,16 @@ def make(
     # Most modules of what is installed are never imported: those that are get compiled then.
     command = [place / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile"]
     if ours_too:
-        paths = {"base": str(place), "platbase": str(place)}
-        own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
-        (own / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
         command.append("--no-deps")
     if constrained:
         command += ["-c", CONSTRAINTS]
     began = time.monotonic()
     try:
         subprocess.run([python or sys.executable, "-m", "venv", place], check=True)
+        if ours_too:
+            paths = {"base": str(place), "platbase": str(place)}
+            own = Path(sysconfig.get_path("purelib", scheme="venv", vars=paths))
+            (own / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([*command, *packages], check=True, timeout=MOST_SECONDS)
     except subprocess.SubprocessError as error:
         raise RuntimeError(

@@ -175,16 +175,21 @@ class Mover:
         ending = functools.partial(self._callbacks.ending, copy)
         # Every failure must reach whoever waits.
         error = self._copied(copy, entry, ending, BaseException)
-        way = hop(copy.src, copy.dst)
-        if error is not None:
-            logger.warning("%s of group %r failed: %s", way, copy.group.key, error)
-        else:
-            logger.debug("%s of group %r: %d bytes", way, copy.group.key, entry.spec.nbytes)
+        self._log(copy, entry, error)
         if error is None and copy.dst is self._top.tier:
             with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
                 self._top.view(entry)  # here, as every torch call may cost who computes the GIL
         self.look()
         self._callbacks.over(copy, error)
+
+    @staticmethod
+    def _log(copy: Copy, entry: GroupEntry, error: BaseException | None) -> None:
+        way = hop(copy.src, copy.dst)
+        with suppress(Exception):  # of somebody's handler: whoever waits must go on
+            if error is None:
+                logger.debug("%s of group %r: %d bytes", way, copy.group.key, entry.spec.nbytes)
+            else:  # as text: a handler that keeps records must not keep frames, and their tensors
+                logger.warning("%s of group %r failed: %s", way, copy.group.key, str(error))
 
     def _copied(
         self,
