@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.serving import ThreadService, serving, wait_until
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
-from tierstore.model.words import size
+from tierstore.model.words import size, units_of
 from tierstore.service.metrics import serve_metrics
 from tierstore.wire import messages
 from tierstore.wire.asking import NoAnswerError, report_of
@@ -62,7 +62,8 @@ def test_a_connected_store_shows_what_it_has_leased(service: ThreadService, tmp_
         with store.acquire("w0"):
             stats, shown = store.stats(), store.report()
             assert stats.leased_bytes >= MIB
-            leased, allowed = size(stats.leased_bytes), size(stats.allowed_bytes)
+            units = units_of(stats.allowed_bytes)
+            leased, allowed = (size(n, units) for n in (stats.leased_bytes, stats.allowed_bytes))
             assert re.search(rf"^service +{leased} +{allowed} +\d+%$", shown, re.MULTILINE), shown
             assert re.search(r"^HOST +0 B ", shown, re.MULTILINE), shown  # nothing of its own
 
