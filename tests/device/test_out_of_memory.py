@@ -152,7 +152,7 @@ def test_who_runs_out_again_gets_the_error_and_advice(model: Model, store: TierS
         model(rows())
     assert model.hungry.runs == 2
     (note,) = caught.value.__notes__
-    assert f"may hold {store.stats().budget_bytes['DEVICE']:,}" in note and "device_budget" in note
+    assert f"may have {store.stats().budget_bytes['DEVICE']:,}" in note and "device_budget" in note
     model.hungry.nbytes = 0
     with torch.no_grad():
         found = model(rows()).cpu()
