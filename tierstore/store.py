@@ -56,7 +56,7 @@ class TierStore(AbstractContextManager["TierStore"]):
         with TierStore("8GB", "/nvme/tierstore") as store:
             store.put("layer", {"weight": torch.randn(256, 256)})
             with store.acquire("layer") as lease:
-                y = x @ lease.tensors["weight"]
+                y = x.to(store.device) @ lease.tensors["weight"]
 
     Thread-safe. Use it as a context manager, or call `close`. Methods raise ClosedError after that
     (not those that only tell) and in a forked process; UnknownKeyError for a key of no group; and,

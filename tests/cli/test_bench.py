@@ -47,8 +47,8 @@ def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
     result = inspect("bench", there, *SMALL)
     assert result.exit_code == 0
     reads, writes = result.stdout.splitlines()
-    assert reads == f"reads     {words.size(known_speed(there) or 0)}/s"
-    assert re.fullmatch(r"writes    \S+ [KMG]iB/s at first, \S+ [KMG]iB/s again", writes)
+    assert reads == f"reads     {words.size(known_speed(there) or 0, words.Units.DECIMAL)}/s"
+    assert re.fullmatch(r"writes    \S+ [KMG]B/s into a new file, \S+ [KMG]B/s over what is there", writes)
     assert "disks.json" in result.stderr
 
 

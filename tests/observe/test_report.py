@@ -47,7 +47,7 @@ def drawn(look: Any, width: int = 80) -> str:
 
 def test_a_line_has_tiers_acquires_stalls_and_bandwidths() -> None:
     assert repr(stats()) == (
-        "<Stats: HOST 6.0 MiB of 8.0 MiB, DISK 1.5 KiB; 1,200 hits, 3 late, 1 miss, "
+        "<Stats: HOST 6.0 MiB of 8.0 MiB (peak 7.0 MiB), DISK 1.5 KiB; 1,200 hits, 3 late, 1 miss, "
         "0.50 s stalled; DISK>HOST 3.0 MiB at 1.5 MiB/s>"
     )
 
@@ -55,9 +55,9 @@ def test_a_line_has_tiers_acquires_stalls_and_bandwidths() -> None:
 def test_a_text_has_them_below_each_other() -> None:
     assert text(Shown("Stats", stats())).split("\n") == [
         "Stats",
-        "tier     used    budget  full",
-        "HOST  6.0 MiB   8.0 MiB   75%",
-        "DISK  1.5 KiB  no limit",
+        "tier     used     peak    budget  full",
+        "HOST  6.0 MiB  7.0 MiB   8.0 MiB   75%",
+        "DISK  1.5 KiB  1.5 KiB  no limit",
         "acquires   1,200 hits, 3 late, 1 miss",
         "stalled    0.50 s in all",
         "overlap    75% of the time that bytes moved, nobody waited",

@@ -100,9 +100,18 @@ class Trials:
         whole = whole or self.tried(self._for_all(units))
         enough = [trial for trial in possible if _is_enough(trial.steps, whole.steps)]
         if enough:
-            return Advice(enough[0].budget, True, self._in_words(enough[0], True))
+            text = self._in_words(enough[0], True) + self._less_than(enough[0], possible, units)
+            return Advice(enough[0].budget, True, text)
         found = self._between(possible[-1].budget, whole)
         return Advice(found.budget, False, self._in_words(found, False))
+
+    def _less_than(self, found: Trial, possible: Sequence[Trial], units: words.Units) -> str:
+        """What else would do, where `"auto"` is much more than is needed."""
+        below = [trial for trial in possible if trial.budget.nbytes < found.budget.nbytes]
+        if found.budget.text != "auto" or not below:
+            return ""
+        less = self._between(below[-1].budget, self.tried(self._for_all(units)))
+        return f" {less.budget.text!r} would do, too."
 
     def _for_all(self, units: words.Units) -> Budget:
         """A budget with which no step reads anything."""

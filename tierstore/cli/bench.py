@@ -68,8 +68,11 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
             }
         )
         return
-    data(f"reads     {words.size(found.read)}/s")
-    data(f"writes    {words.size(found.new)}/s at first, {words.size(found.again)}/s again")
+    read, new, again = (
+        words.size(each, words.Units.DECIMAL) for each in (found.read, found.new, found.again)
+    )
+    data(f"reads     {read}/s")
+    data(f"writes    {new}/s into a new file, {again}/s over what is there")
     if not found.direct:
         remark("This file system refuses direct reads: everything goes through the page cache.")
     remark(f"Measured with {words.size(nbytes)} in {seconds:.1f} s.")

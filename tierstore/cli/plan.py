@@ -167,8 +167,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         )
     if compute is None and disk is not None:
         remark(
-            "Computing is taken to need no time: give --compute SECONDS of a step, and a smaller "
-            "budget may turn out to be enough."
+            "Computing is taken to need no time: give --compute SECONDS of a step (s/it of the "
+            "progress bar), and a smaller budget may turn out to be enough."
         )
 
 
@@ -297,7 +297,8 @@ class _Look:
         if self.device:
             columns.append(_of_step("ONLOADED", lambda step: self.size(step["onloaded"])))
         if self.timed:
-            columns.append(_of_step("SECONDS", lambda step: f"{step['seconds']:.3g}"))
+            title = "SECONDS" if self.computes else "SECONDS TO READ"
+            columns.append(_of_step(title, lambda step: f"{step['seconds']:.3g}"))
         if self.timed and self.computes:
             columns.append(_of_step("WAITED", share_waited))
         return [*columns, Column("", lambda row: str(row["note"]))]

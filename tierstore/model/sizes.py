@@ -69,13 +69,13 @@ def parse_size(
         if auto is None:
             raise ValueError("'auto' is not offered for this size: pass bytes, such as '8GB'")
         return auto
-    return _parse_text(value, total)
+    return _parse_text(value, total, "'50%' or 'auto'" if auto is not None else "or '50%'")
 
 
-def _parse_text(text: str, total: int | None) -> int:
+def _parse_text(text: str, total: int | None, others: str) -> int:
     match = _WRITTEN.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no size: write it like '8GB', '8GiB' or '50%'")
+        raise ValueError(f"{text!r} is no size: write it like '8GB', '8GiB', {others}")
     number, unit = match.groups()
     if unit == "%":
         return _share(float(number) / 100, text, total)

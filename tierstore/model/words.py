@@ -13,6 +13,7 @@ class Units(enum.Enum):
     BINARY = (1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 
 
+_MIB = 1 << 20
 _PAGE = 4096
 """Bytes. Budgets are rounded down to whole pages."""
 
@@ -53,8 +54,8 @@ def at_least(nbytes: int, units: Units = Units.DECIMAL) -> str:
 def units_of(budget: int) -> Units:
     """The units in which somebody wrote a budget: those in which it takes fewer digits.
 
-    >>> [units_of(n).name for n in (19_996_672, 598_016, 128 << 20, 24 << 30)]
-    ['DECIMAL', 'DECIMAL', 'BINARY', 'BINARY']
+    >>> [units_of(n).name for n in (19_996_672, 598_016, 128 << 20, 24 << 30, 10_312_466_432)]
+    ['DECIMAL', 'DECIMAL', 'BINARY', 'BINARY', 'DECIMAL']
     """
     places = len(str(budget))
     decimal = next(
@@ -65,7 +66,8 @@ def units_of(budget: int) -> Units:
     value = budget
     while value and value % 1024 == 0:
         value //= 1024
-    return Units.DECIMAL if decimal < len(str(value)) else Units.BINARY
+    is_binary = budget % _MIB == 0 or budget < _MIB  # else it is nobody's but auto's
+    return Units.BINARY if is_binary and len(str(value)) <= decimal else Units.DECIMAL
 
 
 def units_of_tiers(budgets: Mapping[str, int | None]) -> Units:

@@ -24,7 +24,7 @@ _TITLE = "overflow-wrap:anywhere"
 _TABLE = "margin:0.3em 0;border-collapse:collapse"
 _CELL = "padding:0.1em 1.2em 0.1em 0"
 
-_TIER_TITLES: Row = ("tier", "used", "budget", "full")
+_TIER_TITLES: Row = ("tier", "used", "peak", "budget", "full")
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def line(look: Shown) -> str:
 
 def text(look: Shown) -> str:
     """A few short lines, for logs and people. No line break at the end."""
-    tiers, facts = _tiers(look), _facts(look)
+    tiers, facts = _tier_table(look), _facts(look)
     lines = [printable(look.title)]
     if tiers:
-        lines += _aligned([_TIER_TITLES, *tiers], right=True)
+        lines += _aligned(tiers, right=True)
     return "\n".join(lines + (_aligned(facts) if facts else []))
 
 
@@ -91,11 +91,12 @@ def table(look: Shown) -> Any:
     from rich.text import Text
 
     parts: list[Any] = [Text(printable(look.title), style="bold")]
-    for titles, rows in ((_TIER_TITLES, _tiers(look)), (None, _facts(look))):
+    tiers = _tier_table(look)
+    for titles, rows in ((tiers[:1], tiers[1:]), ([], _facts(look))):
         if rows:
             drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(titles))
-            for column, title in enumerate(titles or rows[0]):
-                right = titles is not None and column > 0
+            for column, title in enumerate([*titles, rows[0]][0]):
+                right = bool(titles) and column > 0
                 drawn.add_column(Text(title), justify="right" if right else "left")
             for row in rows:
                 drawn.add_row(*map(Text, row))
@@ -109,11 +110,11 @@ def fragment(look: Shown) -> str:
     Colours are the page's, light or dark. Sides are said for each cell, as notebooks have tables of
     numbers in mind and put all to the right.
     """
-    tiers, facts = _tiers(look), _facts(look)
+    tiers, facts = _tier_table(look), _facts(look)
     parts = [f'<strong style="{_TITLE}">{_escaped(look.title)}</strong>']
     if tiers:
-        head = _html_row("th", _TIER_TITLES, "right")
-        body = "".join(_html_row("td", row, "right") for row in tiers)
+        head = _html_row("th", tiers[0], "right")
+        body = "".join(_html_row("td", row, "right") for row in tiers[1:])
         parts.append(f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>')
     if facts:
         body = "".join(_html_row("td", row, "left") for row in facts)
@@ -124,17 +125,27 @@ def fragment(look: Shown) -> str:
 # What the forms have in common ------------------------------------------------------------------
 
 
+def _tier_table(look: Shown) -> list[Row]:
+    """Titles, and a row for each tier; without columns of which nothing is known."""
+    rows = _tiers(look)
+    told = [column for column in range(len(_TIER_TITLES)) if any(row[column] for row in rows)]
+    return [tuple(row[column] for column in told) for row in (_TIER_TITLES, *rows)] if rows else []
+
+
 def _tiers(look: Shown) -> list[Row]:
     """Each tier: what is used of its budget. Of a service's host memory, what is leased there."""
     stats = look.stats
     if stats is None:
         units = units_of_tiers({name: budget for name, _, budget in look.tiers})
         told = functools.partial(size, units=units)
-        return [_tier(name, used, budget, told) for name, used, budget in look.tiers]
-    budgets, tells = stats.budget_bytes, _sizes(stats)
-    rows = [_tier(name, used, budgets.get(name), tells) for name, used in stats.used_bytes.items()]
+        return [_tier(name, used, None, budget, told) for name, used, budget in look.tiers]
+    peaks, budgets, tells = stats.peak_bytes, stats.budget_bytes, _sizes(stats)
+    rows = [
+        _tier(name, used, peaks.get(name), budgets.get(name), tells)
+        for name, used in stats.used_bytes.items()
+    ]
     if stats.allowed_bytes:
-        rows.append(_tier("service", stats.leased_bytes, stats.allowed_bytes, tells))
+        rows.append(_tier("service", stats.leased_bytes, None, stats.allowed_bytes, tells))
     return rows
 
 
@@ -144,9 +155,10 @@ def _sizes(stats: Stats) -> Told:
     return functools.partial(size, units=units_of(budget))
 
 
-def _tier(name: str, used: int, budget: int | None, told: Told) -> Row:
+def _tier(name: str, used: int, peak: int | None, budget: int | None, told: Told) -> Row:
     allowed = "no limit" if budget is None else told(budget)
-    return (name, told(used), allowed, f"{used / budget:.0%}" if budget else "")
+    most = "" if peak is None else told(peak)
+    return (name, told(used), most, allowed, f"{used / budget:.0%}" if budget else "")
 
 
 def _facts(look: Shown) -> list[Row]:
@@ -193,8 +205,10 @@ def _summary(look: Shown) -> Iterator[str]:
     """What stands in the line after what it is."""
     facts = [f"{printable(name)} {printable(value)}" for name, value in look.facts]
     tiers = [
-        f"{name} {used}" if budget == "no limit" else f"{name} {used} of {budget}"
-        for name, used, budget, _ in _tiers(look)
+        f"{name} {used}"
+        + ("" if budget == "no limit" else f" of {budget}")
+        + (f" (peak {peak})" if peak not in ("", used) else "")
+        for name, used, peak, budget, _ in _tiers(look)
     ]
     parts = [", ".join(facts), ", ".join(tiers)]
     parts += [] if look.stats is None else [totals_of(look.stats)]
