@@ -89,7 +89,7 @@ def test_the_files_of_a_wheel() -> None:
 def test_the_quickstart_has_what_is_run_of_it() -> None:
     assert [code.count("tierstore-inspect") for code in package.code_blocks(README, "sh")] == [
         0,
-        2,
+        3,
         0,
         0,
     ]

@@ -48,7 +48,9 @@ def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
     assert result.exit_code == 0
     reads, writes = result.stdout.splitlines()
     assert reads == f"reads     {words.size(known_speed(there) or 0, words.Units.DECIMAL)}/s"
-    assert re.fullmatch(r"writes    \S+ [KMG]B/s into a new file, \S+ [KMG]B/s over what is there", writes)
+    assert re.fullmatch(
+        r"writes    \S+ [KMG]B/s into a new file, \S+ [KMG]B/s over what is there", writes
+    )
     assert "disks.json" in result.stderr
 
 
