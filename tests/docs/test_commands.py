@@ -76,7 +76,7 @@ def wrong_verb(words: list[str], whole: bool) -> str:
 
 def wrong_words(command: click.Command, words: list[str], whole: bool) -> str:
     """What a command's own parser says of its words; of values, only what may be chosen."""
-    context = click.Context(command)
+    context = click.Context(command, **inspector.context_settings)
     try:
         values, left, _ = command.make_parser(context).parse_args(list(words))
         for parameter in command.params:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tierstore.cli import options, words
+from tierstore.cli import words
 from tierstore.cli.bench import bench
 from tierstore.cli.listing import disk_use, environment, list_groups, show
 from tierstore.cli.machine import version_of
@@ -108,7 +108,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 @click.group(
     cls=Inspector,
-    context_settings=options.HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\n"
     "Exit codes:\n"
     "  0 done, 1 unexpected failure, 2 wrong usage (or DIR is no store), 3 damage\n"

@@ -14,9 +14,6 @@ from tierstore.engine.directories import VARIABLE, chosen_directory
 from tierstore.model.sizes import PAGE, parse_size
 from tierstore.system.objects import check_key
 
-HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-"""Each command has it for itself: whatever asks one for its options may do so without the group."""
-
 TOO_MUCH = 1 << 63
 """Bytes that no file can have."""
 LONGEST = 1e9
@@ -28,7 +25,7 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
     epilog = "\b\nExamples:\n" + "\n".join(f"  tierstore-inspect {line}" for line in examples)
 
     def made(function: Callable[..., Any]) -> click.Command:
-        found = click.command(name, epilog=epilog, context_settings=HELP)(function)
+        found = click.command(name, epilog=epilog)(function)
         json_help = "Print a JSON document: raw bytes, seconds since 1970."
         found.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         return found
