@@ -542,7 +542,7 @@ def test_what_is_in_the_way_of_a_directory_is_told_and_left(tmp_path: Path) -> N
     file = tmp_path / "file"
     file.write_text("mine")
     for path in (file, file / "below" / "it"):
-        with pytest.raises(TransferError, match=f"{file} is a file; name another disk_dir"):
+        with pytest.raises(TransferError, match=f"{file} is a file; pass another disk_dir"):
             ObjectDirectory(path)
     assert file.read_text() == "mine"
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")

@@ -354,27 +354,30 @@ def _refuse_what_others_may_change(path: str) -> None:
         )
 
 
-def _refuse_what_is_in_the_way(path: str) -> None:
-    """Raise TransferError if a directory cannot be made: something else has its name."""
+def _refuse_what_is_in_the_way(path: str, error: OSError) -> None:
+    """Raise TransferError if this error is because something else has a directory's name."""
     there = path
     while not os.path.lexists(there):
         there = os.path.dirname(there)
     if not os.path.isdir(there):
         what = "a file" if os.path.isfile(there) else "no directory"
         raise TransferError(
-            f"{path} cannot be a store's directory: {there} is {what}; name another disk_dir",
+            f"{path} cannot be a store's directory: {there} is {what}; pass another disk_dir",
             path=path,
-        )
+        ) from error
 
 
 def _make_directory(path: str) -> None:
     """Make a directory, and those above it that are missing, and see that their names last."""
-    _refuse_what_is_in_the_way(path)
     made = [path]
     while not os.path.exists(above := os.path.dirname(made[-1])):
         made.append(above)
     found = os.path.exists(path)
-    os.makedirs(path, mode=0o700, exist_ok=True)
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        _refuse_what_is_in_the_way(path, error)
+        raise
     for each in made:
         # Who made a directory that was found may have died before this. Of one that is not ours,
         # it need not be possible.
