@@ -354,17 +354,15 @@ def _refuse_what_others_may_change(path: str) -> None:
         )
 
 
-def _refuse_what_is_in_the_way(path: str, error: OSError) -> None:
-    """Raise TransferError if this error is because something else has a directory's name."""
+def _in_the_way(path: str) -> TransferError:
+    """What to tell of a directory that cannot be made, as something else has a name of its path."""
     there = path
     while not os.path.lexists(there):
         there = os.path.dirname(there)
-    if not os.path.isdir(there):
-        what = "a file" if os.path.isfile(there) else "no directory"
-        raise TransferError(
-            f"{path} cannot be a store's directory: {there} is {what}; pass another disk_dir",
-            path=path,
-        ) from error
+    what = "a file" if os.path.isfile(there) else "no directory"
+    return TransferError(
+        f"{path} cannot be a store's directory: {there} is {what}; pass another disk_dir", path=path
+    )
 
 
 def _make_directory(path: str) -> None:
@@ -376,8 +374,7 @@ def _make_directory(path: str) -> None:
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        _refuse_what_is_in_the_way(path, error)
-        raise
+        raise _in_the_way(path) from error
     for each in made:
         # Who made a directory that was found may have died before this. Of one that is not ours,
         # it need not be possible.
