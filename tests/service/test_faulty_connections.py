@@ -131,7 +131,7 @@ def test_without_a_fault_all_is_well(service: ThreadService, worker: Worker):
     assert worker.counts == {"fine": 2}
     assert proxy.done == 0
     assert min(proxy.passed.values()) > 15  # a session has messages enough to harm
-    assert connections() == before
+    assert connections() <= before  # fewer, if some of an earlier test were still ending
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["to the service", "from it"])
@@ -147,4 +147,4 @@ def test_a_fault_in_any_message(service: ThreadService, worker: Worker, up: bool
         harmed += proxy.done
     assert harmed >= len(numbers) * 0.8  # prefetching does not always take as many messages
     assert worker.counts.total() > worker.counts["fine"] > 0
-    assert connections() == before
+    assert connections() <= before  # fewer, if some of an earlier test were still ending
