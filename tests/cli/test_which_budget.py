@@ -97,6 +97,14 @@ def test_where_none_is_enough_one_is_told_that_is(inspect: Inspect, checkpoint: 
     assert enough(inspect.json("plan", checkpoint, "--ram", below)) == []
 
 
+def test_where_only_auto_is_enough_less_is_named(inspect: Inspect, checkpoint: Path) -> None:
+    found = inspect.json("plan", checkpoint, *tried("4MB", "auto"))
+    assert enough(found) == ["auto"]
+    (less,) = re.findall(r" '(\S+)' would do, too\.$", found["advice"]["text"])
+    assert WEIGHTS < parse_size(less) < 1.1 * WEIGHTS
+    assert enough(inspect.json("plan", checkpoint, *tried("4MB", less, "auto"))) == [less]
+
+
 def test_what_is_told_beside_them_may_be_less_than_all_weights(
     inspect: Inspect, checkpoint: Path
 ) -> None:

@@ -23,6 +23,7 @@ from tierstore.adapters.recomputing import Value, recomputed, some
 from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
 from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
+from tierstore.model.weight_files import is_pickle
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.files import FileStamp, transfer_error
@@ -32,8 +33,6 @@ from tierstore.system.views import DTYPES
 SHARED_MAP_BYTES = 64 << 20
 """Tensors that follow each other in a file share a map up to this size. A process may only have
 some 65,000 maps, and a map stays as long as any tensor that shows it."""
-
-_PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +102,7 @@ def load_weights(
 
 def _refuse_pickle(checkpoint: str | os.PathLike[str]) -> None:
     path = Path(checkpoint)
-    if path.suffix in _PICKLES and path.is_file():
+    if is_pickle(path.name) and path.is_file():
         raise TransferError(
             f"{path} is a torch pickle, which can run code when it is read: convert it with "
             "safetensors.torch.save_model, or save the model again with save_pretrained, and pass "

@@ -16,7 +16,7 @@ from tierstore.cli.budgets import COMFORTABLE, Budget
 from tierstore.cli.contents import Model, in_every_step
 from tierstore.cli.forecast import Conditions, Cut, cut, forecast, room_for_all
 from tierstore.cli.output import Document
-from tierstore.model.sizes import PAGE, available_memory
+from tierstore.model.sizes import PAGE, available_memory, is_auto
 
 SLOWER = 1.05
 
@@ -108,7 +108,7 @@ class Trials:
     def _less_than(self, found: Trial, possible: Sequence[Trial], units: words.Units) -> str:
         """What else would do, where `"auto"` is much more than is needed."""
         below = [trial for trial in possible if trial.budget.nbytes < found.budget.nbytes]
-        if found.budget.text != "auto" or not below:
+        if not is_auto(found.budget.text) or not below:
             return ""
         less = self._between(below[-1].budget, self.tried(self._for_all(units)))
         return f" {less.budget.text!r} would do, too."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.cli.output import Failure
 from tierstore.cli.sources import INDEX, CheckpointSource
-from tierstore.model.weight_files import PICKLES, has_weights, main_file, variants_among
+from tierstore.model.weight_files import has_weights, is_pickle, main_file, variants_among
 
 if TYPE_CHECKING:
     from tierstore.model.groups import FileTensor
@@ -80,12 +80,8 @@ def contents_of(
         )
         for folder in wanted
     ]
-    pickles = [f for f in folders if not has_weights(names[f]) and _has_pickles(names[f])]
+    pickles = [f for f in folders if not has_weights(names[f]) and any(map(is_pickle, names[f]))]
     return FoundModels(tuple(models), tuple(pickles if only is None else ()), tuple(variants))
-
-
-def _has_pickles(names: Iterable[str]) -> bool:
-    return any(name.endswith(PICKLES) for name in names)
 
 
 def entries(raw: bytes) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from tierstore.cli.contents import entries
 from tierstore.cli.output import Code, Failure, remark
 from tierstore.cli.sources import INDEX, CheckpointSource, LocalSource
 from tierstore.model.errors import TierStoreError
-from tierstore.model.weight_files import PICKLES, SUFFIX, has_weights, main_file
+from tierstore.model.weight_files import SUFFIX, has_weights, is_pickle, main_file
 from tierstore.progress import bar
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _folders(source: LocalSource) -> list[str]:
 
 
 def _has_any_weights(names: Sequence[str]) -> bool:
-    return has_weights(names) or any(name.endswith(PICKLES) for name in names)
+    return has_weights(names) or any(map(is_pickle, names))
 
 
 def _missing_shards(source: LocalSource, folder: str, name: str | None) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Collection
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 USUAL_NAMES = ("model", "diffusion_pytorch_model", "pytorch_lora_weights", "consolidated")
 
-PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
+_PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 
 _USUAL = re.compile(rf"({'|'.join(USUAL_NAMES)})[.-].*")
 
@@ -32,6 +32,15 @@ def variant_of(name: str) -> str | None:
         return None
     of_index = rest.removeprefix(".index").removesuffix(".json").strip(".")
     return of_index or stem.partition(".")[2].partition("-")[0]
+
+
+def is_pickle(name: str) -> bool:
+    """Whether a file is one of torch's pickles, which nobody here reads.
+
+    >>> is_pickle("unet/diffusion_pytorch_model.bin"), is_pickle("model.safetensors")
+    (True, False)
+    """
+    return os.path.splitext(name)[1] in _PICKLES
 
 
 def has_weights(names: Collection[str]) -> bool:
