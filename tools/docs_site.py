@@ -12,7 +12,6 @@ mkdocs looks at the Markdown files. This looks at what a reader gets:
 
 from __future__ import annotations
 
-import ast
 import json
 import sys
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.environments import ROOT
+from tools.package_text import assigned
 
 SITE = ROOT / "build" / "site"
 
@@ -145,11 +145,10 @@ def is_elsewhere(link: str) -> bool:
 
 def public_names(package: Path = ROOT / "tierstore" / "__init__.py") -> list[str]:
     """`__all__`, read without importing the package: torch need not be here."""
-    for node in ast.parse(package.read_text(encoding="utf-8")).body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List()):
-                return [str(name) for name in ast.literal_eval(node.value)]
-    raise ValueError(f"{package} has no list __all__")
+    names = assigned(package.read_text(encoding="utf-8"), "__all__")
+    if not isinstance(names, list):
+        raise ValueError(f"{package} has no list __all__")
+    return [str(name) for name in names]
 
 
 def faults(root: Path, names: list[str]) -> list[str]:

@@ -6,12 +6,13 @@ long as there is something. No lane of tests runs it: until a release, there is.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.environments import ROOT
+from tools.package_text import assigned
 
 EXAMPLE = re.compile(r"https?://[\w.-]*\.example\b")
 """An address that nobody can have."""
@@ -19,11 +20,7 @@ EXAMPLE = re.compile(r"https?://[\w.-]*\.example\b")
 
 def version_of(package: str) -> str:
     """`__version__`, from the text of the package's `__init__.py`."""
-    for node in ast.parse(package).body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id="__version__")], value=ast.Constant(value=str(v))):
-                return v
-    raise ValueError("tierstore/__init__.py does not say __version__")
+    return str(assigned(package, "__version__"))
 
 
 def left_to_do(root: Path, wanted: str) -> list[str]:
