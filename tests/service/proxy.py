@@ -110,12 +110,16 @@ class Proxy:
         if harm is Harm.ENDED:
             target.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """End all connections."""
-        self._listening.shutdown(socket.SHUT_RDWR)
+    def cut(self) -> None:
+        """End the connections that are there."""
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all connections, and listen no more."""
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self.cut()
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()

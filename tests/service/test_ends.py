@@ -6,19 +6,23 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.service.proxy import Fault, Harm, Proxy
 from tests.service.service_process import served_by_a_process
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint, same
 from tierstore import ServiceLostError, TierStore
 from tierstore.service import sockets
+from tierstore.tiers.service_link import ServiceLink
 
 RAM = 4 * MIB + 65536
+NOTHING = "weights/" + "0" * 32
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -82,6 +86,22 @@ def test_an_end_that_nobody_delays_takes_no_time(tmp_path: Path):
         assert time.monotonic() - began < 5
 
 
+def test_a_store_that_waits_for_room_ends_at_once(tmp_path: Path):
+    for name in ("one", "other"):
+        checkpoint(tmp_path / f"{name}.safetensors", groups=1, nbytes=4 * MIB)
+    with serving(tmp_path / "served", RAM) as service, service.connect() as one:
+        one.register_checkpoint(tmp_path / "one.safetensors")
+        with one.acquire("w0"):
+            other = service.connect()
+            other.register_checkpoint(tmp_path / "other.safetensors")
+            other.prefetch("w0")
+            service.wait_until(lambda: any(c.waiting for c in service.server.connections.values()))
+            began = time.monotonic()
+            other.close()
+            assert time.monotonic() - began < 5
+            service.wait_until(lambda: len(service.server.connections) == 1)
+
+
 def test_what_is_held_stays_true_after_the_end(tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=4)
     with serving(tmp_path / "served", RAM) as service:
@@ -117,7 +137,7 @@ def test_what_is_held_stays_true_when_a_worker_is_let_go(tmp_path: Path):
             assert same(lease, tensors["w0"], "w0")
             assert torch.equal(store.get("w1"), tensors["w1"])  # over a new connection
             assert same(lease, tensors["w0"], "w0")
-            assert len(service.server.connections) == 2
+            service.wait_until(lambda: len(service.server.connections) == 2)  # `other` has gone
         with service.connect() as other, service.connect() as third:  # need all of the room
             leases = []
             for each, names in ((other, ("w8", "w9")), (third, ("w10", "w11"))):
@@ -150,3 +170,34 @@ def is_live(path: str) -> bool:
 
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
+
+
+def test_one_call_at_most_meets_a_connection_that_has_ended(tmp_path: Path):
+    """However late the thread that reads learns of it: here it is busy until the end."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def allowance(nbytes: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            busy.set()
+            assert go_on.wait(30)
+
+    with (
+        serving(tmp_path / "served", RAM) as service,
+        Proxy(service.socket, Fault(True, -1, Harm.NONE)) as proxy,
+    ):
+        link = ServiceLink(proxy.path, private=False)
+        link.listen(allowance, lambda: None)
+        try:
+            assert not link.find(NOTHING)
+            checkpoint(tmp_path / "m.safetensors", groups=12)
+            with service.connect() as one, service.connect() as two:  # there is less for each
+                for other in (one, two):
+                    other.register_checkpoint(tmp_path / "m.safetensors")
+                assert busy.wait(10)
+                proxy.cut()
+                with pytest.raises(ServiceLostError):
+                    link.find(NOTHING)
+                assert not link.find(NOTHING)
+        finally:
+            go_on.set()
+            link.close()

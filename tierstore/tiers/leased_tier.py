@@ -101,3 +101,7 @@ class LeaseOrRead:
             return self._reading.copy(entry, ending)
         self._host.lease(entry)
         return Copied(entry.spec.nbytes)
+
+    def stop_waiting(self) -> None:
+        """Those whose room this store has may wait for what it gives back when it has ended."""
+        self._host.link.stop()

@@ -31,7 +31,7 @@ from tierstore.observe.ranges import MOVES, ranged
 from tierstore.system.files import transfer_error
 from tierstore.tiers.driver import CallersDriver, TierDriver
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.hop import Hop, QueuedHop
+from tierstore.tiers.hop import Hop, QueuedHop, WaitingHop
 from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor
 
 logger = logging.getLogger("tierstore.tiers")
@@ -182,14 +182,14 @@ class Mover:
         self.look()
         self._callbacks.over(copy, error)
 
-    @staticmethod
-    def _log(copy: Copy, entry: GroupEntry, error: BaseException | None) -> None:
+    def _log(self, copy: Copy, entry: GroupEntry, error: BaseException | None) -> None:
         way = hop(copy.src, copy.dst)
         with suppress(Exception):  # of somebody's handler: whoever waits must go on
             if error is None:
                 logger.debug("%s of group %r: %d bytes", way, copy.group.key, entry.spec.nbytes)
             else:  # as text: a handler that keeps records must not keep frames, and their tensors
-                logger.warning("%s of group %r failed: %s", way, copy.group.key, str(error))
+                level = logging.DEBUG if self.stopped else logging.WARNING
+                logger.log(level, "%s of group %r failed: %s", way, copy.group.key, str(error))
 
     def _copied(
         self,
@@ -251,6 +251,9 @@ class Mover:
         open, as it may still use them.
         """
         self.stopped = True
+        for one in self.hops.values():
+            if isinstance(one, WaitingHop):
+                one.stop_waiting()
         ends = time.monotonic() + PATIENCE
         ended = self._serial.stop(ends)
         for workers in dict.fromkeys(used.workers for used in self.hops.values()):

@@ -180,11 +180,19 @@ class ServiceLink:
         assert last is not None, "an upload has bytes"
         wire.ask(request, last, messages.Done, key)
 
-    def close(self) -> None:
-        """End the connection: all leases are given back."""
+    def stop(self) -> None:
+        """Ask for nothing any more: whoever waits for an answer gets ServiceLostError, and whoever
+        asks from now on ClosedError. What is leased stays leased until `close`."""
         with self._connecting:
             self._closed = True
-            wire, self._wire = self._wire, None
+            wire = self._wire
+        if wire is not None:
+            wire.end("the store was closed")
+
+    def close(self) -> None:
+        """End the connection: all leases are given back."""
+        self.stop()
+        wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()
 

@@ -173,9 +173,12 @@ class Wire:
                     sent = socket.send_fds(self._socket, [data], list(descriptors))
                     data = data[sent:]
                 self._socket.sendall(data)
+        except ServiceLostError:
+            raise
         except OSError as error:
-            if isinstance(error, ServiceLostError):
-                raise
+            # A part of it may have been sent: nothing can follow. The next call must not meet
+            # this connection again, however late the thread that reads learns of its end.
+            self.end(str(error))
             raise ServiceLostError(self.path, str(error)) from error
 
     def _expect_the_rest(self) -> None:
