@@ -15,7 +15,7 @@ from tierstore.cli import budgets, words
 from tierstore.cli.budgets import COMFORTABLE, Budget
 from tierstore.cli.contents import Model, in_every_step
 from tierstore.cli.forecast import Conditions, Cut, cut, forecast, room_for_all
-from tierstore.cli.output import Document
+from tierstore.cli.output import Document, Failure
 from tierstore.model.sizes import PAGE, available_memory, is_auto
 
 SLOWER = 1.05
@@ -35,7 +35,7 @@ class Trial:
     budget: Budget
     cut: Cut
     steps: tuple[Document, ...] = ()
-    problem: str | None = None
+    problem: Failure | None = None
 
     @property
     def overlaps(self) -> bool:
@@ -160,7 +160,7 @@ class Trials:
         return text
 
 
-def _too_small(parts: Cut, budget: Budget, device: int | None) -> str | None:
+def _too_small(parts: Cut, budget: Budget, device: int | None) -> Failure | None:
     largest, units = parts.largest, budget.units or words.Units.DECIMAL
     for option, text, nbytes in (
         ("--ram", budget.text, budget.nbytes),
@@ -168,10 +168,10 @@ def _too_small(parts: Cut, budget: Budget, device: int | None) -> str | None:
     ):
         if nbytes is not None and largest.nbytes > nbytes:
             least, most = (words.at_least(n * largest.nbytes, units) for n in (1, COMFORTABLE))
-            return (
+            return Failure(
                 f"{' '.join(filter(None, (option, text)))} is too small: the group "
-                f"{largest.key!r} alone has {largest.nbytes:,} bytes, and no module can be cut.\n"
-                f"Give at least {option} {least}; {most} would let reading and computing overlap."
+                f"{largest.key!r} alone has {largest.nbytes:,} bytes, and no module can be cut",
+                f"Give at least {option} {least}; {most} would let reading and computing overlap.",
             )
     return None
 

@@ -205,9 +205,9 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
 
 
 def _refuse_if_all_are_too_small(trials: Sequence[Trial]) -> None:
-    if all(trial.problem for trial in trials):
-        message, _, advice = (trials[-1].problem or "").partition(".\n")
-        raise Failure(message, advice)
+    problem = trials[-1].problem
+    if problem is not None and all(trial.problem for trial in trials):
+        raise problem
 
 
 # What is told -------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _plan(trial: Trial, advice: Advice, with_groups: bool) -> Document:
     row = {
         "ram_budget": trial.budget.text,
         "ram": trial.budget.nbytes,
-        "problem": trial.problem,
+        "problem": None if trial.problem is None else str(trial.problem),
         "overlaps": trial.overlaps,
         "enough": trial.budget == advice.budget,
         "group_count": sum(len(part.groups) for part in trial.cut.components),
@@ -325,7 +325,7 @@ def _remark_on(
         remark(f"Left out, as there are only torch pickles of it: {', '.join(contents.pickles)}.")
     for trial in trials:
         if trial.problem is not None:
-            remark(trial.problem)
+            remark(f"{trial.problem}. {trial.problem.advice}")
     narrow = [trial for trial in trials if trial.problem is None and not trial.overlaps]
     if narrow:
         enough = words.at_least(COMFORTABLE * narrow[-1].cut.largest.nbytes, look.units)
