@@ -222,6 +222,23 @@ def test_a_view_that_is_kept_is_not_waited_for_again_and_again() -> None:
     assert len(kept) == 10
 
 
+def test_memory_above_the_budget_is_told_once_for_as_long_as_there_is_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pages = RecycledPages(8 * HUGE_PAGE, patience=PATIENCE / 10)
+    for _ in range(2):
+        pages.allocate(8 * HUGE_PAGE)
+        assert not caplog.messages
+        kept = pages.allocate(8 * HUGE_PAGE)[:10]
+        for _ in range(3):
+            pages.allocate(3 * HUGE_PAGE)
+        assert len(kept) == 10
+        del kept
+        (told,) = caplog.messages
+        assert f"{3 * HUGE_PAGE:,} bytes of host memory above the budget of" in told
+        caplog.clear()
+
+
 def test_what_comes_back_after_the_end_goes_to_the_system() -> None:
     before = resident()
     pages = RecycledPages(BUDGET)

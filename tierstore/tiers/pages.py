@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -30,6 +31,8 @@ import torch
 
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.mapping import FAILED, libc
+
+logger = logging.getLogger("tierstore.tiers")
 
 HUGE_PAGE = 2 * 1024**2
 PATIENCE = 0.5
@@ -201,9 +204,19 @@ class RecycledPages:
                 return
             above = self._used + nbytes - self._budget
             if above <= self._overdue or time.monotonic() > until:
-                self._overdue = max(above, 0)
+                self._note_overdue(max(above, 0))
                 return
             time.sleep(self._patience / 1000)
+
+    def _note_overdue(self, nbytes: int) -> None:
+        if nbytes and not self._overdue:
+            logger.warning(
+                "%s bytes of host memory above the budget of %s: tensors are kept after their "
+                "lease; release leases later, or keep copies (store.get)",
+                f"{nbytes:,}",
+                f"{self._budget:,}",
+            )
+        self._overdue = nbytes
 
     def _sort_in(self) -> None:
         with contextlib.suppress(IndexError):
