@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from tests.lanes import by_lane
 from tests.remote.conftest import Uploaded, assert_holds, uploaded, values_of
-from tests.remote.servers import REPAIRED, Handler, Proxy, hangs, shorter, upload
+from tests.remote.servers import REPAIRED, Handler, Proxy, error_500, hangs, shorter, upload
 from tierstore import TierStore
 from tierstore.model.errors import StaleCheckpointError, TransferError
 from tierstore.tiers.object_store import patience
@@ -158,3 +158,31 @@ def test_a_fault_in_a_prefetch_is_told_to_nobody_but_who_needs_it(
         proxy.every = None
         store.put("mine", checkpoint.values["blocks.0.weight"])
         assert_holds(store, checkpoint, "1")
+
+
+@pytest.mark.parametrize("needed", ["fetched", "fetched anew"])
+def test_a_store_is_closed_though_its_server_does_not_answer(
+    needed: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
+) -> None:
+    """What is being fetched, and what waits to be, is left; the directory is free."""
+    if needed == "fetched anew":
+        run(checkpoint, tmp_path)
+    with TierStore("100KB", tmp_path, device="cpu") as store:
+        store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
+        for path in (tmp_path / "remote").rglob("*.safetensors"):
+            path.unlink()
+        proxy.requests.clear()
+        proxy.every = error_500
+        for key in checkpoint.groups:
+            store.prefetch(key)
+        ends = time.monotonic() + 10
+        while len(proxy.requests) < 6:  # it asks again and again
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    proxy.every = None
+    with TierStore("100KB", tmp_path, device="cpu") as store:
+        store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
+        for key in checkpoint.groups:
+            assert_holds(store, checkpoint, key)

@@ -60,7 +60,7 @@ class Hop(Protocol):
 
 @runtime_checkable
 class WaitingHop(Hop, Protocol):
-    """A hop whose copies may wait for as long as another process likes."""
+    """A hop whose copies may wait for another process, or for a server, as long as that likes."""
 
     def stop_waiting(self) -> None:
         """The store ends: whoever waits fails at once, as does whoever would wait from now on.

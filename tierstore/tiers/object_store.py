@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from tierstore.model.errors import StaleCheckpointError, TransferError
+from tierstore.model.errors import ClosedError, StaleCheckpointError, TransferError
 
 T = TypeVar("T")
 
@@ -111,13 +111,13 @@ class RemoteObject:
     _store: Any
     _name: str
 
-    def read(self, start: int, stop: int) -> memoryview:
+    def read(self, start: int, stop: int, closed: threading.Event | None = None) -> memoryview:
         """The bytes from `start` to `stop`.
 
         Raises StaleCheckpointError if it is not what it was, or is gone; TransferError if they
-        cannot be had, however often one asks.
+        cannot be had, however often one asks; ClosedError, asking no more, once it is `closed`.
         """
-        return _patiently(self.url, lambda: self._read_once(start, stop), self._is_gone)
+        return _patiently(self.url, lambda: self._read_once(start, stop), self._is_gone, closed)
 
     def _read_once(self, start: int, stop: int) -> memoryview:
         import obstore
@@ -259,12 +259,21 @@ class _Transient(Exception):
     """An answer that may be a better one the next time."""
 
 
-def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T]) -> T:
-    """What `ask` gives, asked again as long as that may help; `gone` if there is no such object."""
+def _patiently(
+    url: str,
+    ask: Callable[[], T],
+    gone: Callable[[BaseException], T],
+    closed: threading.Event | None = None,
+) -> T:
+    """What `ask` gives, asked again as long as that may help; `gone` if there is no such object.
+
+    Raises ClosedError once it is `closed`, and TransferError.
+    """
     from obstore import exceptions
 
+    closed = closed or threading.Event()
     began, tries, limits = time.monotonic(), 0, _PatienceNow.patience
-    while True:
+    while not closed.is_set():
         try:
             return ask()
         except (FileNotFoundError, exceptions.NotFoundError) as error:
@@ -282,7 +291,8 @@ def _patiently(url: str, ask: Callable[[], T], gone: Callable[[BaseException], T
                     "and the server, then try again",
                     path=url,
                 ) from error
-            time.sleep(pause)
+            closed.wait(pause)
+    raise ClosedError(f"{url} was still to be read when the store was closed: open it again")
 
 
 def _lasting(url: str, error: Exception) -> TransferError | None:

@@ -33,7 +33,7 @@ from tierstore.system.files import parts, transfer_errors
 from tierstore.tiers.assembly import StoreTiers
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
-from tierstore.tiers.hop import Copied, Hop
+from tierstore.tiers.hop import Copied, Hop, WaitingHop
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.workers import RunParallel, Workers
@@ -112,14 +112,19 @@ def _runs(segments: Iterable[Segment]) -> Iterator[tuple[str, list[Segment]]]:
         yield run[-1].extent.path, run
 
 
-def fetch(source: RemoteSource, room: memoryview, run_parallel: RunParallel) -> int:
+def fetch(
+    source: RemoteSource,
+    room: memoryview,
+    run_parallel: RunParallel,
+    closed: threading.Event | None = None,
+) -> int:
     """Read a group into `room`, which is as large as it is. Returns the bytes that were asked for.
 
-    Raises StaleCheckpointError or TransferError.
+    Raises StaleCheckpointError or TransferError; ClosedError, asking no more, once it is `closed`.
     """
 
     def get(request: RangeRequest) -> None:
-        data = source.objects[request.url].read(request.start, request.stop)
+        data = source.objects[request.url].read(request.start, request.stop, closed)
         request.scatter(data, room)
 
     todo = list(requests(source.segments))
@@ -288,6 +293,7 @@ class RemoteToDisk:
     def __init__(self, cache: RemoteCache, workers: Workers) -> None:
         self.workers = workers
         self._cache = cache
+        self._closed = threading.Event()
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         memory = fresh_memory(entry.spec.nbytes).numpy().data
@@ -296,9 +302,13 @@ class RemoteToDisk:
     def bring(self, entry: GroupEntry, room: memoryview) -> int:
         """Fetch a group into `room`, and write it. Returns the bytes that were asked for."""
         assert entry.remote is not None
-        nbytes = fetch(entry.remote, room, self.workers.run_parallel)
+        nbytes = fetch(entry.remote, room, self.workers.run_parallel, self._closed)
         self._cache.save(entry, room, self.workers.run_parallel)
         return nbytes
+
+    def stop_waiting(self) -> None:
+        """A server may not answer for a while, and groups may be large."""
+        self._closed.set()
 
 
 class FetchedToHost:
@@ -326,6 +336,11 @@ class FetchedToHost:
                 raise
         room = entry.slots[self.dst].bytes()
         return Copied(self._fetching.bring(entry, room))
+
+    def stop_waiting(self) -> None:
+        """Of what it has been put before; fetching has a hop of its own."""
+        if isinstance(self._reading, WaitingHop):
+            self._reading.stop_waiting()
 
 
 def remote_tier(
