@@ -196,7 +196,9 @@ def test_long_keys_are_shortened_in_the_middle(store: Path) -> None:
 @pytest.mark.parametrize("more", [{}, {"COLUMNS": "80"}, {"COLUMNS": "80", "FORCE_COLOR": "1"}])
 def test_another_program_gets_whole_keys(more: dict[str, str], store: Path) -> None:
     add(store, LONG)
-    assert LONG in start("ls", store, **more).stdout
+    shown = start("ls", store, **more).stdout
+    assert LONG in shown
+    assert not any(line.endswith(" ") for line in shown.splitlines())
 
 
 def test_a_narrow_terminal_loses_no_column(store: Path) -> None:

@@ -162,7 +162,10 @@ def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
     for row in cells:
         shown = (words.shorten(c, w, ellipsis, cell_len) for c, w in zip(row, widths, strict=True))
         table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in shown))
-    console.print(table, soft_wrap=False)
+    with console.capture() as drawn:
+        console.print(table, soft_wrap=False)
+    lines = [line.rstrip() for line in drawn.get().splitlines()]  # rich fills each one up
+    console.file.write("".join(f"{line}\n" for line in lines))
 
 
 def _kept(widths: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
