@@ -158,7 +158,10 @@ class Core:
     def check_open(self, *, saving: bool = False) -> None:
         """Raise ClosedError if the store is closed, or is being closed and this saves nothing."""
         if self.ended() or (self.closing and not saving):
-            raise ClosedError("the store is closed: open a new TierStore on its disk_dir")
+            raise ClosedError(
+                "the store is closed: open a new TierStore on its disk_dir, and give it the models "
+                "again (such as enable_group_offload(pipe, store))"
+            )
 
     def forked(self) -> bool:
         """Whether this process is a child of the one that opened the store."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import stat
@@ -36,6 +37,7 @@ from tierstore.system.files import (
 )
 from tierstore.system.locking import give_back, take_lock
 from tierstore.system.objects import (
+    LOCK,
     MARKER,
     OBJECTS,
     READ,
@@ -47,6 +49,8 @@ from tierstore.system.objects import (
     read_marker,
 )
 from tierstore.tiers.workers import Job, RunParallel, one_by_one
+
+logger = logging.getLogger("tierstore.tiers")
 
 # The names that tierstore gives files for a while. What has another name is not ours: it is never
 # opened, and never removed.
@@ -96,6 +100,9 @@ class ObjectDirectory:
         self._in_doubt = False  # whether there are names that might not survive one
 
     def _prepare(self, undo: contextlib.ExitStack) -> None:
+        is_new = read_marker(self.path) is None
+        if is_new:
+            _warn_of_others(self.path)
         for name in (OBJECTS, TEMPORARY):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(self.path, name), mode=0o700)
@@ -104,7 +111,7 @@ class ObjectDirectory:
             for name in (OBJECTS, TEMPORARY)
         )
         self._clean_up()
-        if read_marker(self.path) is None:
+        if is_new:
             self._write_marker()
         _sync_directory(self.path)
 
@@ -363,6 +370,18 @@ def _in_the_way(path: str) -> TransferError:
     return TransferError(
         f"{path} cannot be a store's directory: {there} is {what}; pass another disk_dir", path=path
     )
+
+
+def _warn_of_others(path: str) -> None:
+    """Tell who has named a directory of something else, such as that of the model."""
+    others = sorted(set(os.listdir(path)) - {LOCK, OBJECTS, TEMPORARY})
+    if others:
+        logger.warning(
+            "%s was no store, and has other things, such as %r: they are left as they are, but a "
+            "disk_dir that is for the store alone is easier to look after",
+            path,
+            others[0],
+        )
 
 
 def _make_directory(path: str) -> None:
