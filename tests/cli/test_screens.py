@@ -149,7 +149,7 @@ def test_what_is_yet_to_come_has_its_date() -> None:
 
 def test_several_directories_have_a_sum(store: Path, tmp_path: Path, inspect: Inspect) -> None:
     ObjectDirectory(tmp_path / "other").close()
-    (tmp_path / "other" / "notes").write_bytes(bytes(2048))
+    (tmp_path / "other" / "tmp" / "object-0123456789abcdef").write_bytes(bytes(2048))
     assert len(inspect("df", store).stdout.splitlines()) == 2
     *_, total = inspect("df", store, tmp_path / "other").stdout.splitlines()
     assert total == "2 directories: 3 groups, 60.0 KiB; 2.0 KiB reclaimable"
