@@ -53,6 +53,35 @@ def test_so_does_the_service() -> None:
     assert "--ram" in serve.get_help(context)
 
 
+# Names that there are not -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["lss", "offload"], ["'ls'"]),
+        (["ver"], ["'verify'"]),
+        (["nothing-alike"], []),
+        ([""], []),
+        (["plan", "x", "--disk", "3GB/s"], ["'--disk-bandwidth'"]),
+        (["plan", "x", "--bandwidth=3GB/s"], ["'--disk-bandwidth'", "'--link-bandwidth'"]),
+        (["plan", "x", "--stepz", "3"], ["'--steps'"]),
+        (["ls", "-s", "size"], ["'--sort'"]),
+        (["ls", "--nobody"], []),
+    ],
+)
+def test_what_may_be_meant_is_named(typed: list[str], meant: list[str], inspect: Inspect) -> None:
+    result = inspect(*typed)
+    assert result.exit_code == 2
+    asked = f" Did you mean {' or '.join(meant)}?" if meant else ""
+    *_, told = result.stderr.splitlines()
+    if typed[0] in inspector.commands:
+        wrong = next(each for each in typed if each.startswith("-")).partition("=")[0]
+        assert told == f"Error: No such option {wrong!r}.{asked}"
+    else:
+        assert told == f"Error: {typed[0]!r} is neither a command nor a directory.{asked}"
+
+
 # Which directory ---------------------------------------------------------------------------------
 
 
