@@ -24,7 +24,7 @@ LONGEST = 1e9
 _TELLING = 3
 """Letters. A shorter part of a name is in too many names to tell which one is meant."""
 
-_TIME = re.compile(r"(?P<number>(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?) ?(?P<unit>s|s/it|it/s)?", re.ASCII)
+_TIME = re.compile(r"(?P<number>(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?)\s?(?P<unit>s|s/it|it/s)?", re.ASCII)
 
 
 class Command(click.Command):
