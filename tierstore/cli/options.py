@@ -24,7 +24,8 @@ LONGEST = 1e9
 _TELLING = 3
 """Letters. A shorter part of a name is in too many names to tell which one is meant."""
 
-_TIME = re.compile(r"(?P<number>(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?)\s?(?P<unit>s|s/it|it/s)?", re.ASCII)
+_NUMBER = r"(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?"
+_TIME = re.compile(rf"(?P<number>{_NUMBER})\s?(?P<unit>s|s/it|it/s)?", re.ASCII)
 
 
 class Command(click.Command):
