@@ -15,7 +15,7 @@ import pytest
 from tests.cli.conftest import Inspect, command, environment, on_terminal, start
 from tests.helpers.files import open_files
 from tierstore.cli import words
-from tierstore.cli.disk_speed import known_speed
+from tierstore.cli.disk_speed import known_speed, remember
 
 SMALL = "--size", "64MiB"
 
@@ -52,6 +52,22 @@ def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
         r"writes    \S+ [KMG]B/s into a new file, \S+ [KMG]B/s over what is there", writes
     )
     assert "disks.json" in result.stderr
+    assert re.search(
+        r"^Wrote 64\.0 MiB twice and read it 5 times, in ", result.stderr, re.MULTILINE
+    )
+
+
+def test_that_a_former_measurement_is_replaced_is_said(there: Path, inspect: Inspect) -> None:
+    first = inspect("bench", there, *SMALL)
+    assert "instead of" not in first.stderr
+    remember(there, 777e9)
+    second = inspect("bench", there, *SMALL)
+    assert "remembered for this disk instead of 777.0 GB/s, in " in second.stderr
+    assert known_speed(there) != 777e9
+    remember(there, 777e9)
+    document = inspect.json("bench", there, *SMALL)
+    assert document["replaced"] == 777e9
+    assert known_speed(there) != 777e9
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,27 @@ def test_ls_sorts_limits_and_filters(store: Path, inspect: Inspect) -> None:
 
 def test_ls_of_an_empty_store(disk_dir: Path, inspect: Inspect) -> None:
     ObjectDirectory(disk_dir).close()
-    assert inspect("ls", disk_dir).stdout.startswith("0 groups, 0 B; ")
+    assert inspect("ls", disk_dir).stdout.startswith(f"0 groups, 0 B; {NOTHING_KEPT}; ")
     assert inspect.json("ls", disk_dir)["groups"] == []
+
+
+NOTHING_KEPT = "nothing is kept here: checkpoints are read where they lie"
+
+
+@pytest.mark.parametrize("kept", ["object-0123456789abcdef", "in quarantine", "a group"])
+def test_where_something_is_kept_ls_does_not_say_otherwise(
+    disk_dir: Path, inspect: Inspect, kept: str
+) -> None:
+    ObjectDirectory(disk_dir).close()
+    if kept == "a group":
+        add(disk_dir, "a")
+    elif kept == "in quarantine":
+        (disk_dir / "quarantine").mkdir()
+        (disk_dir / "quarantine" / "a.1.safetensors").write_bytes(bytes(10))
+    else:
+        (disk_dir / "tmp" / kept).write_bytes(bytes(10))
+    for options in ((), ("--prefix", "b"), ("--limit", 0)):
+        assert "nothing is kept" not in inspect("ls", disk_dir, *options).stdout
 
 
 def test_ls_says_who_uses_the_directory(locked: Path, inspect: Inspect) -> None:
@@ -119,14 +138,20 @@ def test_ls_counts_what_holds_no_group(store: Path, inspect: Inspect) -> None:
     document = inspect.json("ls", store)
     assert sum(item["nbytes"] for item in document["temporary"]) == 111
     assert sum(item["nbytes"] for item in document["stray"]) == 90
-    assert document["reclaimable"] == {
-        "nbytes": 201,
-        "damaged": 0,
-        "temporary": 111,
-        "stray": 90,
-    }
+    assert document["reclaimable"] == {"count": 3, "nbytes": 111}
     summary = inspect("ls", store).stdout.splitlines()[-1]
-    assert "3 temporary files (111 B); 3 stray files (90 B)" in summary
+    assert "; 3 temporary files (111 B); 3 entries that are not tierstore's; " in summary
+
+
+def test_directories_of_others_are_not_called_files(store: Path, inspect: Inspect) -> None:
+    (store / "model_index.json").write_text("{}")
+    assert "; 1 entry that is not tierstore's; " in inspect("ls", store).stdout
+    for name in ("transformer", "vae"):
+        (store / name).mkdir()
+        (store / name / "config.json").write_text("{}")
+    summary = inspect("ls", store).stdout.splitlines()[-1]
+    assert "; 3 entries that are not tierstore's; " in summary
+    assert "file" not in summary
 
 
 def test_a_vanished_file_is_left_out(store: Path, inspect: Inspect) -> None:
@@ -296,8 +321,8 @@ def test_df_tells_what_is_held_and_what_can_go(store: Path, inspect: Inspect) ->
     os.truncate(object_file(store, "b"), size - 1)
     (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(100))
     (after,) = inspect.json("df", store)["directories"]
-    assert after["reclaimable"]["damaged"] == size - 1
-    assert after["reclaimable"]["nbytes"] == size - 1 + 100
+    assert after["damaged"] == {"count": 1, "nbytes": size - 1}
+    assert after["reclaimable"] == {"count": 1, "nbytes": 100}
     title, row = inspect("df", store).stdout.splitlines()
     assert title.split()[:4] == ["DIRECTORY", "GROUPS", "OBJECTS", "RECLAIMABLE"]
     assert row.split()[:2] == [str(store), "3"]

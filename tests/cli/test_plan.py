@@ -190,6 +190,37 @@ def test_one_component_can_be_chosen(inspect: Inspect, pipeline: Path) -> None:
     assert [step["component"] for step in found["plans"][0]["steps"]] == ["vae"]
 
 
+def test_of_a_component_that_there_is_not_the_others_are_named(
+    inspect: Inspect, pipeline: Path
+) -> None:
+    for wrong in ("transformr", "scheduler", ""):
+        result = inspect("plan", pipeline, "--component", wrong)
+        assert result.exit_code == 2
+        assert f"no component {wrong!r}" in result.stderr
+        assert "It has these: transformer, transformer_2, vae." in result.stderr
+
+
+def test_for_a_json_file_that_is_no_index_its_directory_is_named(
+    inspect: Inspect, pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pipeline / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL", "scale": 1}')
+    monkeypatch.chdir(pipeline)
+    for wrong, place in (
+        (pipeline / "model_index.json", pipeline),
+        (pipeline / "vae" / "config.json", pipeline / "vae"),
+        (Path("vae/config.json"), Path("vae")),
+        (Path("model_index.json"), Path()),
+    ):
+        result = inspect("plan", wrong, "--ram", "8MB")
+        assert result.exit_code == 2
+        lines = [f"Error: {wrong} is no checkpoint", f"Give its directory: {place}"]
+        assert result.stderr.splitlines() == lines
+        assert inspect("plan", place, "--ram", "8MB").exit_code == 0
+    (pipeline / "model.safetensors.index.json").write_text('{"scale": 1}')
+    damaged = inspect("plan", "model.safetensors.index.json")
+    assert "the index is malformed" in damaged.stderr
+
+
 # --- what is told ---------------------------------------------------------------------------------
 
 
@@ -224,6 +255,9 @@ def test_computing_may_be_the_limit(inspect: Inspect, checkpoint: Path) -> None:
         ("--compute", "-1"),
         ("--compute", "soon"),
         ("--compute", "1e308"),
+        ("--compute", "0it/s"),
+        ("--compute", "1e-20it/s"),
+        ("--compute", "1e308it/s"),
         ("--disk-bandwidth", f"{'9' * 320}GB/s"),
         ("--disk-bandwidth", f"{'9' * 320}.5GB/s"),
         ("--ram", f"{'9' * 320}.5GB"),
@@ -290,6 +324,50 @@ def test_a_budget_below_three_groups_is_remarked_on(inspect: Inspect, checkpoint
     assert "hardly overlap" not in inspect("plan", checkpoint, "--ram", "500KB").stderr
 
 
+def test_a_budget_that_is_enough_is_not_said_to_be_narrow(
+    inspect: Inspect, checkpoint: Path
+) -> None:
+    narrow = "--ram", "300KB", "--disk-bandwidth", "1GB/s"
+    waits = inspect("plan", checkpoint, *narrow, "--compute", "0.001")
+    assert "no overlap" in waits.stdout
+    assert "--ram 300KB has room" in waits.stderr
+    computes = inspect("plan", checkpoint, *narrow, "--compute", "60", "--ram", "280KB")
+    rows = [line.split() for line in computes.stdout.splitlines() if "KB " in line]
+    assert next((row[0], row[-1]) for row in rows) == ("280KB", "enough")
+    assert "overlap" not in computes.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "seconds"),
+    [
+        ("1.5", 1.5),
+        ("1.5s", 1.5),
+        (" 1.5 s", 1.5),
+        ("1.5s/it", 1.5),
+        ("4it/s", 0.25),
+        ("4.00it/s", 0.25),
+    ],
+)
+def test_a_time_may_be_what_a_progress_bar_shows(
+    inspect: Inspect, checkpoint: Path, typed: str, seconds: float
+) -> None:
+    found = inspect.json("plan", checkpoint, "--ram", "2MB", "--compute", typed)
+    assert found["compute_seconds"] == seconds
+
+
+def test_the_numbers_of_a_column_have_as_many_decimals(inspect: Inspect, checkpoint: Path) -> None:
+    options = "--disk-bandwidth", "1GB/s", "--compute", "0.001"
+    lines = inspect("plan", checkpoint, *options).stdout.splitlines()
+    (title,) = (number for number, line in enumerate(lines) if "SECONDS" in line)
+    end = lines[title].index("SECONDS") + len("SECONDS")
+    told = [line[:end].split()[-1] for line in lines[title + 1 : lines.index("", title)]]
+    assert len(told) >= 5
+    assert {len(each.partition(".")[2]) for each in told} == {4}
+    plans = inspect.json("plan", checkpoint, *options)["plans"]
+    seconds = [plan["steps"][0]["seconds"] for plan in plans]
+    assert [float(each) for each in told] == pytest.approx(seconds, abs=0.00006)
+
+
 def test_a_device_budget_below_the_largest_group_is_refused(
     inspect: Inspect, checkpoint: Path
 ) -> None:
@@ -308,6 +386,9 @@ def test_a_device_budget_below_the_largest_group_is_refused(
         (["--ram", "8GB", "--disk-bandwidth", "3/s"], "no unit"),
         (["--ram", "8GB", "--link-bandwidth", "3GB/s"], "no link"),
         (["--ram", "8GB", "--component", "vae"], "no component 'vae'"),
+        (["--ram", "8GB", "--component", "vae"], "It has no components: leave --component out"),
+        (["--ram", "8GB", "--compute", "soon"], "such as 1.5s/it or 3.2it/s"),
+        (["--ram", "8GB", "--disk", "3GB/s"], "Did you mean '--disk-bandwidth'?"),
         (["--ram", "8GB", "--device", "auto"], "half of the free memory"),
         (["--ram", "8GB", "--steps", "3"], "--steps"),
         (["--ram", "8GB", "--groups"], "--json"),

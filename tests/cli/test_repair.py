@@ -385,7 +385,7 @@ def test_strangers_and_leftovers_are_told_of_and_left_alone(store: Path, inspect
     before = tree(store)
     result = inspect("verify", store, "--data", "--repair")
     assert result.exit_code == 0
-    assert "3 stray files" in result.stderr
+    assert "3 entries that are not tierstore's" in result.stderr
     assert "1 temporary file (1000 B)" in result.stderr
     after = tree(store)
     del before["LOCK"], after["LOCK"]

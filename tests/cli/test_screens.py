@@ -53,6 +53,35 @@ def test_so_does_the_service() -> None:
     assert "--ram" in serve.get_help(context)
 
 
+# Names that there are not -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["lss", "offload"], ["'ls'"]),
+        (["ver"], ["'verify'"]),
+        (["nothing-alike"], []),
+        ([""], []),
+        (["plan", "x", "--disk", "3GB/s"], ["'--disk-bandwidth'"]),
+        (["plan", "x", "--bandwidth=3GB/s"], ["'--disk-bandwidth'", "'--link-bandwidth'"]),
+        (["plan", "x", "--stepz", "3"], ["'--steps'"]),
+        (["ls", "-s", "size"], ["'--sort'"]),
+        (["ls", "--nobody"], []),
+    ],
+)
+def test_what_may_be_meant_is_named(typed: list[str], meant: list[str], inspect: Inspect) -> None:
+    result = inspect(*typed)
+    assert result.exit_code == 2
+    asked = f" Did you mean {' or '.join(meant)}?" if meant else ""
+    *_, told = result.stderr.splitlines()
+    if typed[0] in inspector.commands:
+        wrong = next(each for each in typed if each.startswith("-")).partition("=")[0]
+        assert told == f"Error: No such option {wrong!r}.{asked}"
+    else:
+        assert told == f"Error: {typed[0]!r} is neither a command nor a directory.{asked}"
+
+
 # Which directory ---------------------------------------------------------------------------------
 
 
@@ -149,7 +178,7 @@ def test_what_is_yet_to_come_has_its_date() -> None:
 
 def test_several_directories_have_a_sum(store: Path, tmp_path: Path, inspect: Inspect) -> None:
     ObjectDirectory(tmp_path / "other").close()
-    (tmp_path / "other" / "notes").write_bytes(bytes(2048))
+    (tmp_path / "other" / "tmp" / "object-0123456789abcdef").write_bytes(bytes(2048))
     assert len(inspect("df", store).stdout.splitlines()) == 2
     *_, total = inspect("df", store, tmp_path / "other").stdout.splitlines()
     assert total == "2 directories: 3 groups, 60.0 KiB; 2.0 KiB reclaimable"

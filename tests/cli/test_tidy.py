@@ -56,6 +56,24 @@ def test_prune_tells_what_it_would_remove(store: Path, leftover: Path, inspect: 
     assert not leftover.exists()
 
 
+def test_what_df_calls_reclaimable_is_what_prune_removes(
+    store: Path, leftover: Path, inspect: Inspect
+) -> None:
+    (store / "model_index.json").write_bytes(bytes(621))
+    (store / "tmp" / "notes.txt").write_text("mine")
+    flip_bit(object_file(store, "b"), 50)
+
+    def reclaimable() -> int:
+        (row,) = inspect.json("df", store)["directories"]
+        nbytes: int = row["reclaimable"]["nbytes"]
+        return nbytes
+
+    assert reclaimable() == inspect.json("prune", store, "--dry-run")["nbytes"] == 1000
+    assert inspect.json("prune", store, "-y")["nbytes"] == 1000
+    assert reclaimable() == inspect.json("prune", store, "-y")["nbytes"] == 0
+    assert (store / "model_index.json").exists()
+
+
 def test_damaged_objects_go_only_when_asked_for(store: Path, inspect: Inspect) -> None:
     path = object_file(store, "b")
     flip_bit(path, 50)

@@ -57,7 +57,10 @@ def test_if_no_time_is_known_it_is_the_smallest_that_reads_nothing(
     assert found["advice"]["ram_budget"] == "20MB"
     assert (found["advice"]["ram"], found["advice"]["tried"]) == (20_000_000 // 4096 * 4096, True)
     text = inspect("plan", checkpoint, *tried("4MB", "20MB", "40MB")).stdout
-    assert "ram_budget='20MB': the smallest of these with which a step reads nothing" in text
+    assert (
+        "ram_budget='20MB': the smallest of these with which a step reads nothing, as all its "
+        "weights stay in RAM." in text
+    )
     assert [line.split()[0] for line in text.splitlines() if "enough" in line] == ["20MB"]
 
 

@@ -145,7 +145,9 @@ class Trials:
     def _in_words(self, trial: Trial, of_tried: bool) -> str:
         give, reads = f"ram_budget={trial.budget.text!r}", not _reads_nothing(trial.steps)
         longer = f"takes at most {SLOWER - 1:.0%} longer than with all weights in RAM"
-        what = f"a step {longer if reads else 'reads nothing'}"
+        place = "in RAM" if self.conditions.device is None else "in RAM and on the device"
+        kept = f"reads nothing, as all its weights stay {place}"
+        what = f"a step {longer if reads else kept}"
         if of_tried:
             text = f"Give {give}: the smallest of these with which {what}."
         else:

@@ -41,14 +41,16 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
 
     The file that is written has no name and is gone afterwards, whatever happens. It is written
     twice and read five times, past the page cache: some seconds, or longer where the disk is slow.
+    What is remembered of this disk is the last measurement, whatever its --size.
     """
-    from tierstore.cli.disk_speed import measure, remember
+    from tierstore.cli.disk_speed import ROUNDS, known_speed, measure, remember
 
     _check_room(directory, nbytes)
     started = time.monotonic()
     with system_failures(f"measuring the disk of {directory}"):
         found = measure(directory, nbytes, functools.partial(byte_bar, at_once=True))
     seconds = time.monotonic() - started
+    former = known_speed(directory)
     kept: Path | None = None
     try:
         kept = remember(directory, found.read)
@@ -65,6 +67,7 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
                 "nbytes": nbytes,
                 "seconds": round(seconds, 3),
                 "remembered_in": None if kept is None else str(kept),
+                "replaced": None if kept is None or former is None else round(former),
             }
         )
         return
@@ -75,9 +78,10 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
     data(f"writes    {new}/s into a new file, {again}/s over what is there")
     if not found.direct:
         remark("This file system refuses direct reads: everything goes through the page cache.")
-    remark(f"Measured with {words.size(nbytes)} in {seconds:.1f} s.")
+    remark(f"Wrote {words.size(nbytes)} twice and read it {ROUNDS} times, in {seconds:.1f} s.")
     if kept is not None:
-        remark(f"Remembered in {kept}.")
+        instead = f" instead of {words.size(former, words.Units.DECIMAL)}/s" if former else ""
+        remark(f"What it reads is remembered for this disk{instead}, in {kept}.")
 
 
 def _check_room(directory: str, nbytes: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tierstore.cli import words
+from tierstore.cli import options, words
 from tierstore.cli.bench import bench
 from tierstore.cli.listing import disk_use, environment, list_groups, show
 from tierstore.cli.machine import version_of
@@ -60,7 +60,9 @@ class Inspector(click.Group):
         first = args[0] if args else "--help"
         if first not in self.commands and first not in ("-h", "--help", "--version"):
             if not ctx.resilient_parsing and not _may_be_directory(first):
-                ctx.fail(f"{words.printable(first)!r} is neither a command nor a directory.")
+                shown = words.printable(first)
+                meant = options.did_you_mean(shown, list(self.commands))
+                ctx.fail(f"{shown!r} is neither a command nor a directory.{meant}")
             args = ["ls", *args]
         return super().parse_args(ctx, args)
 

@@ -63,9 +63,10 @@ def contents_of(
     names = {folder: source.names(folder) if folder else root for folder in folders}
     is_model = {f: not f or has_weights(names[f]) for f in folders}
     if only is not None and not (only and is_model.get(only)):
+        there = ", ".join(filter(None, (f for f in folders if is_model[f])))
         raise Failure(
             f"{typed} has no component {only!r} with safetensors files",
-            "Leave --component out to see which there are.",
+            f"It has these: {there}." if there else "It has no components: leave --component out.",
         )
     wanted = [f for f in folders if is_model[f] and only in (None, f)]
     variants = sorted({each for folder in wanted for each in variants_among(names[folder])})

@@ -21,6 +21,7 @@ from tierstore.cli.report import (
     item_rows,
     survey,
     told_by_state,
+    told_of_stray,
     total,
 )
 from tierstore.model.groups import TensorSpec, contiguous_stride
@@ -92,20 +93,15 @@ def list_groups(
 
 
 def _totals(contents: Contents) -> Document:
-    """Counts and bytes of a directory."""
-    damaged = total(group.item for group in contents.damaged)
-    temporary, stray = total(contents.temporary), total(contents.stray)
+    """Counts and bytes of a directory. `reclaimable` is what `prune` removes, and no more."""
+    damaged = [group.item for group in contents.damaged]
     return {
         "directory": os.path.abspath(contents.directory),
         "group_count": len(contents.groups),
         "unusable_count": len(contents.unusable),
         "nbytes": total(group.item for group in contents.groups),
-        "reclaimable": {
-            "nbytes": damaged + temporary + stray,
-            "damaged": damaged,
-            "temporary": temporary,
-            "stray": stray,
-        },
+        "reclaimable": {"count": len(contents.temporary), "nbytes": total(contents.temporary)},
+        "damaged": {"count": len(damaged), "nbytes": total(damaged)},
         "quarantine": {"count": len(contents.put_away), "nbytes": total(contents.quarantine)},
         "locked_by": contents.locked_by,
         "free": contents.free,
@@ -115,13 +111,17 @@ def _totals(contents: Contents) -> Document:
 def _summary(contents: Contents, shown: int) -> str:
     groups, nbytes = len(contents.groups), total(group.item for group in contents.groups)
     parts = [f"{words.count(groups, 'group')}, {words.size(nbytes)}"]
+    if not (groups or contents.temporary or contents.quarantine):
+        parts.append("nothing is kept here: checkpoints are read where they lie")
     if shown < groups:
         parts.append(f"{shown:,} shown")
     if contents.unusable:
         parts.append(told_by_state(group.state for group in contents.unusable))
-    for items, noun in ((contents.temporary, "temporary"), (contents.stray, "stray")):
-        if items:
-            parts.append(f"{words.count(len(items), f'{noun} file')} ({words.size(total(items))})")
+    if contents.temporary:
+        temporary = words.count(len(contents.temporary), "temporary file")
+        parts.append(f"{temporary} ({words.size(total(contents.temporary))})")
+    if contents.stray:
+        parts.append(told_of_stray(len(contents.stray)))
     if contents.quarantine:
         size = words.size(total(contents.quarantine))
         parts.append(f"{len(contents.put_away):,} in quarantine ({size})")
@@ -246,10 +246,11 @@ _DIRECTORIES = (
 @click.argument("named", metavar="[DIR]...", nargs=-1, shell_complete=completion.directories)
 @click.pass_context
 def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> None:
-    """Say how much of the disk each directory takes, and how much of that holds no group.
+    """Say how much of the disk each directory takes, and how much of that can go.
 
-    RECLAIMABLE counts temporary files, damaged objects, and stray files: those that tierstore did
-    not write, and so will not remove. QUARANTINE is what `verify --repair` put away.
+    RECLAIMABLE is what `prune` would remove: files that a killed process left half-written. Damaged
+    objects, which go with `prune --damaged`, are counted under OBJECTS. QUARANTINE is what
+    `verify --repair` put away. What tierstore did not write is not counted.
     """
     directories = named or (options.named_or_default(context, None),)
     rows = [{**_totals(survey(d)), "file_system": machine.file_system_of(d)} for d in directories]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
+from tierstore.cli import words
 from tierstore.cli.output import Failure, remark
 from tierstore.completion import directories
 from tierstore.engine.directories import VARIABLE, chosen_directory
@@ -18,6 +21,41 @@ TOO_MUCH = 1 << 63
 """Bytes that no file can have."""
 LONGEST = 1e9
 """Seconds. What takes longer than thirty years is a mistake, and sums of it may be infinite."""
+_TELLING = 3
+"""Letters. A shorter part of a name is in too many names to tell which one is meant."""
+
+_NUMBER = r"(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?"
+_TIME = re.compile(rf"(?P<number>{_NUMBER})\s?(?P<unit>s|s/it|it/s)?", re.ASCII)
+
+
+class Command(click.Command):
+    """A command that says of an option which there is not which one may be meant."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, which takes no beginning of a long name for that name."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = [name for each in self.get_params(ctx) for name in each.opts]
+            wrong = words.printable(error.option_name)
+            meant = did_you_mean(wrong, [name for name in known if name.startswith("--")])
+            raise click.UsageError(f"No such option {wrong!r}.{meant}", ctx) from error
+
+
+def did_you_mean(typed: str, known: Sequence[str]) -> str:
+    """What to say at the end of an error: the names that are alike, or begin so, or have this part.
+
+    >>> did_you_mean("--disk", ["--disk-bandwidth", "--device"]), did_you_mean("x", ["ls"])
+    (" Did you mean '--disk-bandwidth'?", '')
+    """
+    import difflib
+
+    part, names = typed.lstrip("-"), {name.lstrip("-"): name for name in known}
+    alike = set(difflib.get_close_matches(part, names))
+    alike |= {each for each in names if part and each.startswith(part)}
+    alike |= {each for each in names if len(part) >= _TELLING and part in each}
+    meant = " or ".join(repr(names[each]) for each in sorted(alike))
+    return f" Did you mean {meant}?" if meant else ""
 
 
 def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
@@ -25,7 +63,7 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
     epilog = "\b\nExamples:\n" + "\n".join(f"  tierstore-inspect {line}" for line in examples)
 
     def made(function: Callable[..., Any]) -> click.Command:
-        found = click.command(name, epilog=epilog)(function)
+        found = click.command(name, cls=Command, epilog=epilog)(function)
         json_help = "Print a JSON document: raw bytes, seconds since 1970."
         found.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         return found
@@ -81,15 +119,18 @@ def speed(text: str) -> float:
     return float(parsed(size))
 
 
-def seconds(text: str) -> float:
-    """A time that is over some day, in seconds."""
-    try:
-        found = float(text)
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no number of seconds.") from error
-    if not 0 <= found <= LONGEST:
-        raise click.BadParameter(f"{text!r}: write seconds, such as 1.5.")
-    return found
+def seconds_of_step(text: str) -> float:
+    """How long a step takes, in seconds, from a text like `1.5`, `1.5s`, `1.5s/it` or `3.2it/s`."""
+    found = _TIME.fullmatch(text.strip())
+    number = seconds = float(found["number"]) if found else math.inf
+    if found and found["unit"] == "it/s":
+        seconds = 1 / number if number else math.inf
+    if max(number, seconds) > LONGEST:
+        raise click.BadParameter(
+            f"{text!r} is no time of a step: write seconds, such as 1.5, or what a progress bar "
+            "shows, such as 1.5s/it or 3.2it/s."
+        )
+    return seconds
 
 
 def parsed(text: str) -> int:

@@ -3,6 +3,7 @@ is enough."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from tierstore.cli.output import (
 from tierstore.completion import files
 from tierstore.model.errors import TierStoreError
 from tierstore.model.outline import OFFLOAD_TYPES
+from tierstore.model.weight_files import SUFFIX
 from tierstore.progress import bar
 
 if TYPE_CHECKING:  # they bring numpy: only who plans shall wait for that
@@ -61,9 +63,11 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 @click.option("--variant", help="The variant that from_pretrained is asked for, such as fp16.")
 @click.option(
     "--compute",
-    type=options.seconds,
-    help="Seconds that a step takes when all weights are in place. Left out: no time at all, so "
-    "that the disk (or the link) is the limit.",
+    type=options.seconds_of_step,
+    metavar="TIME",
+    help="How long a step takes when all weights are in place: seconds (1.5), or what a progress "
+    "bar shows (1.5s/it, 3.2it/s). Left out: no time at all, so that the disk (or the link) is the "
+    "limit.",
 )
 @click.option(
     "--disk-bandwidth",
@@ -157,7 +161,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         return
     look = _Look(units, device is not None, disk is not None, compute is not None)
     _show(found, document, advice, look)
-    _remark_on(found, contents, source, look)
+    _remark_on(found, contents, source, advice, look)
     if measured is not None:
         remark(f"Disk: {words.size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
     elif disk is None:
@@ -167,8 +171,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         )
     if compute is None and disk is not None:
         remark(
-            "Computing is taken to need no time: give --compute SECONDS of a step (s/it of the "
-            "progress bar), and a smaller budget may turn out to be enough."
+            "Computing is taken to need no time: give --compute TIME of a step (such as 1.5s/it, "
+            "from a progress bar), and a smaller budget may turn out to be enough."
         )
 
 
@@ -196,6 +200,9 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
     cause = error if isinstance(error, OSError) else error.__cause__
     if isinstance(cause, OSError) and not isinstance(cause, _NOTHING_THERE):
         return system_failure(cause, f"reading {checkpoint}")
+    if checkpoint.endswith(".json") and SUFFIX not in str(error):  # an index names its shards
+        place = os.path.dirname(checkpoint) or "."
+        return Failure(f"{checkpoint} is no checkpoint", f"Give its directory: {place}")
     if isinstance(error, TierStoreError):
         return Failure(str(error), "Give another CHECKPOINT.")
     return Failure(
@@ -266,7 +273,7 @@ def _show(trials: Sequence[Trial], document: Document, advice: Advice, look: _Lo
         ]
         data("")
         data(f"Each step of {named['component'] or 'the model'}:")
-        draw(look.columns(), rows)
+        draw(look.columns(rows), rows)
     data("")
     data(advice.text)
 
@@ -283,8 +290,9 @@ class _Look:
     def size(self, nbytes: int) -> str:
         return words.size(nbytes, self.units)
 
-    def columns(self) -> list[Column]:
+    def columns(self, rows: Sequence[Document]) -> list[Column]:
         """The budget, what a step does with it, and what to say of it."""
+        places = words.decimals(row.get("seconds") or 0.0 for row in rows)
 
         def share_waited(step: Document) -> str:
             return f"{step['stalled_seconds'] / max(step['seconds'], 1e-12):.0%}"
@@ -298,7 +306,7 @@ class _Look:
             columns.append(_of_step("ONLOADED", lambda step: self.size(step["onloaded"])))
         if self.timed:
             title = "SECONDS" if self.computes else "SECONDS TO READ"
-            columns.append(_of_step(title, lambda step: f"{step['seconds']:.3g}"))
+            columns.append(_of_step(title, lambda step: f"{step['seconds']:.{places}f}"))
         if self.timed and self.computes:
             columns.append(_of_step("WAITED", share_waited))
         return [*columns, Column("", lambda row: str(row["note"]))]
@@ -313,11 +321,21 @@ def _note(trial: Trial, advice: Advice) -> str:
         return "too small"
     if trial.budget == advice.budget:
         return "enough"
-    return "" if trial.overlaps else "no overlap"
+    return "no overlap" if _is_too_narrow(trial, advice) else ""
+
+
+def _is_too_narrow(trial: Trial, advice: Advice) -> bool:
+    """Whether there is no room to read while computing, and a step has to wait for that."""
+    is_less_than_enough = trial.budget.nbytes < advice.budget.nbytes
+    return trial.problem is None and not trial.overlaps and is_less_than_enough
 
 
 def _remark_on(
-    trials: Iterable[Trial], contents: FoundModels, source: CheckpointSource, look: _Look
+    trials: Iterable[Trial],
+    contents: FoundModels,
+    source: CheckpointSource,
+    advice: Advice,
+    look: _Look,
 ) -> None:
     if source.told:
         remark(f"Read: {source.told}.")
@@ -326,7 +344,7 @@ def _remark_on(
     for trial in trials:
         if trial.problem is not None:
             remark(f"{trial.problem}. {trial.problem.advice}")
-    narrow = [trial for trial in trials if trial.problem is None and not trial.overlaps]
+    narrow = [trial for trial in trials if _is_too_narrow(trial, advice)]
     if narrow:
         enough = words.at_least(COMFORTABLE * narrow[-1].cut.largest.nbytes, look.units)
         remark(

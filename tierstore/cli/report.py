@@ -163,6 +163,11 @@ def told_by_state(states: Iterable[str]) -> str:
     return ", ".join(f"{count:,} {state}" for state, count in sorted(Counter(states).items()))
 
 
+def told_of_stray(count: int) -> str:
+    """How many files, directories and links there are besides those that tierstore wrote."""
+    return f"{count:,} {'entry that is' if count == 1 else 'entries that are'} not tierstore's"
+
+
 def total(items: Iterable[Item]) -> int:
     """The bytes of some files."""
     return sum(item.nbytes for item in items)

@@ -23,6 +23,7 @@ from tierstore.cli.report import (
     problem_row,
     survey,
     told_by_state,
+    told_of_stray,
     total,
 )
 from tierstore.completion import directories
@@ -152,7 +153,7 @@ def _remark_on_the_rest(contents: Contents) -> None:
         )
     others = len(contents.stray) - len(contents.in_the_way)
     if others:
-        remark(f"{words.count(others, 'stray file')} that tierstore did not write: see ls --json.")
+        remark(f"{told_of_stray(others)}: see ls --json.")
     if contents.exposed:
         first = contents.exposed[0]
         remark(

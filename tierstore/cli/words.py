@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 
 from tierstore.model.words import Units as Units
@@ -39,6 +40,16 @@ def ago(seconds: float, now: float | None = None) -> str:
         if past >= length:
             return f"{count(int(past // length), unit)} ago"
     return "just now"
+
+
+def decimals(numbers: Iterable[float]) -> int:
+    """How many decimals the numbers of a column get: three digits of the smallest but zero.
+
+    >>> decimals([0.3, 0.301]), decimals([12.0, 0.0]), decimals([350.0]), decimals([0.06, 1e-9])
+    (3, 1, 0, 4)
+    """
+    smallest = min((number for number in numbers if number), default=100.0)
+    return min(max(2 - math.floor(math.log10(smallest)), 0), 4)
 
 
 def shorten(text: str, width: int, ellipsis: str = "…", measure: Callable[[str], int] = len) -> str:
