@@ -108,21 +108,6 @@ def test_what_fails_is_a_warning_with_its_group(
     assert len(logged(caplog, logging.WARNING)) == 1
 
 
-def test_a_directory_of_something_else_is_a_warning_the_first_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "model_index.json").write_text("{}")
-    for _ in range(2):
-        open_store(tmp_path, PAGE).close()
-    ((name, message),) = logged(caplog, logging.WARNING)
-    assert name == "tierstore.tiers"
-    assert str(tmp_path) in message and "'model_index.json'" in message
-    assert (tmp_path / "model_index.json").read_text() == "{}"
-    caplog.clear()
-    open_store(tmp_path / "new", PAGE).close()
-    assert not logged(caplog, logging.WARNING)
-
-
 def test_debug_tells_of_each_move(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "tierstore.tiers")
     with open_store(disk_dir) as store:

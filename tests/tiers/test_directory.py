@@ -365,6 +365,21 @@ def test_one_live_store_holds_the_directory(disk_dir: Path) -> None:
     ObjectDirectory(disk_dir).close()
 
 
+def test_things_of_others_are_left_alone_and_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    for _ in range(2):
+        ObjectDirectory(tmp_path).close()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("tierstore.tiers", "WARNING")
+    assert str(tmp_path) in record.getMessage() and "'model_index.json'" in record.getMessage()
+    assert (tmp_path / "model_index.json").read_text() == "{}"
+    caplog.clear()
+    ObjectDirectory(tmp_path / "new").close()
+    assert not caplog.records
+
+
 def test_who_only_looks_at_the_lock_keeps_nobody_out(disk_dir: Path) -> None:
     made(disk_dir)
     over = threading.Event()
