@@ -51,6 +51,7 @@ WATCHED = (
     "tests/tiers/test_directory.py::test_a_damaged_object",
     "tests/tiers/test_directory.py::test_nobody_else_may_look",
     "tests/tiers/test_directory.py::test_one_live_store",
+    "tests/tiers/test_directory.py::test_things_of_others",
     "tests/tiers/test_directory.py::test_what_is_in_the_way",
     "tests/tiers/test_directory.py::test_what_may_be_lost",
     "tests/system/test_files.py",
