@@ -68,6 +68,16 @@ class TierDriver(Protocol):
 
 
 @runtime_checkable
+class WaitingDriver(TierDriver, Protocol):
+    """A tier whose copies come from another process, or a server: whoever copies may wait for that
+    as long as it likes."""
+
+    def stop_waiting(self) -> None:
+        """The store ends: whoever waits fails at once, as does whoever would wait from now on.
+        Copies that are there stay as they are until `close`."""
+
+
+@runtime_checkable
 class CallersDriver(TierDriver, Protocol):
     """A tier whose books are kept by callers, as part of a step of the store.
 

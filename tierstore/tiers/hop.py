@@ -59,15 +59,6 @@ class Hop(Protocol):
 
 
 @runtime_checkable
-class WaitingHop(Hop, Protocol):
-    """A hop whose copies may wait for another process, or for a server, as long as that likes."""
-
-    def stop_waiting(self) -> None:
-        """The store ends: whoever waits fails at once, as does whoever would wait from now on.
-        What was copied stays as it is."""
-
-
-@runtime_checkable
 class QueuedHop(Hop, Protocol):
     """A hop whose copies may only have to be queued on a device, which takes microseconds."""
 

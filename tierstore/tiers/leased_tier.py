@@ -79,6 +79,10 @@ class LeasedHostTier(HostTier):
         if entry.shared is not None and slot is not None and slot.memory is not None:
             slot.memory.bitwise_or_(0)  # each page that is written to becomes a copy of our own
 
+    def stop_waiting(self) -> None:
+        """Those who have the room may wait for what this store gives back when it has ended."""
+        self.link.stop()
+
     def close(self, entries: Iterable[GroupEntry]) -> None:
         super().close([entry for entry in entries if entry.shared is None])
         self.link.close()
@@ -101,7 +105,3 @@ class LeaseOrRead:
             return self._reading.copy(entry, ending)
         self._host.lease(entry)
         return Copied(entry.spec.nbytes)
-
-    def stop_waiting(self) -> None:
-        """Those whose room this store has may wait for what it gives back when it has ended."""
-        self._host.link.stop()

@@ -29,9 +29,9 @@ from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.journal import ROUTED, Journal, Span, hop
 from tierstore.observe.ranges import MOVES, ranged
 from tierstore.system.files import transfer_error
-from tierstore.tiers.driver import CallersDriver, TierDriver
+from tierstore.tiers.driver import CallersDriver, TierDriver, WaitingDriver
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.hop import Hop, QueuedHop, WaitingHop
+from tierstore.tiers.hop import Hop, QueuedHop
 from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor
 
 logger = logging.getLogger("tierstore.tiers")
@@ -251,9 +251,9 @@ class Mover:
         open, as it may still use them.
         """
         self.stopped = True
-        for one in self.hops.values():
-            if isinstance(one, WaitingHop):
-                one.stop_waiting()
+        for driver in self.drivers.values():
+            if isinstance(driver, WaitingDriver):
+                driver.stop_waiting()
         ends = time.monotonic() + PATIENCE
         ended = self._serial.stop(ends)
         for workers in dict.fromkeys(used.workers for used in self.hops.values()):

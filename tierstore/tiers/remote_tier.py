@@ -33,7 +33,7 @@ from tierstore.system.files import parts, transfer_errors
 from tierstore.tiers.assembly import StoreTiers
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
-from tierstore.tiers.hop import Copied, Hop, WaitingHop
+from tierstore.tiers.hop import Copied, Hop
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.workers import RunParallel, Workers
@@ -176,12 +176,14 @@ class CachedFile:
 class RemoteCache:
     """The files of what was fetched, by this store and by those that had the directory before.
 
-    `left` are those of which no group is registered yet.
+    `left` are those of which no group is registered yet. Nothing is fetched any more once it is
+    `closing`.
     """
 
     path: str
     files: FileTable
     left: dict[str, GroupEntry] = field(default_factory=dict)
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self._directory = ObjectDirectory(self.path, lasting=False)
@@ -279,6 +281,10 @@ class RemoteTier:
             entry.remote = None
             self.cache.give_up(entry)
 
+    def stop_waiting(self) -> None:
+        """A server may not answer for a while, and groups may be large."""
+        self.cache.closing.set()
+
     def close(self, entries: Iterable[GroupEntry]) -> None:
         self.cache.close()
 
@@ -293,7 +299,6 @@ class RemoteToDisk:
     def __init__(self, cache: RemoteCache, workers: Workers) -> None:
         self.workers = workers
         self._cache = cache
-        self._closed = threading.Event()
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         memory = fresh_memory(entry.spec.nbytes).numpy().data
@@ -302,13 +307,9 @@ class RemoteToDisk:
     def bring(self, entry: GroupEntry, room: memoryview) -> int:
         """Fetch a group into `room`, and write it. Returns the bytes that were asked for."""
         assert entry.remote is not None
-        nbytes = fetch(entry.remote, room, self.workers.run_parallel, self._closed)
+        nbytes = fetch(entry.remote, room, self.workers.run_parallel, self._cache.closing)
         self._cache.save(entry, room, self.workers.run_parallel)
         return nbytes
-
-    def stop_waiting(self) -> None:
-        """A server may not answer for a while, and groups may be large."""
-        self._closed.set()
 
 
 class FetchedToHost:
@@ -336,11 +337,6 @@ class FetchedToHost:
                 raise
         room = entry.slots[self.dst].bytes()
         return Copied(self._fetching.bring(entry, room))
-
-    def stop_waiting(self) -> None:
-        """Of what it has been put before; fetching has a hop of its own."""
-        if isinstance(self._reading, WaitingHop):
-            self._reading.stop_waiting()
 
 
 def remote_tier(
