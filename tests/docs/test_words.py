@@ -37,7 +37,7 @@ PLAIN = (
     r"\btakes? the place of\b",
     r"\btakes place\b",
     r"\bholds others up\b",  # it makes them wait
-    r"\bbudgets?[- ](?:that )?holds?\b",  # it is kept
+    r"\bbudgets?[- ](?:that )?(?:holds?|held)\b",  # it is kept
     r"\bChecksums still hold\b",
     r"\brule holds\b",
     r"\bif it did\s+not hold\b",
