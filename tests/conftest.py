@@ -19,7 +19,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import lanes
+from tests import devices, lanes
 
 # Processes that run tests at once have a core each: with more threads, they would wait for it.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
@@ -45,18 +45,14 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-pytest_addoption = lanes.pytest_addoption
 pytest_configure = lanes.pytest_configure
+pytest_collection_modifyitems = lanes.pytest_collection_modifyitems
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the lane leaves out; skip the tests marked cuda where there is no CUDA GPU."""
-    lanes.pytest_collection_modifyitems(config, items)
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    if not marked or importlib.import_module("torch").cuda.is_available():
-        return
-    for item in marked:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Add the options of the lanes, and what tests/devices.py is: a plugin of its own."""
+    lanes.pytest_addoption(parser)
+    pluginmanager.register(devices, "devices")
 
 
 def pytest_collection_finish() -> None:
@@ -124,22 +120,26 @@ def same_moments() -> Iterator[None]:
     Nothing is left for the next test. What a kernel raised that nobody asked about is raised here.
     """
     accelerator = sys.modules.get("tests.device.pretend")
-    if accelerator is None:
-        yield
-        return
-    accelerator.start_over()
+    if accelerator is not None:
+        accelerator.start_over()
     yield
-    accelerator.finish()
+    if (chosen := sys.modules.get("tests.accelerator")) is not None:
+        chosen.finish()
+    elif accelerator is not None:
+        accelerator.finish()
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    """The accelerator's module of torch, such as torch.cuda: what each of them can do."""
+    return importlib.import_module("tests.accelerator").module()
 
 
 @pytest.fixture
 def pretend() -> Any:
-    """The pretend accelerator, loaded; the test is skipped where it cannot be built."""
-    accelerator = importlib.import_module("tests.device.pretend")
-    why_not = accelerator.available()
-    if why_not is not None:
-        pytest.skip(why_not)
-    return accelerator.load()
+    """The pretend accelerator, loaded, for tests that are marked `pretend_only`: these are skipped
+    where it cannot be built."""
+    return importlib.import_module("tests.device.pretend").load()
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Run the checks that guard a change: `python tools/check.py [--full | --long | --changed]`.
+"""Run the checks that guard a change: `python tools/check.py [--full | --long | --changed |
+--device cuda]`.
 
 - Without an option: format, lint, types, layers, and the default lane of tests. Minutes.
 - `--full`: the same checks, and every test; what lands has passed it. It watches, too, that no
@@ -11,6 +12,9 @@
   Python, too (tools/newest.py). Hours, before a release.
 - `--changed`: the same checks, and those tests of the default lane that mirror the files that
   differ from the branch `main` (on `main`: from the last commit). Seconds, while one works.
+
+- `--device cuda`: the same checks, and those tests of the default lane that use an accelerator, on
+  this one (tests/devices.py). Two minutes on 16 cores.
 
 tests/lanes.py says what belongs to which lane. The checks run in a fixed order, cheapest first, and
 pytest runs last, so that the last line printed is pytest's own summary. A failing check does not
@@ -68,6 +72,15 @@ LANES: dict[str, list[str]] = {
     "full": ["--numprocesses=2", "--full", "-p", "coverage_gate"],
     "long": ["--numprocesses=2", "--long"],
 }
+
+MOST_AT_ONCE = 16
+"""Processes that share one device: each takes some of its memory for itself."""
+
+
+def on_device(device: str) -> list[str]:
+    """The tests that use an accelerator, on this one. How long each takes is another matter."""
+    processes = min(os.cpu_count() or 1, MOST_AT_ONCE)
+    return [f"--numprocesses={processes}", f"--device={device}", "-m", "accelerator"]
 
 
 @dataclass
@@ -204,6 +217,9 @@ def main() -> int:
     choice.add_argument(
         "--changed", action="store_true", help="only the tests that mirror the changed files"
     )
+    choice.add_argument(
+        "--device", metavar="TYPE", help="the tests that use an accelerator, on this one: cuda"
+    )
     chosen = parser.parse_args()
     os.chdir(ROOT)  # each tool finds pyproject.toml, and so what to look at, from here
     lane = "long" if chosen.long else "full" if chosen.full else "default"
@@ -211,7 +227,8 @@ def main() -> int:
     if chosen.changed and not tests:
         print("no test mirrors what was changed: only format, lint, types and layers are checked")
         return 1 if any([run_step(*step) for step in STEPS.items()]) else 0
-    return 0 if run_all(lane, [*LANES[lane], *tests]) else 1
+    words = on_device(chosen.device) if chosen.device else LANES[lane]
+    return 0 if run_all(lane, [*words, *tests]) else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tierstore
-from tests.store.helpers import PAGE, PATIENCE, needs_pretend, on_both, open_store
+from tests.store.helpers import PAGE, PATIENCE, on_both, open_store
 from tierstore import TierStore
 from tierstore.model.sizes import round_up
 
@@ -27,7 +27,6 @@ __all__ = [
     "budget_for",
     "chain",
     "forget_graphs",
-    "needs_pretend",
     "offloading",
     "on_both",
     "open_store",

@@ -17,16 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.device import pretend
-from tests.helpers.engine import core_of
-
-if pretend.available() is None:
-    pretend.load()  # before the first backward pass of the process
-
 import torch
 
 import tierstore
+from tests import accelerator  # loads the device before the first backward pass
 from tests.budget.denoise import anonymous_bytes
+from tests.helpers.engine import core_of
 
 SIZE = 256  # a matrix is 256 KiB
 LAYERS = 4
@@ -38,8 +34,9 @@ def measured(store: tierstore.TierStore, device: str) -> dict[str, Any]:
     """What is held between two steps, in bytes, but for `groups` and `tensors`."""
     snapshot = store.snapshot()
     spill = core_of(store).tiers.disk.spill
-    on_device = pretend.memory_allocated() if device == "pretend" else 0
-    pinned = pretend.pinned_bytes() if device == "pretend" else 0
+    on_cpu = device == "cpu"
+    on_device = 0 if on_cpu else accelerator.module().memory_allocated()
+    pinned = 0 if on_cpu else accelerator.counted("pinned_bytes")
     return {
         "host": anonymous_bytes(),
         "device": on_device,

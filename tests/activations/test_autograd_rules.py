@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import tierstore
+from tests.accelerator import ACCELERATOR, DEVICE_0, DEVICE_1, needs_accelerator
 from tests.activations.helpers import (
     SMALL,
     assert_equal,
     assert_nothing_left,
     chain,
     forget_graphs,
-    needs_pretend,
     offloading,
     on_both,
     open_store,
@@ -413,11 +413,12 @@ def test_one_context_inside_another_of_the_same_store(device: str, disk_dir: Pat
         assert_nothing_left(store)
 
 
-@needs_pretend
+@needs_accelerator
+@pytest.mark.two_devices
 def test_a_model_on_two_devices(disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         middle = chain_of(x, first)
-        result = chain_of(middle.to("pretend:1"), second)
+        result = chain_of(middle.to(DEVICE_1), second)
         saved_on.append(result.grad_fn._saved_result.device)
         return result.square().mean()
 
@@ -427,38 +428,39 @@ def test_a_model_on_two_devices(disk_dir: Path) -> None:
         return value
 
     saved_on: list[torch.device] = []
-    x, *first = random_matrices(4, "pretend:0")
-    second = random_matrices(3, "pretend:1", seed=3)
+    x, *first = random_matrices(4, DEVICE_0)
+    second = random_matrices(3, DEVICE_1, seed=3)
     wanted = plain_gradients(loss, [x, *first, *second])
-    with open_store(disk_dir, RAM, "pretend") as store:
+    with open_store(disk_dir, RAM, ACCELERATOR) as store:
         found = plain_gradients(loss, [x, *first, *second], offloading(store))
         assert_equal(found, wanted)
-        assert saved_on == [torch.device("pretend:1")] * 2
+        assert saved_on == [torch.device(DEVICE_1)] * 2
         assert shipped(store) > 0
         assert_nothing_left(store)
 
 
-@needs_pretend
+@needs_accelerator
+@pytest.mark.two_devices
 def test_the_second_of_two_devices(disk_dir: Path) -> None:
-    x, *weights = random_matrices(4, "pretend:1")
+    x, *weights = random_matrices(4, DEVICE_1)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
-    with open_store(disk_dir, RAM, "pretend:1") as store:
+    with open_store(disk_dir, RAM, DEVICE_1) as store:
         found = plain_gradients(lambda: chain(x, weights), [x, *weights], offloading(store))
         assert_equal(found, wanted)
         assert shipped(store) > 0
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("backward_there", [True, False], ids=["backward too", "forward only"])
 def test_computing_on_a_stream_of_the_user(
     backward_there: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
     """A stream that is not waited for shows."""
-    x, *weights = random_matrices(6, "pretend")
+    x, *weights = random_matrices(6, ACCELERATOR)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
-    side = torch.Stream(device="pretend")
+    side = torch.Stream(device=ACCELERATOR)
     late_pretend.reset_counters()
-    with open_store(disk_dir, 4 * 4 * SMALL, "pretend") as store:
+    with open_store(disk_dir, 4 * 4 * SMALL, ACCELERATOR) as store:
         for _ in range(3):
             side.wait_stream(torch.accelerator.current_stream())
             with side, offloading(store):
@@ -474,18 +476,18 @@ def test_computing_on_a_stream_of_the_user(
         assert_nothing_left(store)
 
 
-@needs_pretend
+@needs_accelerator
 def test_what_was_on_the_cpu_stays_there(disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         on_cpu = torch.tanh(there @ there)
         saved_on.append(on_cpu.grad_fn._saved_result.device.type)
-        return chain(on_cpu.to("pretend"), weights)
+        return chain(on_cpu.to(ACCELERATOR), weights)
 
     saved_on: list[str] = []
     (there,) = random_matrices(1, "cpu")
-    weights = random_matrices(2, "pretend", seed=4)
+    weights = random_matrices(2, ACCELERATOR, seed=4)
     wanted = plain_gradients(loss, [there, *weights])
-    with open_store(disk_dir, RAM, "pretend") as store:
+    with open_store(disk_dir, RAM, ACCELERATOR) as store:
         assert_equal(plain_gradients(loss, [there, *weights], offloading(store)), wanted)
         assert saved_on == ["cpu", "cpu"]
         assert 0 < shipped(store) <= 5 * 4 * SMALL  # two for each weight, and one for the loss

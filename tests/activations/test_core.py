@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tierstore
+from tests.accelerator import ACCELERATOR
 from tests.activations.helpers import (
     assert_equal,
     assert_nothing_left,
@@ -144,16 +145,17 @@ def test_a_slice_does_not_keep_what_it_was_cut_from(device: str, disk_dir: Path)
         assert_equal(torch.autograd.grad(loss, [x]), wanted)
 
 
-def test_device_memory_goes_while_the_forward_runs(pretend: object, disk_dir: Path) -> None:
-    x, *weights = random_matrices(33, "pretend", size=128)
-    torch.pretend.synchronize()
-    torch.pretend.reset_counters()
-    before = torch.pretend.memory_allocated()
-    with open_store(disk_dir, 4 << 20, "pretend") as store:
+@pytest.mark.pretend_only("bytes")
+def test_device_memory_goes_while_the_forward_runs(pretend: Any, disk_dir: Path) -> None:
+    x, *weights = random_matrices(33, ACCELERATOR, size=128)
+    pretend.synchronize()
+    pretend.reset_counters()
+    before = pretend.memory_allocated()
+    with open_store(disk_dir, 4 << 20, ACCELERATOR) as store:
         with offloading(store):
             loss = chain(x, weights)
-            waiting = torch.pretend.memory_allocated() - before
-        left = torch.pretend.memory_allocated() - before
+            waiting = pretend.memory_allocated() - before
+        left = pretend.memory_allocated() - before
         saved = store.stats().activations.shipped_bytes
         assert saved >= 64 * x.nbytes
         assert waiting <= 4 * x.nbytes, "the forward ran far ahead of the copies"
@@ -161,7 +163,7 @@ def test_device_memory_goes_while_the_forward_runs(pretend: object, disk_dir: Pa
         loss.backward()
         del loss
         assert_nothing_left(store)
-        assert torch.pretend.stale_copies() == 0
+        assert pretend.stale_copies() == 0
 
 
 @on_both

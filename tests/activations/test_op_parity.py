@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, DEVICES
 from tests.activations.helpers import (
     FRACTIONS,
     Saved,
     assert_nothing_left,
     budget_for,
-    needs_pretend,
     offloading,
     open_store,
 )
@@ -47,9 +47,7 @@ def on_one_budget(chunks: int) -> pytest.MarkDecorator:
 
 
 at_every_budget = pytest.mark.parametrize("fraction", FRACTIONS)
-everywhere = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("pretend", marks=needs_pretend)], ids=["cpu", "pretend"]
-)
+everywhere = pytest.mark.parametrize("device", DEVICES, ids=["cpu", ACCELERATOR])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import pipelines
+from tests.accelerator import ACCELERATOR
 from tests.activations.helpers import (
     FRACTIONS,
     SMALL,
@@ -18,7 +19,6 @@ from tests.activations.helpers import (
     assert_equal,
     assert_nothing_left,
     budget_for,
-    needs_pretend,
     offloading,
     on_both,
     open_store,
@@ -102,20 +102,20 @@ def test_gradients(
         assert_sound(store)
 
 
-@needs_pretend
+@pytest.mark.pretend_only("bytes")
 @pytest.mark.parametrize("kind", pipelines.KINDS)
 def test_memory_on_the_device_and_page_locked(
     kind: str, pretend: Any, checkpoints: dict[str, Path], disk_dir: Path
 ) -> None:
     """At the end of the forward 95 % of what is saved has left the device, and RAM is in budget."""
-    step, wanted = prepared(kind, checkpoints[kind], "pretend")
-    saved = saved_bytes(kind, checkpoints[kind], "pretend", "none")
+    step, wanted = prepared(kind, checkpoints[kind], ACCELERATOR)
+    saved = saved_bytes(kind, checkpoints[kind], ACCELERATOR, "none")
     step.checkpoint("none")
     budget = budget_for(saved, 0.5)
     pretend.synchronize()
     pretend.reset_peak_pinned()
     before = pretend.memory_allocated(), pretend.pinned_bytes()
-    with open_store(disk_dir, budget, "pretend", device_budget=saved.nbytes) as store:
+    with open_store(disk_dir, budget, ACCELERATOR, device_budget=saved.nbytes) as store:
         with offloading(store, SMALL, model=step.model):
             loss = step.loss()
         pretend.synchronize()

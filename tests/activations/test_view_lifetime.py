@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.activations.helpers import (
     assert_equal,
     assert_nothing_left,
@@ -107,10 +108,9 @@ def test_what_is_lent_leaves_room_for_the_largest_group(
         assert_equal([found], [(x * 2).detach()])
 
 
-def test_the_forward_waits_for_no_copy(
-    pretend: object, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, *weights = leaves = random_matrices(17, "pretend", size=128)
+@needs_accelerator
+def test_the_forward_waits_for_no_copy(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, *weights = leaves = random_matrices(17, ACCELERATOR, size=128)
     wanted = plain_gradients(lambda: chain(x, weights), leaves)
     waited: list[str] = []
 
@@ -119,7 +119,7 @@ def test_the_forward_waits_for_no_copy(
             waited.append(threading.current_thread().name)
             super().synchronize()
 
-    with open_store(disk_dir, 256 * PIECE, "pretend", device_budget=32 * PIECE) as store:
+    with open_store(disk_dir, 256 * PIECE, ACCELERATOR, device_budget=32 * PIECE) as store:
         monkeypatch.setattr(torch, "Event", Watched)
         for _ in range(2):  # by the second, memory was used before
             with offloading(store):
@@ -128,7 +128,7 @@ def test_the_forward_waits_for_no_copy(
             assert_equal(torch.autograd.grad(loss, leaves), wanted)
             del loss
             assert_nothing_left(store)
-        event = Watched("pretend")
+        event = Watched(ACCELERATOR)
         event.record()
         event.synchronize()
         assert waited.count("MainThread") == 1, "nobody would have been seen"

@@ -15,14 +15,11 @@ import torch
 from diffusers.hooks import apply_group_offloading
 from torch import nn
 
-from tests import pipelines
-from tests.device import pretend
+from tests import accelerator, pipelines
+from tests.accelerator import DEVICES as DEVICES
 from tests.store.helpers import open_store
 from tierstore import TierStore
 
-REASON = pretend.ready()
-NEEDS_PRETEND = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-DEVICES = ("cpu", pytest.param("pretend", marks=NEEDS_PRETEND))
 OFFLOAD_TYPES = ("block_level", "leaf_level")
 
 Checkpoints = Callable[..., Path]
@@ -82,10 +79,11 @@ def reference(checkpoint: Checkpoints) -> References:
             return Reference(output, weights, needed)
         pipe.to(device)
         start_measuring()
-        resident = pretend.memory_allocated()
+        resident = accelerator.module().memory_allocated()
         output, needed = run_and_count(kind, pipe, device)
-        activations = pretend.max_memory_allocated() - resident
-        return Reference(output, weights, needed, activations, pretend.copied("d2h"))
+        activations = accelerator.module().max_memory_allocated() - resident
+        read_back = accelerator.counted("copied", "d2h")
+        return Reference(output, weights, needed, activations, read_back)
 
     return run
 
@@ -93,9 +91,7 @@ def reference(checkpoint: Checkpoints) -> References:
 def start_measuring() -> None:
     """Let what is garbage go, then set the counters and peaks of the accelerator back."""
     gc.collect()
-    pretend.reset_counters()
-    pretend.reset_peak_memory_stats()
-    pretend.reset_peak_pinned()
+    accelerator.start_counting()
 
 
 def run_and_count(kind: str, pipe: Any, device: str) -> tuple[torch.Tensor, int]:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests import pipelines
+from tests.accelerator import ACCELERATOR, DEVICE_0, DEVICE_1, needs_accelerator
 from tests.adapters.conftest import (
     DEVICES,
-    NEEDS_PRETEND,
     Checkpoints,
     References,
     a_third_of,
@@ -160,7 +160,7 @@ def test_excluded_modules_stay_on_the_device(
         for name in names:
             assert {p.device.type for p in getattr(pipe, name).parameters()} == {device}
         output = pipelines.run("flux", pipe, device=device)
-        assert torch.equal(output, reference("flux").output)
+        assert torch.equal(output, reference("flux", device=device).output)
 
 
 def test_excluding_what_is_not_there(checkpoint: Checkpoints, disk_dir: Path) -> None:
@@ -172,7 +172,7 @@ def test_excluding_what_is_not_there(checkpoint: Checkpoints, disk_dir: Path) ->
         enable_group_offload(pipe, store, exclude_modules=["unet"])
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @pytest.mark.parametrize("named_by", ("argument", "model"))
 def test_excluded_keywords_are_not_moved(named_by: str, disk_dir: Path) -> None:
     model = Caching()
@@ -181,13 +181,13 @@ def test_excluded_keywords_are_not_moved(named_by: str, disk_dir: Path) -> None:
         model._skip_keys = ["cache", "listed"]
     excluded = ["cache", "listed"] if named_by == "argument" else None
     with (
-        open_store(disk_dir, PLENTY, "pretend") as store,
+        open_store(disk_dir, PLENTY, ACCELERATOR) as store,
         enable_group_offload(model, store, exclude_kwargs=excluded),
     ):
         model(given(), cache=cache, other=other, listed=listed)
         assert model.seen["cache"] is cache and model.seen["listed"] is listed
-        assert model.seen["other"].device.type == "pretend"
-        on_device = [torch.zeros(2, device="pretend")]
+        assert model.seen["other"].device.type == ACCELERATOR
+        on_device = [torch.zeros(2, device=ACCELERATOR)]
         model(given(), caches=on_device)
         assert model.seen["caches"] is on_device  # nothing to move: the very same list
 
@@ -254,16 +254,17 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str, disk_
         assert_right(model, Tower, "cpu")
 
 
-@NEEDS_PRETEND
+@needs_accelerator
+@pytest.mark.two_devices
 def test_the_onload_device_is_the_store_s(disk_dir: Path) -> None:
-    with open_store(disk_dir, PLENTY, "pretend") as store:
+    with open_store(disk_dir, PLENTY, ACCELERATOR) as store:
         model = Tower()
-        handle = enable_group_offload(model, store, onload_device="pretend")
-        assert enable_group_offload(model, store, onload_device="pretend:0") is handle
-        for other in ("pretend:1", "cpu"):
-            with pytest.raises(ValueError, match="serves pretend:0"):
+        handle = enable_group_offload(model, store, onload_device=ACCELERATOR)
+        assert enable_group_offload(model, store, onload_device=DEVICE_0) is handle
+        for other in (DEVICE_1, "cpu"):
+            with pytest.raises(ValueError, match=f"serves {DEVICE_0}"):
                 enable_group_offload(model, store, onload_device=other)
-        assert_right(model, Tower, "pretend")
+        assert_right(model, Tower, ACCELERATOR)
 
 
 def test_what_is_no_store_and_what_is_no_model(disk_dir: Path) -> None:
@@ -301,7 +302,7 @@ def test_moving_an_offloaded_pipeline_moves_nothing(
         pipe.transformer.to(device)
         assert {tensor.device.type for _, tensor in pipelines.weights(pipe)} == {"cpu"}
         output = pipelines.run("flux", pipe, device=device)
-        assert torch.equal(output, reference("flux").output)
+        assert torch.equal(output, reference("flux", device=device).output)
 
 
 @pytest.mark.parametrize("way", ("alone", "with a device", "by name"))
@@ -346,7 +347,7 @@ def test_diffusers_refuses_other_offloading_on_top(
         with pytest.raises(ValueError, match="group offloading enabled"):
             getattr(pipe, other)(device=device)
         output = pipelines.run("flux", pipe, device=device)
-        assert torch.equal(output, reference("flux").output)
+        assert torch.equal(output, reference("flux", device=device).output)
 
 
 def test_a_model_that_accelerate_offloads_is_refused(disk_dir: Path) -> None:
@@ -406,14 +407,14 @@ def test_a_budget_below_the_largest_group(
     assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 def test_the_budget_that_is_too_small_is_named(disk_dir: Path, tmp_path: Path) -> None:
     small = BLOCK_BYTES - 4096
-    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=small) as store:
+    with TierStore(PLENTY, disk_dir, device=ACCELERATOR, device_budget=small) as store:
         with pytest.raises(BudgetError, match="raise device_budget") as caught:
             enable_group_offload(Tower(), store)
         assert caught.value.tier == "DEVICE"
-    with TierStore(small, tmp_path / "b", device="pretend", device_budget=PLENTY) as store:
+    with TierStore(small, tmp_path / "b", device=ACCELERATOR, device_budget=PLENTY) as store:
         with pytest.raises(BudgetError, match="raise ram_budget") as caught:
             enable_group_offload(Tower(), store)
         assert caught.value.tier == "HOST"
@@ -431,14 +432,14 @@ class Counting(Tower):
         return super().forward(x) * self.counts7.sum()
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @torch.no_grad()
 def test_a_budget_below_the_largest_group_and_what_stays(disk_dir: Path) -> None:
     """The error says what would do, and so it does."""
     model = Counting()
-    expected = Counting().to("pretend")(given().to("pretend")).cpu()
+    expected = Counting().to(ACCELERATOR)(given().to(ACCELERATOR)).cpu()
     budget = BLOCK_BYTES + 16384
-    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=budget) as store:
+    with TierStore(PLENTY, disk_dir, device=ACCELERATOR, device_budget=budget) as store:
         for _ in range(2):
             with pytest.raises(BudgetError, match="raise device_budget") as caught:
                 enable_group_offload(model, store, num_blocks_per_group=1)
@@ -448,7 +449,7 @@ def test_a_budget_below_the_largest_group_and_what_stays(disk_dir: Path) -> None
         enough = int(found[1].replace(",", ""))
         assert enough >= BLOCK_BYTES + 8 * 4000
         assert store.stats().used_bytes["DEVICE"] == 0
-    with TierStore(PLENTY, disk_dir, device="pretend", device_budget=enough) as store:
+    with TierStore(PLENTY, disk_dir, device=ACCELERATOR, device_budget=enough) as store:
         enable_group_offload(model, store, num_blocks_per_group=1)
         for _ in range(2):
             assert torch.equal(model(given()).cpu(), expected)

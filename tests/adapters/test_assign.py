@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tierstore.adapters.codecs.plain import assign
 
-REASON = pretend.ready()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = needs_accelerator
 
 
 class Stubborn(torch.nn.Parameter):
@@ -30,8 +29,8 @@ def test_there_and_back(kind: type[torch.nn.Parameter]) -> None:
     parameter.note = "kept"
     identity, home = id(parameter), parameter.detach()
 
-    assign(parameter, torch.full((3,), 7.0, device="pretend"))
-    assert parameter.device.type == "pretend"
+    assign(parameter, torch.full((3,), 7.0, device=ACCELERATOR))
+    assert parameter.device.type == ACCELERATOR
     assert parameter.tolist() == [7.0, 7.0, 7.0]
 
     assign(parameter, home)

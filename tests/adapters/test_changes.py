@@ -224,12 +224,14 @@ def test_4_load_state_dict_while_offloaded_takes_effect(
     other = pipelines.load(kind, checkpoint(kind, **{name: 1}))
     pipe = pipelines.load(kind, checkpoint(kind))
     with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store):
-        assert torch.equal(pipelines.run(kind, pipe, device=device), reference(kind).output)
+        assert torch.equal(
+            pipelines.run(kind, pipe, device=device), reference(kind, device=device).output
+        )
         state = pipelines.components(other)[name].state_dict()
         pipelines.components(pipe)[name].load_state_dict(state, assign=assign)
         changed = pipelines.run(kind, pipe, device=device)
     assert torch.equal(changed, pipelines.run(kind, other.to(device), device=device))
-    assert not torch.equal(changed, reference(kind).output)
+    assert not torch.equal(changed, reference(kind, device=device).output)
 
 
 @pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
@@ -298,4 +300,6 @@ def test_a_change_that_fails_leaves_the_pipeline_offloaded(
         with pytest.raises(ZeroDivisionError), handle.suspended(), handle.suspended():
             raise ZeroDivisionError
         assert handle.enabled
-        assert torch.equal(pipelines.run("flux", pipe, device=device), reference("flux").output)
+        assert torch.equal(
+            pipelines.run("flux", pipe, device=device), reference("flux", device=device).output
+        )

@@ -18,6 +18,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 
 from tests import pipelines
+from tests.accelerator import ACCELERATOR
 from tests.adapters.conftest import DEVICES, Checkpoints, a_third_of, acquires
 from tests.store.helpers import open_store
 from tierstore import TierStore, dispatch_model, enable_group_offload, undispatch
@@ -293,7 +294,7 @@ def test_a_whole_model_that_fits_twice_is_one_graph(
 
 
 @torch.no_grad()
-@pytest.mark.full("traces twice", keep=["cpu-False", "pretend-False"])
+@pytest.mark.full("traces twice", keep=["cpu-False", f"{ACCELERATOR}-False"])
 @pytest.mark.parametrize("strict", (False, True))
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_exported_model_is_the_ordinary_one(

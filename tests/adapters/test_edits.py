@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.device import pretend
+from tests.accelerator import DEVICES
 from tests.store.helpers import open_store
 from tierstore import TierStore, enable_group_offload
 from tierstore.system.maps import WriteWatch
@@ -23,11 +23,6 @@ pytestmark = pytest.mark.full(
     keep="any device",
 )
 
-REASON = pretend.ready()
-DEVICES = [
-    "cpu",
-    pytest.param("pretend", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON))),
-]
 WIDTH, LAYERS = 256, 8
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
 

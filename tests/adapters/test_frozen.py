@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.accelerator import ACCELERATOR
 from tests.adapters.conftest import DEVICES
 from tests.dispatch import models
 from tests.helpers.tensors import parameter_bytes
@@ -139,11 +140,11 @@ OFFLOADS: dict[str, Callable[[nn.Module, TierStore], object]] = {
     "every model, however it is offloaded and recomputed, at every budget",
     keep=[
         "dispatched-0.15-plain-llama-cpu",
-        "dispatched-0.5-reentrant-llama-pretend",
+        f"dispatched-0.5-reentrant-llama-{ACCELERATOR}",
         "dispatched-0.15-not reentrant-llama-cpu",
-        "in groups-0.5-not reentrant-flux-pretend",
+        f"in groups-0.5-not reentrant-flux-{ACCELERATOR}",
         "dispatched-1.5-plain-t5_head-cpu",
-        "dispatched-0.5-plain-t5_head-pretend",
+        f"dispatched-0.5-plain-t5_head-{ACCELERATOR}",
     ],
 )
 @pytest.mark.parametrize("build", (llama, flux, t5_head, unet), ids=lambda build: build.__name__)

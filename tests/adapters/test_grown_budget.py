@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapters.conftest import NEEDS_PRETEND
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, pretend
 from tierstore import TierStore, dispatch_model
 from tierstore.engine.settings import grown_device_budget
 from tierstore.model.sizes import PAGE
@@ -45,7 +44,7 @@ def given() -> torch.Tensor:
 @pytest.fixture
 def limit() -> Iterator[int]:
     """The device has little memory, and nothing in it."""
-    torch.accelerator.synchronize("pretend")
+    torch.accelerator.synchronize(ACCELERATOR)
     torch.accelerator.empty_cache()
     before = pretend.memory_reserved()
     pretend.set_memory_limit(before + LIMIT)
@@ -54,7 +53,7 @@ def limit() -> Iterator[int]:
 
 
 def open_store(place: Path, **options: Any) -> TierStore:
-    return TierStore(2 * LAYERS * LAYER, place, device="pretend", **options)
+    return TierStore(2 * LAYERS * LAYER, place, device=ACCELERATOR, **options)
 
 
 def budget(store: TierStore) -> int:
@@ -89,7 +88,7 @@ def test_it_never_shrinks_and_never_takes_more_than_there_is() -> None:
 # On a device --------------------------------------------------------------------------------------
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("limits")
 def test_more_stays_on_the_device_once_the_model_has_run(disk_dir: Path, limit: int) -> None:
     model = Tower()
     with torch.no_grad():
@@ -108,7 +107,7 @@ def test_more_stays_on_the_device_once_the_model_has_run(disk_dir: Path, limit: 
             assert store.stats().peak_bytes["DEVICE"] <= second
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("limits")
 @pytest.mark.parametrize("chosen", [8 * LAYER, "40%"])
 def test_a_budget_that_was_chosen_stays(chosen: int | str, disk_dir: Path, limit: int) -> None:
     model = Tower()
@@ -120,7 +119,7 @@ def test_a_budget_that_was_chosen_stays(chosen: int | str, disk_dir: Path, limit
         assert budget(store) == first
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("limits")
 def test_what_models_need_is_left_to_them(disk_dir: Path, limit: int) -> None:
     """The more activations take, the less the budget grows."""
     grown = []
@@ -138,7 +137,7 @@ def test_what_models_need_is_left_to_them(disk_dir: Path, limit: int) -> None:
     assert grown[0] > grown[1]
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("limits")
 def test_every_model_of_the_store_has_to_have_run(disk_dir: Path, limit: int) -> None:
     """What decodes an image at the end needs more memory than all that ran before."""
     with open_store(disk_dir) as store, torch.no_grad():
@@ -151,7 +150,7 @@ def test_every_model_of_the_store_has_to_have_run(disk_dir: Path, limit: int) ->
         assert budget(store) > first
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("limits")
 def test_a_run_that_failed_does_not_count(disk_dir: Path, limit: int) -> None:
     with open_store(disk_dir) as store, torch.no_grad():
         first = budget(store)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests import pipelines
+from tests.accelerator import same
 from tests.adapters.conftest import (
     DEVICES,
     OFFLOAD_TYPES,
@@ -99,7 +100,7 @@ def test_an_error_inside_a_block_leaves_nothing_leased(
         assert_nothing_is_leased(store, handle)
         for _ in range(2):
             output = pipelines.run("flux", pipe, device=device)
-            assert torch.equal(output, reference("flux").output)
+            assert torch.equal(output, reference("flux", device=device).output)
 
 
 @ON_BOTH
@@ -119,7 +120,7 @@ def test_an_error_while_the_weights_are_brought_in(device: str, disk_dir: Path) 
         with store.acquire(keys[0], Access.UPDATE), pytest.raises(LeaseError, match="leased"):
             model(x)
         assert_nothing_is_leased(store, handle)
-        assert torch.equal(model(x).cpu(), expected)
+        assert same(model(x), expected, device)
 
 
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")  # lost before anybody had it

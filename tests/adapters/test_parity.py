@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from tests import pipelines
+from tests.accelerator import ACCELERATOR, pretend
 from tests.adapters.conftest import (
-    NEEDS_PRETEND,
     OFFLOAD_TYPES,
     Checkpoints,
     Reference,
     References,
     start_measuring,
 )
-from tests.device import pretend
 from tests.lanes import by_lane
 from tierstore import TierStore, enable_group_offload
 from tierstore.observe.stats import Stats
@@ -77,7 +76,7 @@ def test_on_the_cpu(
         assert handle.stats().peak_bytes["HOST"] <= budget
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("counts")
 def test_on_an_accelerator(
     kind: str,
     offload_type: str,
@@ -86,17 +85,17 @@ def test_on_an_accelerator(
     reference: References,
     disk_dir: Path,
 ) -> None:
-    expected = reference(kind, SIZE, "pretend")
+    expected = reference(kind, SIZE, ACCELERATOR)
     budget = int(expected.weights * share)
     pipe = pipelines.load(kind, checkpoint(kind, SIZE))
     start_measuring()
     device_before, pinned_before = pretend.memory_allocated(), pretend.pinned_bytes()
     with (
-        TierStore(budget, disk_dir, device="pretend", device_budget=budget) as store,
+        TierStore(budget, disk_dir, device=ACCELERATOR, device_budget=budget) as store,
         enable_group_offload(pipe, store, offload_type=offload_type) as handle,
     ):
         for runs in (1, 2):
-            assert torch.equal(pipelines.run(kind, pipe, device="pretend"), expected.output)
+            assert torch.equal(pipelines.run(kind, pipe, device=ACCELERATOR), expected.output)
             gc.collect()
             assert_bytes_moved(handle.stats(), expected, runs, memory=2 * budget)
             # No clean weight went back: what was copied from the device is what the pipeline

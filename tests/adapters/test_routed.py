@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR, DEVICES, needs_accelerator
 from tests.helpers.threads import PATIENCE, Gate, start_thread
 from tests.routed_models import (
     EXPERTS,
@@ -35,7 +36,7 @@ from tests.routed_models import (
     rows,
     weight_bytes,
 )
-from tests.store.helpers import needs_pretend, open_store
+from tests.store.helpers import open_store
 from tierstore import (
     Access,
     BudgetError,
@@ -90,16 +91,16 @@ def test_a_model_from_ram_is_right(
         assert_within_budgets(stats)
 
 
-@needs_pretend
+@needs_accelerator
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("percent", (15, 40))
 @pytest.mark.full("the model, the budget", keep="values")
 def test_on_an_accelerator_it_is_right(kind: str, percent: int, disk_dir: Path) -> None:
     model, ids = build(kind), inputs(kind)
-    expected = logits(model.to("pretend"), ids.to("pretend")).cpu()
+    expected = logits(model.to(ACCELERATOR), ids.to(ACCELERATOR)).cpu()
     model.to("cpu")
     budget = weight_bytes(model) * percent // 100
-    with TierStore(2 * budget, disk_dir, device="pretend", device_budget=budget) as store:
+    with TierStore(2 * budget, disk_dir, device=ACCELERATOR, device_budget=budget) as store:
         dispatch_model(model, store)
         for _ in range(2):
             assert torch.equal(logits(model, ids).cpu(), expected)
@@ -329,7 +330,7 @@ class Held:
         return self
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_another_thread_sees_parameters_while_it_runs(device: str, disk_dir: Path) -> None:
     held = Held()
     model = Routed(held)
@@ -388,7 +389,7 @@ def test_two_threads_run_it_at_once(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("error", (ZeroDivisionError, KeyboardInterrupt))
-@pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_an_error_in_the_middle_of_an_expert_leaves_nothing(
     error: type[BaseException], device: str, disk_dir: Path
 ) -> None:
@@ -438,7 +439,7 @@ def narrower(model: Routed) -> None:
 
 
 @pytest.mark.parametrize("change", (counted, uncounted, other_memory, wider, narrower))
-@pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.full("the change, the device", keep="any device")
 def test_a_change_is_seen_by_the_next_forward(
     change: Callable[[Routed], None], device: str, disk_dir: Path
@@ -511,7 +512,7 @@ def by_mask(experts: Stacked, x: Any, index: Any, weights: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", (by_einsum, by_method, by_operator, by_slice, by_mask))
-@pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.full("the way, the device", keep="any device")
 def test_all_experts_at_once_are_right_and_told_of_once(
     way: Any, device: str, disk_dir: Path, caplog: pytest.LogCaptureFixture
@@ -575,7 +576,7 @@ def collected(experts: Stacked, x: Any, index: Any, weights: Any) -> torch.Tenso
     return out
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])
+@pytest.mark.parametrize("device", DEVICES)
 def test_slices_that_are_collected_stay_what_they_are(device: str, disk_dir: Path) -> None:
     model = Routed(collected)
     expected = run(Routed().to(device), rows().to(device)).cpu()

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests import devices
 from tests.bench.test_gpu_lines import groups_of
 from tests.fresh import run_fresh
-from tests.store.helpers import needs_pretend
 from tools.gpu import correctness, pages
 from tools.gpu.bench import command
 
 ROOT = Path(__file__).resolve().parents[2]
-PRETEND = ("--small", "--device", "pretend", "--setup", "tests.device.pretend")
+PRETEND = ("--small", "--device", devices.PRETEND, "--setup", "tests.device.pretend")
 
-pytestmark = needs_pretend
+pytestmark = pytest.mark.pretend_only("itself")
 
 
 def run(command: str, place: Path, *words: str) -> dict[str, dict[str, Any]]:

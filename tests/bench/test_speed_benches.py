@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import output_of
-from tests.store.helpers import needs_pretend
 from tools.bench import memory_group
 from tools.bench.memory_group import MemoryGroup
 from tools.bench.report import Claim
@@ -115,7 +114,7 @@ def test_finetuning(tmp_path: Path) -> None:
     assert "held: memory: bytes that the store wrote in all steps (0)" in text
 
 
-@needs_pretend
+@pytest.mark.pretend_only("itself")
 @pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
 def test_queueing(tmp_path: Path) -> None:
     text = run("queueing", tmp_path)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, DEVICES, needs_accelerator
 from tests.conformance.archive import ARCHIVE, Archive, archive
 from tests.conformance.drivers import DriverConformance
 from tests.conformance.groups import CAPACITY, assert_shows, bytes_of, entry_of, tiers_in
 from tests.conformance.hops import HopConformance, Way
-from tests.device import pretend
 from tests.helpers.threads import PATIENCE
 from tierstore.model.errors import TransferError
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
@@ -31,9 +31,7 @@ from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.shared_memory import SharedArena
 from tierstore.tiers.workers import SerialExecutor, Workers
 
-REASON = pretend.ready()
-needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-both = pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])
+both = pytest.mark.parametrize("device", DEVICES)
 
 
 def to_host(driver: Any, entry: GroupEntry, data: torch.Tensor) -> None:
@@ -85,11 +83,11 @@ class TestSharedHost(DriverConformance):
         to_host(driver, entry, data)
 
 
-@needs_pretend
+@needs_accelerator
 class TestDevice(DriverConformance):
     @pytest.fixture
     def driver(self, tmp_path: Path) -> Iterator[TierDriver]:
-        with tiers_in(tmp_path, "pretend") as (tiers, _, _):
+        with tiers_in(tmp_path, ACCELERATOR) as (tiers, _, _):
             assert tiers.device is not None
             yield tiers.device
 
@@ -195,14 +193,14 @@ class TestArchiveToDisk(OursConformance):
     src, dst = ARCHIVE, Tier.DISK
 
 
-@needs_pretend
+@needs_accelerator
 class TestDeviceToHost(OursConformance):
-    src, dst, device = Tier.DEVICE, Tier.HOST, "pretend"
+    src, dst, device = Tier.DEVICE, Tier.HOST, ACCELERATOR
 
 
-@needs_pretend
+@needs_accelerator
 class TestHostToDevice(OursConformance):
-    src, dst, device = Tier.HOST, Tier.DEVICE, "pretend"
+    src, dst, device = Tier.HOST, Tier.DEVICE, ACCELERATOR
 
     def test_it_only_queues_from_page_locked_memory(self, way: Way) -> None:
         entry = self.brought(way, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tierstore import (
     OffloadModel,
     OffloadOptimizer,
@@ -25,11 +25,7 @@ from tierstore import (
 
 pytestmark = pytest.mark.floor
 
-REASON = pretend.ready()
-ACCELERATORS = (
-    pytest.param("pretend", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON))),
-    pytest.param("cuda", marks=pytest.mark.cuda),
-)
+ACCELERATORS = (pytest.param(ACCELERATOR, marks=needs_accelerator),)
 WIDTH, COUNT = 256, 12
 LAYER_BYTES = 4 * (WIDTH + 1) * WIDTH
 

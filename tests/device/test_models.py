@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.device import pretend
 
-REASON = pretend.ready()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.pretend_only("itself")
 
 Inputs = dict[str, Any]
 

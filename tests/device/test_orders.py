@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.device import pretend
 from tests.lanes import by_lane
-from tests.store.helpers import PAGE, needs_pretend, run_threads
+from tests.store.helpers import PAGE, run_threads
 from tierstore import (
     Access,
     OffloadModel,
@@ -39,7 +39,7 @@ from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.pinned import RegisteredMemory
 
-pytestmark = needs_pretend
+pytestmark = pytest.mark.pretend_only("late")
 
 WIDTH = 32  # a square of floats is one page
 SHARED = ("shared 0", "shared 1", "shared 2")

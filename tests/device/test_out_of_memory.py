@@ -21,10 +21,9 @@ from tierstore.store import engine_of
 from tierstore.system.streams import empty_cache
 from tierstore.tiers.arena import device_arena
 
-REASON = pretend.ready()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.pretend_only("limits")
 
-DEVICE = torch.device("pretend:0")
+DEVICE = "pretend:0"
 WIDTH, COUNT = 256, 8
 LAYER_BYTES = 4 * WIDTH * WIDTH
 SCRATCH = 3 * LAYER_BYTES
@@ -237,7 +236,7 @@ def expected_with(act: Callable[..., Any]) -> torch.Tensor:
 
 
 def test_a_slot_of_another_size_gives_way_where_the_device_is_full() -> None:
-    arena = device_arena(None, DEVICE, torch.Stream(DEVICE))
+    arena = device_arena(None, torch.device(DEVICE), torch.Stream(DEVICE))
     idle = arena.take(8 * PAGE)
     arena.fill(idle)
     arena.give(idle)

@@ -22,9 +22,8 @@ from tests.helpers.processes import run_python
 from tierstore.tiers.arena import Arena
 from tierstore.tiers.pinned import RegisteredMemory
 
-REASON = pretend.ready()
 pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.pretend_only("itself"),
     pytest.mark.full("kernels and devices: each is asked for the same", keep="a third"),
 ]
 

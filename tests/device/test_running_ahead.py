@@ -29,8 +29,7 @@ from tierstore.adapters.activations import cache
 from tierstore.adapters.activations.cache import PendingCopy, ReadLeases
 from tierstore.tiers.device_tier import DeviceTier
 
-REASON = pretend.ready()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.pretend_only("late")
 
 DEVICE = "pretend"
 WIDTH, COUNT = 128, 16

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapters.conftest import DEVICES, NEEDS_PRETEND, called_modules
+from tests.adapters.conftest import DEVICES, called_modules
 from tests.dispatch import models
 from tests.helpers.tensors import parameter_bytes
 from tests.store.helpers import open_store
 from tierstore import TierStore, dispatch_model
 
-__all__ = ["DEVICES", "NEEDS_PRETEND"]
+__all__ = ["DEVICES"]
 
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR, DEVICE_0, DEVICE_1, needs_accelerator
 from tests.adapters.conftest import diffusers_offload
 from tests.dispatch import models
 from tests.dispatch.conftest import (
-    NEEDS_PRETEND,
     ON_BOTH,
     Checkpoints,
     Weights,
@@ -148,15 +148,15 @@ def test_what_nobody_knows(device: str, dispatch: Dispatch, store: TierStore) ->
 # Devices ------------------------------------------------------------------------------------------
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @ON_BOTH
 def test_the_store_s_device(device: str, dispatch: Dispatch, store: TierStore) -> None:
     offloads = dispatch in (cpu_offload, disk_offload)
     name = "execution_device" if offloads else "main_device"
     model = models.Tower()
     weights = Weights.of(model)
-    wrong = ["meta", "pretend:1", torch.device("pretend", 1), "cuda:7"]
-    wrong += ["pretend", 0] if device == "cpu" else ["cpu"]
+    wrong = ["meta", DEVICE_1, torch.device(ACCELERATOR, 1), "xpu:7"]
+    wrong += [ACCELERATOR, 0] if device == "cpu" else ["cpu"]
     for place in wrong:
         with pytest.raises(ValueError, match=rf"{name}.*{device}|meta device"):
             dispatch(model, store, **{name: place})
@@ -164,7 +164,7 @@ def test_the_store_s_device(device: str, dispatch: Dispatch, store: TierStore) -
     assert not store.keys()
     right = [None, "cpu", torch.device("cpu")]
     if device != "cpu":
-        right = [None, "pretend", "pretend:0", 0, torch.device("pretend:0"), store.device]
+        right = [None, ACCELERATOR, DEVICE_0, 0, torch.device(DEVICE_0), store.device]
     for place in right:
         model = models.Tower()
         dispatch(model, store, **{name: place})

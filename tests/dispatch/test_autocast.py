@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.device import autocast, pretend
+from tests.accelerator import ACCELERATOR, pretend
+from tests.device import autocast
 from tests.dispatch import models
-from tests.dispatch.conftest import NEEDS_PRETEND, store_for
+from tests.dispatch.conftest import store_for
 from tests.helpers.casts import Casts
 from tests.helpers.tensors import parameter_bytes
 from tierstore import dispatch_model
@@ -55,24 +56,24 @@ def test_the_control_of_counting_casts() -> None:
     assert casts.total == casts.peak == 8 * LAYER
 
 
+@pytest.mark.pretend_only("kernels")
 @pytest.mark.full("builds kernels of their own; casts are counted on the CPU above")
-@NEEDS_PRETEND
 def test_the_device_holds_the_budget_the_activations_and_one_layers_cast(disk_dir: Path) -> None:
     autocast.load()
     model, layers = models.Tower(40), 40
     weights = parameter_bytes(model)
     budget = int(weights * SHARE)
-    with store_for(model, disk_dir, "pretend", SHARE) as store, torch.no_grad():
+    with store_for(model, disk_dir, ACCELERATOR, SHARE) as store, torch.no_grad():
         dispatch_model(model, store)
-        x = models.rows().to("pretend")
-        torch.accelerator.synchronize("pretend")
+        x = models.rows().to(ACCELERATOR)
+        torch.accelerator.synchronize(ACCELERATOR)
         pretend.reset_peak_memory_stats()
         before = pretend.memory_allocated() - store.stats().used_bytes["DEVICE"]
-        with torch.autocast("pretend", torch.bfloat16):
+        with torch.autocast(ACCELERATOR, torch.bfloat16):
             for _ in range(2):
                 found = model(x)
                 assert found.dtype is torch.bfloat16 or found.dtype is torch.float32
-        torch.accelerator.synchronize("pretend")
+        torch.accelerator.synchronize(ACCELERATOR)
         peak = pretend.max_memory_allocated() - before
         assert store.stats().bytes_onloaded > 2 * (weights - budget)
     # The device runs behind the program: casts of a few layers may wait for their kernels.

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR, DEVICE_1, count, needs_accelerator
 from tests.dispatch import models
 from tests.dispatch.conftest import (
-    NEEDS_PRETEND,
     ON_BOTH,
     Checkpoints,
     Weights,
@@ -177,13 +177,14 @@ MOVES: dict[str, Cast] = {
     "to meta": lambda model: model.to("meta"),
     "to device=meta": lambda model: model.to(device="meta"),
     "to meta and dtype": lambda model: model.to("meta", torch.float16),
-    "to the other accelerator": lambda model: model.to("pretend:1"),
-    "to the accelerator": lambda model: model.to("pretend"),
+    "to the accelerator": lambda model: model.to(ACCELERATOR),
     "to empty": lambda model: model.to_empty(device="meta"),
 }
+if count() > 1:
+    MOVES["to the other accelerator"] = lambda model: model.to(DEVICE_1)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @ON_BOTH
 def test_moving_away_is_an_error(device: str, disk_dir: Path) -> None:
     model = models.build("parts")
@@ -206,7 +207,8 @@ def test_moving_away_is_an_error(device: str, disk_dir: Path) -> None:
             model = models.build("parts")
 
 
-@NEEDS_PRETEND
+@needs_accelerator
+@pytest.mark.two_devices
 @ON_BOTH
 def test_a_submodule_that_is_moved_comes_home(device: str, disk_dir: Path) -> None:
     model = models.build("parts")
@@ -215,7 +217,7 @@ def test_a_submodule_that_is_moved_comes_home(device: str, disk_dir: Path) -> No
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
         models.run("parts", model)
-        model.blocks[3].to("pretend:1")
+        model.blocks[3].to(DEVICE_1)
         model.blocks[4].to("cpu")
         assert torch.equal(model.blocks[3].weight.cpu(), weights.values["blocks.3.weight"])
         assert_same(models.run("parts", model), expected)

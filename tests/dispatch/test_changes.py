@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.dispatch import models
 from tests.dispatch.conftest import (
-    NEEDS_PRETEND,
     ON_BOTH,
     Checkpoints,
     Weights,
@@ -165,10 +165,10 @@ def test_an_edit(change: Change, disk_dir: Path) -> None:
     check_change(change, "parts", "cpu", disk_dir)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @pytest.mark.parametrize("change", (in_place, uncounted, other_memory, own_weight, tied))
 def test_an_edit_on_an_accelerator(change: Change, disk_dir: Path) -> None:
-    check_change(change, "parts", "pretend", disk_dir)
+    check_change(change, "parts", ACCELERATOR, disk_dir)
 
 
 @ON_BOTH
@@ -409,10 +409,10 @@ def test_load_state_dict(change: Change, disk_dir: Path) -> None:
     check_change(change, "parts", "cpu", disk_dir)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @pytest.mark.parametrize("change", (loaded, assigned, loaded_into_a_leaf))
 def test_load_state_dict_on_an_accelerator(change: Change, disk_dir: Path) -> None:
-    check_change(change, "parts", "pretend", disk_dir)
+    check_change(change, "parts", ACCELERATOR, disk_dir)
 
 
 @ON_BOTH

@@ -10,9 +10,9 @@ import accelerate
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, DEVICE_0, DEVICE_1, count, needs_accelerator
 from tests.dispatch import models
 from tests.dispatch.conftest import (
-    NEEDS_PRETEND,
     ON_BOTH,
     Checkpoints,
     Weights,
@@ -129,22 +129,22 @@ def test_on_cpu_is_a_wish_within_the_budget(device: str, disk_dir: Path) -> None
         assert min(read_in_each_run(model, store)) > 0
 
 
-@NEEDS_PRETEND
-@pytest.mark.parametrize("place", (0, "pretend", "pretend:0", torch.device("pretend", 0)))
+@needs_accelerator
+@pytest.mark.parametrize("place", (0, ACCELERATOR, DEVICE_0, torch.device(ACCELERATOR, 0)))
 def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
     model, stays = models.Tower(COUNT), 4
     weights = Weights.of(model)
     on_device = {f"layers.{n}.{part}" for n in range(stays) for part in ("weight", "bias")}
-    with store_for(model, disk_dir, "pretend", 0.5) as store:
+    with store_for(model, disk_dir, ACCELERATOR, 0.5) as store:
         dispatch_model(model, store, {"": "disk", **layers(0, stays, place)})
         onloaded, runs = store.stats().bytes_onloaded, 10
         for _ in range(runs):
             for name, parameter in model.named_parameters():
-                where = "pretend" if name in on_device else "cpu"
+                where = ACCELERATOR if name in on_device else "cpu"
                 assert parameter.device.type == where
                 assert torch.equal(parameter.cpu(), weights.values[name])
             assert store.stats().used_bytes["DEVICE"] >= stays * models.LAYER_BYTES
-            assert torch.equal(run(model), outputs("pretend"))
+            assert torch.equal(run(model), outputs(ACCELERATOR))
             assert Weights.of(model).objects == weights.objects
         # Only the rest moved, and for the next run no more than what fits beside what stays.
         rest = (COUNT - stays) * (models.LAYER_BYTES + 4096)
@@ -159,10 +159,10 @@ def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
     assert_ordinary(model)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 def test_what_is_on_the_device_may_be_edited(disk_dir: Path) -> None:
     plain, model = models.Tower(COUNT), models.Tower(COUNT)
-    with store_for(model, disk_dir, "pretend", 0.5) as store:
+    with store_for(model, disk_dir, ACCELERATOR, 0.5) as store:
         dispatch_model(model, store, {"": "disk", "layers.0": 0})
         run(model)
         for each in (plain, model):
@@ -170,27 +170,27 @@ def test_what_is_on_the_device_may_be_edited(disk_dir: Path) -> None:
             each.layers[0].bias.data.zero_()
             each.layers[5].weight.data *= 2
         with torch.no_grad():
-            expected = plain.to("pretend")(models.rows().to("pretend")).cpu()
+            expected = plain.to(ACCELERATOR)(models.rows().to(ACCELERATOR)).cpu()
         for _ in range(2):
             assert torch.equal(run(model), expected)
         undispatch(model)
     Weights.of(plain).assert_equal_to(model)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 def test_more_on_the_device_than_its_budget(disk_dir: Path) -> None:
     model = models.Tower(COUNT)
     weights = Weights.of(model)
-    with store_for(model, disk_dir, "pretend", 0.5) as store:
+    with store_for(model, disk_dir, ACCELERATOR, 0.5) as store:
         with pytest.raises(BudgetError, match="budget"):
             dispatch_model(model, store, {"": 0})
         weights.assert_at_home(model)
         assert_ordinary(model)
         assert not [key for key in store if not key.startswith("weights/")]
-        assert torch.equal(run(dispatch_model(model, store)), outputs("pretend"))
+        assert torch.equal(run(dispatch_model(model, store)), outputs(ACCELERATOR))
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @pytest.mark.parametrize("ram_share", (1.5, 0.25), ids=("as much", "more"))
 def test_all_of_it_on_the_device(ram_share: float, disk_dir: Path) -> None:
     """Also where RAM would never hold it."""
@@ -198,12 +198,12 @@ def test_all_of_it_on_the_device(ram_share: float, disk_dir: Path) -> None:
     weights = Weights.of(model)
     size = parameter_bytes(model)
     ram, on_device = int(ram_share * size), int(1.5 * size)
-    with TierStore(ram, disk_dir, device="pretend", device_budget=on_device) as store:
-        dispatch_model(model, store, {"": "pretend"})
+    with TierStore(ram, disk_dir, device=ACCELERATOR, device_budget=on_device) as store:
+        dispatch_model(model, store, {"": ACCELERATOR})
         onloaded = store.stats().bytes_onloaded
         for _ in range(2):
-            assert torch.equal(run(model), outputs("pretend"))
-            assert {parameter.device.type for parameter in model.parameters()} == {"pretend"}
+            assert torch.equal(run(model), outputs(ACCELERATOR))
+            assert {parameter.device.type for parameter in model.parameters()} == {ACCELERATOR}
         stats = store.stats()
         assert stats.bytes_onloaded == onloaded
         assert stats.peak_bytes["HOST"] <= ram
@@ -293,15 +293,16 @@ WRONG: dict[str, tuple[Any, str]] = {
     "the meta device": ({"": "meta"}, "'meta'"),
     "a truth value": ({"": True}, "True"),
     "a negative index": ({"": -1}, "-1"),
-    "a device that is not there": ({"": "cuda:0"}, "cuda:0"),
-    "another device": ({"": "disk", "layers.0": "pretend:1"}, "pretend:1.*serves"),
+    "a device that is not there": ({"": "xpu:0"}, "xpu:0"),
     "another index": ({"": "disk", "layers.0": 1}, "1.*serves"),
     "parameters without a place": (layers(0, COUNT - 1, "disk"), f"layers.{COUNT - 1}.weight"),
     "nothing": ({}, "layers.0.weight"),
 }
+if count() > 1:
+    WRONG["another device"] = {"": "disk", "layers.0": DEVICE_1}, f"{DEVICE_1}.*serves"
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @ON_BOTH
 def test_a_map_that_cannot_be_meant(device: str, store: TierStore) -> None:
     model = models.Tower(COUNT)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.dispatch import models
 from tests.dispatch.conftest import (
-    NEEDS_PRETEND,
     ON_BOTH,
     SHARE,
     Checkpoints,
@@ -160,10 +160,10 @@ def test_inside_the_weights_are_on_the_device(device: str, model: Any, store: Ti
     assert not model.embed.weight.any() and model.embed.weight.device.type == "cpu"
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 def test_it_takes_room_of_the_budget(disk_dir: Path) -> None:
     model = models.Tower()
-    with store_for(model, disk_dir, "pretend", 0.4) as store:
+    with store_for(model, disk_dir, ACCELERATOR, 0.4) as store:
         dispatch_model(model, store)
         with onloaded(model.layers[1]):
             assert store.stats().used_bytes["DEVICE"] >= models.LAYER_BYTES
@@ -172,7 +172,7 @@ def test_it_takes_room_of_the_budget(disk_dir: Path) -> None:
                 pytest.fail("a model larger than the device")
         assert torch.equal(
             model(models.rows()).detach(),
-            models.Tower().to("pretend")(models.rows().to("pretend")).cpu().detach(),
+            models.Tower().to(ACCELERATOR)(models.rows().to(ACCELERATOR)).cpu().detach(),
         )
         stats = store.stats()
         assert stats.peak_bytes["DEVICE"] <= stats.budget_bytes["DEVICE"]

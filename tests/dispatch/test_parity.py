@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR, DEVICE_0, needs_accelerator
 from tests.dispatch import models
 from tests.dispatch.conftest import (
-    NEEDS_PRETEND,
     ON_BOTH,
     Checkpoints,
     Reference,
@@ -177,24 +177,24 @@ def test_every_way_of_dispatching(
     weights.assert_at_home(model)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @ALL_KINDS
 def test_some_of_it_stays_on_the_device(
     kind: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
-    expected = reference(kind, "pretend")
+    expected = reference(kind, ACCELERATOR)
     model = models.load(kind, checkpoint(kind))
     weights = Weights.of(model)
     # The first block stays there, everything else comes and goes.
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     first = f"{lists[0]}.0"
-    with store_for(expected.weights, disk_dir, "pretend", share=0.25) as store:
-        dispatch_model(model, store, {"": "disk", first: "pretend:0"})
+    with store_for(expected.weights, disk_dir, ACCELERATOR, share=0.25) as store:
+        dispatch_model(model, store, {"": "disk", first: DEVICE_0})
         for _ in range(RUNS):
             assert_same(models.run(kind, model), expected.outputs)
             for name, parameter in model.named_parameters():
                 stays = name.startswith(f"{first}.")
-                assert parameter.device.type == ("pretend" if stays else "cpu"), name
+                assert parameter.device.type == (ACCELERATOR if stays else "cpu"), name
                 assert torch.equal(parameter.cpu(), weights.values[name]), name
         again = expected.needed - 2 * int(0.25 * expected.weights)
         assert store.stats().bytes_read >= expected.needed + (RUNS - 1) * again
@@ -203,16 +203,16 @@ def test_some_of_it_stays_on_the_device(
     weights.assert_at_home(model)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @ALL_KINDS
 def test_outputs_are_where_the_inputs_were(
     kind: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
-    expected = reference(kind, "pretend")
+    expected = reference(kind, ACCELERATOR)
     model = models.load(kind, checkpoint(kind))
-    with store_for(expected.weights, disk_dir, "pretend", share=0.5) as store:
+    with store_for(expected.weights, disk_dir, ACCELERATOR, share=0.5) as store:
         dispatch_model(model, store)
-        for device in ("pretend", "cpu", "pretend"):
+        for device in (ACCELERATOR, "cpu", ACCELERATOR):
             outputs = models.forward(kind, model, device)
             assert {value.device.type for value in outputs.values()} == {device}
             for name, value in outputs.items():

@@ -13,9 +13,9 @@ import transformers
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.dispatch import models
 from tests.dispatch.conftest import (
-    NEEDS_PRETEND,
     ON_BOTH,
     Checkpoints,
     References,
@@ -138,7 +138,7 @@ def test_containers(device: str, disk_dir: Path) -> None:
         assert store.stats().bytes_read > 0
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @torch.no_grad()
 def test_without_tensors_in_the_inputs_outputs_stay(disk_dir: Path) -> None:
     class Constant(nn.Module):
@@ -150,13 +150,13 @@ def test_without_tensors_in_the_inputs_outputs_stay(disk_dir: Path) -> None:
             return self.weight.sum() * count
 
     model = Constant()
-    with store_for(1 << 20, disk_dir, "pretend", 1.0) as store:
+    with store_for(1 << 20, disk_dir, ACCELERATOR, 1.0) as store:
         dispatch_model(model, store)
-        assert model(2).device.type == "pretend"
+        assert model(2).device.type == ACCELERATOR
         assert model(2).item() == 32
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @pytest.mark.parametrize("skip", ("cache", ["cache", "other"]))
 @torch.no_grad()
 def test_skip_keys(skip: str | list[str], disk_dir: Path) -> None:
@@ -167,15 +167,15 @@ def test_skip_keys(skip: str | list[str], disk_dir: Path) -> None:
             return {"out": out, "cache": [out], "other": [out]}
 
     model, cache, other = Caching(), [models.rows()], [models.rows()]
-    with store_for(model, disk_dir, "pretend", SHARE) as store:
+    with store_for(model, disk_dir, ACCELERATOR, SHARE) as store:
         dispatch_model(model, store, skip_keys=skip)
         result = model(models.rows(), cache=cache, other=other)
         assert model.seen["cache"] is cache
         assert cache[0].device.type == "cpu"
         assert result["out"].device.type == "cpu"
-        assert result["cache"][0].device.type == "pretend"
+        assert result["cache"][0].device.type == ACCELERATOR
         moved = "other" not in skip
-        assert (model.seen["other"][0].device.type == "pretend") == moved
+        assert (model.seen["other"][0].device.type == ACCELERATOR) == moved
         assert (result["other"][0].device.type == "cpu") == moved
 
 
@@ -197,13 +197,13 @@ def reaching() -> nn.Module:
     return models.draw(nn.Sequential(*(Reaching() for _ in range(6))))
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @torch.no_grad()
 def test_preload_module_classes(disk_dir: Path) -> None:
     plain, x = reaching(), models.rows()
-    expected = plain.to("pretend")(x.to("pretend")).cpu()
+    expected = plain.to(ACCELERATOR)(x.to(ACCELERATOR)).cpu()
     model = reaching()
-    with store_for(model, disk_dir, "pretend", 0.5) as store:
+    with store_for(model, disk_dir, ACCELERATOR, 0.5) as store:
         dispatch_model(model, store, preload_module_classes=["Reaching"])
         for _ in range(2):
             read = store.stats().bytes_onloaded

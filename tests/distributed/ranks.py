@@ -99,11 +99,9 @@ def _serve(pipe: Connection, rank: int, world: int, meeting: str, timeout: float
     import torch
     import torch.distributed as dist
 
-    from tests.device import pretend
+    import tests.accelerator  # noqa: F401  # loads the device before anything goes backward
 
     torch.set_num_threads(1)
-    if pretend.ready() is None:
-        pretend.load()  # before anything goes backward
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",

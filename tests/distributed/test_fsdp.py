@@ -21,10 +21,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import tierstore
-from tests.adapters.conftest import NEEDS_PRETEND
+from tests.accelerator import ACCELERATOR
 from tests.distributed.ranks import Ranks
 from tests.distributed.training import (
-    PRETEND,
     Block,
     Case,
     Run,
@@ -76,27 +75,27 @@ def test_every_way_to_train(ranks: Of, place: str, case: Case) -> None:
         assert found["read"] > 0 and found["written"] > 0
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("collectives")
 @pytest.mark.parametrize("world", (1, 2))
 @pytest.mark.parametrize("share", (0.15, 2.0))
 def test_on_a_pretend_accelerator(ranks: Of, place: str, share: float, world: int) -> None:
     """torch's gloo takes no tensors of it: FSDP2's collectives are given others, and norms over
     several ranks are not compared."""
-    case = Case(share=share, device=PRETEND)
+    case = Case(share=share, device=ACCELERATOR)
     for found in ranks(world).call(side_by_side, case, place, steps=4):
         assert found["read"] > 0 or share > 1
 
 
 def refused_with_a_policy(place: str) -> None:
-    mesh = init_device_mesh(PRETEND, (dist.get_world_size(),))
-    module = nn.Linear(8, 8).to(PRETEND)
+    mesh = init_device_mesh(ACCELERATOR, (dist.get_world_size(),))
+    module = nn.Linear(8, 8).to(ACCELERATOR)
     fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     refused = pytest.raises(ValueError, match="was given a CPUOffloadPolicy")
-    with opened(Case(share=100, device=PRETEND), module, place) as store, refused:
+    with opened(Case(share=100, device=ACCELERATOR), module, place) as store, refused:
         OffloadModel(module, store)
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("collectives")
 def test_policies_that_move_shards_are_refused(ranks: Of, place: str) -> None:
     ranks(1).call(refused_with_a_policy, place)
 
@@ -303,9 +302,9 @@ def test_disabled_it_is_a_plain_model_of_fsdp(ranks: Of, place: str) -> None:
     ranks(4).call(given_back, place)
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("collectives")
 def test_disabled_it_is_a_plain_model_on_an_accelerator(ranks: Of, place: str) -> None:
-    ranks(1).call(given_back, place, PRETEND)
+    ranks(1).call(given_back, place, ACCELERATOR)
 
 
 def unfrozen(place: str) -> None:

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, synchronize
 from tierstore import OffloadModel, OffloadOptimizer, TierStore
 
 WIDTH, INNER, TOKENS, LABELS = 67, 301, 101, 3
 STEPS = 10
-PRETEND = "pretend"
 
 
 class Block(nn.Module):
@@ -127,7 +126,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        if self.device == PRETEND:
+        if self.device == ACCELERATOR:
             return {"lr": 1e-2, "foreach": False}
         if self.optimizer in FUSED:
             return {"lr": 1e-2, "fused": True}
@@ -147,7 +146,7 @@ class Case:
         if self.bfloat16:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = sharded(build(self.frozen).to(self.device), self.mesh(), **options)
-        if self.device == PRETEND:
+        if self.device == ACCELERATOR:
             for part in [model, *model.blocks]:
                 part.set_custom_all_gather(ByWayOfTheCpu())  # type: ignore[operator]
                 part.set_custom_reduce_scatter(ByWayOfTheCpu())  # type: ignore[operator]
@@ -176,10 +175,10 @@ class Run:
     def step(self) -> None:
         """Use the gradients."""
         self.optimizer.step()
-        if self.case.device == PRETEND:
+        if self.case.device == ACCELERATOR:
             # FSDP2 gives gradients back to the stream that reduced them, and counts on their memory
             # being as it was until that stream takes it again. Here it is not.
-            pretend.synchronize(0)
+            synchronize()
         self.optimizer.zero_grad()
 
 
@@ -200,7 +199,7 @@ def opened(case: Case, model: nn.Module, place: str) -> Iterator[TierStore]:
     """A store of this rank that holds a share of its state."""
     directory = Path(place) / str(dist.get_rank())
     budget = int(case.share * state_bytes(model))
-    on_device = budget if case.device == PRETEND else None
+    on_device = budget if case.device == ACCELERATOR else None
     with TierStore(budget, directory, device=case.device, device_budget=on_device) as store:
         yield store
 

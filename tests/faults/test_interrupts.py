@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR
 from tests.faults.interrupting import PACKAGE, Interrupter
 from tests.helpers.engine import core_of, mutable
 from tests.lanes import by_lane
@@ -171,7 +172,7 @@ def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator
     "a put and an update go through every hop that the others have, on an accelerator, too",
     keep=[
         *("cpu-put", "cpu-hold", "cpu-flush", "cpu-acquire_and_release", "cpu-discard"),
-        *("pretend-put", "pretend-update"),
+        *(f"{ACCELERATOR}-put", f"{ACCELERATOR}-update"),
     ],
 )
 @pytest.mark.timeout(4 * 3600)

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR
 from tierstore.observe.device_times import DeviceTimes, Mark
 
-pytestmark = pytest.mark.floor
+pytestmark = [pytest.mark.floor, pytest.mark.pretend_only("late")]
 
 
 @pytest.fixture
 def device(late_pretend: Any) -> torch.device:
-    return torch.device("pretend", 0)
+    return torch.device(ACCELERATOR, 0)
 
 
 def queued_copy(stream: torch.Stream, device: torch.device) -> torch.Tensor:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests import pipelines
-from tests.device import pretend
+from tests import accelerator, pipelines
 from tests.store.helpers import open_store
 from tierstore import TierStore, dispatch_model, enable_group_offload
 
@@ -65,8 +64,9 @@ class Actions:
         if self._store is None:
             self._budget = int(self._share * pipelines.weight_bytes(target))
             self._store = open_store(self.folder / "store", self._budget, self.device)
-            pretend.reset_peak_pinned()
-            self._pinned_before = pretend.pinned_bytes()
+            if self.device != "cpu":
+                accelerator.start_counting()
+                self._pinned_before = accelerator.counted("pinned_bytes")
         self._handle = way(target, self._store, **arguments)
 
     def end(self, target: Any) -> None:
@@ -132,9 +132,9 @@ class Actions:
         assert self._store is not None, "the operation offloads nothing"
         peaks = self._store.stats().peak_bytes
         assert 0 < peaks["HOST"] <= self._budget
-        if self.device == "pretend":
+        if self.device != "cpu":
             assert 0 < peaks["DEVICE"] <= self._budget
-            assert pretend.peak_pinned_bytes() - self._pinned_before <= self._budget
+            assert accelerator.counted("peak_pinned_bytes") - self._pinned_before <= self._budget
 
     def close(self) -> None:
         if self._store is not None:

@@ -12,6 +12,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.attention_processor import AttnProcessor
 
 from tests import pipelines
+from tests.accelerator import ACCELERATOR
 from tests.device import autocast
 from tests.operations import parts
 from tests.operations.actions import Actions
@@ -196,7 +197,7 @@ def in_inference_mode(actions: Actions) -> None:
 def in_autocast(actions: Actions) -> None:
     pipe = actions.load("sdxl").to(torch.float32)
     actions.offload(pipe)
-    if actions.device == "pretend":
+    if actions.device == ACCELERATOR:
         autocast.load()
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.autocast(actions.device, torch.bfloat16):

@@ -11,6 +11,7 @@ import tokenizers
 import torch
 import transformers
 
+from tests.accelerator import ACCELERATOR
 from tests.operations.actions import Actions
 from tests.operations.operation import Refusal, Table
 
@@ -177,7 +178,7 @@ def early_exit(actions: Actions) -> None:
         "same device",
         "give it inputs at `model.device`, as `generate` warns",
     ),
-    devices=("pretend",),
+    devices=(ACCELERATOR,),
 )
 def assisted_from_the_accelerator(actions: Actions) -> None:
     model = dispatched(actions)
@@ -303,7 +304,7 @@ def features(actions: Actions) -> None:
         "cannot be moved to",
         'pass `device="cpu"`: inputs come to the device by themselves',
     ),
-    devices=("pretend",),
+    devices=(ACCELERATOR,),
 )
 def pipeline_on_an_accelerator(actions: Actions) -> None:
     model = dispatched(actions)

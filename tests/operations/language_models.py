@@ -11,6 +11,7 @@ import peft
 import torch
 import transformers
 
+from tests.accelerator import ACCELERATOR
 from tests.operations import small_models
 from tests.operations.actions import Actions
 from tests.operations.generation import dispatched, prompt
@@ -195,7 +196,7 @@ def to_the_cpu(actions: Actions) -> None:
 @LANGUAGE_MODELS.row(
     "`model.to(device)`, `model.cuda()`",
     refusal=Refusal(RuntimeError, "come to .* by themselves", "leave it out"),
-    devices=("pretend",),
+    devices=(ACCELERATOR,),
 )
 def to_the_device(actions: Actions) -> None:
     model = dispatched(actions)

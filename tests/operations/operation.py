@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tests.accelerator import ACCELERATOR
 from tests.operations.actions import Actions
 
 Do = Callable[[Actions], None]
@@ -55,7 +56,7 @@ class Table:
         *,
         refusal: Refusal | None = None,
         note: str = "",
-        devices: tuple[str, ...] = ("cpu", "pretend"),
+        devices: tuple[str, ...] = ("cpu", ACCELERATOR),
     ) -> Callable[[Do], Do]:
         """Say what a function does with a model, as the documentation names it.
 

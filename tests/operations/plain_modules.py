@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.accelerator import ACCELERATOR
 from tests.device import autocast
 from tests.dispatch.models import WIDTH, draw, rows
 from tests.operations.actions import Actions
@@ -236,7 +237,7 @@ def old_norms(model: Any) -> None:
         "their hooks compute a weight before those that it is made of are there: use "
         "`torch.nn.utils.parametrizations`, or make the pruning permanent first",
     ),
-    devices=("pretend",),
+    devices=(ACCELERATOR,),
 )
 def pruned_on_an_accelerator(actions: Actions) -> None:
     model = dispatched(actions)
@@ -358,7 +359,7 @@ def modes(actions: Actions) -> None:
 def half_precision(actions: Actions) -> None:
     model = dispatched(actions)
     run(actions, model)
-    if actions.device == "pretend":
+    if actions.device == ACCELERATOR:
         autocast.load()
     with torch.autocast(actions.device, dtype=torch.bfloat16):
         run(actions, model)
@@ -409,7 +410,7 @@ def forward_derivatives(actions: Actions) -> None:
 @CALLING.row(
     "`torch.func.jvp`, `jacfwd`",
     refusal=Refusal(RuntimeError, "cannot be differentiated", "`undispatch(model)` first"),
-    devices=("pretend",),
+    devices=(ACCELERATOR,),
 )
 def derivatives_on_an_accelerator(actions: Actions) -> None:
     model, x = dispatched(actions), rows().to(actions.device)

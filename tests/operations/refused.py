@@ -5,6 +5,7 @@ from __future__ import annotations
 import accelerate
 import torch
 
+from tests.accelerator import ACCELERATOR
 from tests.operations.actions import Actions
 from tests.operations.operation import Refusal, Table
 
@@ -22,7 +23,7 @@ GUARDED = Refusal(
 )
 
 
-@REFUSED.row("`pipe.enable_model_cpu_offload()`", refusal=MARKED, devices=("pretend",))
+@REFUSED.row("`pipe.enable_model_cpu_offload()`", refusal=MARKED, devices=(ACCELERATOR,))
 def model_cpu_offload(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
@@ -30,7 +31,7 @@ def model_cpu_offload(actions: Actions) -> None:
     pipe.enable_model_cpu_offload(device=actions.device)
 
 
-@REFUSED.row("`pipe.enable_sequential_cpu_offload()`", refusal=MARKED, devices=("pretend",))
+@REFUSED.row("`pipe.enable_sequential_cpu_offload()`", refusal=MARKED, devices=(ACCELERATOR,))
 def sequential_cpu_offload(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
@@ -80,7 +81,7 @@ def dispatch_a_component(actions: Actions) -> None:
 @REFUSED.row(
     '`pipe.text_encoder.to("cuda")`',
     refusal=Refusal(RuntimeError, "cannot be moved.*Leave the move out", "leave it out"),
-    devices=("pretend",),
+    devices=(ACCELERATOR,),
 )
 def move_a_text_encoder(actions: Actions) -> None:
     pipe = actions.load("flux")

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tests import pipelines
-from tests.adapters.conftest import NEEDS_PRETEND, Checkpoints, checkpoint
+from tests.accelerator import ACCELERATOR, needs_accelerator
+from tests.adapters.conftest import Checkpoints, checkpoint
 from tests.lanes import by_lane
 from tests.operations import parts
 from tests.operations.actions import Actions
@@ -34,7 +35,7 @@ def _shares(number: int, operation: Operation, device: str) -> tuple[float, ...]
     return by_lane((SHARES[first],), (SHARES[first],), SHARES)
 
 
-DEVICES: dict[str, Any] = {"cpu": (), "pretend": NEEDS_PRETEND}
+DEVICES: dict[str, Any] = {"cpu": (), ACCELERATOR: needs_accelerator}
 CASES = [
     pytest.param(
         operation, device, share, id=f"{operation.identifier}-{device}-{share}", marks=marks

@@ -17,7 +17,8 @@ import torch
 from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
 
 from tests import pipelines
-from tests.adapters.conftest import NEEDS_PRETEND, Checkpoints, checkpoint
+from tests.accelerator import ACCELERATOR, needs_accelerator
+from tests.adapters.conftest import Checkpoints, checkpoint
 from tests.quantised.gguf_files import write_gguf
 from tests.quantised.kinds import CPU_ONLY, KINDS, quantised, weights_of
 from tests.store.helpers import open_store
@@ -83,9 +84,9 @@ def recompute(model: Any, how: str) -> None:
 
 
 CASES = [
-    pytest.param(device, kind, marks=NEEDS_PRETEND if device != "cpu" else ())
+    pytest.param(device, kind, marks=needs_accelerator if device != "cpu" else ())
     for kind in KINDS
-    for device in ("cpu", "pretend")
+    for device in ("cpu", ACCELERATOR)
     if device == "cpu" or kind not in CPU_ONLY
 ]
 

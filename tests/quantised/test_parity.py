@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests import pipelines
-from tests.adapters.conftest import NEEDS_PRETEND, Checkpoints, checkpoint
+from tests.accelerator import ACCELERATOR, needs_accelerator
+from tests.adapters.conftest import Checkpoints, checkpoint
 from tests.quantised.kinds import (
     CPU_ONLY,
     KINDS,
@@ -52,13 +53,13 @@ CASES = [
         model,
         kind,
         (0.15, 0.4, 1.5)[number % 3],
-        marks=NEEDS_PRETEND if device != "cpu" else (),
+        marks=needs_accelerator if device != "cpu" else (),
     )
     for number, (model, kind, device) in enumerate(
         (model, kind, device)
         for kind in KINDS
         for model in MODELS
-        for device in ("cpu", "pretend")
+        for device in ("cpu", ACCELERATOR)
         if device == "cpu" or kind not in CPU_ONLY
     )
 ]

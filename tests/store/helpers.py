@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.device import pretend
+from tests.accelerator import on_both as on_both
 from tests.helpers.engine import core_of
 from tests.helpers.threads import PATIENCE
 from tierstore import TierStore
@@ -24,14 +24,8 @@ from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.plan.planner import Planner
 
-REASON = pretend.ready()
 PAGE = 4096
 FLOATS_PER_PAGE = PAGE // 4
-
-needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-on_both = pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("pretend", marks=needs_pretend)], ids=["cpu", "pretend"]
-)
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.accelerator import ACCELERATOR, DEVICE_0
 from tests.helpers.engine import core_of
 from tests.helpers.system_calls import held_calls
 from tests.store.helpers import (
@@ -22,7 +23,6 @@ from tests.store.helpers import (
     assert_group,
     assert_same,
     join,
-    needs_pretend,
     on_both,
     open_store,
     pages,
@@ -561,16 +561,16 @@ def test_a_checkpoint_is_registered_from_a_coroutine(disk_dir: Path, tmp_path: P
 # Accelerators ------------------------------------------------------------------------------------
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 def test_what_is_put_from_a_side_stream_is_what_was_queued_there(
     late_pretend: Any, disk_dir: Path
 ) -> None:
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         source = pages(3).pin_memory()
 
         async def main() -> None:
-            with torch.Stream(device="pretend:0"):
-                there = torch.empty_like(source, device="pretend")
+            with torch.Stream(device=DEVICE_0):
+                there = torch.empty_like(source, device=ACCELERATOR)
                 there.copy_(source, non_blocking=True)
                 await store.aput("key", there)
 
@@ -578,13 +578,13 @@ def test_what_is_put_from_a_side_stream_is_what_was_queued_there(
         assert_group(store.get("key"), pages(3))
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 def test_a_copy_got_on_a_side_stream_is_in_order_with_it(late_pretend: Any, disk_dir: Path) -> None:
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", pages(3))
 
         async def main() -> None:
-            with torch.Stream(device="pretend:0"):
+            with torch.Stream(device=DEVICE_0):
                 assert_same(await store.aget("key") * 2, pages(6))
                 push_out(store, "key")
                 with await store.aacquire("key") as lease:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.accelerator import ACCELERATOR, needs_accelerator, pretend
 from tests.faults.interrupting import at_call
 from tests.helpers.engine import core_of
 from tests.helpers.files import flip_bit, object_file, open_files
@@ -33,7 +34,6 @@ from tests.store.helpers import (
     is_root,
     join,
     memory_held,
-    needs_pretend,
     on_both,
     open_store,
     pages,
@@ -102,9 +102,9 @@ def test_a_group_larger_than_the_budget(way: str, device: str, disk_dir: Path) -
         assert_group(store.get("large"), pages(1, 9))
 
 
-@needs_pretend
+@needs_accelerator
 def test_a_group_larger_than_the_device_budget_alone(disk_dir: Path) -> None:
-    with open_store(disk_dir, 16 * PAGE, "pretend", device_budget=4 * PAGE) as store:
+    with open_store(disk_dir, 16 * PAGE, ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("large", pages(1, 5))
         with pytest.raises(BudgetError) as error:
             store.acquire("large")
@@ -118,16 +118,14 @@ def test_a_group_larger_than_the_device_budget_alone(disk_dir: Path) -> None:
 AMBIGUOUS = ["8", "0.5", "8G", "8 gigs", "", "-1GB", "0GB", "150%", "0%", "nan%", "1e9", "8gib8"]
 
 
-@pytest.mark.parametrize("name", ["ram_budget", "device_budget", "disk_budget"])
+@pytest.mark.parametrize(
+    "name",
+    ["ram_budget", pytest.param("device_budget", marks=needs_accelerator), "disk_budget"],
+)
 @pytest.mark.parametrize("size", AMBIGUOUS)
 def test_a_size_that_can_be_read_in_two_ways(name: str, size: str, tmp_path: Path) -> None:
     budgets: dict[str, Any] = {"ram_budget": "64MiB", name: size}
-    device = "pretend" if name == "device_budget" else "cpu"
-    if name == "device_budget":
-        from tests.store.helpers import REASON
-
-        if REASON is not None:
-            pytest.skip(REASON)
+    device = ACCELERATOR if name == "device_budget" else "cpu"
     with pytest.raises(ValueError) as error:
         TierStore(disk_dir=tmp_path / "store", device=device, **budgets)
     says(error, repr(size))
@@ -951,13 +949,11 @@ def test_leases_outlive_the_store_that_is_closed_under_them(device: str, disk_di
         lease.tensor  # noqa: B018
 
 
-@needs_pretend
+@pytest.mark.pretend_only("counts")
 def test_a_closed_store_gives_its_memory_back(disk_dir: Path) -> None:
-    from tests.device import pretend
-
     gc.collect()
     before = pretend.pinned_bytes(), pretend.memory_allocated()
-    store = open_store(disk_dir, device="pretend")
+    store = open_store(disk_dir, device=ACCELERATOR)
     for i in range(4):
         store.put(f"key{i}", pages(i))
         store.get(f"key{i}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR
 from tests.device.states import captured
 from tests.store.helpers import PAGE, assert_at_rest, assert_same, open_store, pages
 from tierstore import (
@@ -23,10 +24,9 @@ from tierstore.lease import make_revocable, resume
 pytestmark = pytest.mark.floor
 
 
-def test_a_store_refuses_to_be_captured_and_goes_on_afterwards(
-    pretend: Any, disk_dir: Path
-) -> None:
-    with open_store(disk_dir, device="pretend") as store:
+@pytest.mark.pretend_only("captures")
+def test_a_store_refuses_to_be_captured_and_goes_on_afterwards(disk_dir: Path) -> None:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("a", pages(1))
         resting, open_lease = store.acquire("a"), store.acquire("a")
         assert make_revocable(resting)
@@ -54,11 +54,12 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
 
 
+@pytest.mark.pretend_only("captures")
 @pytest.mark.parametrize("how", [dispatch_model, enable_group_offload, OffloadModel])
-def test_a_model_on_a_store_refuses_to_be_captured(how: Any, pretend: Any, disk_dir: Path) -> None:
-    net, given = layers(), torch.ones(2, 64, device="pretend")
-    expected = layers().to("pretend")(given)
-    with open_store(disk_dir, 8 * 5 * PAGE, device="pretend") as store, torch.no_grad():
+def test_a_model_on_a_store_refuses_to_be_captured(how: Any, disk_dir: Path) -> None:
+    net, given = layers(), torch.ones(2, 64, device=ACCELERATOR)
+    expected = layers().to(ACCELERATOR)(given)
+    with open_store(disk_dir, 8 * 5 * PAGE, device=ACCELERATOR) as store, torch.no_grad():
         attached = how(net, store)
         model = attached if how is OffloadModel else net
         for _ in range(2):
@@ -68,10 +69,11 @@ def test_a_model_on_a_store_refuses_to_be_captured(how: Any, pretend: Any, disk_
         assert torch.equal(model(given), expected)
 
 
-def test_saved_activations_refuse_to_be_captured(pretend: Any, disk_dir: Path) -> None:
-    net, given = layers().to("pretend"), torch.ones(64, 64, device="pretend")
+@pytest.mark.pretend_only("captures")
+def test_saved_activations_refuse_to_be_captured(disk_dir: Path) -> None:
+    net, given = layers().to(ACCELERATOR), torch.ones(64, 64, device=ACCELERATOR)
     with (
-        open_store(disk_dir, device="pretend") as store,
+        open_store(disk_dir, device=ACCELERATOR) as store,
         offload_activations(store, min_size=1),
         captured(),
         pytest.raises(CaptureError),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from tests.store.helpers import PAGE, needs_pretend, open_store, pages
+from tests.accelerator import ACCELERATOR
+from tests.store.helpers import PAGE, open_store, pages
 from tierstore import StoreLockedError, TierStore
 from tierstore.engine.settings import device_memory
 from tierstore.model.sizes import usable_memory
@@ -99,14 +99,14 @@ def test_on_the_cpu_an_auto_device_budget_is_none(disk_dir: Path) -> None:
         assert set(store.stats().budget_bytes) == {"HOST", "DISK"}
 
 
-@needs_pretend
+@pytest.mark.pretend_only("bytes")
 @pytest.mark.parametrize("budget", ["auto", None])
 def test_an_auto_device_budget_is_half_of_what_is_free_and_logged(
-    budget: str | None, pretend: Any, disk_dir: Path, caplog: pytest.LogCaptureFixture
+    budget: str | None, disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tierstore")
-    free, _ = device_memory(torch.device("pretend", 0))
-    with TierStore(MIB, disk_dir, device="pretend", device_budget=budget) as store:
+    free, _ = device_memory(torch.device(ACCELERATOR, 0))
+    with TierStore(MIB, disk_dir, device=ACCELERATOR, device_budget=budget) as store:
         assert store.stats().budget_bytes["DEVICE"] == free // 2 // PAGE * PAGE
     (message,) = messages(caplog)
     budget_text, free_text = size(free // 2, Units.DECIMAL), size(free, Units.DECIMAL)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.device.states import captured, pageable
 from tests.faults.interrupting import Interrupter
 from tests.helpers.engine import core_of
@@ -25,7 +26,6 @@ from tests.store.helpers import (
     assert_at_rest,
     assert_same,
     join,
-    needs_pretend,
     open_store,
     pages,
     wait_until,
@@ -42,7 +42,7 @@ COPY = HostToDevice.copy.__qualname__
 
 def in_ram(disk_dir: Path, count: int = 4, size: int = 1, **options: Any) -> TierStore:
     """A store whose groups `g0`, `g1`, ... of so many pages are in RAM, and not on the device."""
-    store = open_store(disk_dir, ram=2 * count * size * PAGE, device="pretend", **options)
+    store = open_store(disk_dir, ram=2 * count * size * PAGE, device=ACCELERATOR, **options)
     for number in range(count):
         store.put(f"g{number}", pages(number, size), durable=False)
     return store
@@ -66,11 +66,12 @@ class Work:
 
 
 @pytest.fixture
-def work(pretend: Any) -> Iterator[Work]:
+def work() -> Iterator[Work]:
     with calls_of(HostToDevice.copy, SerialExecutor.give, Workers.submit) as calls:
         yield Work(calls)
 
 
+@needs_accelerator
 def test_who_acquires_what_is_in_ram_queues_the_copy_itself(work: Work, disk_dir: Path) -> None:
     here = threading.current_thread().name
     with in_ram(disk_dir, device_budget=2 * PAGE) as store:
@@ -84,15 +85,17 @@ def test_who_acquires_what_is_in_ram_queues_the_copy_itself(work: Work, disk_dir
         assert set(work.threads_of_copies) == {here}
 
 
+@needs_accelerator
 def test_who_reads_what_is_on_disk_queues_its_copy(work: Work, disk_dir: Path) -> None:
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("g", pages(1))
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         assert_same(store.get("g").cpu(), pages(1))
     (name,) = work.threads_of_copies
     assert name.startswith("tierstore-disk")
 
 
+@needs_accelerator
 def test_a_hint_queues_copies_at_once(work: Work, disk_dir: Path) -> None:
     with in_ram(disk_dir) as store:
         before = work.handed_on
@@ -106,6 +109,7 @@ def test_a_hint_queues_copies_at_once(work: Work, disk_dir: Path) -> None:
         assert store.stats().hits == hits + 2
 
 
+@needs_accelerator
 def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
     work: Work, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,9 +124,8 @@ def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
     assert work.threads_of_copies == ["tierstore-onload-0"]
 
 
-def test_nothing_is_queued_by_a_thread_whose_work_is_captured(
-    work: Work, pretend: Any, disk_dir: Path
-) -> None:
+@pytest.mark.pretend_only("captures")
+def test_nothing_is_queued_by_a_thread_whose_work_is_captured(work: Work, disk_dir: Path) -> None:
     with in_ram(disk_dir) as store:
         with captured():
             store.prefetch("g1")
@@ -131,9 +134,8 @@ def test_nothing_is_queued_by_a_thread_whose_work_is_captured(
         assert_same(store.get("g1").cpu(), pages(1))
 
 
-def test_a_copy_that_cannot_be_queued_is_told_of_and_leaves_nothing(
-    pretend: Any, disk_dir: Path
-) -> None:
+@needs_accelerator
+def test_a_copy_that_cannot_be_queued_is_told_of_and_leaves_nothing(disk_dir: Path) -> None:
     def fail() -> None:
         raise RuntimeError("the device is out of order")
 
@@ -185,7 +187,7 @@ def two_of_four(disk_dir: Path) -> TierStore:
     return in_ram(disk_dir, size=SIZE, device_budget=2 * SIZE * PAGE)
 
 
-@needs_pretend
+@needs_accelerator
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_of_who_queues_a_copy_leaves_the_device_whole(disk_dir: Path) -> None:
     with two_of_four(disk_dir) as store:
@@ -201,7 +203,7 @@ def test_an_interrupt_of_who_queues_a_copy_leaves_the_device_whole(disk_dir: Pat
         assert count > 1300 // STRIDE
 
 
-@needs_pretend
+@needs_accelerator
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_without_mending_an_interrupt_leaves_it_wrong(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +235,7 @@ def link_speed(pretend: Any) -> Iterator[Callable[[float], None]]:
     pretend.start_over()
 
 
+@pytest.mark.pretend_only("times")
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_the_planner_believes_what_the_link_can_do(
     link_speed: Callable[[float], None], runs_ahead: bool, disk_dir: Path
@@ -255,6 +258,7 @@ def test_the_planner_believes_what_the_link_can_do(
     assert believed == pytest.approx(speed, rel=0.1)
 
 
+@pytest.mark.pretend_only("times")
 def test_computing_is_what_the_device_does_not_what_its_caller_says(
     link_speed: Callable[[float], None], disk_dir: Path
 ) -> None:
@@ -262,7 +266,7 @@ def test_computing_is_what_the_device_does_not_what_its_caller_says(
     speed, busy = 20e6, 0.05  # seconds
     link_speed(speed)
     work = torch.zeros(int(speed * busy), dtype=torch.uint8).pin_memory()
-    target = torch.empty_like(work, device="pretend")
+    target = torch.empty_like(work, device=ACCELERATOR)
     with in_ram(disk_dir) as store:
         began = time.monotonic()
         for _ in range(3):
@@ -278,7 +282,8 @@ def test_computing_is_what_the_device_does_not_what_its_caller_says(
     assert queued < 6 * busy
 
 
-def test_events_sleep_where_torch_can(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_accelerator
+def test_events_sleep_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for an event should not take a core from those who compute."""
     made: list[dict[str, Any]] = []
     kind = torch.Event
@@ -288,14 +293,13 @@ def test_events_sleep_where_torch_can(pretend: Any, monkeypatch: pytest.MonkeyPa
         return kind(*arguments, **options)
 
     monkeypatch.setattr(torch, "Event", noting)
-    DeviceTier(torch.device("pretend", 0), None).times.mark()
+    DeviceTier(torch.device(ACCELERATOR, 0), None).times.mark()
     assert made
     assert all(options.get("blocking") for options in made)
 
 
-def test_a_thread_that_makes_room_for_itself_keeps_others_right(
-    pretend: Any, disk_dir: Path
-) -> None:
+@needs_accelerator
+def test_a_thread_that_makes_room_for_itself_keeps_others_right(disk_dir: Path) -> None:
     """Many at once queue copies, in less memory than all of them need."""
     errors: list[BaseException] = []
     with in_ram(disk_dir, 8, device_budget=3 * PAGE) as store:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, pretend
 from tests.helpers.engine import core_of
 from tests.helpers.files import object_file
 from tests.helpers.system_calls import system_call
@@ -19,7 +19,6 @@ from tests.store.helpers import (
     assert_at_rest,
     assert_group,
     files_below,
-    needs_pretend,
     open_store,
     pages,
     push_out,
@@ -109,9 +108,9 @@ def test_a_file_whose_fsync_failed_is_never_trusted(disk_dir: Path) -> None:
 # Accelerators ------------------------------------------------------------------------------------
 
 
-@needs_pretend
+@pytest.mark.pretend_only("limits")
 def test_an_accelerator_whose_memory_somebody_else_has(disk_dir: Path) -> None:
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", pages(1, 8))
         pretend.set_memory_limit(pretend.memory_allocated() + 4 * PAGE)
         try:
@@ -127,11 +126,11 @@ def test_an_accelerator_whose_memory_somebody_else_has(disk_dir: Path) -> None:
         assert_at_rest(store)
 
 
-@needs_pretend
+@pytest.mark.pretend_only("limits")
 def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> None:
     pretend.set_pinned_limit(pretend.pinned_bytes())
     try:
-        with open_store(disk_dir, device="pretend") as store:
+        with open_store(disk_dir, device=ACCELERATOR) as store:
             store.put("key", pages(1, 8))
             push_out(store, "key")
             assert_group(store.get("key"), pages(1, 8))

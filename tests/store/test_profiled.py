@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.helpers.system_calls import system_call
 from tests.helpers.tensors import assert_same
 from tests.store.helpers import (
     PAGE,
-    needs_pretend,
     open_store,
     pages,
     push_out,
@@ -98,9 +98,9 @@ def test_a_profiler_of_all_threads_sees_the_moves(disk_dir: Path) -> None:
     assert reads.keys() == {f"tierstore: read {key}" for key in keys}
 
 
-@needs_pretend
+@needs_accelerator
 def test_copies_to_a_device_are_seen_where_their_caller_queues_them(disk_dir: Path) -> None:
-    with open_store(disk_dir, 16 * PAGE, device="pretend") as store:
+    with open_store(disk_dir, 16 * PAGE, device=ACCELERATOR) as store:
         store.put("key", pages(1, 2))
         store.get("key")
         push_out(store, "key")

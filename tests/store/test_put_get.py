@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.accelerator import ACCELERATOR, DEVICE_0, DEVICE_1, needs_accelerator
 from tests.helpers.engine import core_of
 from tests.helpers.files import object_file
 from tests.helpers.processes import run_python
@@ -25,7 +26,6 @@ from tests.store.helpers import (
     bits,
     files_below,
     join,
-    needs_pretend,
     on_both,
     open_store,
     pages,
@@ -597,24 +597,25 @@ def test_any_group_comes_back(group: Group, tmp_path_factory: pytest.TempPathFac
 # Accelerators ------------------------------------------------------------------------------------
 
 
-@needs_pretend
+@needs_accelerator
+@pytest.mark.two_devices
 def test_groups_are_put_from_and_come_back_to_the_accelerator(disk_dir: Path) -> None:
-    with open_store(disk_dir, device="pretend") as store:
-        store.put("key", {"here": pages(1).to("pretend"), "there": pages(2).to("pretend:1")})
+    with open_store(disk_dir, device=ACCELERATOR) as store:
+        store.put("key", {"here": pages(1).to(ACCELERATOR), "there": pages(2).to(DEVICE_1)})
         store.put("host", pages(3))
         for _ in range(2):
             found = store.get("key")
             assert isinstance(found, dict)
-            assert {str(tensor.device) for tensor in found.values()} == {"pretend:0"}
+            assert {str(tensor.device) for tensor in found.values()} == {DEVICE_0}
             assert_group(found, {"here": pages(1), "there": pages(2)})
-            assert store.get("host").device.type == "pretend"
+            assert store.get("host").device.type == ACCELERATOR
             push_out(store, "key", "host")
         assert store.stats().bytes_onloaded >= 6 * PAGE
 
 
-@needs_pretend
+@needs_accelerator
 def test_what_was_updated_on_the_accelerator_is_what_comes_back(disk_dir: Path) -> None:
-    store = open_store(disk_dir, device="pretend")
+    store = open_store(disk_dir, device=ACCELERATOR)
     store.put("key", pages(1))
     for step in range(2, 5):
         with store.acquire("key", Access.UPDATE) as lease:
@@ -629,16 +630,16 @@ def test_what_was_updated_on_the_accelerator_is_what_comes_back(disk_dir: Path) 
     store.close()
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("change", ["queued", "none"])
 def test_an_update_that_has_only_been_queued_is_saved(
     change: str, late_pretend: Any, disk_dir: Path
 ) -> None:
     """The way back to the host waits for the way there, and for the last user's stream."""
-    store = open_store(disk_dir, device="pretend")
+    store = open_store(disk_dir, device=ACCELERATOR)
     store.put("key", pages(1))
     source = pages(2).pin_memory()
-    with torch.Stream(device="pretend:0"), store.acquire("key", Access.UPDATE) as lease:
+    with torch.Stream(device=DEVICE_0), store.acquire("key", Access.UPDATE) as lease:
         if change == "queued":
             lease.tensor.copy_(source, non_blocking=True)
     push_out(store, "key")
@@ -648,14 +649,14 @@ def test_an_update_that_has_only_been_queued_is_saved(
     store.close()
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("way", ["acquire", "get"])
 def test_a_side_stream_waits_for_what_it_acquires(
     way: str, late_pretend: Any, disk_dir: Path
 ) -> None:
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", pages(3))
-        with torch.Stream(device="pretend:0"):
+        with torch.Stream(device=DEVICE_0):
             if way == "get":
                 doubled = store.get("key") * 2
             else:
@@ -664,21 +665,21 @@ def test_a_side_stream_waits_for_what_it_acquires(
             assert_same(doubled, pages(6))
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 def test_without_that_wait_the_accelerator_reads_what_is_not_there(
     late_pretend: Any, disk_dir: Path
 ) -> None:
     """The control for the test above."""
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         core_of(store).order_after_arrival = lambda entry, stream: None
         store.put("key", pages(3))
-        with torch.Stream(device="pretend:0"), store.acquire("key") as lease:
+        with torch.Stream(device=DEVICE_0), store.acquire("key") as lease:
             assert not torch.equal((lease.tensor * 2).cpu(), pages(6))
 
 
 def read_late(store: TierStore) -> torch.Tensor:
     """Queue a download on a stream of the caller, release, and have the slot used again."""
-    mine = torch.Stream(device="pretend:0")
+    mine = torch.Stream(device=DEVICE_0)
     target = torch.zeros(
         core_of(store).planner.budgets[core_of(store).planner.top] // 4,
         pin_memory=True,
@@ -691,22 +692,22 @@ def read_late(store: TierStore) -> torch.Tensor:
     return target
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 def test_memory_is_not_used_again_before_its_last_reader_is_done(
     late_pretend: Any, disk_dir: Path
 ) -> None:
-    with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
+    with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("first", pages(1, 4))
         store.put("second", pages(2, 4))
         assert_same(read_late(store), pages(1, 4))
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 def test_without_the_guard_on_releases_a_late_reader_reads_something_else(
     late_pretend: Any, disk_dir: Path
 ) -> None:
     """The control for the test above."""
-    with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
+    with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         core_of(store).tiers.device.used_on = lambda entry, event: None
         store.put("first", pages(1, 4))
         store.put("second", pages(2, 4))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, DEVICE_0
 from tests.helpers.engine import core_of, mutable
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
     assert_same,
-    needs_pretend,
     on_both,
     open_store,
     pages,
@@ -235,7 +235,7 @@ def test_threads_that_rest_see_nothing_change_while_they_read(disk_dir: Path) ->
         assert_same(store.get("g0"), pages(299, HALF))
 
 
-@needs_pretend
+@pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_memory_of_what_is_called_in_waits_for_the_stream_that_used_it(
     guarded: bool, late_pretend: Any, disk_dir: Path
@@ -244,10 +244,10 @@ def test_memory_of_what_is_called_in_waits_for_the_stream_that_used_it(
 
     Without the guard, another thread, which knows nothing of that stream, would overwrite it.
     """
-    with half_full(disk_dir, "pretend") as store:
+    with half_full(disk_dir, ACCELERATOR) as store:
         if not guarded:
             core_of(store).tiers.device.used_on = lambda entry, event: None
-        mine = torch.Stream(device="pretend:0")
+        mine = torch.Stream(device=DEVICE_0)
         target = torch.zeros(HALF * PAGE // 4, pin_memory=True)
         with mine:
             lease = store.acquire("g1")

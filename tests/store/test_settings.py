@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, DEVICE_0, needs_accelerator
 from tests.fresh import run_fresh
 from tierstore import DeviceError, TierStore
 from tierstore.engine.settings import device_memory, resolve_budgets, resolve_device
@@ -38,20 +39,22 @@ def told_by_the_device_only(
     pretend.set_memory_info(None)
 
 
+@pytest.mark.pretend_only("limits")
 def test_device_memory_is_asked_of_the_device_s_module_where_torch_does_not_tell(
     told_by_the_device_only: Any, tmp_path: Path
 ) -> None:
     told_by_the_device_only.set_memory_info((6 * MIB, 8 * MIB), index=1)
-    device = torch.device("pretend", 1)
+    device = torch.device(ACCELERATOR, 1)
     assert device_memory(device) == (6 * MIB, 8 * MIB)
     budgets = resolve_budgets(device, MIB, "50%", None, tmp_path)
     assert budgets[Tier.DEVICE] == 4 * MIB
 
 
+@pytest.mark.pretend_only("limits")
 def test_a_device_of_which_nothing_tells_needs_a_budget_in_bytes(
     told_by_the_device_only: Any, tmp_path: Path
 ) -> None:
-    device = torch.device("pretend", 0)
+    device = torch.device(ACCELERATOR, 0)
     with pytest.raises(ValueError, match="pass device_budget in bytes") as caught:
         resolve_budgets(device, MIB, None, None, tmp_path)
     assert isinstance(caught.value.__cause__, NotImplementedError)
@@ -93,16 +96,18 @@ def test_what_is_no_device(device: str, tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_one_device_more_than_there_are(pretend: Any, tmp_path: Path) -> None:
+@needs_accelerator
+def test_one_device_more_than_there_are(tmp_path: Path) -> None:
     count = torch.accelerator.device_count()
-    with pytest.raises(DeviceError, match=f"there is no pretend:{count} here") as caught:
-        TierStore("64MB", tmp_path / "store", device=f"pretend:{count}", device_budget="1MB")
-    assert f"pretend:{count - 1}, cpu" in str(caught.value)
-    assert resolve_device(f"pretend:{count - 1}").index == count - 1
+    with pytest.raises(DeviceError, match=f"there is no {ACCELERATOR}:{count} here") as caught:
+        TierStore("64MB", tmp_path / "store", device=f"{ACCELERATOR}:{count}", device_budget="1MB")
+    assert f"{ACCELERATOR}:{count - 1}, cpu" in str(caught.value)
+    assert resolve_device(f"{ACCELERATOR}:{count - 1}").index == count - 1
 
 
-def test_another_kind_of_device_than_there_is(pretend: Any) -> None:
-    with pytest.raises(DeviceError, match=r"no xpu device here: pass one of pretend:0, "):
+@needs_accelerator
+def test_another_kind_of_device_than_there_is() -> None:
+    with pytest.raises(DeviceError, match=f"no xpu device here: pass one of {DEVICE_0}, "):
         resolve_device("xpu")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.faults.interrupting import at_call
 from tests.helpers.engine import core_of, mutable
 from tests.helpers.system_calls import held_calls, system_call
@@ -26,7 +27,6 @@ from tests.store.helpers import (
     assert_same,
     assert_sound,
     join,
-    needs_pretend,
     on_both,
     open_store,
     pages,
@@ -180,11 +180,11 @@ def test_who_would_change_what_is_held_for_good_is_told(device: str, disk_dir: P
         assert_at_rest(store)
 
 
-@needs_pretend
+@needs_accelerator
 def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
     disk_dir: Path, must_be_woken: None
 ) -> None:
-    with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
+    with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("filler", pages(0, 4))
         mutable(store).create("key", {"a": pages(1, 2)})
         with store.acquire("filler"):  # so that there is no room for it on the device
@@ -445,11 +445,11 @@ def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(disk_dir
         assert_at_rest(store)
 
 
-@needs_pretend
+@needs_accelerator
 def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(disk_dir: Path) -> None:
     """It was put by then, and only the file of what it replaced was waited for."""
     others: list[Caller] = []
-    with open_store(disk_dir, device="pretend", device_budget=4 * PAGE) as store:
+    with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("filler", pages(0, 4))
         store.put("key", pages(1, 2))
         store.flush()

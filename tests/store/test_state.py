@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.device.states import pageable
 from tests.helpers.engine import core_of, mutable
 from tests.helpers.system_calls import system_call
@@ -26,7 +27,6 @@ from tests.store.helpers import (
     assert_sound,
     bits,
     join,
-    needs_pretend,
     on_both,
     open_store,
     pages,
@@ -324,16 +324,16 @@ def test_one_holds_it_after_the_other(device: str, disk_dir: Path) -> None:
         assert_sound(store)
 
 
-@needs_pretend
+@needs_accelerator
 def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
     """By who knows that it does not change meanwhile. What comes after is what was changed."""
-    with open_store(disk_dir, device="pretend") as store:
+    with open_store(disk_dir, device=ACCELERATOR) as store:
         shown = settled(store, "key", {"a": pages(1)})
         kept = mutable(store).lease_in_host("key", HostAccess.PERMANENT)
         for number in (2, 3):
             kept.tensors["a"].fill_(number)
             with store.acquire("key") as lease:
-                assert lease.tensors["a"].device.type == "pretend"
+                assert lease.tensors["a"].device.type == ACCELERATOR
                 assert (lease.tensors["a"].cpu() == number).all()
                 assert (kept.tensors["a"] == number).all()
             store.offload("key")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, counted, pretend, start_counting
 from tests.helpers.engine import core_of
 from tests.store.crowd import Crowd
-from tests.store.helpers import assert_at_rest, make_deaf_to_changes, needs_pretend, on_both
+from tests.store.helpers import assert_at_rest, make_deaf_to_changes, on_both
 from tests.store.machine import DEVICE_PAGES, HOST_PAGES, PAGE, Machine
 
 STEPS = 250
@@ -23,7 +23,7 @@ SEEDS = 4
 def test_a_store_holds_what_a_dict_would_hold(policy: str, device: str, tmp_path: Path) -> None:
     done: Counter[str] = Counter()
     if device != "cpu":
-        pretend.reset_counters()
+        start_counting()
     for seed in range(SEEDS):
         print(f"Machine({seed}, {device!r}, directory, {policy!r}).play({STEPS})")
         machine = Machine(seed, device, tmp_path / str(seed), policy)
@@ -37,17 +37,17 @@ def test_a_store_holds_what_a_dict_would_hold(policy: str, device: str, tmp_path
     if device != "cpu":
         assert done["bytes_onloaded"] > SEEDS * DEVICE_PAGES * PAGE
         assert done["bytes_offloaded"] > 0
-        assert pretend.stale_copies() == 0, "a copy ran into memory that was given back"
+        assert counted("stale_copies") == 0, "a copy ran into memory that was given back"
     assert all(done[step] > SEEDS for step in Machine.STEPS)
     assert done["refused"], "no history ran into its own leases"
 
 
-@needs_pretend
+@pytest.mark.pretend_only("counts")
 def test_page_locked_memory_stays_within_the_budget_at_every_step(tmp_path: Path) -> None:
     gc.collect()
     before = pretend.pinned_bytes()
     pretend.reset_peak_pinned()
-    machine = Machine(99, "pretend", tmp_path, "next-use")
+    machine = Machine(99, ACCELERATOR, tmp_path, "next-use")
     machine.play(STEPS)
     peak = pretend.peak_pinned_bytes() - before
     assert HOST_PAGES * PAGE // 2 < peak <= HOST_PAGES * PAGE

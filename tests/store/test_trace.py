@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.helpers.engine import core_of
 from tests.helpers.system_calls import Call, system_call
 from tests.store import traces
 from tests.store.helpers import (
     PAGE,
-    needs_pretend,
     open_store,
     pages,
     push_out,
@@ -386,10 +386,10 @@ def test_others_may_have_any_kind_of_process(disk_dir: Path, tmp_path: Path) -> 
 # An accelerator --------------------------------------------------------------------------------
 
 
-@needs_pretend
+@needs_accelerator
 def test_the_device_hop_is_timed_by_the_device(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with open_store(disk_dir, 16 * PAGE, device="pretend") as store:
+    with open_store(disk_dir, 16 * PAGE, device=ACCELERATOR) as store:
         keys = fill(store, 12)
         for key in keys * 2:
             with store.acquire(key) as lease:
@@ -410,7 +410,7 @@ def test_the_device_hop_is_timed_by_the_device(disk_dir: Path, tmp_path: Path) -
     )
     assert stats.stalled_seconds > 0
     assert [key for key, _ in read_trace(path).uses] == keys * 2
-    assert read_trace(path).device.startswith("pretend")
+    assert read_trace(path).device.startswith(ACCELERATOR)
 
 
 # The checks themselves -------------------------------------------------------------------------

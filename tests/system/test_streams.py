@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, DEVICE_0, DEVICE_1, needs_accelerator
 from tests.device.states import pageable
 from tests.helpers.torch_calls import BeforeEach
-from tests.store.helpers import PAGE, assert_same, needs_pretend, open_store, pages
+from tests.store.helpers import PAGE, assert_same, open_store, pages
 from tierstore import Access, TierStore
 from tierstore.lease import make_revocable, resume
 from tierstore.store import engine_of
@@ -70,10 +71,9 @@ class TwoThreads:
         assert self.before["first"] != self.before["second"]
 
 
-def test_threads_that_save_at_once_are_back_on_their_own_streams(
-    pretend: Any, disk_dir: Path
-) -> None:
-    device, two = torch.device("pretend", 0), TwoThreads()
+@needs_accelerator
+def test_threads_that_save_at_once_are_back_on_their_own_streams(disk_dir: Path) -> None:
+    device, two = torch.device(ACCELERATOR, 0), TwoThreads()
 
     def save() -> None:
         with BeforeEach("copy_", two.meet):
@@ -89,10 +89,9 @@ def test_threads_that_save_at_once_are_back_on_their_own_streams(
     assert two.after == two.before
 
 
-def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams(
-    pretend: Any,
-) -> None:
-    device, two = torch.device("pretend", 0), TwoThreads()
+@needs_accelerator
+def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams() -> None:
+    device, two = torch.device(ACCELERATOR, 0), TwoThreads()
     stream = torch.Stream(device)
 
     def make() -> None:
@@ -104,8 +103,9 @@ def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams(
     assert two.after == two.before
 
 
-def test_a_stream_is_left_where_what_is_done_on_it_fails(pretend: Any, disk_dir: Path) -> None:
-    device = torch.device("pretend", 0)
+@needs_accelerator
+def test_a_stream_is_left_where_what_is_done_on_it_fails(disk_dir: Path) -> None:
+    device = torch.device(ACCELERATOR, 0)
     before = torch.accelerator.current_stream(device)
 
     def fail() -> None:
@@ -118,10 +118,11 @@ def test_a_stream_is_left_where_what_is_done_on_it_fails(pretend: Any, disk_dir:
         assert torch.accelerator.current_stream(device) == before
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_threads_of_a_store_work_on_its_device(index: int, pretend: Any, disk_dir: Path) -> None:
+@needs_accelerator
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.two_devices)])
+def test_threads_of_a_store_work_on_its_device(index: int, disk_dir: Path) -> None:
     """Page-locking, for one, is done for the current device of the thread."""
-    device = torch.device("pretend", index)
+    device = torch.device(ACCELERATOR, index)
     current: dict[str, set[int]] = {}
 
     def note() -> None:
@@ -148,12 +149,13 @@ def test_threads_of_a_store_work_on_its_device(index: int, pretend: Any, disk_di
     assert current == {"tierstore-" + kind: {index} for kind in KINDS}
 
 
+@pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("rested", [False, True])
 def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_has_passed(
     rested: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
     """Whoever finds out that it was lost, or calls it in, is on another stream."""
-    device = torch.device("pretend", 0)
+    device = torch.device(ACCELERATOR, 0)
     theirs, read = torch.Stream(device), torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
     with TierStore(4 * NBYTES, disk_dir, device=device, device_budget=NBYTES) as store:
         for value, key in enumerate("ab"):
@@ -175,23 +177,20 @@ def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_h
     assert read.sum() == NBYTES, "another group had the memory before it was read"
 
 
-@needs_pretend
-def test_what_is_done_on_a_stream_of_another_device_leaves_the_caller_on_its_own(
-    pretend: Any,
-) -> None:
-    stream = torch.Stream("pretend:1")
-    mine = torch.accelerator.current_stream("pretend:0"), torch.accelerator.current_stream(1)
+@needs_accelerator
+@pytest.mark.two_devices
+def test_what_is_done_on_a_stream_of_another_device_leaves_the_caller_on_its_own() -> None:
+    stream = torch.Stream(DEVICE_1)
+    mine = torch.accelerator.current_stream(DEVICE_0), torch.accelerator.current_stream(1)
     assert on(stream, torch.accelerator.current_device_index) == 1
     assert torch.accelerator.current_device_index() == 0
-    after = torch.accelerator.current_stream("pretend:0"), torch.accelerator.current_stream(1)
+    after = torch.accelerator.current_stream(DEVICE_0), torch.accelerator.current_stream(1)
     assert after == mine
 
 
-@needs_pretend
-def test_memory_first_used_in_inference_mode_is_used_outside_of_it(
-    pretend: Any, disk_dir: Path
-) -> None:
-    with open_store(disk_dir, ram=8 * PAGE, device="pretend", device_budget=PAGE) as store:
+@needs_accelerator
+def test_memory_first_used_in_inference_mode_is_used_outside_of_it(disk_dir: Path) -> None:
+    with open_store(disk_dir, ram=8 * PAGE, device=ACCELERATOR, device_budget=PAGE) as store:
         for number in range(2):
             store.put(f"g{number}", pages(number + 1))
         with torch.inference_mode():

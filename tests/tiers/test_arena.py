@@ -20,14 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, DEVICE_0, pretend
 from tierstore.model.sizes import PAGE
 from tierstore.tiers.arena import Arena, Slot, device_arena, host_arena
 from tierstore.tiers.pages import fresh_memory
 
 pytestmark = pytest.mark.floor
 
-REASON = pretend.ready()
 BUDGET = 12 * PAGE
 
 
@@ -310,11 +309,11 @@ def test_fresh_memory_is_whole_pages(npages: int) -> None:
     assert memory[-1] == 7
 
 
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.pretend_only("counts")
 def test_an_accelerators_host_memory_is_page_locked_to_the_byte() -> None:
     gc.collect()
     before = pretend.pinned_bytes()
-    arena = host_arena(BUDGET, torch.device("pretend"))
+    arena = host_arena(BUDGET, torch.device(ACCELERATOR))
     slots = [arena.take(npages * PAGE) for npages in (1, 4, 5)]
     assert pretend.pinned_bytes() == before
     for slot in slots:
@@ -327,10 +326,10 @@ def test_an_accelerators_host_memory_is_page_locked_to_the_byte() -> None:
     assert pretend.pinned_bytes() == before
 
 
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.pretend_only("bytes")
 def test_an_accelerators_own_memory_is_counted_to_the_byte() -> None:
     gc.collect()
-    device = torch.device("pretend:0")
+    device = torch.device(DEVICE_0)
     before = pretend.memory_allocated()
     arena = device_arena(BUDGET, device, torch.Stream(device))
     slot = arena.take(7 * PAGE)

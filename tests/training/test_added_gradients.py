@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, needs_accelerator, pretend
 from tests.helpers.tensors import assert_same
-from tests.training.conftest import NEEDS_PRETEND, store_for
+from tests.training.conftest import store_for
 from tierstore.adapters.training import OffloadModel
 
 WIDTH = 64
@@ -30,20 +30,22 @@ def gradients(model: nn.Module) -> dict[str, Any]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("late")
 def test_nobody_waits_for_the_device_to_add(disk_dir: Path) -> None:
     """It does nothing before somebody waits for it: so it has not even begun."""
     model = build()
-    with store_for(1 << 22, disk_dir, "pretend", share=4.0) as store:
+    with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
         offloaded = OffloadModel(model, store, num_slices=1)
         offloaded(given(0)).square().sum().backward()
         expected = {name: gradient + 5.0 for name, gradient in gradients(model).items()}
         (weights,) = offloaded._groups
-        added = {n: torch.full(p.shape, 5.0, device="pretend") for n, p in model.named_parameters()}
-        torch.accelerator.synchronize("pretend")
+        added = {
+            n: torch.full(p.shape, 5.0, device=ACCELERATOR) for n, p in model.named_parameters()
+        }
+        torch.accelerator.synchronize(ACCELERATOR)
         pretend.set_slowness(None)
-        torch.ones(1, device="pretend").add_(1)
-        start = torch.accelerator.current_stream("pretend").record_event()
+        torch.ones(1, device=ACCELERATOR).add_(1)
+        start = torch.accelerator.current_stream(ACCELERATOR).record_event()
         for name, gradient in added.items():
             weights.gradients._store(name, gradient, add=True)
         assert not start.query()
@@ -52,11 +54,11 @@ def test_nobody_waits_for_the_device_to_add(disk_dir: Path) -> None:
         assert_same(gradients(model), expected)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 def test_gradients_on_the_cpu_and_on_the_device_add_up(disk_dir: Path) -> None:
     """Somebody gives one by hand in between."""
     plain, model = build(), build()
-    with store_for(1 << 22, disk_dir, "pretend", share=4.0) as store:
+    with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
         offloaded = OffloadModel(model, store, num_slices=1)
         for each in (plain, offloaded):
             each(given(0)).square().sum().backward()
@@ -66,10 +68,10 @@ def test_gradients_on_the_cpu_and_on_the_device_add_up(disk_dir: Path) -> None:
             each(given(1)).square().sum().backward()
             for parameter in each.parameters():
                 parameter.backward(torch.full_like(parameter, 3.0))
-        assert_same(gradients(model), gradients(plain))
+        assert_same(gradients(model), gradients(plain), device=ACCELERATOR)
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 def test_a_weight_that_is_used_twice(disk_dir: Path) -> None:
     def run(model: nn.Module) -> None:
         for seed in range(3):
@@ -79,19 +81,19 @@ def test_a_weight_that_is_used_twice(disk_dir: Path) -> None:
     for each in (tied, plain):
         each[2].weight = each[0].weight
     run(plain)
-    with store_for(1 << 22, disk_dir, "pretend", share=4.0) as store:
+    with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
         run(OffloadModel(tied, store))
         for name, gradient in gradients(tied).items():  # added in another order
             torch.testing.assert_close(gradient, gradients(plain)[name])
 
 
-@NEEDS_PRETEND
+@pytest.mark.pretend_only("counts")
 @pytest.mark.parametrize("share", [4.0, 0.5])
 def test_what_gradients_move_is_counted(disk_dir: Path, share: float) -> None:
     """Each pass moves all of them to the host; to add to them, what is stored goes up before."""
     model = build()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    with store_for(nbytes, disk_dir, "pretend", share=share) as store:
+    with store_for(nbytes, disk_dir, ACCELERATOR, share=share) as store:
         offloaded = OffloadModel(model, store, num_slices=3)
         up = []
         for seed in range(3):

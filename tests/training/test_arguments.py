@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapters.conftest import NEEDS_PRETEND
+from tests.accelerator import ACCELERATOR, DEVICE_0, DEVICE_1, needs_accelerator
 from tests.helpers.tensors import parameter_bytes
 from tests.training import models
 from tests.training.conftest import (
@@ -68,14 +68,14 @@ def test_the_device_is_the_stores(store: TierStore, disk_dir: Path) -> None:
         OffloadModel(module, store, device=device).disable()
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 def test_a_device_with_or_without_its_number(disk_dir: Path) -> None:
     module = models.build("small")
-    with store_for(module, disk_dir, "pretend") as store:
-        for device in ("cpu", "pretend:1"):
+    with store_for(module, disk_dir, ACCELERATOR) as store:
+        for device in ("cpu", DEVICE_1):
             with pytest.raises(ValueError, match="open the store with"):
                 OffloadModel(module, store, device=device)
-        for device in ("pretend", "pretend:0"):
+        for device in (ACCELERATOR, DEVICE_0):
             OffloadModel(module, store, device=device).disable()
 
 
@@ -203,18 +203,18 @@ def test_the_states_of_an_ordinary_module_are_in_the_store(given: str, disk_dir:
         assert sum(group.nbytes for group in store.snapshot().groups) >= states
 
 
-@NEEDS_PRETEND
+@needs_accelerator
 @pytest.mark.parametrize("what", ("device_budget", "ram_budget"))
 def test_a_parameter_that_is_larger_than_a_budget(what: str, disk_dir: Path) -> None:
     module = models.build("small")
     largest = max(parameter.nbytes for parameter in module.parameters())
     budgets = {"ram_budget": 1 << 20, "device_budget": 1 << 20, what: largest // 2}
     with (
-        TierStore(disk_dir=disk_dir, device="pretend", **budgets) as store,
+        TierStore(disk_dir=disk_dir, device=ACCELERATOR, **budgets) as store,
         pytest.raises(BudgetError, match=r"raise|larger"),
     ):
         model, optimizer = offloaded(module, store)
-        train("small", model, optimizer, 1, device="pretend")
+        train("small", model, optimizer, 1, device=ACCELERATOR)
 
 
 def test_on_the_cpu_a_parameter_may_be_larger_than_the_budget(disk_dir: Path) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.device import autocast, pretend
+from tests.accelerator import ACCELERATOR, pretend
+from tests.device import autocast
 from tests.helpers.casts import Casts
 from tests.helpers.tensors import assert_same, parameter_bytes
-from tests.training.conftest import NEEDS_PRETEND, store_for
+from tests.training.conftest import store_for
 from tierstore.adapters.training import OffloadModel
 
 WIDTH = 64
@@ -137,22 +138,22 @@ def test_a_weight_that_was_changed_before_the_backward_pass_is_told(disk_dir: Pa
             loss.backward()
 
 
+@pytest.mark.pretend_only("kernels")
 @pytest.mark.full("builds kernels of their own; casts are counted on the CPU above")
-@NEEDS_PRETEND
 @pytest.mark.parametrize("layers", [12, 36])
 def test_the_device_has_no_casts_between_the_passes(layers: int, disk_dir: Path) -> None:
     """Two of four slices, and of each layer, what comes out of it in both precisions."""
     autocast.load()
     model = Stack("linear", layers)
     weights = parameter_bytes(model)
-    with store_for(model, disk_dir, "pretend", device_budget=weights // 2) as store:
+    with store_for(model, disk_dir, ACCELERATOR, device_budget=weights // 2) as store:
         offloaded = OffloadModel(model, store, num_slices=4)
-        x = given().to("pretend")
-        torch.accelerator.synchronize("pretend")
+        x = given().to(ACCELERATOR)
+        torch.accelerator.synchronize(ACCELERATOR)
         before = pretend.memory_allocated()
-        with torch.autocast("pretend", torch.bfloat16):
+        with torch.autocast(ACCELERATOR, torch.bfloat16):
             loss = offloaded(x).square().sum()
-        torch.accelerator.synchronize("pretend")
+        torch.accelerator.synchronize(ACCELERATOR)
         held = pretend.memory_allocated() - before
         activations = (layers + 1) * 2 * x.nbytes
         assert layers * CAST > 4 * activations, "that could be casts"

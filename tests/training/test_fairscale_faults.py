@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, on_both, pretend
 from tests.helpers.tensors import parameter_bytes
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
@@ -26,9 +26,6 @@ pytestmark = pytest.mark.full(
     keep="any device",
 )
 
-REASON = pretend.ready()
-needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-on_both = pytest.mark.parametrize("device", ["cpu", pytest.param("pretend", marks=needs_pretend)])
 recomputed_or_not = pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 
 WIDTH = 64
@@ -359,7 +356,7 @@ def test_what_is_computed_again_without_the_cast_has_another_dtype() -> None:
 
 def on_device() -> int:
     gc.collect()
-    torch.accelerator.synchronize("pretend")
+    torch.accelerator.synchronize(ACCELERATOR)
     return pretend.memory_allocated()
 
 
@@ -373,7 +370,7 @@ class Swapping:
 
     def bring(self, module: nn.Module, args: Any) -> None:
         for parameter in module.parameters():
-            parameter.data = parameter.data.to("pretend")
+            parameter.data = parameter.data.to(ACCELERATOR)
 
     def send_back(self, module: nn.Module, args: Any, output: Any) -> None:
         for parameter, home in self.homes.items():
@@ -390,18 +387,18 @@ class Returning(Swapping):
 
 def kept_by_a_graph(run: Run) -> int:
     """The bytes that stay on the device from the forward to the backward pass."""
-    before, given = on_device(), batch().to("pretend")
+    before, given = on_device(), batch().to(ACCELERATOR)
     output = run(given)
     kept = on_device() - before
     assert output.requires_grad
     return kept
 
 
-@needs_pretend
+@pytest.mark.pretend_only("bytes")
 def test_a_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
     plain = layers(nn.GELU)
     weights = sum(m.weight.nbytes for m in plain.modules() if isinstance(m, nn.Linear))
-    activations = kept_by_a_graph(plain.to("pretend"))
+    activations = kept_by_a_graph(plain.to(ACCELERATOR))
 
     swapped = layers(nn.GELU)  # the control: autograd's views of the weights keep them
     for part in swapped:
@@ -409,7 +406,7 @@ def test_a_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
     unneeded = swapped[0].weight.nbytes  # nobody wants the gradient of the input
     assert kept_by_a_graph(swapped) >= weights - unneeded + activations
 
-    with offloaded(layers(nn.GELU), disk_dir, "pretend", recompute=False) as model:
+    with offloaded(layers(nn.GELU), disk_dir, ACCELERATOR, recompute=False) as model:
         two = sorted(slice_.nbytes for slice_ in model.slices)[-2:]
         pages = PAGE * sum(len(slice_.groups) for slice_ in model.slices)
         assert sum(two) + pages < weights, "two slices are nearly all"
@@ -417,20 +414,20 @@ def test_a_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
         loss_of(model(batch())).backward()
 
 
-@needs_pretend
+@pytest.mark.pretend_only("counts")
 def test_weights_that_nobody_changed_are_never_copied_back(disk_dir: Path) -> None:
     def copied_back(act: Callable[[], Any]) -> int:
         before = pretend.copied("d2h")
         act()
         return pretend.copied("d2h") - before
 
-    given = batch().to("pretend")
+    given = batch().to(ACCELERATOR)
     returned = layers(nn.GELU)  # the control
     for part in returned:
         Returning(part)
     assert copied_back(lambda: returned(given)) == parameter_bytes(returned)
 
-    with offloaded(layers(nn.GELU), disk_dir, "pretend", recompute=False) as model:
+    with offloaded(layers(nn.GELU), disk_dir, ACCELERATOR, recompute=False) as model:
         optimizer = OffloadOptimizer(model, model.store, torch.optim.AdamW, lr=1e-3)
         gradients = parameter_bytes(model)
         for _ in range(2):

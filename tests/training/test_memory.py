@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.device import pretend
+from tests.accelerator import ACCELERATOR, pretend
 from tests.helpers.processes import results_in, run_python, without_kept_addresses
 from tests.helpers.tensors import parameter_bytes
 from tests.training import limited
@@ -39,8 +39,6 @@ pytestmark = pytest.mark.full(
     keep="any device",
 )
 
-REASON = pretend.ready()
-needs_pretend = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 PAGE = 4096
 WIDTHS = (96, 160, 128, 224, 64, 192, 128, 96, 256, 160, 128, 192)
@@ -98,14 +96,14 @@ def batch(seed: int) -> torch.Tensor:
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
     """Everything it needs comes to the device in here, so that it is counted."""
-    output = model(batch(step).to("pretend"))
-    return (output - batch(100 + step).to("pretend")).square().mean()
+    output = model(batch(step).to(ACCELERATOR))
+    return (output - batch(100 + step).to(ACCELERATOR)).square().mean()
 
 
 def in_use() -> int:
     """Bytes on the device, once nothing that was dropped is left over."""
     gc.collect()
-    torch.accelerator.synchronize("pretend")
+    torch.accelerator.synchronize(ACCELERATOR)
     return pretend.memory_allocated()
 
 
@@ -133,7 +131,7 @@ def plain_step(kind: str, runs: list[int] | None) -> int:
 
     `runs` says how many blocks, one after the other, are computed again together.
     """
-    model = build(kind).to("pretend")
+    model = build(kind).to(ACCELERATOR)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(drop_gradient)
     run = model if runs is None else functools.partial(recomputed, model, runs)
@@ -191,7 +189,7 @@ def train(kind: str, num_slices: int, place: Path, ram: int, *, recompute: bool)
     peaks, already = Peaks(), pretend.pinned_bytes()
     peaks.start()
     pretend.reset_peak_pinned()
-    with TierStore(ram, place, device="pretend", device_budget=AMPLE) as store:
+    with TierStore(ram, place, device=ACCELERATOR, device_budget=AMPLE) as store:
         model = OffloadModel(
             build(kind), store, num_slices=num_slices, checkpoint_activation=recompute
         )
@@ -211,7 +209,7 @@ def train(kind: str, num_slices: int, place: Path, ram: int, *, recompute: bool)
     return Taken(slices, groups, bound, allocated, held, pinned, stats)
 
 
-@needs_pretend
+@pytest.mark.pretend_only("bytes")
 @pytest.mark.parametrize("num_slices", [3, 4, 8])
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +231,7 @@ def test_two_slices_and_the_activations_are_on_the_device(
     assert taken.stats.bytes_written > 0, "nothing had to go to the disk"
 
 
-@needs_pretend
+@pytest.mark.pretend_only("bytes")
 def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
     """The control of what is measured here: it is the slices' memory."""
     ram = parameter_bytes(build("listed"))
@@ -242,7 +240,7 @@ def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
     assert few.allocated > many.bound
 
 
-@needs_pretend
+@pytest.mark.pretend_only("bytes")
 def test_a_model_that_is_dropped_gives_its_memory_back(disk_dir: Path) -> None:
     """Of those who forget `disable`: both the model and the store are garbage."""
     before = in_use(), pretend.pinned_bytes()

@@ -1,8 +1,8 @@
 """Training on a store is ordinary training: the same losses, parameters, buffers, gradients and
 optimizer state, bit for bit, whatever does not fit.
 
-The kernels of the pretend accelerator are the CPU's, so plain training on the CPU is what both are
-compared with.
+Plain training on the CPU is what each device is compared with. The kernels of the pretend
+accelerator are the CPU's; those of a real one are as near as `tests/accelerator.py` says.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.accelerator import ACCELERATOR
 from tests.helpers.tensors import assert_same, parameter_bytes
 from tests.training import models
 from tests.training.conftest import (
     ADAMW,
     CHOICES,
-    NEEDS_PRETEND,
     ON_BOTH,
     SGD,
     SMALL,
@@ -50,6 +50,9 @@ pytestmark = pytest.mark.full(
     "the model, the optimizer, and the device: each has its own part in what is tested",
     keep="a third",
 )
+
+DRAWN = pytest.mark.pretend_only("kernels")
+"""A real device draws other random numbers than the CPU."""
 
 AdamW = torch.optim.AdamW
 Plain = tuple[nn.Module, torch.optim.Optimizer]
@@ -105,7 +108,7 @@ def test_training_is_that_without_a_store(case: TrainingCase, disk_dir: Path) ->
         found = train(case.kind, model, optimizer, 1, **how)
         traffic = Traffic(store)
         found += train(case.kind, model, optimizer, STEPS - 1, first=1, **how)
-        Trained.of(model, optimizer, found).assert_same_as(expected)
+        Trained.of(model, optimizer, found).assert_same_as(expected, case.device)
         assert_moved(case, module, traffic)
         assert_within_budgets(store)
         assert_nothing_is_leased(model)
@@ -119,7 +122,7 @@ def assert_moved(case: TrainingCase, module: nn.Module, traffic: Traffic) -> Non
         traffic.assert_at_least(moved, STEPS - 1)
     else:  # all of it stays, and so do the activations of these small batches
         assert traffic.read == traffic.written == 0
-    if case.device == "pretend":  # the optimizer changes parameters in RAM: each comes anew
+    if case.device != "cpu":  # the optimizer changes parameters in RAM: each comes anew
         passes = (STEPS - 1) * case.accumulate
         assert traffic.onloaded >= passes * parameter_bytes(module)
 
@@ -163,7 +166,13 @@ VALUES = 8
 @pytest.mark.parametrize("checkpoint", (False, True))
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("small", 2), ("small", 3), ("small", 4), ("llama-dropout", 3), ("small-dropout", 5)],
+    [
+        ("small", 2),
+        ("small", 3),
+        ("small", 4),
+        pytest.param("llama-dropout", 3, marks=DRAWN),
+        pytest.param("small-dropout", 5, marks=DRAWN),
+    ],
 )
 def test_microbatches_are_a_loop_over_the_parts(
     kind: str, count: int, checkpoint: bool, device: str, disk_dir: Path
@@ -199,7 +208,7 @@ def test_microbatches_are_a_loop_over_the_parts(
             found.append(values(output).detach().cpu())
             stored.step()
             stored.zero_grad()
-        Trained.of(model, stored, found).assert_same_as(wanted)
+        Trained.of(model, stored, found).assert_same_as(wanted, device)
         assert_nothing_is_leased(model)
         budget = store.stats().budget_bytes["HOST"]
         assert budget is not None
@@ -547,7 +556,8 @@ ORDERS: list[Callable[[Any, Any, str], list[torch.Tensor]]] = [
 
 
 @pytest.mark.parametrize(
-    ("device", "checkpoint"), [("cpu", True), pytest.param("pretend", False, marks=NEEDS_PRETEND)]
+    ("device", "checkpoint"),
+    [("cpu", True), pytest.param(ACCELERATOR, False, marks=DRAWN)],
 )
 @pytest.mark.parametrize("scenario", ORDERS, ids=lambda scenario: scenario.__name__)
 def test_passes_in_any_order(
@@ -560,7 +570,8 @@ def test_passes_in_any_order(
 
 
 @pytest.mark.parametrize(
-    ("device", "checkpoint"), [("cpu", False), pytest.param("pretend", True, marks=NEEDS_PRETEND)]
+    ("device", "checkpoint"),
+    [("cpu", False), pytest.param(ACCELERATOR, True, marks=DRAWN)],
 )
 def test_going_back_twice(checkpoint: bool, device: str, disk_dir: Path) -> None:
     compare(going_back_twice, disk_dir, device, "small-dropout", checkpoint_activation=checkpoint)
@@ -623,12 +634,12 @@ def test_a_model_in_bfloat16_with_masters_in_float32(device: str, disk_dir: Path
             found.append(loss.detach().cpu())
             optimizer.step()
             optimizer.zero_grad()
-        assert_same(found, expected, "losses")
-        assert_same(list(model.parameters()), list(plain.parameters()), "parameters")
+        assert_same(found, expected, "losses", device=device)
+        assert_same(list(model.parameters()), list(plain.parameters()), "parameters", device=device)
         states = optimizer.state_dict()
         kept = [state.pop("master") for state in states["state"].values()]
-        assert_same(kept, [master.detach() for master in masters], "masters")
-        assert_same(states, by_hand.state_dict(), "optimizer")
+        assert_same(kept, [master.detach() for master in masters], "masters", device=device)
+        assert_same(states, by_hand.state_dict(), "optimizer", device=device)
         budget = store.stats().budget_bytes["HOST"]
         assert budget is not None
         traffic.assert_at_least(Moved(state - budget, state - weights - budget), 2)

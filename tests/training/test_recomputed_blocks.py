@@ -18,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 
+from tests.accelerator import same
 from tests.training.conftest import DEVICES
 from tierstore import TierStore
 from tierstore.adapters.training import OffloadModel
@@ -43,16 +44,16 @@ def budget_of(device: str) -> str | None:
     return None if device == "cpu" else "64MB"
 
 
-def assert_same_gradients(found: nn.Module, plain: nn.Module) -> None:
+def assert_same_gradients(found: nn.Module, plain: nn.Module, device: str = "cpu") -> None:
     for name, parameter in plain.named_parameters():
         gradient = found.get_parameter(name).grad
         assert parameter.grad is not None and gradient is not None, name
-        assert torch.equal(gradient.cpu(), parameter.grad), name
+        assert same(gradient, parameter.grad, device), name
 
 
-def assert_same_buffers(found: nn.Module, plain: nn.Module) -> None:
+def assert_same_buffers(found: nn.Module, plain: nn.Module, device: str = "cpu") -> None:
     for name, buffer in plain.named_buffers():
-        assert torch.equal(found.get_buffer(name).cpu(), buffer), name
+        assert same(found.get_buffer(name), buffer, device), name
 
 
 # Buffers ------------------------------------------------------------------------------------------
@@ -132,14 +133,14 @@ def test_buffers_that_are_read_and_changed(kind: str, device: str, disk_dir: Pat
             x = torch.randn(ROWS, WIDTH)
             plain(x).square().sum().backward()
             loss = offloaded(x.to(device)).square().sum()
-            assert_same_buffers(model, plain)
+            assert_same_buffers(model, plain, device)
             loss.backward(retain_graph=True)
-            assert_same_buffers(model, plain)
-            assert_same_gradients(model, plain)
+            assert_same_buffers(model, plain, device)
+            assert_same_gradients(model, plain, device)
             model.zero_grad()
             loss.backward()  # computed again once more
-            assert_same_buffers(model, plain)
-            assert_same_gradients(model, plain)
+            assert_same_buffers(model, plain, device)
+            assert_same_gradients(model, plain, device)
             model.zero_grad()
             plain.zero_grad()
 
@@ -205,7 +206,7 @@ def test_a_list_that_blocks_write_to_is_the_callers(device: str, disk_dir: Path)
     with store_on(device, disk_dir) as store:
         offloaded = OffloadModel(model, store, checkpoint_activation=True)
         loss_of(offloaded, x.to(device)).backward()
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model, plain, device)
 
 
 class ChangesItsInput(nn.Module):
@@ -229,10 +230,10 @@ def test_blocks_that_change_their_input_in_place(device: str, disk_dir: Path) ->
         offloaded = OffloadModel(model, store, checkpoint_activation=True)
         loss = offloaded(x.to(device)).square().sum()
         loss.backward(retain_graph=True)
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model, plain, device)
         model.zero_grad()
         loss.backward()
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model, plain, device)
 
 
 # Caches -------------------------------------------------------------------------------------------
@@ -308,11 +309,11 @@ def test_a_cache_is_filled_once(
         offloaded = OffloadModel(model, store, checkpoint_activation=True)
         found = offloaded(**{name: each.to(device) for name, each in batch.items()})
         found.loss.backward(retain_graph=True)
-        assert torch.equal(found.loss.cpu(), expected.loss)
-        assert_same_gradients(model, plain)
+        assert same(found.loss, expected.loss, device)
+        assert_same_gradients(model, plain, device)
         model.zero_grad()
         found.loss.backward()
-        assert_same_gradients(model, plain)
+        assert_same_gradients(model, plain, device)
         assert found.past_key_values.get_seq_length() == TOKENS
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import same
 from tests.helpers.tensors import parameter_bytes
 from tests.training.conftest import DEVICES, SMALL
 from tierstore import TierStore
@@ -62,7 +63,7 @@ def test_what_blocks_are_given_goes_to_the_store(own: bool, device: str, disk_di
             expected = plain.get_parameter(name).grad
             assert expected is not None
             assert parameter.grad is not None
-            assert torch.equal(parameter.grad.cpu(), expected), name
+            assert same(parameter.grad, expected, device), name
 
 
 class Hidden(nn.Module):
@@ -97,7 +98,7 @@ def test_blocks_that_are_lists(share: float, device: str, disk_dir: Path) -> Non
             expected = plain.get_parameter(name).grad
             assert expected is not None
             assert parameter.grad is not None
-            assert torch.equal(parameter.grad.cpu(), expected), name
+            assert same(parameter.grad, expected, device), name
 
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["saved", "recomputed"])
@@ -125,10 +126,10 @@ def test_two_losses_of_one_pass_in_microbatches(
             expected = plain.get_parameter(name).grad
             assert expected is not None
             assert parameter.grad is not None
-            assert torch.equal(parameter.grad.cpu(), expected), name
+            assert same(parameter.grad, expected, device), name
         assert x.grad is not None
         assert own.grad is not None
-        assert torch.equal(own.grad, x.grad)
+        assert same(own.grad, x.grad, device)
         with pytest.raises(RuntimeError, match="second time"):
             found.sum().backward()
 

@@ -372,7 +372,8 @@ def pair(store: TierStore, device: str) -> Any:
     # Whatever was done, it trains on as the other one does.
     found = train("small", model, optimizer, 1, first=2, device=device)
     wanted = train("small", plain, by_itself, 1, first=2)
-    Trained.of(model, optimizer, found).assert_same_as(Trained.of(plain, by_itself, wanted))
+    expected = Trained.of(plain, by_itself, wanted)
+    Trained.of(model, optimizer, found).assert_same_as(expected, device)
     assert_nothing_is_leased(model)
     assert_within_budgets(store)
 
@@ -480,9 +481,11 @@ def test_as_a_child_of_another_module(device: str, disk_dir: Path) -> None:
         traffic = Traffic(store)
         found = train("small", model, optimizer, 3, max_norm=0.1, device=device)
         assert traffic.read >= 3 * parameter_bytes(module)
-        Trained.of(model, optimizer, found).assert_same_as(Trained.of(plain, by_itself, wanted))
+        Trained.of(model, optimizer, found).assert_same_as(
+            Trained.of(plain, by_itself, wanted), device
+        )
         assert list(model.state_dict()) == list(plain.state_dict())
-        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()), device=device)
         model.load_state_dict(Outer(models.build("small", seed=3)).state_dict())
         assert_same(dict(inner.state_dict()), dict(models.build("small", seed=3).state_dict()))
         assert_nothing_is_leased(inner)
@@ -505,7 +508,9 @@ def test_disable_gives_an_ordinary_model_that_trains_on(device: str, disk_dir: P
         assert model.disable() is module
         assert model.disable() is module
         assert not [key for key in store if key.startswith("training/")]
-        Trained.of(module, optimizer, found).assert_same_as(Trained.of(plain, by_itself, wanted))
+        Trained.of(module, optimizer, found).assert_same_as(
+            Trained.of(plain, by_itself, wanted), device
+        )
         states = optimizer.state_dict()
         fresh = torch.optim.AdamW(module.parameters(), **ADAMW)
         fresh.load_state_dict(copy.deepcopy(states))
@@ -515,7 +520,7 @@ def test_disable_gives_an_ordinary_model_that_trains_on(device: str, disk_dir: P
         stepped.zero_grad()
         later = train("small", ordinary, stepped, 2, first=3)
         results.append(Trained.of(ordinary, stepped, later))
-    results[1].assert_same_as(results[0])
+    results[1].assert_same_as(results[0], device)
     module.half()  # nothing holds it any more
 
 
@@ -532,7 +537,7 @@ def test_the_same_optimizer_after_disable(device: str, disk_dir: Path) -> None:
         traffic = Traffic(store)
         train("small", ordinary, optimizer, 2, first=2)
         assert traffic.read > 0  # the states are in the store as before
-        Trained.of(ordinary, optimizer).assert_same_as(Trained.of(plain, by_itself))
+        Trained.of(ordinary, optimizer).assert_same_as(Trained.of(plain, by_itself), device)
 
 
 def test_reading_after_the_store_was_closed(disk_dir: Path) -> None:
@@ -623,7 +628,9 @@ def test_activations_and_weights_in_one_store(
             del loss
             optimizer.step()
             optimizer.zero_grad()
-        Trained.of(model, optimizer, found).assert_same_as(Trained.of(plain, by_itself, wanted))
+        Trained.of(model, optimizer, found).assert_same_as(
+            Trained.of(plain, by_itself, wanted), device
+        )
         stats = store.stats()
         assert stats.activations.shipped_bytes > 0
         assert stats.bytes_read >= 3 * parameter_bytes(module)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import same
 from tests.helpers.tensors import parameter_bytes
 from tests.store.helpers import open_store
 from tests.training.conftest import DEVICES, Traffic
@@ -99,7 +100,7 @@ def test_its_gradient_is_the_sum(
             expected = plain.get_parameter(name).grad
             assert expected is not None
             assert parameter.grad is not None, name
-            assert torch.equal(parameter.grad.cpu(), expected), name
+            assert same(parameter.grad, expected, device), name
         if share < 1:
             assert traffic.read > 0
         if device != "cpu":
