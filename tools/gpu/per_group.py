@@ -164,8 +164,6 @@ class Layer(nn.Module):
 class PerGroup:
     """Passes through 64 layers, whose groups have `nbytes` bytes."""
 
-    ROWS = 256
-
     def __init__(self, bench: Bench, size: int) -> None:
         self.bench = bench
         self.name = f"{size} {'KiB' if bench.small else 'MiB'}"
@@ -185,7 +183,8 @@ class PerGroup:
         accelerator.start_over()
         layers = self.layers()
         width = layers[0].linear.in_features
-        x = torch.randn(self.ROWS, width, generator=torch.Generator().manual_seed(1))
+        rows = self.bench.scaled(256, 8)
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
         x = x.to(self.bench.device, torch.bfloat16)
         seconds = []
         with torch.no_grad(), self.bench.folder() as place, prepared(layers, place) as forward:
