@@ -16,7 +16,6 @@ import torch
 
 from tests.store.helpers import needs_pretend
 from tierstore.tiers.arena import Arena, host_arena
-from tools.gpu import bench as bench_module
 from tools.gpu import pages
 from tools.gpu.__main__ import job_of
 from tools.gpu.bench import Bench, found_device, hardware
@@ -55,16 +54,14 @@ def test_a_line_of_each_kind(bench: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", (False, True))
-def test_store_memory_is_unmade_at_the_end(
-    fails: bool, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_memory_is_unmade_at_the_end(fails: bool, bench: Bench) -> None:
     arenas: list[Arena] = []
 
     def kept(budget: int | None, device: torch.device) -> Arena:
         arenas.append(host_arena(budget, device))
         return arenas[-1]
 
-    monkeypatch.setattr(bench_module, "host_arena", kept)
+    bench.arena = kept
     try:
         with bench.store_memory(1 << 20) as memory:
             assert (arenas[0].bytes_held, memory.nbytes) == (1 << 20, 1 << 20)

@@ -107,6 +107,7 @@ class Bench:
         self.place = place
         self.ends = ends
         self.accelerator = Accelerator(device)
+        self.arena = host_arena
         self.figures: dict[str, Figures] = {}
 
     def figure(self, line: str, name: str) -> float:
@@ -180,7 +181,7 @@ class Bench:
         At the end it is unmade, and so unregistered, after the device work that uses it: memory
         that is unmapped while the driver has it registered gives others wrong values.
         """
-        arena = host_arena(None, self.device)
+        arena = self.arena(None, self.device)
         slot = arena.take(nbytes)
         try:
             yield arena.fill(slot)

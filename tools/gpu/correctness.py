@@ -350,89 +350,52 @@ class Correctness:
 
     def groups(self) -> Sequence[Group]:
         """All lines."""
+        in_order = [NONE_WRONG, Goal("astray", at_most=0), TURNOVER]
+        wrong = [Goal("wrong", at_least=1)]
+        within = [Goal("to_allowed", at_most=SLACK)]
+        refused = Goal("refused", at_least=1)
+        kinds = ("reserved", "allocated", "threads", "files")
+        nothing_more = [Goal(f"more_{kind}", at_most=0) for kind in kinds]
+        order = [
+            Line("equal groups", "two streams read late", self.equal_sizes, in_order),
+            Line("unequal groups", "the same, with six sizes", self.unequal_sizes, in_order),
+            Line("without the event of a release", "the control", self.without_release, wrong),
+        ]
+        memory = [
+            Line("running ahead", "to what a layer takes", self.running_ahead, within, seconds=8),
+            Line("autocast", "to the budget and two casts", self.autocast, within),
+        ]
+        refusals = [
+            Line("GradScaler", "on the device", self.scaler, [refused]),
+            Line("capture", "of a graph", self.capture, [refused, NONE_WRONG]),
+        ]
+        failures = [
+            Line(
+                "forks",
+                "the store's memory in forked processes",
+                self.forked,
+                [Goal("share", at_most=0.1), NONE_WRONG],
+            ),
+            Line(
+                "out of memory",
+                "a module that runs out of it is given what is idle",
+                self.out_of_memory,
+                [Goal("finished", at_least=1), NONE_WRONG],
+            ),
+            Line("closing", "with work pending", self.closing, [NONE_WRONG]),
+            Line(
+                "opening",
+                "200 times, and what is left",
+                self.opening,
+                [*nothing_more, Goal("more_mb_in_all", at_most=32)],
+                seconds=8,
+            ),
+        ]
         return [
-            Group(
-                "order",
-                [
-                    Line(
-                        "equal groups",
-                        "two threads on two streams read late",
-                        self.equal_sizes,
-                        [NONE_WRONG, Goal("astray", at_most=0), TURNOVER],
-                    ),
-                    Line(
-                        "unequal groups",
-                        "the same, with groups of six sizes",
-                        self.unequal_sizes,
-                        [NONE_WRONG, Goal("astray", at_most=0), TURNOVER],
-                    ),
-                    Line(
-                        "without the event of a release",
-                        "the control: values must be wrong",
-                        self.without_release,
-                        [Goal("wrong", at_least=1)],
-                    ),
-                ],
-            ),
-            Group(
-                "memory",
-                [
-                    Line(
-                        "running ahead",
-                        "reserved bytes to the budget and what a layer takes",
-                        self.running_ahead,
-                        [Goal("to_allowed", at_most=SLACK)],
-                    ),
-                    Line(
-                        "autocast",
-                        "reserved bytes to the budget and two casts",
-                        self.autocast,
-                        [Goal("to_allowed", at_most=SLACK)],
-                    ),
-                ],
-            ),
-            Group(
-                "refusals",
-                [
-                    Line("GradScaler", "on the device", self.scaler, [Goal("refused", at_least=1)]),
-                    Line(
-                        "capture",
-                        "of a graph",
-                        self.capture,
-                        [Goal("refused", at_least=1), NONE_WRONG],
-                    ),
-                ],
-            ),
-            Group(
-                "failures",
-                [
-                    Line(
-                        "forks",
-                        "the store's memory in forked processes",
-                        self.forked,
-                        [Goal("share", at_most=0.1), NONE_WRONG],
-                    ),
-                    Line(
-                        "out of memory",
-                        "a module that runs out of it is given what is idle",
-                        self.out_of_memory,
-                        [Goal("finished", at_least=1), NONE_WRONG],
-                    ),
-                    Line("closing", "with work pending", self.closing, [NONE_WRONG]),
-                    Line(
-                        "opening",
-                        "200 times, and what is left",
-                        self.opening,
-                        [
-                            Goal("more_reserved", at_most=0),
-                            Goal("more_allocated", at_most=0),
-                            Goal("more_threads", at_most=0),
-                            Goal("more_files", at_most=0),
-                            Goal("more_mb_in_all", at_most=32),
-                        ],
-                    ),
-                ],
-            ),
+            Group("order", order),
+            Group("memory", memory),
+            Group("refusals", refusals),
+            Group("failures", failures),
         ]
 
 

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -158,27 +159,12 @@ def groups(bench: Bench) -> Sequence[Group]:
     """The lines of this part."""
     hazards = Hazards(bench)
     right = [Goal("wrong", at_most=0), Goal("launch_raises", at_most=0)]
+    warned = [Goal("warnings", 1, 1), *right]
+    refused = [Goal("refused", at_most=0), *right]
+    about = "the hazard itself, without a store: shares and error codes as they are"
     lines = [
-        Line(
-            "a refused registration",
-            "by the driver: a warning, and nothing left behind",
-            hazards.refused,
-            [Goal("warnings", 1, 1), *right],
-            poisons=True,
-        ),
-        Line(
-            "a dropped arena",
-            "its addresses, mapped again",
-            hazards.dropped,
-            [Goal("refused", at_most=0), *right],
-            poisons=True,
-        ),
-        Line(
-            "unmapped while registered",
-            "the hazard itself, without a store: shares and error codes as they are",
-            hazards.unmapped,
-            peer=True,
-            poisons=True,
-        ),
+        Line("a refused registration", "by the driver", hazards.refused, warned),
+        Line("a dropped arena", "its addresses, mapped again", hazards.dropped, refused),
+        Line("unmapped while registered", about, hazards.unmapped, peer=True),
     ]
-    return [Group("page-locked memory", lines)]
+    return [Group("hazards", [replace(line, poisons=True) for line in lines])]
