@@ -33,6 +33,7 @@ from tools.gpu.lines import (
     verdict,
 )
 from tools.gpu.parts import PARTS
+from tools.gpu.training import deterministic
 
 BENCH = Bench(torch.device("cpu"), True, Path("/nowhere"), 0.0)
 LINES = {
@@ -232,6 +233,23 @@ def test_outcome_of_tests_that_did_not_pass_is_told(
 def test_outcome_of_tests_that_passed_has_counts() -> None:
     found = outcome("....\n30 passed, 4 skipped in 12.0s", 0, False)
     assert found == {"passed": 30, "failed": 0, "skipped": 4, "error": 0}
+
+
+def test_gradients_are_compared_under_deterministic_attention() -> None:
+    """cuDNN's attention adds in any order; the others do too, unless torch is told to raise."""
+
+    def state() -> tuple[bool, bool, bool]:
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+
+    before = state()
+    with deterministic():
+        assert state() == (False, True, False)
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert state() == before == (True, False, False)
 
 
 def test_a_package_that_is_missing_is_told() -> None:

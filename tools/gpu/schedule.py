@@ -47,8 +47,9 @@ def die_with(parent: int) -> None:
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that leads a session, its group, and all others that it has started."""
     started: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        started = psutil.Process(process.pid).children(recursive=True)
+    if process.returncode is None:  # otherwise its number may be another's
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for each in started:
