@@ -19,7 +19,7 @@ from tierstore.tiers.arena import Arena, host_arena
 from tools.gpu import pages
 from tools.gpu.__main__ import job_of
 from tools.gpu.bench import Bench, found_device, hardware
-from tools.gpu.lines import Group, Report, measure
+from tools.gpu.lines import RUNNING, Group, Report, measure
 from tools.gpu.parts import PARTS
 from tools.gpu.schedule import ROOT, Schedule, environment
 
@@ -74,10 +74,13 @@ def test_store_memory_is_unmade_at_the_end(fails: bool, bench: Bench) -> None:
 
 def clock_until_a_line_runs(file: Path) -> Callable[[], float]:
     """A clock that leaps beyond all ends once the part with this file has begun a line."""
+    leap = 0.0
 
     def clock() -> float:
-        running = file.exists() and "meanwhile" in file.read_text()
-        return time.monotonic() + 1e6 * running
+        nonlocal leap
+        if file.exists() and RUNNING in file.read_text():
+            leap = 1e6
+        return time.monotonic() + leap
 
     return clock
 
