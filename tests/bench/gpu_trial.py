@@ -75,7 +75,8 @@ def main(part: str, place: Path) -> None:
     for other in STEPS:
         entries = report(other, place, {}).entries.values()
         known |= {entry.name: entry.figures for entry in entries if entry.done}
-    measure(report(part, place, known), known, time.monotonic() + 1000)
+    ours = Report(place / f"{part}.json", groups(part, place, known), {})
+    measure(ours, known, time.monotonic() + 1000)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ def gone(pid: int) -> bool:
 def test_schedule_uncut_measures_each_line_once(tmp_path: Path) -> None:
     run(tmp_path)
     assert sorted(log(tmp_path)) == sorted(names())
+    assert json.loads((tmp_path / "one.json").read_text())["command"] == "trial"
     assert {line["verdict"] for line in lines(tmp_path).values()} == {HOLDS}
     run(tmp_path)
     assert log(tmp_path) == []

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tools.gpu.bench import Bench, found_device, hardware
 from tools.gpu.lines import Report, measure
 from tools.gpu.parts import PARTS, Part
@@ -83,7 +85,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for internal in ("--part", "--parent", "--ends"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    ends = time.monotonic() + 60 * options.minutes - TIDYING
+    passed = time.time() - psutil.Process().create_time()  # importing torch takes seconds
+    ends = time.monotonic() - passed + 60 * options.minutes - TIDYING
     if options.part:
         die_with(int(options.parent))
     try:

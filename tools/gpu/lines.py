@@ -141,9 +141,9 @@ class Report:
         if not self.path.exists():
             return
         found = json.loads(self.path.read_text())
-        self._about |= {name: found[name] for name in found.keys() & self._about.keys()}
-        self.remarks = found["remarks"]
-        for line in found["lines"]:
+        lines, self.remarks = found.pop("lines"), found.pop("remarks")
+        self._about |= found
+        for line in lines:
             if line["name"] in self.entries:  # another version may have had other lines
                 self.entries[line["name"]] = Entry(**line)
 
@@ -187,8 +187,7 @@ class Report:
         self.note(line.name, found, error=f"{why}\n", done=True)
 
     def _write(self) -> None:
-        document = {
-            **self._about,
+        document = self._about | {
             "seconds": round(sum(entry.seconds for entry in self.entries.values()), 1),
             "remarks": self.remarks,
             "lines": [asdict(entry) for entry in self.entries.values()],
