@@ -1,115 +1,147 @@
-"""The commands for a GPU run in small, on the pretend accelerator, as a user starts them."""
+"""`python -m tools.gpu` in small, on the pretend accelerator, as a user starts it."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from tests import devices
-from tests.bench.test_gpu_lines import groups_of
-from tests.fresh import run_fresh
-from tools.gpu import correctness, pages
-from tools.gpu.bench import command
-
-ROOT = Path(__file__).resolve().parents[2]
-PRETEND = ("--small", "--device", devices.PRETEND, "--setup", "tests.device.pretend")
+from tierstore.tiers.arena import Arena, host_arena
+from tools.gpu import pages
+from tools.gpu.__main__ import job_of
+from tools.gpu.bench import Bench, found_device, hardware
+from tools.gpu.lines import RUNNING, Group, Report, measure
+from tools.gpu.parts import PARTS
+from tools.gpu.schedule import ROOT, Schedule, environment
 
 pytestmark = pytest.mark.pretend_only("itself")
 
 
-def run(command: str, place: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """What the file says of each line."""
-    out = place / f"{command}.json"
-    done = run_fresh(
-        ROOT / "tools" / "gpu" / f"{command}.py",
-        *("--out", str(out), "--dir", str(place), *PRETEND, *words),
-        directory=ROOT,
-        seconds=540,  # a minute alone, but other tests run beside it
-        environment={"TIERSTORE_PRETEND": "asynchronous", "OMP_NUM_THREADS": "1"},
-    )
-    assert out.exists(), done.stdout + done.stderr
-    document = json.loads(out.read_text())
-    lines = {line["name"]: line for line in document["lines"]}
-    told = "\n".join(f"{n}: {x['verdict']} {x['figures']} {x['error']}" for n, x in lines.items())
-    missed = any(line["verdict"] == "missed" for line in lines.values())
-    assert done.returncode == int(missed), told + done.stderr
-    assert not list(place.glob("tierstore-gpu-*")), "it has left files"
-    print(told)
-    return lines
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(found_device(devices.PRETEND), True, tmp_path, time.monotonic() + 720)
 
 
-def verdicts(lines: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: line["verdict"] for name, line in lines.items()}
+def lines(place: Path) -> dict[str, dict[str, Any]]:
+    """What the files of a directory say of each line."""
+    documents = [json.loads(path.read_text()) for path in place.glob("*.json")]
+    return {line["name"]: line for document in documents for line in document["lines"]}
 
 
-# What is about speed says nothing where there is none.
-SPEED = {"link", "all in RAM", "half in RAM", "compared", "offload_activations"}
-
-
-def test_a_line_of_each_kind(tmp_path: Path) -> None:
-    """The sentinel, in this process: whole commands are left to the full lane."""
-    out = tmp_path / "correctness.json"
-    names = ("environment", "equal groups", "registration")
-    words = [word for name in names for word in ("--only", name)]
-    words += ["--out", str(out), "--dir", str(tmp_path), *PRETEND]
-    assert command("correctness", "about", correctness.groups, words) == 0
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]
-    document = json.loads(out.read_text())
-    assert document["hardware"]["name"] == "pretend (no GPU)"
-    lines = {line["name"]: line for line in document["lines"]}
+def test_a_line_of_each_kind(bench: Bench, tmp_path: Path) -> None:
+    """The sentinel, in this process: whole parts are left to the full lane."""
+    names = ("environment", "equal groups", "forks")
+    parts = {part.name: part for part in PARTS}
+    groups = [g for name in ("per_group", "correctness") for g in parts[name].groups(bench)]
+    chosen = [line for group in groups for line in group.lines if line.name in names]
+    report = Report(tmp_path / "out.json", [Group("some", chosen)], {})
+    measure(report, bench.figures, bench.ends)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    found = {name: line["verdict"] for name, line in lines(tmp_path).items()}
     wanted = ("measured", "holds", "not run: only CUDA registers memory")
-    assert verdicts(lines) == dict(zip(names, wanted, strict=True))
-    assert lines["equal groups"]["figures"]["readings"] == 48
+    assert found == dict(zip(names, wanted, strict=True))
+    assert bench.figures["equal groups"]["readings"] == 48
+    assert hardware(bench.device)["name"] == "pretend (no GPU)"
 
 
-@pytest.mark.full("runs a whole command")
-def test_correctness(tmp_path: Path) -> None:
-    rest = [group.name for group in groups_of("correctness") if group.name != "memory"]
-    lines = run("correctness", tmp_path, *(word for name in rest for word in ("--only", name)))
-    found = verdicts(lines)
-    assert found.pop("registration") == found.pop("forks") == "not run: only CUDA registers memory"
-    assert found.pop("link") in ("holds", "missed")
-    assert set(found.values()) <= {"holds", "measured"}
+@pytest.mark.parametrize("fails", (False, True))
+def test_store_memory_is_unmade_at_the_end(fails: bool, bench: Bench) -> None:
+    arenas: list[Arena] = []
+
+    def kept(budget: int | None, device: torch.device) -> Arena:
+        arenas.append(host_arena(budget, device))
+        return arenas[-1]
+
+    bench.arena = kept
+    try:
+        with bench.store_memory(1 << 20) as memory:
+            assert (arenas[0].bytes_held, memory.nbytes) == (1 << 20, 1 << 20)
+            if fails:
+                raise OSError
+    except OSError:
+        assert fails
+    assert (arenas[0].bytes_held, arenas[0].unmade) == (0, 1)
 
 
-@pytest.mark.full("runs a whole command")
-def test_memory(tmp_path: Path) -> None:
-    found = run("correctness", tmp_path, "--only", "memory")
-    assert found["autocast"]["verdict"] == "not run: pretend has no kernels for autocast"
-    assert found["running ahead"]["verdict"] == "holds"
-    assert found["running ahead"]["figures"]["to_allowed"] > 0
+def clock_until_a_line_runs(file: Path) -> Callable[[], float]:
+    """A clock that leaps beyond all ends once the part with this file has begun a line."""
+    leap = 0.0
+
+    def clock() -> float:
+        nonlocal leap
+        if file.exists() and RUNNING in file.read_text():
+            leap = 1e6
+        return time.monotonic() + leap
+
+    return clock
 
 
-@pytest.mark.full("runs a whole command")
-def test_inference(tmp_path: Path) -> None:
-    lines = run("inference", tmp_path)
-    for name, line in lines.items():
-        assert line["verdict"] in ("holds", "measured") or name in SPEED or line["error"], name
-        assert line["figures"].get("differing", 0) == 0, name
-        assert line["figures"].get("device_budgets_taken", 0) <= 1, name
+# Speeds say nothing where there is no GPU.
+SPEED = {"link", "all in RAM", "half in RAM", "a quarter in RAM", "compared", "offload_activations"}
+
+
+@pytest.mark.full("runs all parts, each cut once")
+def test_main_cut_in_each_part_resumes_and_measures(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    about = {"small": True, "began": "", "hardware": hardware(bench.device)}
+    before: dict[str, Any] = {}
+    for part in PARTS:
+        jobs = [job_of(each, bench, out, about, bench.ends) for each in PARTS]
+        Schedule(jobs, bench.ends, clock_until_a_line_runs(out / f"{part.name}.json")).run()
+        assert not psutil.Process().children(recursive=True), part.name
+        found = lines(out)
+        cut = [line for line in jobs[PARTS.index(part)].report.entries.values() if not line.done]
+        assert cut, f"all of {part.name} ran"
+        assert all(found[name] == line for name, line in before.items()), "measured twice"
+        before = {name: line for name, line in found.items() if line["done"]}
+    words = [sys.executable, "-m", "tools.gpu", "--minutes", "12", "--device", devices.PRETEND]
+    words += ["--small", "--out", str(out), "--dir", str(tmp_path)]
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    found = lines(out)
+    told = "\n".join(f"{n}: {x['verdict']} {x['figures']} {x['error']}" for n, x in found.items())
+    missed = any(line["verdict"] == "missed" for line in found.values())
+    assert done.returncode == int(missed), told + done.stdout + done.stderr
+    assert all(found[name] == line for name, line in before.items()), "measured twice"
+    assert all(line["done"] for line in found.values()), told
+    assert not list(tmp_path.glob("tierstore-gpu-*")), "it has left files"
+    check_figures(found)
+    trial = [*map(str, out.glob("*.json")), "--to", str(tmp_path), "--trial"]
+    assert pages.main(trial) == 0
+    assert len(list(tmp_path.glob("*.md"))) == len(pages.TITLES)
+
+
+def check_figures(found: dict[str, dict[str, Any]]) -> None:
+    """What the lines of a trial should say."""
+    for name, line in found.items():
+        if not line["verdict"].startswith("not run: "):
+            assert line["verdict"] in ("holds", "measured") or name in SPEED, (name, line)
+            assert line["figures"].get("differing", 0) == 0, name
+            assert line["figures"].get("device_budgets_taken", 0) <= 1, name
     for name in ("all in RAM", "half in RAM", "whole blocks", "a budget of 0.8 GB"):
-        assert lines[name]["figures"]["onloaded_gb"] > 0, "all of it stayed: nothing is compared"
-    read = [lines[name]["figures"]["read_gb"] for name in ("half in RAM", "all in RAM")]
+        assert found[name]["figures"]["onloaded_gb"] > 0, "all of it stayed: nothing is compared"
+    read = [found[name]["figures"]["read_gb"] for name in ("half in RAM", "all in RAM")]
     assert read[0] > read[1]  # groups are whole pages, which small ones do not fill
-    assert lines["accelerate, cpu_offload"]["verdict"] == "measured"
-    assert pages.main([str(tmp_path / "inference.json"), "--to", str(tmp_path), "--trial"]) == 0
-    assert "all in RAM" in next(tmp_path.glob("*.md")).read_text()
-
-
-@pytest.mark.full("runs a whole command")
-def test_training(tmp_path: Path) -> None:
-    lines = run("training", tmp_path)
-    for name, line in lines.items():
-        if name in SPEED or line["verdict"].startswith("not run: "):
-            continue
-        assert line["verdict"] in ("holds", "measured"), name
-        assert line["figures"]["differing"] == 0, name
-    assert lines["offload_activations"]["figures"]["differing"] == 0
-    assert lines["offload_activations"]["figures"]["shipped_gb"] > 0
-    assert lines["OffloadModel, RAM for 0.5 x, fused"]["figures"]["read_gb"] > 0
-    assert lines["OffloadModel, RAM for 2 x, fused"]["figures"]["read_gb"] == 0
+    assert found["offload_activations"]["figures"]["shipped_gb"] > 0
+    assert found["OffloadModel, RAM for 0.5 x, fused"]["figures"]["read_gb"] > 0
+    assert found["OffloadModel, RAM for 2 x, fused"]["figures"]["read_gb"] == 0
+    assert found["autocast"]["verdict"] == "not run: pretend has no kernels for autocast"
+    assert found["accelerate, cpu_offload"]["verdict"] == "measured"
     for name in ("torchtune OffloadActivations", "DeepSpeed, ZeRO-Offload"):
-        assert lines[name]["verdict"].endswith("is not installed")
+        assert found[name]["verdict"].endswith("is not installed")

@@ -1,14 +1,10 @@
-"""What the commands for a GPU say of figures, and that whatever happens they say it."""
+"""Verdicts, results and pages of tools.gpu."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,41 +12,39 @@ from typing import Any
 import pytest
 import torch
 
-from tools.gpu import correctness, inference, pages, training
-from tools.gpu.bench import Bench, installed
+from tools.gpu import pages
+from tools.gpu.__main__ import main
+from tools.gpu.bench import Bench, checksum, installed
+from tools.gpu.correctness import outcome
 from tools.gpu.lines import (
-    ENDED,
     HOLDS,
     MEASURED,
     MISSED,
     NOT_REACHED,
     TIME,
+    Failed,
     Goal,
     Group,
     Line,
-    Run,
+    Postponed,
+    Report,
     Unavailable,
-    chosen,
+    measure,
     verdict,
 )
+from tools.gpu.parts import PARTS
+from tools.gpu.training import deterministic
 
-ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = {"correctness": correctness, "inference": inference, "training": training}
-
-
-def groups_of(name: str) -> Sequence[Group]:
-    """The lines of a command. Nothing is measured yet."""
-    return COMMANDS[name].groups(Bench(torch.device("cpu"), True, Path("/nowhere")))  # type: ignore[attr-defined]
-
-
-def lines_of(name: str) -> list[Line]:
-    return [line for group in groups_of(name) for line in group.lines]
-
+BENCH = Bench(torch.device("cpu"), True, Path("/nowhere"), 0.0)
+LINES = {
+    part.name: [line for group in part.groups(BENCH) for line in group.lines] for part in PARTS
+}
+"""The lines of each part. Nothing is measured yet."""
 
 PROMISES = [
     pytest.param(line, id=f"{name}-{line.name}")
-    for name in COMMANDS
-    for line in lines_of(name)
+    for name, lines in LINES.items()
+    for line in lines
     if line.goals
 ]
 
@@ -82,19 +76,31 @@ def test_a_line_holds_on_its_bounds_and_is_missed_beyond_any(line: Line) -> None
         assert verdict(line.goals, others).startswith("not run: needs")
 
 
-def test_each_goal_has_a_bound_and_each_line_a_name_of_its_own() -> None:
-    for name in COMMANDS:
-        lines = lines_of(name)
-        names = [line.name for line in lines]
-        assert len(names) == len(set(names))
-        assert not set(names) & {group.name for group in groups_of(name)}
-        for goal in (goal for line in lines for goal in line.goals):
-            assert math.isfinite(goal.at_least) or math.isfinite(goal.at_most)
+def test_lines_have_names_of_their_own_and_goals_bounds() -> None:
+    lines = [line for part in LINES.values() for line in part]
+    names = [line.name for line in lines]
+    assert len(names) == len(set(names))
+    for goal in (goal for line in lines for goal in line.goals):
+        assert math.isfinite(goal.at_least) or math.isfinite(goal.at_most)
 
 
-def test_what_the_first_run_is_to_show() -> None:
+def test_parts_come_in_the_order_of_their_importance() -> None:
+    assert [(part.step, part.name) for part in PARTS] == [
+        (1, "suite"),
+        (1, "correctness"),
+        (1, "hazards"),
+        (2, "per_group"),
+        (3, "inference"),
+        (4, "activations"),
+        (5, "training"),
+        (6, "disk_peers"),
+    ]
+    assert {part.page for part in PARTS} == set(pages.TITLES)
+
+
+def test_goals_of_the_first_run_are_still_asked() -> None:
     """The goals that were set before anything ran on a GPU."""
-    told = {line.name: [str(goal) for goal in line.goals] for n in COMMANDS for line in lines_of(n)}
+    told = {line.name: [str(goal) for goal in line.goals] for x in LINES.values() for line in x}
     assert told["link"] == [
         "onload_to_pin_memory at least 0.95",
         "offload_to_pin_memory at least 0.95",
@@ -103,6 +109,7 @@ def test_what_the_first_run_is_to_show() -> None:
     assert "to_allowed at most 1.1" in told["running ahead"]
     assert "to_bound at most 1.15" in told["all in RAM"]
     assert "to_bound at most 1.2" in told["half in RAM"]
+    assert "to_bound at most 1.2" in told["a quarter in RAM"]
     assert "to_bound at most 1.3" in told["offload_activations"]
     assert "differing at most 0" in told["OffloadModel, RAM for 0.5 x, fused"]
 
@@ -111,7 +118,7 @@ def test_without_goals_a_line_is_measured() -> None:
     assert verdict([], {"seconds": 1.0}) == MEASURED
 
 
-# Runs ---------------------------------------------------------------------------------------------
+# Results ------------------------------------------------------------------------------------------
 
 
 def figures(**found: float) -> Callable[[], dict[str, float]]:
@@ -128,105 +135,121 @@ def failing(error: Exception) -> Callable[[], dict[str, float]]:
 GOOD = Goal("wrong", at_most=0)
 
 
-def run(groups: Sequence[Group], out: Path, seconds: float = 60, **options: Any) -> list[Any]:
-    """The lines of the file, and the exit status behind them."""
-    status = Run(groups, out, {"command": "trial"}, seconds, **options).run()
-    return [*json.loads(out.read_text())["lines"], status]
+def run(lines: Sequence[Line], out: Path, seconds: float = 60, **known: Any) -> list[Any]:
+    """Measure in one process, in which a second passes with each look at the clock."""
+    report = Report(out, [Group("g", lines)], {"command": "trial"})
+    report.start_over()
+    ticks = iter(range(1000))
+    measure(report, known, seconds, clock=lambda: float(next(ticks)))
+    return list(json.loads(out.read_text())["lines"])
 
 
-def test_a_file_tells_figures_and_verdicts(tmp_path: Path) -> None:
+def test_report_tells_figures_and_verdicts(tmp_path: Path) -> None:
     lines = [
         Line("good", "is right", figures(wrong=0, seconds=2.5), [GOOD]),
         Line("plain", "has no goal", figures(seconds=1.0)),
         Line("not here", "cannot be", failing(Unavailable("x is not installed")), [GOOD]),
+        Line("later", "", failing(Postponed("time\nas far as it came")), [GOOD]),
         Line("other", "of others", failing(OSError("no such thing")), peer=True),
     ]
-    good, plain, away, other, status = run([Group("g", lines)], tmp_path / "out.json")
-    assert status == 0
+    good, plain, away, later, other = run(lines, tmp_path / "out.json")
     assert (good["verdict"], good["figures"]) == (HOLDS, {"wrong": 0, "seconds": 2.5})
     assert (good["group"], good["goals"]) == ("g", ["wrong at most 0"])
     assert plain["verdict"] == MEASURED
     assert away["verdict"] == "not run: x is not installed"
+    assert (later["verdict"], later["error"]) == ("not run: time", "as far as it came")
+    assert other["verdict"] == NOT_REACHED, "the process ends after what was seen in an error"
+    assert [line["done"] for line in (good, plain, away, later)] == [True, True, True, False]
+    *_, later, other = run(lines, tmp_path / "out.json")
+    assert later["verdict"] == "not run: time"
+    lines[3] = Line("later", "", figures(wrong=1), [GOOD])
+    *_, later, other = run(lines, tmp_path / "out.json")
+    assert (later["verdict"], later["error"], later["done"]) == (MISSED, "", True)
     assert other["verdict"] == "not run: OSError: no such thing"
     assert "no such thing" in other["error"]
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize("measure", (figures(wrong=1), failing(KeyError("wrong"))))
-@pytest.mark.parametrize("decisive", (True, False))
-def test_after_a_group_that_decides_nothing_else_is_measured(
-    decisive: bool, measure: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    "failure", (failing(KeyError("wrong")), failing(Failed("KeyError", {"wrong": 3})))
+)
+def test_measure_after_an_error_leaves_the_rest(failure: Any, tmp_path: Path) -> None:
+    lines = [Line("bad", "", failure, [GOOD]), Line("rest", "", figures())]
+    bad, rest = run(lines, tmp_path / "out.json")
+    assert (bad["verdict"], bad["done"], rest["verdict"]) == (MISSED, True, NOT_REACHED)
+    assert "KeyError" in bad["error"]
+    bad, rest = run(lines, tmp_path / "out.json")
+    assert (bad["verdict"], rest["verdict"]) == (MISSED, MEASURED)
+
+
+def test_measure_skips_what_takes_longer_than_is_left(tmp_path: Path) -> None:
+    long = Line("long", "", figures(x=1), seconds=40)
+    short = Line("short", "", figures(x=2), seconds=5)
+    skipped, done = run([long, short], tmp_path / "out.json", 20)
+    assert skipped["verdict"] == f"{TIME}: it takes about 40 s, 20 s are left"
+    assert (skipped["done"], done["verdict"]) == (False, MEASURED)
+    measured, _ = run([long, short], tmp_path / "out.json", 100)
+    assert measured["verdict"] == MEASURED
+
+
+def test_figures_of_other_lines_are_known_or_asked_for(tmp_path: Path) -> None:
+    bench = Bench(torch.device("cpu"), True, tmp_path, 0.0)
+    with pytest.raises(Postponed, match="needs the line 'link'"):
+        bench.figure("link", "speed")
+    bench.figures["link"] = {"speed": 2.0, "checksum": 7}
+    assert bench.figure("link", "speed") == 2.0
+    assert (bench.differing(7, "link"), bench.differing(8, "link")) == (0.0, 1.0)
+    with pytest.raises(Unavailable, match="needs the line 'link'"):
+        bench.figure("link", "other")
+
+
+def test_checksum_changes_with_any_bit() -> None:
+    tensors = [torch.arange(100.0), torch.arange(9).to(torch.bfloat16)]
+    found = checksum(tensors)
+    assert found == checksum([tensor.clone() for tensor in tensors])
+    tensors[0].view(torch.int32)[17] ^= 1
+    assert checksum(tensors) != found
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "cut", "raised"),
+    [
+        ("2 failed, 30 passed, 4 skipped in 12.0s", 1, False, Failed),
+        ("2 failed, 30 passed, 4 skipped in 12.0s", 2, True, Postponed),
+        ("error: unrecognized arguments: --device", 4, False, Unavailable),
+    ],
+)
+def test_outcome_of_tests_that_did_not_pass_is_told(
+    text: str, status: int, cut: bool, raised: type[Exception]
 ) -> None:
-    asked = []
-    groups = [
-        Group(
-            "first",
-            [
-                Line("bad", "", measure, [GOOD]),
-                Line("beside", "", lambda: asked.append("beside") or {}),
-            ],
-            decisive,
-        ),
-        Group("then", [Line("later", "", lambda: asked.append("later") or {})]),
-    ]
-    bad, beside, later, status = run(groups, tmp_path / "out.json")
-    assert status == 1
-    assert (bad["verdict"], beside["verdict"]) == (MISSED, MEASURED)
-    assert later["verdict"] == ("not run: first was missed" if decisive else MEASURED)
-    assert asked == ["beside", "later"][: 2 - decisive]
+    with pytest.raises(raised) as caught:
+        outcome(text, status, cut)
+    if isinstance(caught.value, Failed):
+        expected = {"passed": 30, "failed": 2, "skipped": 4, "error": 0}
+        assert caught.value.figures == expected
+    assert (text in str(caught.value)) or raised is Unavailable
 
 
-def test_a_run_stops_in_time_with_what_it_has(tmp_path: Path) -> None:
-    left: list[Any] = []
-    stopped = threading.Event()
-    waiting = threading.Event()
-
-    def leave(status: int) -> None:
-        left.append(("leave", status))
-        stopped.set()
-
-    def slow() -> dict[str, float]:
-        waiting.set()
-        assert stopped.wait(30)
-        return {}
-
-    lines = [
-        Line("done", "", figures(wrong=0), [GOOD]),
-        Line("slow", "", slow),
-        Line("next", "", figures(seconds=1)),
-    ]
-    out = tmp_path / "out.json"
-    tidy = lambda: left.append("tidy")  # noqa: E731
-    done, slow_one, after, _ = run([Group("g", lines)], out, 0.5, tidy=tidy, leave=leave)
-    assert waiting.is_set()
-    assert left == ["tidy", ("leave", 0)]
-    assert done["verdict"] == HOLDS
-    assert [slow_one["verdict"], after["verdict"]] == [TIME, TIME], "it was written after the end"
+def test_outcome_of_tests_that_passed_has_counts() -> None:
+    found = outcome("....\n30 passed, 4 skipped in 12.0s", 0, False)
+    assert found == {"passed": 30, "failed": 0, "skipped": 4, "error": 0}
 
 
-def test_a_process_that_dies_leaves_what_was_measured(tmp_path: Path) -> None:
-    program = (
-        "import os; from pathlib import Path\n"
-        "from tools.gpu.lines import *\n"
-        "lines = [Line('a', '', lambda: {'x': 1.0}), Line('b', '', lambda: os._exit(9)),\n"
-        "         Line('c', '', lambda: {})]\n"
-        "Run([Group('g', lines)], Path('out.json'), {}, 60).run()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment)
-    assert done.returncode == 9
-    lines = json.loads((tmp_path / "out.json").read_text())["lines"]
-    assert [line["verdict"] for line in lines] == [MEASURED, ENDED, NOT_REACHED]
+def test_gradients_are_compared_under_deterministic_attention() -> None:
+    """cuDNN's attention adds in any order; the others do too, unless torch is told to raise."""
 
+    def state() -> tuple[bool, bool, bool]:
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
 
-def test_groups_and_lines_can_be_chosen() -> None:
-    a, b, c = (Line(name, "", figures()) for name in "abc")
-    groups = [Group("one", [a, b], True), Group("two", [c])]
-    assert chosen(groups, []) == groups
-    assert chosen(groups, ["b"]) == [Group("one", [b], True)]
-    assert chosen(groups, ["one", "c"]) == groups
-    with pytest.raises(ValueError, match=r"no group or line \['x'\]; there are \['a'"):
-        chosen(groups, ["a", "x"])
+    before = state()
+    with deterministic():
+        assert state() == (False, True, False)
+        assert torch.backends.cuda.flash_sdp_enabled()
+    assert state() == before == (True, False, False)
 
 
 def test_a_package_that_is_missing_is_told() -> None:
@@ -246,13 +269,11 @@ def test_a_package_that_is_missing_is_told() -> None:
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
-def test_without_the_device_a_command_says_so(
+def test_main_without_the_device_says_so(
     words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tools.gpu.bench import command
-
     with pytest.raises(SystemExit) as ended:
-        command("trial", "about", lambda bench: [], ["--out", str(tmp_path / "x.json"), *words])
+        main(["--out", str(tmp_path / "x"), *words])
     assert ended.value.code == 2
     assert why in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -325,7 +346,7 @@ def test_a_page_names_the_hardware_and_what_was_missed(tmp_path: Path) -> None:
     text = page.read_text()
     assert "NVIDIA H100 80GB HBM3, 79.1 GiB, CUDA 13.0; driver" in text
     assert "torch 2.11.0; commit 0123456789ab" in text
-    assert "python -m tools.gpu.inference --out inference.json" in text
+    assert "python -m tools.gpu --minutes 12 --out gpu" in text
     assert re.search(r"all in RAM +\| a store \| holds .*seconds 0.5123; to_bound 1.1", text)
     assert re.search(r"half in RAM +\| a store \| MISSED", text)
     assert "not run: diffusers is not installed" in text
@@ -335,6 +356,17 @@ def test_a_page_names_the_hardware_and_what_was_missed(tmp_path: Path) -> None:
     page.write_text(text.replace("<!-- measured: begin -->", "Words.\n\n<!-- measured: begin -->"))
     pages.main([file, "--to", str(tmp_path)])
     assert "Words." in page.read_text()
+
+
+def test_files_of_one_subject_are_one_page(tmp_path: Path) -> None:
+    other = {**DOCUMENT["lines"][0], "group": "disk peers", "figures": {"checksum_8": 5, "x": 6}}  # type: ignore[index]
+    documents = [DOCUMENT, {**DOCUMENT, "seconds": 7.7, "lines": [other]}]
+    (joined,) = pages.together(documents)
+    assert joined["seconds"] == 520
+    text = pages.text_of(joined)
+    assert "## Ours" in text
+    assert re.search(r"## Disk peers\n\n.*\n.*\n\| all in RAM .* x 6 +\|", text)
+    assert "checksum" not in text
 
 
 @pytest.mark.parametrize("why", ("small", "no GPU"))

@@ -1,34 +1,34 @@
-"""What the three commands share: the device, a place for files, options, speeds."""
+"""What the parts share: the device, a directory for files, figures, speeds."""
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import importlib
 import os
 import platform
 import resource
-import shutil
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
 
 from tierstore.cli.disk_speed import SMALLEST, DiskSpeed, measure
 from tierstore.tiers.arena import host_arena
-from tools.gpu.lines import Figures, Group, Run, Unavailable, chosen
+from tools.gpu.lines import Figures, Postponed, Unavailable
 
-SECONDS = 570.0
-"""A command ends after so many seconds, within ten minutes."""
+SETUP = {"pretend": "tests.device.pretend"}
+"""Modules whose `load()` makes a device known to torch."""
 
 CYCLES_PER_SECOND = 1.7e9
 """About as many as a data centre's GPU makes: delays need not be exact."""
@@ -96,38 +96,61 @@ class Accelerator:
 
 
 class Bench:
-    """Where and on what a command measures.
+    """Where and on what a part is measured, until `ends` (as time.monotonic says).
 
-    `figures` are those of the lines that were measured before, by name: later ones refer to them.
+    `figures` are those of the lines that are done, by name: other lines refer to them.
     """
 
-    def __init__(self, device: torch.device, small: bool, place: Path) -> None:
+    def __init__(self, device: torch.device, small: bool, place: Path, ends: float) -> None:
         self.device = device
         self.small = small
         self.place = place
+        self.ends = ends
         self.accelerator = Accelerator(device)
+        self.arena = host_arena
         self.figures: dict[str, Figures] = {}
 
-    def keep(self, name: str, action: Callable[[], Figures]) -> Callable[[], Figures]:
-        """The same, and its figures are known from then on."""
-
-        def measured() -> Figures:
-            found = self.figures[name] = dict(action())
-            return found
-
-        return measured
-
     def figure(self, line: str, name: str) -> float:
-        """A figure of another line. Raises Unavailable if that has none."""
-        found = self.figures.get(line, {}).get(name)
+        """Return a figure of another line. Raises Postponed if that was not measured yet, and
+        Unavailable if it has none."""
+        if line not in self.figures:
+            raise Postponed(f"needs the line {line!r}")
+        found = self.figures[line].get(name)
         if found is None:
             raise Unavailable(f"needs the line {line!r}")
         return found
 
+    def differing(self, found: float, reference: str) -> float:
+        """Return 1.0 if a checksum is not the one of the line `reference`."""
+        return float(found != self.figure(reference, "checksum"))
+
+    @contextmanager
+    def locking(self) -> Iterator[list[float]]:
+        """Inside, list the seconds of each call in which the driver page-locks a store's memory."""
+        seconds: list[float] = []
+        real = getattr(self.accelerator.module, "cudart", None)
+        if real is None:
+            yield seconds
+            return
+
+        class Timed:
+            def cudaHostRegister(self, *words: int) -> Any:
+                began = time.perf_counter()
+                try:
+                    return real().cudaHostRegister(*words)
+                finally:
+                    seconds.append(time.perf_counter() - began)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(real(), name)
+
+        with mock.patch.object(self.accelerator.module, "cudart", Timed):
+            yield seconds
+
     @contextmanager
     def folder(self) -> Iterator[Path]:
         """A directory that is gone afterwards: disks are small beside what is written here."""
-        with tempfile.TemporaryDirectory(dir=self.place) as name:
+        with tempfile.TemporaryDirectory(dir=self.place, ignore_cleanup_errors=True) as name:
             yield Path(name)
 
     @functools.cached_property
@@ -135,20 +158,37 @@ class Bench:
         """How fast the disk is, past the page cache."""
         return measure(str(self.place), SMALLEST if self.small else 4 << 30)
 
-    @property
+    @functools.cached_property
     def disk_speed(self) -> float:
-        """Bytes per second that reads reach."""
-        return self.disk.read
+        """Bytes per second that reads reach, by the line `disk` if that is done."""
+        known = self.figures.get("disk", {}).get("read_gb_per_second")
+        return self.disk.read if known is None else known * 1e9
 
     @functools.cached_property
     def link_speed(self) -> float:
-        """Bytes per second from page-locked memory of a store to the device."""
-        return self.copy_speed(self.store_memory(self.scaled(256 << 20, 1 << 20)))
+        """Bytes per second from a store's page-locked memory to the device, by the line `link` if
+        that is done."""
+        known = self.figures.get("link", {}).get("onload_gb_per_second")
+        if known is not None:
+            return known * 1e9
+        with self.store_memory(self.scaled(256 << 20, 1 << 20)) as memory:
+            return self.copy_speed(memory)
 
-    def store_memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory as a store has it for this device."""
-        arena = host_arena(None, self.device)
-        return arena.fill(arena.take(nbytes))
+    @contextmanager
+    def store_memory(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Inside, host memory as a store has it for this device.
+
+        At the end it is unmade, and so unregistered, after the device work that uses it: memory
+        that is unmapped while the driver has it registered gives others wrong values.
+        """
+        arena = self.arena(None, self.device)
+        slot = arena.take(nbytes)
+        try:
+            yield arena.fill(slot)
+        finally:
+            self.accelerator.synchronize()
+            arena.give(slot, keep=False)
+            arena.close()
 
     def copy_speed(self, memory: torch.Tensor, *, back: bool = False) -> float:
         """Bytes per second from host memory to the device, or back: a median of five."""
@@ -176,6 +216,15 @@ def installed(package: str) -> None:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise Unavailable(f"{error.name} is not installed") from error
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """Return a number that differs if a bit of the tensors does, but for a rare chance."""
+    found = 0
+    for tensor in tensors:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        found = zlib.crc32(data.numpy().data, found)
+    return found
 
 
 def cpu_seconds() -> float:
@@ -230,51 +279,11 @@ def _said_by(*words: str) -> str:
     return done.stdout.strip()
 
 
-# The command line ---------------------------------------------------------------------------------
-
-
-def command(
-    name: str,
-    about: str,
-    groups: Callable[[Bench], Sequence[Group]],
-    words: Sequence[str] | None = None,
-) -> int:
-    """Run one of the commands with these words, or those of the command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m tools.gpu.{name}", description=about)
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--device", default="cuda", help="the device (cuda)")
-    parser.add_argument("--setup", help="a module whose load() makes the device known to torch")
-    parser.add_argument("--dir", type=Path, help="where weights and stores have their files")
-    parser.add_argument("--small", action="store_true", help="small sizes: does it run?")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="when to stop (570)")
-    parser.add_argument("--only", action="append", default=[], help="a group or a line")
-    options = parser.parse_args(words)
-    if options.setup:
-        importlib.import_module(options.setup).load()
-    try:
-        device = found_device(options.device)
-        place = Path(tempfile.mkdtemp(prefix="tierstore-gpu-", dir=options.dir))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    tidy = functools.partial(shutil.rmtree, place, ignore_errors=True)
-    try:
-        bench = Bench(device, options.small, place)
-        selected = chosen(groups(bench), options.only)
-        said = {
-            "command": name,
-            "small": options.small,
-            "began": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "hardware": hardware(device),
-        }
-        return Run(selected, options.out, said, options.seconds, tidy=tidy).run()
-    except ValueError as error:
-        parser.error(str(error))
-    finally:
-        tidy()
-
-
 def found_device(name: str) -> torch.device:
     """The device with its index. Raises ValueError if it is not here."""
+    kind = name.partition(":")[0]
+    if kind in SETUP:
+        importlib.import_module(SETUP[kind]).load()
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -282,8 +291,8 @@ def found_device(name: str) -> torch.device:
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != device.type:
         raise ValueError(
-            f"there is no {device.type} device here; on the tests' pretend accelerator: "
-            "--device pretend --setup tests.device.pretend"
+            f"there is no {device.type} device here; for the tests' pretend accelerator: "
+            "--device pretend"
         )
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= torch.accelerator.device_count():

@@ -1,10 +1,4 @@
-"""Correctness on a GPU: what only real hardware can show. It stops at the first group that fails.
-
-    python -m tools.gpu.correctness --out correctness.json
-
-It begins with what the machine is and how page-locked memory behaves, which later figures depend
-on. What is about speed alone ends nothing.
-"""
+"""Correctness on a GPU: the tests, order on streams, memory, refusals and failures."""
 
 from __future__ import annotations
 
@@ -12,12 +6,11 @@ import gc
 import importlib.util
 import os
 import re
-import statistics
+import signal
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,13 +30,11 @@ from tierstore import (
     offload_activations,
     undispatch,
 )
-from tierstore.cli.machine import direct_reads, huge_pages
-from tierstore.tiers.arena import host_arena
 from tierstore.tiers.device_tier import DeviceTier
-from tools.gpu.bench import Bench, command
-from tools.gpu.lines import Figures, Goal, Group, Line, Unavailable
+from tools.gpu.bench import Bench
+from tools.gpu.lines import Failed, Figures, Goal, Group, Line, Postponed, Unavailable, told
+from tools.gpu.schedule import ROOT, environment, kill
 
-ROOT = Path(__file__).resolve().parents[2]
 NONE_WRONG = Goal("wrong", at_most=0)
 TURNOVER = Goal("turnover", at_least=1.5)
 """Otherwise nothing took over anything's memory."""
@@ -73,99 +64,6 @@ class Correctness:
             device=self.device,
             device_budget=int(groups * one),
         )
-
-    # Machine ---------------------------------------------------------------------------------
-
-    def environment(self) -> Figures:
-        """What the store asks of the system."""
-        place = str(self.bench.place)
-        return {
-            "direct_reads": float(direct_reads(place) == "yes"),
-            "huge_pages": float(huge_pages() in ("always", "madvise")),
-            "pagemap": float(os.access("/proc/self/pagemap", os.R_OK)),
-        }
-
-    def disk(self) -> Figures:
-        """The disk, by the code that a store reads and writes with."""
-        found = self.bench.disk
-        return {
-            "read_gb_per_second": found.read / 1e9,
-            "write_gb_per_second": found.new / 1e9,
-            "overwrite_gb_per_second": found.again / 1e9,
-            "direct": float(found.direct),
-        }
-
-    # Page-locked memory ----------------------------------------------------------------------
-
-    def registering(self) -> Figures:
-        """Milliseconds for making and unmaking page-locked memory, by size."""
-        figures = {}
-        for size in [1, 16, 256, 1024] if not self.bench.small else [1, 2]:
-            arena = host_arena(None, self.device)
-            began = time.perf_counter()
-            slot = arena.take(size << 20)
-            arena.fill(slot)
-            made = time.perf_counter()
-            arena.give(slot)
-            arena.close()
-            figures[f"make_{size}_mib_ms"] = 1e3 * (made - began)
-            figures[f"unmake_{size}_mib_ms"] = 1e3 * (time.perf_counter() - made)
-        return figures
-
-    def link(self) -> Figures:
-        """Copies from and to a store's memory, beside torch's own page-locked memory."""
-        nbytes = self.bench.scaled(256 << 20, 1 << 20)
-        ours = self.bench.store_memory(nbytes)
-        theirs = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
-        plain = torch.ones(nbytes, dtype=torch.uint8)
-        figures = {}
-        for name, back in ("onload", False), ("offload", True):
-            speed, reference = (self.bench.copy_speed(m, back=back) / 1e9 for m in (ours, theirs))
-            figures[f"{name}_gb_per_second"] = speed
-            figures[f"{name}_to_pin_memory"] = speed / reference
-        figures["pageable_gb_per_second"] = self.bench.copy_speed(plain) / 1e9
-        return figures
-
-    def launches(self) -> Figures:
-        """How long a launch takes while nothing else is done, and while memory is page-locked."""
-        idle = self._launch_seconds(lambda: time.sleep(0.01))
-        nbytes = self.bench.scaled(256 << 20, 1 << 20)
-
-        def register() -> None:
-            arena = host_arena(None, self.device)
-            slot = arena.take(nbytes)
-            arena.fill(slot)
-            arena.give(slot, keep=False)
-            arena.close()
-
-        busy = self._launch_seconds(register)
-        return {
-            "idle_us": 1e6 * statistics.median(idle),
-            "registering_us": 1e6 * statistics.median(busy),
-            "longest_registering_us": 1e6 * max(busy),
-        }
-
-    def _launch_seconds(self, meanwhile: Callable[[], object]) -> list[float]:
-        x = torch.ones(8, device=self.device)
-        ended = threading.Event()
-
-        def others() -> None:
-            self.accelerator.module.set_device(self.device)
-            for _ in range(self.bench.scaled(20, 2)):
-                meanwhile()
-            ended.set()
-
-        thread = threading.Thread(target=others)
-        thread.start()
-        seconds = []
-        while not ended.is_set() or not seconds:
-            began = time.perf_counter()
-            x.add_(1)
-            seconds.append(time.perf_counter() - began)
-            if len(seconds) % 100 == 0:
-                self.accelerator.synchronize()
-        thread.join()
-        return seconds
 
     # Streams ---------------------------------------------------------------------------------
 
@@ -203,6 +101,7 @@ class Correctness:
                             astray[which] += torch.accelerator.current_stream() != stream
                     stream.synchronize()
                 except BaseException as error:
+                    together.abort()  # the other one may be waiting
                     failures.append(error)
 
             threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
@@ -234,35 +133,6 @@ class Correctness:
         """The control: nobody tells the store until when a group is used."""
         with mock.patch.object(DeviceTier, "used_on", lambda tier, entry, event: None):
             return self.two_streams([self.rows] * 8, self.bench.scaled(200, 64))
-
-    # Whole tests -----------------------------------------------------------------------------
-
-    def tests(self) -> Figures:
-        """The tests that every adapter has to pass on an accelerator."""
-        for package in ("pytest", "hypothesis", "pytest_timeout"):
-            if importlib.util.find_spec(package) is None:
-                raise Unavailable(f"{package} is not installed")
-        words = [
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--timeout=120",  # what hangs is told of, with the stacks of all threads
-            "tests/device/test_accelerators.py",
-        ]
-        done = subprocess.run(
-            [sys.executable, *words, "-k", self.device.type],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed)", done.stdout)}
-        if done.returncode not in (0, 1):
-            raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-        return {"passed": counts.get("passed", 0), "failed": counts.get("failed", 0)}
 
     # Memory ----------------------------------------------------------------------------------
 
@@ -435,29 +305,6 @@ class Correctness:
             undispatch(net)
         return {"finished": finished, "wrong": 1 - same if finished else 0}
 
-    def registration_fails(self) -> Figures:
-        """A driver that page-locks nothing: a warning, and right values."""
-        if self.device.type != "cuda":
-            raise Unavailable("only CUDA registers memory")
-        real = torch.cuda.cudart()
-
-        class Refusing:
-            cudaHostRegister = staticmethod(lambda address, nbytes, flags: 2)
-            cudaHostUnregister = real.cudaHostUnregister
-
-        with (
-            self.bench.folder() as place,
-            mock.patch.object(torch.cuda, "cudart", Refusing),
-            warnings.catch_warnings(record=True) as told,
-        ):
-            warnings.simplefilter("always")
-            with self.store(place, groups=2) as store:
-                self.put_constants(store, [self.rows] * 4)
-                wrong = sum(
-                    int((store.get(f"{number}") != number + 1).any()) for number in range(4)
-                )
-        return {"warnings": sum("page-lock" in str(w.message) for w in told), "wrong": wrong}
-
     def closing(self) -> Figures:
         """A store is closed while the device has yet to read what it lent."""
         found = []
@@ -503,134 +350,52 @@ class Correctness:
 
     def groups(self) -> Sequence[Group]:
         """All lines."""
+        in_order = [NONE_WRONG, Goal("astray", at_most=0), TURNOVER]
+        wrong = [Goal("wrong", at_least=1)]
+        within = [Goal("to_allowed", at_most=SLACK)]
+        refused = Goal("refused", at_least=1)
+        kinds = ("reserved", "allocated", "threads", "files")
+        nothing_more = [Goal(f"more_{kind}", at_most=0) for kind in kinds]
+        order = [
+            Line("equal groups", "two streams read late", self.equal_sizes, in_order),
+            Line("unequal groups", "the same, with six sizes", self.unequal_sizes, in_order),
+            Line("without the event of a release", "the control", self.without_release, wrong),
+        ]
+        memory = [
+            Line("running ahead", "to what a layer takes", self.running_ahead, within, seconds=8),
+            Line("autocast", "to the budget and two casts", self.autocast, within),
+        ]
+        refusals = [
+            Line("GradScaler", "on the device", self.scaler, [refused]),
+            Line("capture", "of a graph", self.capture, [refused, NONE_WRONG]),
+        ]
+        failures = [
+            Line(
+                "forks",
+                "the store's memory in forked processes",
+                self.forked,
+                [Goal("share", at_most=0.1), NONE_WRONG],
+            ),
+            Line(
+                "out of memory",
+                "a module that runs out of it is given what is idle",
+                self.out_of_memory,
+                [Goal("finished", at_least=1), NONE_WRONG],
+            ),
+            Line("closing", "with work pending", self.closing, [NONE_WRONG]),
+            Line(
+                "opening",
+                "200 times, and what is left",
+                self.opening,
+                [*nothing_more, Goal("more_mb_in_all", at_most=32)],
+                seconds=8,
+            ),
+        ]
         return [
-            Group(
-                "machine",
-                [
-                    Line("environment", "1 for yes, 0 for no", self.environment),
-                    Line("disk", "past the page cache", self.disk),
-                ],
-            ),
-            Group(
-                "page-locked memory",
-                [
-                    Line("registering", "making and unmaking slots", self.registering),
-                    Line(
-                        "link",
-                        "copies each way beside torch's own page-locked memory",
-                        self.link,
-                        [
-                            Goal("onload_to_pin_memory", at_least=0.95),
-                            Goal("offload_to_pin_memory", at_least=0.95),
-                        ],
-                    ),
-                    Line("launches", "while another thread page-locks", self.launches),
-                ],
-            ),
-            Group(
-                "order",
-                [
-                    Line(
-                        "equal groups",
-                        "two threads on two streams read late",
-                        self.equal_sizes,
-                        [NONE_WRONG, Goal("astray", at_most=0), TURNOVER],
-                    ),
-                    Line(
-                        "unequal groups",
-                        "the same, with groups of six sizes",
-                        self.unequal_sizes,
-                        [NONE_WRONG, Goal("astray", at_most=0), TURNOVER],
-                    ),
-                    Line(
-                        "without the event of a release",
-                        "the control: values must be wrong",
-                        self.without_release,
-                        [Goal("wrong", at_least=1)],
-                    ),
-                ],
-                decisive=True,
-            ),
-            Group(
-                "tests",
-                [
-                    Line(
-                        "adapters",
-                        "tests/device/test_accelerators.py",
-                        self.tests,
-                        [Goal("failed", at_most=0), Goal("passed", at_least=1)],
-                    )
-                ],
-                decisive=True,
-            ),
-            Group(
-                "memory",
-                [
-                    Line(
-                        "running ahead",
-                        "reserved bytes to the budget and what a layer takes",
-                        self.running_ahead,
-                        [Goal("to_allowed", at_most=SLACK)],
-                    ),
-                    Line(
-                        "autocast",
-                        "reserved bytes to the budget and two casts",
-                        self.autocast,
-                        [Goal("to_allowed", at_most=SLACK)],
-                    ),
-                ],
-                decisive=True,
-            ),
-            Group(
-                "refusals",
-                [
-                    Line("GradScaler", "on the device", self.scaler, [Goal("refused", at_least=1)]),
-                    Line(
-                        "capture",
-                        "of a graph",
-                        self.capture,
-                        [Goal("refused", at_least=1), NONE_WRONG],
-                    ),
-                ],
-                decisive=True,
-            ),
-            Group(
-                "failures",
-                [
-                    Line(
-                        "forks",
-                        "the store's memory in forked processes",
-                        self.forked,
-                        [Goal("share", at_most=0.1), NONE_WRONG],
-                    ),
-                    Line(
-                        "out of memory",
-                        "a module that runs out of it is given what is idle",
-                        self.out_of_memory,
-                        [Goal("finished", at_least=1), NONE_WRONG],
-                    ),
-                    Line(
-                        "registration",
-                        "page-locking fails",
-                        self.registration_fails,
-                        [Goal("warnings", 1, 1), NONE_WRONG],
-                    ),
-                    Line("closing", "with work pending", self.closing, [NONE_WRONG]),
-                    Line(
-                        "opening",
-                        "200 times, and what is left",
-                        self.opening,
-                        [
-                            Goal("more_reserved", at_most=0),
-                            Goal("more_allocated", at_most=0),
-                            Goal("more_threads", at_most=0),
-                            Goal("more_files", at_most=0),
-                            Goal("more_mb_in_all", at_most=32),
-                        ],
-                    ),
-                ],
-                decisive=True,
-            ),
+            Group("order", order),
+            Group("memory", memory),
+            Group("refusals", refusals),
+            Group("failures", failures),
         ]
 
 
@@ -704,10 +469,84 @@ def in_a_fork(question: Callable[[], int]) -> int:
     return int(text)
 
 
+# The tests ----------------------------------------------------------------------------------------
+
+
+class Suite:
+    """The tests of this repository, on the device."""
+
+    SECONDS = 120.0
+    """With 16 cores, on an H100."""
+    ENDING = 15.0
+    """Seconds that pytest may take to end after an interrupt, and to say what it has."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+
+    def words(self, place: Path) -> list[str]:
+        """The command: all tests of the default lane; in a trial, those of the adapters, which a
+        run of the tests may start while it has all cores."""
+        small = self.bench.small
+        cores = 0 if small else len(os.sched_getaffinity(0))
+        return [
+            *(sys.executable, "-m", "pytest", "--device", self.bench.device.type),
+            *("-n", str(cores), "-q", "-p", "no:cacheprovider", "--basetemp", str(place / "tests")),
+            "--timeout=120",  # a test that hangs shows the stacks of all threads
+            *["tests/device/test_accelerators.py"] * small,
+        ]
+
+    def run(self) -> Figures:
+        """Count tests by outcome. Raises Failed, with the end of the output, if any failed."""
+        for package in ("pytest", "hypothesis", "pytest_timeout", "xdist"):
+            if importlib.util.find_spec(package) is None:
+                raise Unavailable(f"{package} is not installed")
+        # A test marked `alone` waits for all others, and would wait for the test that runs this.
+        kept = {n: v for n, v in environment().items() if not n.startswith("PYTEST_XDIST")}
+        left = self.bench.ends - time.monotonic() - 2 * self.ENDING
+        with self.bench.folder() as place, (place / "output").open("w+") as output:
+            tests = subprocess.Popen(
+                self.words(place),
+                cwd=ROOT,
+                env=kept,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            cut = False
+            try:
+                tests.wait(max(0, min(2 * self.SECONDS, left)))
+            except subprocess.TimeoutExpired:
+                cut = True
+                tests.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    tests.wait(self.ENDING)
+            finally:
+                kill(tests)
+            output.seek(0)
+            return outcome(output.read(), tests.returncode, cut)
+
+
+def outcome(text: str, status: int, cut: bool) -> Figures:
+    """Read figures from the output of pytest, and raise what that means."""
+    if status == 4:  # wrong usage, as by a version without the option --device
+        raise Unavailable("; ".join(re.findall(r"error: .*", text)) or text[-300:])
+    found = dict.fromkeys(("passed", "failed", "skipped", "error"), 0.0)
+    for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", text[-300:]):
+        found[kind] = float(number)
+    if cut:
+        raise Postponed(f"time: it was cut after {told(found)}\n{text[-8000:]}")
+    if status:
+        raise Failed(text[-8000:], found)
+    return found
+
+
+def suite(bench: Bench) -> Sequence[Group]:
+    """The line of the tests."""
+    goals = [Goal("failed", at_most=0), Goal("error", at_most=0), Goal("passed", at_least=1)]
+    line = Line("tests", "pytest --device", Suite(bench).run, goals, seconds=Suite.SECONDS)
+    return [Group("tests", [line])]
+
+
 def groups(bench: Bench) -> Sequence[Group]:
-    """The lines of this command."""
+    """The lines of this part."""
     return Correctness(bench).groups()
-
-
-if __name__ == "__main__":
-    sys.exit(command("correctness", __doc__.splitlines()[0], groups))

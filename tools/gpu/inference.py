@@ -1,17 +1,16 @@
 """Inference: a transformer of the size of FLUX.1-dev denoises with half of its weights on the GPU.
 
-    python -m tools.gpu.inference --out inference.json
-
-23.8 GB of weights, 4,096 + 512 tokens, 2 steps to warm up and 6 that count. Whoever offloads may
-reserve 24 GB of the GPU, as on a smaller one, and a store gets 12 GB of that. The bound of a step
-is the longest of: computing, what is missing on the device over the link, what is missing in RAM
-from the disk. All figures are by step, and medians.
+23.8 GB of weights, 4,096 + 512 tokens, 2 steps to warm up and 6 that count; peers that take long
+run 1 and 2. Each contender but the resident model may reserve 24 GB of the GPU, as on a smaller
+one, and a store gets 12 GB of that. The bound of a step is the longest of: computing, copying what
+is missing on the device, reading what is missing in RAM. Figures are medians by step; those of the
+first step have a name that says so, and its parts (reading, page-locking, computing) overlap.
 """
 
 from __future__ import annotations
 
+import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,11 +22,11 @@ import torch
 
 from tierstore import TierStore, enable_group_offload
 from tools.gpu import flux_shaped
-from tools.gpu.bench import Bench, command, cpu_seconds, installed
+from tools.gpu.bench import Bench, checksum, cpu_seconds, installed
 from tools.gpu.flux_shaped import FluxShaped
 from tools.gpu.lines import Figures, Goal, Group, Line
 
-RESIDENT, IN_RAM, HALF = "resident", "all in RAM", "half in RAM"
+RESIDENT, IN_RAM, HALF, QUARTER = "resident", "all in RAM", "half in RAM", "a quarter in RAM"
 STREAMED = "diffusers, from RAM on a stream"
 TIGHT = "a budget of 0.8 GB"
 
@@ -35,40 +34,44 @@ EQUAL = Goal("differing", at_most=0)
 WITHIN = Goal("device_budgets_taken", at_most=1)
 
 
+Steps = tuple[int, int]
+"""How many to warm up, and how many that count."""
+STEPS: Steps = (2, 6)
+FEW: Steps = (1, 2)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is run. `limit` is what may be reserved of the device, `device` the store's budget."""
 
     shape: flux_shaped.Shape
-    steps: int
-    warm_up: int
     limit: int | None
     device: int
     tight: int
 
 
-FULL = Case(flux_shaped.FLUX_1_DEV, 6, 2, 24 * 10**9, 12 * 10**9, 8 * 10**8)
-SMALL = Case(flux_shaped.SMALL, 2, 2, None, 96_000, 48_000)
+FULL = Case(flux_shaped.FLUX_1_DEV, 24 * 10**9, 12 * 10**9, 8 * 10**8)
+SMALL = Case(flux_shaped.SMALL, None, 96_000, 48_000)
 
 Prepared = Callable[[Path], AbstractContextManager[tuple[FluxShaped, TierStore | None]]]
 
 
 class Inference:
-    """The contenders, and what they share: the checkpoint, and the image of the resident model."""
+    """The contenders."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.case = SMALL if bench.small else FULL
-        self._checkpoint: Path | None = None
-        self._image: torch.Tensor | None = None
 
     @property
     def checkpoint(self) -> Path:
-        """The weights' files, written when they are wanted first."""
-        if self._checkpoint is None:
-            place = self.bench.place / "checkpoint"
-            self._checkpoint = flux_shaped.save(self.case.shape, place, self.bench.device)
-        return self._checkpoint
+        """The weights' files, which the first process that wants them writes for all."""
+        place = self.bench.place / "checkpoint"
+        if not place.exists():
+            draft = place.with_suffix(".draft")
+            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+            flux_shaped.save(self.case.shape, draft, self.bench.device).rename(place)
+        return place
 
     @property
     def weights(self) -> int:
@@ -139,47 +142,53 @@ class Inference:
 
     # Measuring -------------------------------------------------------------------------------
 
-    def run(self, prepared: Prepared, *, limited: bool = True) -> Figures:
+    def run(
+        self, prepared: Prepared, *, limited: bool = True, steps: Steps = STEPS
+    ) -> dict[str, float]:
         """Denoise as a contender does."""
-        case, accelerator = self.case, self.bench.accelerator
+        case, accelerator, (warm_up, counted) = self.case, self.bench.accelerator, steps
+        _ = self.checkpoint  # no contender writes it while it is timed
         accelerator.start_over()
         base = accelerator.reserved()
+        entered = time.perf_counter()
         with (
             self.bench.folder() as place,
             accelerator.limited(case.limit if limited else None),
+            self.bench.locking() as locking,
             prepared(place) as (model, store),
         ):
-            seconds, cpu, moved = [], [], []
-            images: list[torch.Tensor] = []
+            seconds, cpu, moved, checksums = [], [], [], []
+            first: dict[str, float] = {"setup_seconds": time.perf_counter() - entered}
             began, used = time.perf_counter(), cpu_seconds()
-            for image in flux_shaped.denoise(model, case.warm_up + case.steps, self.bench.device):
-                images[:] = [image]
+            for image in flux_shaped.denoise(model, warm_up + counted, self.bench.device):
                 accelerator.synchronize()
                 seconds.append(time.perf_counter() - began)
                 cpu.append(cpu_seconds() - used)
-                stats = None if store is None else store.stats()
-                moved.append((0, 0) if stats is None else (stats.bytes_onloaded, stats.bytes_read))
+                if store is not None:
+                    stats = store.stats()
+                    moved.append((stats.bytes_onloaded, stats.bytes_read))
+                    if len(seconds) == 1:
+                        first["first_reading_seconds"] = stats.busy_seconds.get("DISK>HOST", 0.0)
+                        first["first_locking_seconds"] = sum(locking)
+                checksums.append(checksum([image]))
                 began, used = time.perf_counter(), cpu_seconds()
             figures = {
-                "seconds": statistics.median(seconds[case.warm_up :]),
-                "cpu_seconds": statistics.median(cpu[case.warm_up :]),
+                "seconds": statistics.median(seconds[warm_up:]),
+                "cpu_seconds": statistics.median(cpu[warm_up:]),
                 "peak_reserved_gb": (accelerator.peak_reserved() - base) / 1e9,
-                "differing": float(self._differs(images[0].cpu())),
+                **first,
+                "first_seconds": seconds[0],
             }
             if store is not None:
-                figures |= self._of_the_store(store, moved)
+                figures |= self._of_the_store(store, moved[warm_up - 1], moved[-1], counted)
         accelerator.start_over()
-        return figures
+        return figures | {f"checksum_{n}": found for n, found in enumerate(checksums, start=1)}
 
-    def _differs(self, image: torch.Tensor) -> bool:
-        if self._image is None:
-            self._image = image
-        return not torch.equal(image, self._image)
-
-    def _of_the_store(self, store: TierStore, moved: list[tuple[int, int]]) -> dict[str, float]:
+    def _of_the_store(
+        self, store: TierStore, first: tuple[int, int], last: tuple[int, int], steps: int
+    ) -> dict[str, float]:
         stats = store.stats()
-        first, last = moved[self.case.warm_up - 1], moved[-1]
-        onloaded, read = ((b - a) / self.case.steps for a, b in zip(first, last, strict=True))
+        onloaded, read = ((b - a) / steps for a, b in zip(first, last, strict=True))
         budget = stats.budget_bytes["DEVICE"] or 1
         return {
             "overlap": stats.overlap,
@@ -189,31 +198,31 @@ class Inference:
             "device_budgets_taken": stats.peak_bytes["DEVICE"] / budget,
         }
 
-    def compared(self, prepared: Prepared, ram: float, device: int) -> Figures:
+    def beside(self, prepared: Prepared, steps: Steps = STEPS) -> dict[str, float]:
+        """Denoise, and compare the image with that of the resident model."""
+        name = f"checksum_{sum(steps)}"
+        expected = self.bench.figure(RESIDENT, name)
+        figures = self.run(prepared, steps=steps)
+        return figures | {"differing": float(figures[name] != expected)}
+
+    def compared(self, prepared: Prepared, ram: float, device: int) -> dict[str, float]:
         """Denoise as a store does, and compare with the bound."""
         compute = self.bench.figure(RESIDENT, "seconds")
-        figures = dict(self.run(prepared))
+        figures = self.beside(prepared)
         on_link = max(0, self.weights - device) / self.bench.link_speed
         on_disk = max(0, self.weights - device - int(ram * self.weights)) / self.bench.disk_speed
         figures["bound_seconds"] = max(compute, on_link, on_disk)
         figures["to_bound"] = figures["seconds"] / figures["bound_seconds"]
+        figures["first_computing_seconds"] = compute
         return figures
 
     def tight(self) -> Figures:
         """With next to nothing on the device: what a group costs beyond its bytes."""
-        figures = dict(self.compared(self.ours(1.1, self.case.tight), 1.1, self.case.tight))
+        figures = self.compared(self.ours(1.1, self.case.tight), 1.1, self.case.tight)
         moving = figures["onloaded_gb"] * 1e9 / self.bench.link_speed
         beyond = figures["seconds"] - max(moving, self.bench.figure(RESIDENT, "seconds"))
         figures["microseconds_per_group"] = 1e6 * beyond / max(figures["groups"], 1)
         return figures
-
-    def speeds(self) -> Figures:
-        """What the link and the disk can do, for the bounds."""
-        return {
-            "link_gb_per_second": self.bench.link_speed / 1e9,
-            "disk_gb_per_second": self.bench.disk_speed / 1e9,
-            "weights_gb": self.weights / 1e9,
-        }
 
     def peers(self) -> Figures:
         """Our seconds with all in RAM to those of diffusers."""
@@ -223,85 +232,83 @@ class Inference:
     # Lines -----------------------------------------------------------------------------------
 
     def groups(self) -> Sequence[Group]:
-        """All lines."""
-        by_bytes = [
-            self._ours(f"groups of {size} MB", 1.1, group_size=self._scaled(size))
-            for size in (32, 128, 256)
-        ]
+        """The store, and what else works from RAM. The most important comes first."""
         return [
             Group(
                 "ours",
                 [
-                    Line("speeds", "the link and the disk", self.speeds),
-                    self._line(
+                    Line(
                         RESIDENT,
                         "the whole model on the GPU, without a limit: what computing takes",
                         lambda: self.run(self.resident, limited=False),
+                        seconds=40,
                     ),
                     self._ours(IN_RAM, 1.1, at_most=1.15),
                     self._ours(HALF, 0.5, at_most=1.2),
-                    *by_bytes,
-                    self._ours("whole blocks", 1.1, num_blocks_per_group=1),
-                    self._line(
-                        TIGHT, "almost all crosses the link: what a group costs", self.tight,
-                        EQUAL, WITHIN,
+                    self._ours(QUARTER, 0.25, at_most=1.2),
+                    Line(
+                        TIGHT,
+                        "almost all crosses the link: what a group costs",
+                        self.tight,
+                        [EQUAL, WITHIN],
+                        seconds=35,
                     ),
                 ],
             ),
             Group(
                 "peers",
                 [
-                    self._peer(STREAMED, "its groups are blocks", self.by_diffusers(None)),
-                    self._peer(
-                        "accelerate, cpu_offload", "from RAM", self.by_accelerate(on_disk=False)
-                    ),
-                    self._peer(
-                        "diffusers, from files",
-                        "on a stream; its files stay in the page cache",
-                        self.by_diffusers("files"),
-                    ),
-                    self._peer(
-                        "accelerate, disk_offload",
-                        "its files stay in the page cache",
-                        self.by_accelerate(on_disk=True),
-                    ),
+                    self._peer(STREAMED, "its groups are blocks", self.by_diffusers(None), STEPS),
                     Line(
                         "compared",
                         f"ours, {IN_RAM}, to {STREAMED}",
                         self.peers,
                         [Goal("to_diffusers", at_most=1)],
+                        seconds=0,
                     ),
+                    self._peer("accelerate, cpu_offload", "from RAM", self.by_accelerate(False)),
                 ],
             ),
-        ]  # fmt: skip
+            Group("blocks", [self._ours("whole blocks", 1.1, num_blocks_per_group=1)]),
+        ]
 
-    def _scaled(self, megabytes: int) -> int:
-        return self.bench.scaled(megabytes * 10**6, megabytes * 100)
+    def disk_peers(self) -> Sequence[Group]:
+        """What else works from files."""
+        about = "its files stay in the page cache"
+        return [
+            Group(
+                "disk peers",
+                [
+                    self._peer(
+                        "diffusers, from files", f"on a stream; {about}", self.by_diffusers("files")
+                    ),
+                    self._peer("accelerate, disk_offload", about, self.by_accelerate(True)),
+                ],
+            )
+        ]
 
     def _ours(self, name: str, ram: float, at_most: float | None = None, **cut: Any) -> Line:
         device = self.case.device
         goals = [EQUAL, WITHIN]
         if at_most is not None:
             goals.append(Goal("to_bound", at_most=at_most))
-        return self._line(
+        return Line(
             name,
             f"a store with {device / 1e9:g} GB of the GPU, RAM for {ram:g} of the weights",
             lambda: self.compared(self.ours(ram, device, **cut), ram, device),
-            *goals,
+            goals,
+            seconds=45 if name == QUARTER else 35,
         )
 
-    def _line(self, name: str, about: str, measure: Callable[[], Figures], *goals: Goal) -> Line:
-        return Line(name, about, self.bench.keep(name, measure), goals)
-
-    def _peer(self, name: str, about: str, prepared: Prepared) -> Line:
-        measure = self.bench.keep(name, lambda: self.run(prepared))
-        return Line(name, about, measure, peer=True)
+    def _peer(self, name: str, about: str, prepared: Prepared, steps: Steps = FEW) -> Line:
+        return Line(name, about, lambda: self.beside(prepared, steps), peer=True, seconds=60)
 
 
 def groups(bench: Bench) -> Sequence[Group]:
-    """The lines of this command."""
+    """The lines of the part `inference`."""
     return Inference(bench).groups()
 
 
-if __name__ == "__main__":
-    sys.exit(command("inference", __doc__.splitlines()[0], groups))
+def disk_peers(bench: Bench) -> Sequence[Group]:
+    """The lines of the part `disk_peers`."""
+    return Inference(bench).disk_peers()

@@ -1,18 +1,16 @@
-"""The lines of a run: what is measured, what it should be, and what came of it.
+"""The lines of a part: what is measured, what it should be, and the file of the results.
 
 A line is measured by a function that gives figures, plain numbers by name. Its goals are bounds on
-single figures, so that what a verdict says is in the data, and in the file that is written.
+single figures, so that a verdict can be checked against the data in the file.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,25 @@ Figures = Mapping[str, float]
 HOLDS, MISSED, MEASURED = "holds", "missed", "measured"
 NOT_RUN = "not run: "
 NOT_REACHED = NOT_RUN + "not reached"
-ENDED = NOT_RUN + "the process ended meanwhile"
+RUNNING = NOT_RUN + "the process ended meanwhile"
 TIME = NOT_RUN + "time"
 
 
 class Unavailable(Exception):
-    """What a line needs is not here. The message says what."""
+    """A line cannot be measured on this machine. The message says what is missing."""
+
+
+class Postponed(Exception):
+    """A line was not measured in this run; another run should. The message says why, and from its
+    second line on what was seen."""
+
+
+class Failed(Exception):
+    """A line has failed, and has figures nevertheless. The message says how."""
+
+    def __init__(self, text: str, figures: Figures) -> None:
+        super().__init__(text)
+        self.figures = figures
 
 
 @dataclass(frozen=True)
@@ -53,27 +64,37 @@ class Goal:
 
 @dataclass(frozen=True)
 class Line:
-    """Something to measure. `peer` says that it is another library's code that runs."""
+    """Something to measure.
+
+    `seconds` is about how long it takes on an H100. `peer` marks another library's code, whose
+    errors are not ours. After a line that `poisons` its process, the next one gets a fresh process.
+    """
 
     name: str
     about: str
     measure: Callable[[], Figures]
     goals: Sequence[Goal] = ()
     peer: bool = False
+    seconds: float = 5.0
+    poisons: bool = False
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the line hangs, as far as anyone can tell."""
+        return 3 * self.seconds + 30
 
 
 @dataclass(frozen=True)
 class Group:
-    """Lines that belong together. If it is `decisive`, a line that is missed ends the run."""
+    """Lines that belong together."""
 
     name: str
     lines: Sequence[Line]
-    decisive: bool = False
 
 
 @dataclass
 class Entry:
-    """What came of a line."""
+    """The result of a line. A later run measures the line again unless it is `done`."""
 
     group: str
     name: str
@@ -83,10 +104,11 @@ class Entry:
     figures: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
+    done: bool = False
 
 
 def verdict(goals: Sequence[Goal], figures: Figures) -> str:
-    """What figures say of goals."""
+    """Judge figures by goals."""
     if not goals:
         return MEASURED
     missing = [goal.figure for goal in goals if goal.figure not in figures]
@@ -95,112 +117,137 @@ def verdict(goals: Sequence[Goal], figures: Figures) -> str:
     return HOLDS if all(goal.met(figures) for goal in goals) else MISSED
 
 
-class Run:
-    """Measures lines one by one, and keeps a file of what came of them.
+class Report:
+    """The file of a part's results, written anew, and atomically, with each change.
 
-    After `seconds` it stops the process, wherever it is, with what it has: `tidy` is called, then
-    `leave` with the exit status.
+    One process writes it at a time. Results that it has from earlier are kept; `about` is the rest
+    of the document, of which the earliest stays.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        out: Path,
-        about: Mapping[str, Any],
-        seconds: float,
-        *,
-        tidy: Callable[[], object] = lambda: None,
-        leave: Callable[[int], object] = os._exit,
-    ) -> None:
-        self._groups = groups
-        self._out = out
-        self._about = about
-        self._seconds = seconds
-        self._tidy = tidy
-        self._leave = leave
-        self._began = time.monotonic()
-        self._lock = threading.Lock()
-        self._over = False
-        self.entries = [
-            Entry(group.name, line.name, line.about, [str(goal) for goal in line.goals])
+    def __init__(self, path: Path, groups: Sequence[Group], about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.lines = [line for group in groups for line in group.lines]
+        self.entries = {
+            line.name: Entry(group.name, line.name, line.about, [str(goal) for goal in line.goals])
             for group in groups
             for line in group.lines
-        ]
+        }
+        self.remarks: list[str] = []
+        self._about = dict(about)
+        self.read()
+
+    def read(self) -> None:
+        """Take over what the file says, as another process may have written it."""
+        if not self.path.exists():
+            return
+        found = json.loads(self.path.read_text())
+        lines, self.remarks = found.pop("lines"), found.pop("remarks")
+        self._about |= found
+        for line in lines:
+            if line["name"] in self.entries:  # another version may have had other lines
+                self.entries[line["name"]] = Entry(**line)
+
+    def start_over(self) -> None:
+        """Begin another run: every line without a result may be measured again."""
+        for entry in self.entries.values():
+            if not entry.done:
+                entry.verdict, entry.error = NOT_REACHED, ""
+        self._write()
 
     @property
-    def status(self) -> int:
-        """The exit status: 1 if anything was missed."""
-        return int(any(entry.verdict == MISSED for entry in self.entries))
+    def left(self) -> list[Line]:
+        """The lines to which no process has come in this run."""
+        return [line for line in self.lines if self.entries[line.name].verdict == NOT_REACHED]
 
-    def run(self) -> int:
-        """Measure all lines. Returns the exit status."""
-        timer = threading.Timer(self._seconds, self._out_of_time)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._measure_all()
-        finally:
-            timer.cancel()
-        return self.status
+    @property
+    def running(self) -> Line | None:
+        """The line that is being measured, or was when its process ended."""
+        return next((x for x in self.lines if self.entries[x.name].verdict == RUNNING), None)
 
-    def _measure_all(self) -> None:
-        entries = iter(self.entries)
-        stopped = ""
-        for group in self._groups:
-            missed = False
-            for line in group.lines:
-                entry = next(entries)
-                if stopped:
-                    self._note(entry, f"{NOT_RUN}{stopped} was missed")
-                    continue
-                self._note(entry, ENDED)
-                self._measure(line, entry)
-                missed |= entry.verdict == MISSED
-            if missed and group.decisive:
-                stopped = group.name
+    @property
+    def missed(self) -> bool:
+        """Whether a line was missed, or a process did not end as it should."""
+        entries = self.entries.values()
+        return bool(self.remarks) or any(entry.verdict == MISSED for entry in entries)
 
-    def _measure(self, line: Line, entry: Entry) -> None:
-        began, error, figures = time.monotonic(), "", {}
-        try:
-            figures = dict(line.measure())
-            found = verdict(line.goals, figures)
-        except Unavailable as reason:
-            found = f"{NOT_RUN}{reason}"
-        except Exception as failure:
-            error = traceback.format_exc(limit=-8)
-            found = f"{NOT_RUN}{first_line(failure)}" if line.peer else MISSED
-        with self._lock:
-            entry.figures, entry.error = figures, error
-            entry.seconds = round(time.monotonic() - began, 3)
-        self._note(entry, found)
-        print(f"{entry.group} / {entry.name}: {found} {told(figures)}{error}", flush=True)
+    def remark(self, text: str) -> None:
+        """Add something that concerns no single line."""
+        self.remarks.append(text)
+        self._write()
 
-    def _note(self, entry: Entry, found: str) -> None:
-        with self._lock:
-            if self._over:
-                return
-            entry.verdict = found
-            self._write()
+    def note(self, name: str, verdict: str, **changes: Any) -> None:
+        """Change the entry of a line."""
+        entry = self.entries[name]
+        self.entries[name] = Entry(**{**asdict(entry), "verdict": verdict, **changes})
+        self._write()
 
-    def _out_of_time(self) -> None:
-        with self._lock:
-            self._over = True
-            for entry in self.entries:
-                if entry.verdict in (ENDED, NOT_REACHED):
-                    entry.verdict = TIME
-            self._write()
-        self._tidy()
-        self._leave(self.status)
+    def ended(self, line: Line, why: str) -> None:
+        """Note that the process ended by itself while it measured a line: that is a result."""
+        found = f"{NOT_RUN}{why}" if line.peer else MISSED
+        self.note(line.name, found, error=f"{why}\n", done=True)
 
     def _write(self) -> None:
-        document = {
-            **self._about,
-            "seconds": round(time.monotonic() - self._began, 1),
-            "lines": [asdict(entry) for entry in self.entries],
+        document = self._about | {
+            "seconds": round(sum(entry.seconds for entry in self.entries.values()), 1),
+            "remarks": self.remarks,
+            "lines": [asdict(entry) for entry in self.entries.values()],
         }
-        draft = self._out.with_name(self._out.name + ".draft")
+        draft = self.path.with_name(self.path.name + ".draft")
         draft.write_text(json.dumps(document, indent=1) + "\n")
-        draft.replace(self._out)
+        draft.replace(self.path)
+
+
+def measure(
+    report: Report,
+    known: MutableMapping[str, Figures],
+    ends: float,
+    *,
+    scale: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Measure the lines that are left, one by one, until `clock` says `ends`.
+
+    A line that needs more time than is left (`scale` times its seconds) is skipped: a later one may
+    fit. `known` receives the figures of each line. Returns before the end after a line that raised
+    an error or poisons its process: the lines that are left need a fresh process.
+    """
+    for line in report.left:
+        need, left = scale * line.seconds, ends - clock()
+        if need > left:
+            report.note(line.name, f"{TIME}: it takes about {need:.0f} s, {left:.0f} s are left")
+            continue
+        report.note(line.name, RUNNING)
+        began = clock()
+        found = attempt(line)
+        if found["done"]:
+            known[line.name] = found["figures"]
+        report.note(line.name, **found, seconds=round(clock() - began, 3))
+        group, error = report.entries[line.name].group, found["error"]
+        print(
+            f"{group} / {line.name}: {found['verdict']} {told(found['figures'])}{error}", flush=True
+        )
+        if error or line.poisons:
+            return
+
+
+def attempt(line: Line) -> dict[str, Any]:
+    """Measure a line. Returns what changes of its entry."""
+    figures: Figures = {}
+    error, done = "", True
+    try:
+        figures = dict(line.measure())
+        found = verdict(line.goals, figures)
+    except Unavailable as reason:
+        found = f"{NOT_RUN}{reason}"
+    except Postponed as reason:
+        why, _, error = str(reason).partition("\n")
+        found, done = f"{NOT_RUN}{why}", False
+    except Failed as failure:
+        figures, error, found = dict(failure.figures), str(failure), MISSED
+    except Exception as failure:
+        error = traceback.format_exc(limit=-8)
+        found = f"{NOT_RUN}{first_line(failure)}" if line.peer else MISSED
+    return {"verdict": found, "figures": figures, "error": error, "done": done}
 
 
 def told(figures: Figures) -> str:
@@ -209,23 +256,6 @@ def told(figures: Figures) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What kind of error it is, and the beginning of what it says."""
+    """The kind of an error, and the beginning of its message."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def chosen(groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
-    """The groups and lines with these names; all, if there are no names.
-
-    Raises ValueError for a name of nothing.
-    """
-    if not names:
-        return list(groups)
-    known = {group.name for group in groups} | {line.name for g in groups for line in g.lines}
-    if unknown := sorted(set(names) - known):
-        raise ValueError(f"there is no group or line {unknown}; there are {sorted(known)}")
-    return [
-        Group(group.name, lines, group.decisive)
-        for group in groups
-        if (lines := [x for x in group.lines if group.name in names or x.name in names])
-    ]

@@ -1,10 +1,11 @@
-"""Turn what the three commands have written into pages of docs/benchmarks.
+"""Turn the results of `python -m tools.gpu` into pages of docs/benchmarks.
 
-    python -m tools.gpu.pages correctness.json inference.json training.json [--to DIR]
+    python -m tools.gpu.pages gpu/*.json [--to DIR]
 
-A page is named after the command, the device and the day, and names the hardware. Prose around
-what was measured stays as it is when a page is written again. A run with `--small`, or without a
-GPU, has measured nothing that a reader should see: it makes no page, but where `--trial` says so.
+A page is named after its subject, the device and the day, and names the hardware. Files with the
+same three are one page. Prose around the figures stays as it is when a page is written again. A run
+with `--small`, or without a GPU, has measured nothing for readers: it makes a page only with
+`--trial`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,21 @@ TITLES = {
     "training": "Training on a GPU with activations, or state, somewhere else",
 }
 
+HOW = "```sh\npython -m tools.gpu --minutes 12 --out gpu\n```"
+NO_FIGURE = "checksum"
+"""Figures whose names begin so are for comparing lines."""
+
 Document = Mapping[str, Any]
+
+
+def together(documents: Sequence[Document]) -> list[Document]:
+    """Join documents that belong on the same page."""
+    joined: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        page = joined.setdefault(name_of(document), {**document, "seconds": 0, "lines": []})
+        page["seconds"] += document["seconds"]
+        page["lines"] += document["lines"]
+    return list(joined.values())
 
 
 def name_of(document: Document) -> str:
@@ -39,7 +54,7 @@ def name_of(document: Document) -> str:
 
 def text_of(document: Document) -> str:
     """What a page says."""
-    parts = ["\n".join(f"- {line}" for line in about(document)), command_of(document)]
+    parts = ["\n".join(f"- {line}" for line in about(document)), HOW]
     for name, lines in groupby(document["lines"], key=lambda line: line["group"]):
         found = list(lines)
         rows = [[line["name"], line["about"], verdict_of(line), figures_of(line)] for line in found]
@@ -65,13 +80,6 @@ def about(document: Document) -> Iterator[str]:
     yield f"{document['began']}, {document['seconds']:.0f} s" + ", small" * document["small"]
 
 
-def command_of(document: Document) -> str:
-    """How it was measured."""
-    small = " --small" if document["small"] else ""
-    name = document["command"]
-    return f"```sh\npython -m tools.gpu.{name}{small} --out {name}.json\n```"
-
-
 def verdict_of(line: Document) -> str:
     """Missed goals are to be seen."""
     verdict: str = line["verdict"]
@@ -80,7 +88,11 @@ def verdict_of(line: Document) -> str:
 
 def figures_of(line: Document) -> str:
     """All of them, in one cell."""
-    return "; ".join(f"{name} {value:,.4g}" for name, value in line["figures"].items())
+    return "; ".join(
+        f"{name} {value:,.4g}"
+        for name, value in line["figures"].items()
+        if not name.startswith(NO_FIGURE)
+    )
 
 
 def claims(document: Document) -> Iterator[str]:
@@ -92,16 +104,18 @@ def claims(document: Document) -> Iterator[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.pages", description=__doc__)
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of the commands")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files")
     parser.add_argument("--to", type=Path, default=PAGES, help="the folder for pages")
     parser.add_argument("--trial", action="store_true", help="pages of trials, too")
     options = parser.parse_args(words)
+    documents = []
     for path in options.results:
         document = json.loads(path.read_text())
-        trial = document["small"] or "device_gib" not in document["hardware"]
-        if trial and not options.trial:
+        if (document["small"] or "device_gib" not in document["hardware"]) and not options.trial:
             print(f"{path}: a trial, which has measured nothing: no page")
-            continue
+        else:
+            documents.append(document)
+    for document in together(documents):
         page = options.to / name_of(document)
         publish(page, TITLES[document["command"]], text_of(document))
         print(page)

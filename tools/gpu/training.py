@@ -1,19 +1,16 @@
 """Training: activations, and then parameters, gradients and states, that are not on the GPU.
 
-    python -m tools.gpu.training --out training.json
-
 Activations: 16 blocks of 4,096 numbers per token, 16k tokens, bfloat16. The bound of a step is its
 forward or what is copied away meanwhile, and then its backward or what is copied back. State: a
 model of a billion parameters, 8k tokens, float32 (tensor cores round to TF32), AdamW on the CPU.
-Plain training has its optimizer on the CPU, too, so that losses can be equal. Everything is run
-with torch's deterministic algorithms. All figures are by step, and medians.
+Plain training has its optimizer on the CPU, too, so that losses can be equal. All lines run with
+deterministic algorithms, attention included. Figures are medians by step.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,10 +22,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tierstore import OffloadModel, OffloadOptimizer, TierStore, offload_activations
 from tools.bench import train_offload
-from tools.gpu.bench import Bench, command, installed
+from tools.gpu.bench import Bench, checksum, installed
 from tools.gpu.lines import Figures, Goal, Group, Line, Unavailable
 
 NONE = "nothing offloaded"
@@ -36,30 +34,30 @@ PLAIN = {True: "plain, fused", False: "plain, not fused"}
 LEARNING = {"lr": 1e-4}
 EQUAL = Goal("differing", at_most=0)
 WARM_UP = 2
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, whatever can compute the same bits each time does so."""
+    """Inside, the same step computes the same bits each time, or raises RuntimeError.
+
+    The backward pass of cuDNN's attention, which torch prefers on an H100, adds in any order, and
+    does not know of deterministic algorithms. Those of flash and of memory-efficient attention
+    (float32) do, if torch is told to raise: `warn_only` leaves them as they are.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
     fill = torch.utils.deterministic.fill_uninitialized_memory
     precision = torch.get_float32_matmul_precision()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # that takes time
     torch.set_float32_matmul_precision("high")
     try:
-        yield
+        with sdpa_kernel(ATTENTION):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.set_float32_matmul_precision(precision)
-
-
-def digest(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers that differ if a bit of the tensors does, but for a rare chance."""
-    rows = (tensor.detach().reshape(-1).view(torch.int16) for tensor in tensors)
-    return [int(row.to(torch.int64).sum()) for row in rows]
 
 
 # Activations --------------------------------------------------------------------------------------
@@ -93,7 +91,6 @@ class Activations:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.case = self.SMALL if bench.small else self.FULL
-        self._gradients: list[int] = []
 
     def run(self, around: Callable[[Path, nn.Module], AbstractContextManager[Any]]) -> Figures:
         """Steps whose forward passes are inside of `around`, which is entered anew for each."""
@@ -122,16 +119,22 @@ class Activations:
                 del loss
             peak = accelerator.peak_reserved() - base
         forward, backward = (statistics.median(part) for part in zip(*times[WARM_UP:], strict=True))
-        found = digest([p.grad for p in model.parameters() if p.grad is not None])
-        self._gradients = self._gradients or found
+        found = checksum([p.grad for p in model.parameters() if p.grad is not None])
         accelerator.start_over()
         return {
             "seconds": forward + backward,
             "forward_seconds": forward,
             "backward_seconds": backward,
             "peak_reserved_gb": peak / 1e9,
-            "differing": float(found != self._gradients),
+            "checksum": found,
         }
+
+    def beside(
+        self, around: Callable[[Path, nn.Module], AbstractContextManager[Any]]
+    ) -> dict[str, float]:
+        """The same, and compare the gradients with those of steps without offloading."""
+        figures = dict(self.run(around))
+        return figures | {"differing": self.bench.differing(figures["checksum"], NONE)}
 
     @contextmanager
     def none(self, place: Path, model: nn.Module) -> Iterator[Callable[[], Any]]:
@@ -166,7 +169,7 @@ class Activations:
                 yield lambda: offload
                 stores.append(store.stats())
 
-        figures = dict(self.run(around))
+        figures = self.beside(around)
         stats, steps = stores[1], WARM_UP + case.model.steps
         away, back = (
             n / steps / self.bench.link_speed for n in (stats.bytes_offloaded, stats.bytes_onloaded)
@@ -181,28 +184,30 @@ class Activations:
 
     def group(self) -> Group:
         """The lines of activations."""
-        keep = self.bench.keep
         return Group(
             "activations",
             [
-                Line(NONE, "what computing takes", keep(NONE, lambda: self.run(self.none))),
+                Line(NONE, "what computing takes", lambda: self.run(self.none), seconds=8),
                 Line(
                     "offload_activations",
                     f"a store with {self.case.device / 1e9:g} GB of the GPU",
                     self.ours,
                     [EQUAL, Goal("to_bound", at_most=1.3), Goal("peak_to_none", at_most=1)],
+                    seconds=20,
                 ),
                 Line(
                     "save_on_cpu, pin_memory",
                     "torch's own: copies every saved tensor, and waits for it",
-                    lambda: self.run(self.save_on_cpu),
+                    lambda: self.beside(self.save_on_cpu),
                     peer=True,
+                    seconds=40,
                 ),
                 Line(
                     "torchtune OffloadActivations",
                     "on streams",
-                    lambda: self.run(self.torchtune),
+                    lambda: self.beside(self.torchtune),
                     peer=True,
+                    seconds=20,
                 ),
             ],
         )
@@ -228,9 +233,8 @@ class States:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.case = self.SMALL if bench.small else self.FULL
-        self._losses: dict[bool, list[float]] = {}
 
-    def run(self, start: Callable[[Path], AbstractContextManager[Step]], fused: bool) -> Figures:
+    def run(self, start: Callable[[Path], AbstractContextManager[Step]]) -> Figures:
         """Train for some steps."""
         accelerator, device = self.bench.accelerator, self.bench.device
         x, y = (tensor.to(device) for tensor in train_offload.data(self.case))
@@ -246,13 +250,23 @@ class States:
                     seconds.append(time.perf_counter() - began)
                 peak = accelerator.peak_reserved() - base
             accelerator.start_over()
-        plain = self._losses.setdefault(fused, losses)
         return {
             "seconds": statistics.median(seconds[WARM_UP:]),
             "peak_reserved_gb": peak / 1e9,
             "first_loss": losses[0],
             "last_loss": losses[-1],
-            "differing": float(sum(a != b for a, b in zip(losses, plain, strict=True))),
+            "checksum": checksum([torch.tensor(losses, dtype=torch.float64)]),
+        }
+
+    def beside(
+        self, start: Callable[[Path], AbstractContextManager[Step]], fused: bool = True
+    ) -> dict[str, float]:
+        """The same, and compare the losses with those of plain training."""
+        plain = self.bench.figure(PLAIN[fused], "seconds")
+        figures = dict(self.run(start))
+        return figures | {
+            "differing": self.bench.differing(figures["checksum"], PLAIN[fused]),
+            "to_plain": figures["seconds"] / plain,
         }
 
     def plain(self, fused: bool) -> Callable[[Path], AbstractContextManager[Step]]:
@@ -282,7 +296,6 @@ class States:
 
     def ours(self, share: float, fused: bool) -> Figures:
         """RAM for `share` of the state."""
-        plain = self.bench.figure(PLAIN[fused], "seconds")
         stats: list[Any] = []
 
         @contextmanager
@@ -300,10 +313,9 @@ class States:
                 yield stepping(model, optimizer)
                 stats.append(store.stats())
 
-        figures = dict(self.run(start, fused))
+        figures = self.beside(start, fused)
         budgets = stats[0].budget_bytes
         return figures | {
-            "to_plain": figures["seconds"] / plain,
             "read_gb": stats[0].bytes_read / (WARM_UP + self.case.steps) / 1e9,
             "written_gb": stats[0].bytes_written / (WARM_UP + self.case.steps) / 1e9,
             "budgets_taken": max(
@@ -376,21 +388,23 @@ class States:
         yield step
 
     def group(self) -> Group:
-        """The lines of states."""
-        lines = [
+        """The lines of states. The most important comes first."""
+        fused, not_fused = (
             Line(
                 name,
                 "the model on the GPU, AdamW on the CPU",
-                self.bench.keep(name, lambda fused=fused: self.run(self.plain(fused), fused)),
+                lambda fused=fused: self.run(self.plain(fused)),
+                seconds=25,
             )
             for fused, name in PLAIN.items()
-        ]
-        lines += [
+        )
+        ours = [
             Line(
                 f"OffloadModel, RAM for {share:g} x, {'fused' if fused else 'not fused'}",
                 "with OffloadOptimizer; an eighth of the state on the GPU",
                 lambda share=share, fused=fused: self.ours(share, fused),
                 [EQUAL, Goal("budgets_taken", at_most=1)],
+                seconds=40,
             )
             for share, fused in ((2.0, True), (0.5, True), (2.0, False))
         ]
@@ -399,11 +413,11 @@ class States:
             "torchao CPUOffloadOptimizer": self.torchao,
             "DeepSpeed, ZeRO-Offload": self.deepspeed,
         }
-        lines += [
-            Line(name, "fused", lambda start=start: self.run(start, True), peer=True)
+        theirs = [
+            Line(name, "fused", lambda start=start: self.beside(start), peer=True, seconds=30)
             for name, start in peers.items()
         ]
-        return Group("states", lines)
+        return Group("states", [fused, *ours[:2], *theirs, not_fused, *ours[2:]])
 
 
 def stepping(
@@ -421,10 +435,11 @@ def stepping(
     return step
 
 
-def groups(bench: Bench) -> Sequence[Group]:
-    """The lines of this command."""
-    return [Activations(bench).group(), States(bench).group()]
+def activations(bench: Bench) -> Sequence[Group]:
+    """The lines of the part `activations`."""
+    return [Activations(bench).group()]
 
 
-if __name__ == "__main__":
-    sys.exit(command("training", __doc__.splitlines()[0], groups))
+def states(bench: Bench) -> Sequence[Group]:
+    """The lines of the part `training`."""
+    return [States(bench).group()]

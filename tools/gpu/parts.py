@@ -1,0 +1,35 @@
+"""What `python -m tools.gpu` measures: its parts, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tools.gpu import correctness, hazards, inference, per_group, training
+from tools.gpu.bench import Bench
+from tools.gpu.lines import Group
+
+
+@dataclass(frozen=True)
+class Part:
+    """Lines that are measured in processes of their own, and written to `NAME.json`.
+
+    Parts of the same step run side by side. `page` names the page on which the results belong.
+    """
+
+    name: str
+    step: int
+    page: str
+    groups: Callable[[Bench], Sequence[Group]]
+
+
+PARTS = (
+    Part("suite", 1, "correctness", correctness.suite),
+    Part("correctness", 1, "correctness", correctness.groups),
+    Part("hazards", 1, "correctness", hazards.groups),
+    Part("per_group", 2, "inference", per_group.groups),
+    Part("inference", 3, "inference", inference.groups),
+    Part("activations", 4, "training", training.activations),
+    Part("training", 5, "training", training.states),
+    Part("disk_peers", 6, "inference", inference.disk_peers),
+)
