@@ -137,15 +137,9 @@ OFFLOADS: dict[str, Callable[[nn.Module, TierStore], object]] = {
 
 @pytest.mark.full(
     "every model, however it is offloaded and recomputed, at every budget",
-    keep=[
-        "dispatched-0.15-plain-llama-cpu",
-        "dispatched-0.5-reentrant-llama-pretend",
-        "dispatched-0.15-not reentrant-llama-cpu",
-        "in groups-0.5-not reentrant-flux-pretend",
-        "dispatched-1.5-plain-t5_head-cpu",
-        "dispatched-0.5-plain-t5_head-pretend",
-    ],
+    keep="values",
 )
+@pytest.mark.long("no three of these have to do with each other", keep="pairs")
 @pytest.mark.parametrize("build", (llama, flux, t5_head, unet), ids=lambda build: build.__name__)
 @pytest.mark.parametrize("how", ("plain", "reentrant", "not reentrant"))
 @pytest.mark.parametrize(
