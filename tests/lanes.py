@@ -1,16 +1,19 @@
 """Three lanes of tests: what guards each change, what guards a landing, what guards a release.
 
-- **default**, `pytest`: every test that is not marked `full`, searches with a few seeds. Minutes.
-- **full**, `pytest --full`: every test, searches as long as they have to be to find what they are
-  for.
+- **default**, `pytest`: every test without a mark, searches with a few seeds. Minutes.
+- **full**, `pytest --full`: those marked `full`, too; searches as long as they have to be to find
+  each seeded fault. 40 minutes.
 - **long**, `pytest --long`: every test, each search at full length. Hours.
 
 A test says itself where it runs:
 
     @pytest.mark.full("every pipeline at every budget", keep=["flux-0.4"])
+    @pytest.mark.long("cuts the power again and again", sentinel="tests/a/test_b.py::test_c")
 
-leaves all cases of a parametrised test to the full lane but those that `keep` names: a list of ids,
-or a rule by which they are chosen.
+The mark names the first lane that runs the test. It leaves all cases of a parametrised test to that
+lane but those that `keep` names: a list of ids, or a rule by which they are chosen. A test with
+both marks is divided by `long` first, and `full` divides the rest. A mark `long` that keeps nothing
+names the test that stands for it in the full lane, its `sentinel`.
 
 - `keep="pairs"`: cases in which each two values of two parameters meet. Enough where no three
   parameters have to do with each other.
@@ -20,19 +23,25 @@ or a rule by which they are chosen.
 - `keep="a third"`: one in three of those, drawn by the cases' names. Enough where each case shows
   the same of another model or another call.
 
-By a rule, a test without parameters is kept. Without `keep`, all of it is left to the full lane.
+By a rule, a test without parameters is kept. Without `keep`, all of it is left to that lane.
 The mark of a `pytest.param` counts before that of the function, and that before one of the module.
 
 `by_lane(3, 40, 1000)` is how often to search. Seeds are the same each time, but in the long lane.
+
+`pytest --full --rest` leaves out what the default lane runs in the same way: what it runs of files
+that do not search (`searches`), but for tests that a gate watches (the mark `watched`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -40,6 +49,8 @@ import pytest
 T = TypeVar("T")
 
 DEFAULT, FULL, LONG = LANES = ("default", "full", "long")
+MARKS = (LONG, FULL)
+"""Marks have the name of the first lane that runs what they leave out, the last lane first."""
 VARIABLE = "TIERSTORE_TEST_LANE"
 """In the environment, so that processes that a test starts know it, too."""
 
@@ -58,12 +69,17 @@ def by_lane(default: T, full: T, long: T | None = None) -> T:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run every test (half an hour)")
+    parser.addoption("--full", action="store_true", help="run the full lane (40 minutes)")
     parser.addoption("--long", action="store_true", help="run every test at full length (hours)")
+    parser.addoption(
+        "--rest", action="store_true", help="with --full: not what the default lane runs as it does"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set the lane of this process, and of those that it starts, before anything is collected."""
+    if config.getoption("rest") and not config.getoption("full"):
+        raise pytest.UsageError("--rest is for --full")
     chosen = LONG if config.getoption("long") else FULL if config.getoption("full") else DEFAULT
     os.environ[VARIABLE] = chosen
 
@@ -75,29 +91,51 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     # Where single cases were asked for, what others a test has is not known here.
     some = any("::" in argument for argument in config.args)
-    left_out: dict[int, pytest.Item] = {}
-    for name, cases in functions.items():
-        marks = {id(mark): mark for case in cases if (mark := _mark(case)) is not None}
-        for mark in marks.values():
-            marked = [case for case in cases if _mark(case) is mark]
-            kept = kept_cases(name, marked, mark, some)
-            left_out |= {id(item): item for item in marked if item not in kept}
-    if lane() == DEFAULT and left_out:
-        items[:] = [item for item in items if id(item) not in left_out]
-        config.hook.pytest_deselected(items=list(left_out.values()))
+    first: dict[int, str] = {}
+    for (name, cases), mark in itertools.product(functions.items(), MARKS):
+        left = [case for case in cases if id(case) not in first]
+        first |= {id(case): mark for case in left_out(name, left, mark, some)}
+    runs = LANES[: LANES.index(lane()) + 1]
+    skipped = {id(item) for item in items if first.get(id(item), DEFAULT) not in runs}
+    if config.getoption("rest"):
+        skipped |= {id(item) for item in items if id(item) not in first and _repeats(item)}
+    if skipped:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in skipped])
+        items[:] = [item for item in items if id(item) not in skipped]
+
+
+def left_out(
+    name: str, cases: Sequence[pytest.Item], mark_name: str, some: bool
+) -> list[pytest.Item]:
+    """Those of a test's cases that are left to the lane that a mark is called after."""
+    found: list[pytest.Item] = []
+    marks = {id(mark): mark for case in cases if (mark := _mark(case, mark_name)) is not None}
+    for mark in marks.values():
+        marked = [case for case in cases if _mark(case, mark_name) is mark]
+        kept = kept_cases(name, marked, mark, some)
+        found += [case for case in marked if case not in kept]
+    return found
+
+
+def _repeats(item: pytest.Item) -> bool:
+    """Whether what the default lane runs would run in the same way in the full one."""
+    return item.get_closest_marker("watched") is None and not searches(item.path)
 
 
 def kept_cases(
     name: str, cases: Sequence[pytest.Item], mark: pytest.Mark, some: bool
 ) -> Sequence[pytest.Item]:
-    """Those of the cases with a mark that run in the default lane, too.
+    """Those of the cases with a mark that run in the lane before, too.
 
     If `some` says so, the test has other cases. Raises UsageError for a mark that has no reason, an
-    unknown rule, or names a case that there is not, as after a renaming.
+    unknown rule, or names a case that there is not, as after a renaming; and for a mark `long` that
+    neither keeps a case nor names a sentinel.
     """
     if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):
-        raise pytest.UsageError(f"{name}: the mark `full` needs one argument, its reason")
+        raise pytest.UsageError(f"{name}: the mark `{mark.name}` needs one argument, its reason")
     keep = mark.kwargs.get("keep", ())
+    if mark.name == LONG and bool(keep) == bool(mark.kwargs.get("sentinel")):
+        raise pytest.UsageError(f"{name}: the mark `long` needs either `keep` or a `sentinel`")
     if isinstance(keep, str):
         if keep not in RULES:
             raise pytest.UsageError(f"{name}: keep={keep!r} is none of {sorted(RULES)}, nor ids")
@@ -112,10 +150,10 @@ def kept_cases(
     return [case for key, case in ids.items() if key in keep]
 
 
-def _mark(item: pytest.Item) -> pytest.Mark | None:
-    """What `full` says of a case: its parameters' mark, or the function's, or the module's."""
-    own = [mark for mark in item.own_markers if mark.name == "full"]
-    return own[-1] if own else item.get_closest_marker("full")
+def _mark(item: pytest.Item, name: str) -> pytest.Mark | None:
+    """What a mark says of a case: its parameters' mark, or the function's, or the module's."""
+    own = [mark for mark in item.own_markers if mark.name == name]
+    return own[-1] if own else item.get_closest_marker(name)
 
 
 def _case(item: pytest.Item) -> str:
@@ -129,6 +167,28 @@ def _parameters(item: pytest.Item, ignored: str) -> dict[str, int]:
     call = getattr(item, "callspec", None)
     values = {} if call is None else call.params
     return {name: id(value) for name, value in values.items() if name != ignored}
+
+
+TESTS = Path(__file__).resolve().parent
+ASKS = re.compile(r"\bby_lane\(|\blane\(\)")
+IMPORTS = re.compile(r"^[ \t]*from tests((?:\.\w+)*) import (\([^)]*\)|.*)$", re.MULTILINE)
+
+
+@functools.cache
+def searches(file: Path) -> bool:
+    """Whether what a file runs may depend on the lane.
+
+    It does if the file asks for the lane, or a module of the tests that it imports does.
+    """
+    text = "" if file == TESTS / "lanes.py" else file.read_text(encoding="utf-8")
+    if ASKS.search(text):
+        return True
+    imported = set()
+    for package, names in IMPORTS.findall(text):
+        folder = TESTS.joinpath(*package.split("."))
+        files = [folder, *(folder / name for name in re.findall(r"\w+", names))]
+        imported |= {each.with_suffix(".py") for each in files if each != TESTS}
+    return any(searches(each) for each in sorted(imported) if each.is_file() and each != file)
 
 
 RULES = {

@@ -1,13 +1,16 @@
-"""Run the checks that guard a change: `python tools/check.py [--full | --long | --changed |
+"""Run the checks that guard a change: `tools/check.py [--full | --rest | --long | --changed |
 --device cuda]`.
 
 - Without an option: format, lint, types, layers, and the default lane of tests. Minutes.
-- `--full`: the same checks, and every test; what lands has passed it. It watches, too, that no
-  branch of the code that decides and of the code that keeps bytes goes without a test. Before, in
-  environments of their own, if these can be had: the site of the documentation is built, and the
-  package, which is installed and used (tools/docs.py, tools/package.py); tests marked `floor` run
-  with the oldest torch (tools/floor.py), and those of quantised models with the libraries that
-  quantise (tools/quantised.py).
+- `--full`: the same checks, and the full lane of tests; what lands has passed it. It watches, too,
+  that no branch of the code that decides and of the code that keeps bytes goes without a test.
+  Before, in environments of their own, if these can be had: the site of the documentation is built,
+  and the package, which is installed and used (tools/docs.py, tools/package.py); tests marked
+  `floor` run with the oldest torch (tools/floor.py), and those of quantised models with the
+  libraries that quantise (tools/quantised.py).
+- `--rest`: what `--full` adds to a run without an option, for whom that has just passed (.ci/run).
+  Format, lint, types and layers are not looked at again, nor does a test run that ran before as it
+  would now. The two together are `--full`.
 - `--long`: every test, with each search at full length; tests marked `floor` run with the newest
   Python, too (tools/newest.py). Hours, before a release.
 - `--changed`: the same checks, and those tests of the default lane that mirror the files that
@@ -29,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,15 +54,19 @@ STEPS: dict[str, list[str]] = {
 }
 
 ELSEWHERE = {
-    "docs site": "tools/docs.py",
-    "package": "tools/package.py",
     "oldest torch": "tools/floor.py",
+    "package": "tools/package.py",
     "quantised models": "tools/quantised.py",
+    "docs site": "tools/docs.py",
 }
-"""What is checked in environments of its own."""
+"""What is checked in environments of its own. Two at a time: these fetch packages for minutes, and
+most of them use one core. The longest come first."""
 
-BEFORE_RELEASE = {"newest Python": "tools/newest.py"}
-"""The same, in the long lane only."""
+BEFORE_RELEASE = {
+    "newest Python": "tools/newest.py",
+    "quantised models": "tools/quantised.py --long",
+}
+"""The same in the long lane, instead of or besides those."""
 
 # Each process begins with its share of the tests, in their order, so that what several neighbours
 # need is mostly made once; whichever is done first then takes over what another has not begun.
@@ -70,6 +78,7 @@ AT_ONCE = "--dist=worksteal"
 LANES: dict[str, list[str]] = {
     "default": ["--numprocesses=3", "-p", "durations"],
     "full": ["--numprocesses=2", "--full", "-p", "coverage_gate"],
+    "rest": ["--numprocesses=2", "--full", "--rest", "-p", "coverage_gate"],
     "long": ["--numprocesses=2", "--long"],
 }
 
@@ -124,12 +133,32 @@ def run_step(name: str, command: list[str]) -> int:
     return status
 
 
+def run_quietly(name: str, command: list[str]) -> int:
+    """The same for a check that runs beside another: what it printed comes when it has ended."""
+    program, *arguments = command
+    started = time.monotonic()
+    done = subprocess.run(
+        [PROGRAMS / program, *arguments],
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    outcome = "passed" if done.returncode == 0 else f"FAILED with exit status {done.returncode}"
+    seconds = time.monotonic() - started
+    text = f"===== {name} =====\n{done.stdout}{name} {outcome} in {seconds:.1f} s"
+    print(f"\n{text}", flush=True)  # in one call, so that the other's comes before or after it
+    return done.returncode
+
+
 def run_elsewhere(
-    tally: Tally, run: Callable[[str, list[str]], int] | None = None, lane: str = "full"
+    tally: Tally, run: Callable[[str, list[str]], int] = run_quietly, lane: str = "full"
 ) -> None:
     """Checks in other environments; where one is not to be had, the summary says so."""
-    for name, script in (ELSEWHERE | (BEFORE_RELEASE if lane == "long" else {})).items():
-        status = (run or run_step)(name, ["python", script])
+    checks = ELSEWHERE | (BEFORE_RELEASE if lane == "long" else {})
+    with ThreadPoolExecutor(2) as pool:
+        statuses = pool.map(lambda name: run(name, ["python", *checks[name].split()]), checks)
+    for name, status in zip(checks, statuses, strict=True):
         if status == NOT_INSTALLED:
             tally.not_run.append(name)
         else:
@@ -202,7 +231,7 @@ def _mirrors(path: Path, root: Path) -> list[Path]:
 
 def run_all(lane: str, arguments: Sequence[str]) -> bool:
     tally = Tally()
-    for name, command in STEPS.items():
+    for name, command in STEPS.items() if lane != "rest" else ():
         tally.record(name, run_step(name, command) == 0)
     if lane != "default":
         run_elsewhere(tally, lane=lane)
@@ -212,7 +241,10 @@ def run_all(lane: str, arguments: Sequence[str]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the checks that guard a change.")
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--full", action="store_true", help="run every test (half an hour)")
+    choice.add_argument("--full", action="store_true", help="run the full lane (40 minutes)")
+    choice.add_argument(
+        "--rest", action="store_true", help="what --full adds to a run that has just passed"
+    )
     choice.add_argument("--long", action="store_true", help="run each search at length (hours)")
     choice.add_argument(
         "--changed", action="store_true", help="only the tests that mirror the changed files"
@@ -222,7 +254,7 @@ def main() -> int:
     )
     chosen = parser.parse_args()
     os.chdir(ROOT)  # each tool finds pyproject.toml, and so what to look at, from here
-    lane = "long" if chosen.long else "full" if chosen.full else "default"
+    lane = next((name for name in LANES if getattr(chosen, name, False)), "default")
     tests = tests_of(changed_files()) if chosen.changed else []
     if chosen.changed and not tests:
         print("no test mirrors what was changed: only format, lint, types and layers are checked")

@@ -39,7 +39,7 @@ from tools.mutants import Mutant, mutants_of, mutated
 ROOT = Path(__file__).resolve().parent.parent
 
 RANDOM = "tests/histories/test_planner_histories.py::test_every_promise_holds_in_random_histories"
-HISTORIES = ["tests/histories/test_known_faults.py", f"{RANDOM}[next-use-0]", f"{RANDOM}[lru-0]"]
+HISTORIES = ["tests/histories/test_known_faults.py", f"{RANDOM}[next-use]", f"{RANDOM}[lru]"]
 PLAN = ["tests/plan", "tests/conformance", *HISTORIES, "tests/simulation/test_simulation.py"]
 # Others of these let a process die at each of its system calls: too slow for thousands of mutants.
 DIRECTORY = [

@@ -1,6 +1,6 @@
 """Run the tests of quantised models, with the libraries that quantise.
 
-    python tools/quantised.py [-- ARGUMENTS FOR PYTEST]
+    python tools/quantised.py [--long] [-- ARGUMENTS FOR PYTEST]
 
 They are in an environment of its own, `.venv-quantised`, beside all that this one has (see
 tests/quantised). Where pip reaches no packages, it says so and ends with the status
@@ -25,6 +25,7 @@ NEEDED = ("bitsandbytes", "gguf", "ninja", "optimum-quanto", "torchao")
 
 def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--long", action="store_true", help="those of the long lane")
     parser.add_argument("words", nargs="*", help="more arguments for pytest")
     options = parser.parse_args(words)
     packages = pinned(NEEDED, (ROOT / "tools" / "constraints.txt").read_text())
@@ -34,7 +35,11 @@ def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
         print(error, file=sys.stderr)
         return NOT_INSTALLED
     command = [place / "bin" / "python", "-m", "pytest", "-q", "-n2", "-p", "no:cacheprovider"]
-    command += ["--full", *options.words, ROOT / "tests" / "quantised"]
+    command += [
+        "--long" if options.long else "--full",
+        *options.words,
+        ROOT / "tests" / "quantised",
+    ]
     return subprocess.run(command, cwd=ROOT, env=without_workers(), check=False).returncode
 
 

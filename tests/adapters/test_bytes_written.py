@@ -99,7 +99,10 @@ with TierStore(int(budget), disk_dir, device="cpu") as store:
 """
 
 
-@pytest.mark.full("a process of its own; another store in this process writes nothing, either")
+@pytest.mark.long(
+    "a process of its own; another store in this process writes nothing, either",
+    sentinel="tests/adapters/test_bytes_written.py::test_cast_weights_are_written_once",
+)
 def test_another_process_writes_nothing(checkpoint: Checkpoints, disk_dir: Path) -> None:
     directory = checkpoint("llama")
     model = pipelines.load("llama", directory, torch_dtype=CAST)

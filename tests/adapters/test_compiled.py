@@ -110,7 +110,10 @@ def test_repeated_blocks(
         assert stats.peak_bytes["HOST"] <= budget
 
 
-@pytest.mark.full("a minute of compiling")
+@pytest.mark.long(
+    "a minute of compiling; there, the same blocks are traced",
+    sentinel="tests/adapters/test_compiled.py::test_repeated_blocks",
+)
 def test_repeated_blocks_as_code(
     checkpoint: Checkpoints, compilations: Compilations, disk_dir: Path
 ) -> None:

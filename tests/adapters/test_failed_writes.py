@@ -228,7 +228,7 @@ def tried(
 
 def spread(count: int) -> range:
     """So many of the numbers from 1 to `count`."""
-    return range(1, count + 1, max(1, count // by_lane(2, 10, 100)))
+    return range(1, count + 1, max(1, count // by_lane(2, 4, 100)))
 
 
 def sweep_of_writes(make: Make, place: Path) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.accelerator import ACCELERATOR
 from tests.adapters.conftest import DEVICES
 from tests.dispatch import models
 from tests.helpers.tensors import parameter_bytes
@@ -138,15 +137,9 @@ OFFLOADS: dict[str, Callable[[nn.Module, TierStore], object]] = {
 
 @pytest.mark.full(
     "every model, however it is offloaded and recomputed, at every budget",
-    keep=[
-        "dispatched-0.15-plain-llama-cpu",
-        f"dispatched-0.5-reentrant-llama-{ACCELERATOR}",
-        "dispatched-0.15-not reentrant-llama-cpu",
-        f"in groups-0.5-not reentrant-flux-{ACCELERATOR}",
-        "dispatched-1.5-plain-t5_head-cpu",
-        f"dispatched-0.5-plain-t5_head-{ACCELERATOR}",
-    ],
+    keep="values",
 )
+@pytest.mark.long("no three of these have to do with each other", keep="pairs")
 @pytest.mark.parametrize("build", (llama, flux, t5_head, unet), ids=lambda build: build.__name__)
 @pytest.mark.parametrize("how", ("plain", "reentrant", "not reentrant"))
 @pytest.mark.parametrize(

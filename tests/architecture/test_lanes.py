@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_reliability import NAMED, PAGE, named
-from tests.lanes import covering
+from tests.lanes import MARKS, covering, searches
 from tierstore.plan import invariants
 from tools import check, durations, mutate
 
@@ -43,6 +43,18 @@ def test_whole(): pass
 @pytest.mark.full("every one", keep=["b"])
 @pytest.mark.parametrize("x", ["a", "b", "c"])
 def test_some(x): pass
+
+@pytest.mark.long("kills for hours", sentinel="test_it.py::test_whole")
+def test_kills(): pass
+
+@pytest.mark.full("some", keep="values")
+@pytest.mark.long("most", keep=["x-1", "x-2", "y-2"])
+@pytest.mark.parametrize("number", ["1", "2", "3"])
+@pytest.mark.parametrize("letter", ["x", "y"])
+def test_most(letter, number): pass
+
+@pytest.mark.watched
+def test_watched(): pass
 
 @pytest.mark.full("devices", keep="any device")
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -81,11 +93,13 @@ def test_sizes():
 EVERY_PAIR = {f"test_pairs[{'-'.join(ids)}]" for ids in itertools.product("12", "xy", "34")}
 ON_DEVICES = {f"test_devices[{x}-{device}]" for x in "abcd" for device in ("cpu", "gpu")}
 ON_ONE = {"test_one_device[cpu]", "test_one_device[gpu]"}
-WITHOUT = {"test_sizes", "test_no_device"}
+WITHOUT = {"test_sizes", "test_no_device", "test_watched"}
+LONG_ONLY = {"test_kills", *(f"test_most[{each}]" for each in ("x-3", "y-1", "y-3"))}
+IN_FULL = {f"test_most[{each}]" for each in ("x-1", "x-2", "y-2")}
 EVERYTHING = {"test_whole", *(f"test_some[{x}]" for x in "abc")}
 MODELS = {f"test_models[{model}-{device}]" for model in "abcdefg" for device in ("cpu", "gpu")}
 TWO = {"test_two[a]", "test_two[b]"}
-EVERYTHING |= EVERY_PAIR | ON_DEVICES | ON_ONE | WITHOUT | MODELS | TWO
+EVERYTHING |= EVERY_PAIR | ON_DEVICES | ON_ONE | WITHOUT | MODELS | TWO | IN_FULL
 
 
 def run_pytest(place: Path, *words: str, tests: str = TESTS) -> str:
@@ -93,7 +107,8 @@ def run_pytest(place: Path, *words: str, tests: str = TESTS) -> str:
     place.joinpath("conftest.py").write_text(CONFTEST.format(root=str(ROOT)))
     place.joinpath("test_it.py").write_text(tests.replace("{root!r}", repr(str(ROOT))))
     place.joinpath("pytest.ini").write_text(
-        "[pytest]\nmarkers = full\naddopts = -p no:cacheprovider --strict-markers -rA"
+        "[pytest]\nmarkers =\n full\n long\n watched\n"
+        "addopts = -p no:cacheprovider --strict-markers -rA"
     )
     command = [sys.executable, "-m", "pytest", "-s", *words]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
@@ -107,21 +122,53 @@ def passed(text: str) -> set[str]:
 def test_the_default_lane_leaves_out_what_is_marked_but_for_its_sentinels(tmp_path: Path) -> None:
     text = run_pytest(tmp_path)
     ran = passed(text)
-    drawn = EVERY_PAIR | ON_DEVICES | ON_ONE | MODELS | TWO
+    drawn = EVERY_PAIR | ON_DEVICES | ON_ONE | MODELS | TWO | IN_FULL
     assert ran - drawn == {"test_some[b]", *WITHOUT}
     assert [name[len("test_devices[")] for name in sorted(ran & ON_DEVICES)] == ["a", "b", "c"]
     assert len(ran & ON_ONE) == 1
     assert len({name.partition("-")[0] for name in ran & MODELS}) == len(ran & MODELS) == 3
     assert len(ran & TWO) == 1
     assert 4 <= len(ran & EVERY_PAIR) < len(EVERY_PAIR)
+    assert ran & IN_FULL == {"test_most[x-1]", "test_most[y-2]"}, "each value that is left to it"
     assert "SIZE 1 4 default" in text
 
 
-@pytest.mark.parametrize(("option", "told"), [("--full", "2 5 full"), ("--long", "3 5 long")])
-def test_the_other_lanes_run_everything(option: str, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "told", "more"), [("--full", "2 5 full", set()), ("--long", "3 5 long", LONG_ONLY)]
+)
+def test_the_other_lanes_run_everything(
+    option: str, told: str, more: set[str], tmp_path: Path
+) -> None:
     text = run_pytest(tmp_path, option)
-    assert passed(text) == EVERYTHING
+    assert passed(text) == EVERYTHING | more
     assert f"SIZE {told}" in text
+
+
+SAME = "import pytest\nfrom tests.lanes import {name}\n\ndef test_same(): pass\n"
+
+
+@pytest.mark.full("six processes; what a lane leaves out is tested above")
+def test_the_rest_leaves_out_what_would_run_in_the_same_way(tmp_path: Path) -> None:
+    """Not a test of a file that searches, nor one that a gate watches."""
+    asks = run_pytest(tmp_path, "--full", "--rest")
+    assert passed(asks) == EVERYTHING, "the file asks for the lane"
+    text = TESTS[: TESTS.index("def test_sizes")].replace("import by_lane", "import covering")
+    before = passed(run_pytest(tmp_path, tests=text))
+    rest = passed(run_pytest(tmp_path, "--full", "--rest", tests=text))
+    assert rest | before == EVERYTHING - {"test_sizes"}
+    assert rest & before == {"test_watched"}
+    same = SAME.format(name="covering")
+    assert "1 deselected" in run_pytest(tmp_path, "--full", "--rest", tests=same)
+    assert "--rest is for --full" in run_pytest(tmp_path, "--rest", tests=same)
+
+
+def test_a_file_searches_if_what_it_imports_does() -> None:
+    tests = ROOT / "tests"
+    assert searches(tests / "activations" / "cases.py")
+    assert searches(tests / "activations" / "test_op_parity.py")
+    assert searches(tests / "histories" / "test_seeded_faults.py"), "by what it imports"
+    assert not searches(tests / "plan" / "test_planner.py")
+    assert not searches(tests / "lanes.py")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +177,9 @@ def test_the_other_lanes_run_everything(option: str, told: str, tmp_path: Path) 
         ("@pytest.mark.full", "needs one argument, its reason"),
         ("@pytest.mark.full('')", "needs one argument, its reason"),
         ("@pytest.mark.full('why', keep=['a', 'd'])", "no case that is called ['d']"),
+        ("@pytest.mark.long('')", "needs one argument, its reason"),
+        ("@pytest.mark.long('why')", "needs either `keep` or a `sentinel`"),
+        ("@pytest.mark.long('why', keep=['d'])", "no case that is called ['d']"),
         (
             "@pytest.mark.full('why', keep='most')",
             "is none of ['a third', 'any device', 'pairs', 'values']",
@@ -241,10 +291,15 @@ def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def left_out_of_the_default_lane(path: str, name: str, root: Path = ROOT) -> str | None:
-    """Why no case of a test runs in the default lane; None if one does."""
+def why_left_out(
+    path: str, name: str, root: Path = ROOT, marks: Sequence[str] = MARKS
+) -> str | None:
+    """Why no case of a test runs in the default lane; None if one does.
+
+    With `marks=["long"]`: in the full lane.
+    """
     tree = _parsed(root / path)
-    marks = [
+    modules = [
         node.value
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
@@ -256,11 +311,16 @@ def left_out_of_the_default_lane(path: str, name: str, root: Path = ROOT) -> str
     ]
     if not found:
         return f"{path} has no {name}"
-    own = [mark for mark in found[0].decorator_list if "mark.full(" in ast.unparse(mark)]
-    for mark in own or [mark for mark in marks if "mark.full(" in ast.unparse(mark)]:
-        if "keep=" not in ast.unparse(mark):
-            return f"{path}::{name} is left to the full lane, all of it"
+    for mark_name in marks:
+        own = [mark for mark in found[0].decorator_list if _is(mark, mark_name)]
+        for mark in own or [mark for mark in modules if _is(mark, mark_name)]:
+            if "keep=" not in ast.unparse(mark):
+                return f"{path}::{name} is left to the {mark_name} lane, all of it"
     return None
+
+
+def _is(mark: ast.expr, name: str) -> bool:
+    return f"mark.{name}(" in ast.unparse(mark)
 
 
 def test_every_promise_has_a_sentinel() -> None:
@@ -271,7 +331,7 @@ def test_every_promise_has_a_sentinel() -> None:
 def test_every_sentinel_runs_in_the_default_lane() -> None:
     tests = [test for row in sentinels().values() for test in row]
     assert len(tests) >= len(promises())
-    assert [why for test in tests if (why := left_out_of_the_default_lane(*test))] == []
+    assert [why for test in tests if (why := why_left_out(*test))] == []
 
 
 def test_what_proves_a_promise_is_not_left_to_the_full_lane() -> None:
@@ -280,8 +340,28 @@ def test_what_proves_a_promise_is_not_left_to_the_full_lane() -> None:
     for number in range(1, 7):
         section = page.partition(f"### P{number}: ")[2].partition("\n#")[0]
         tests = named(section)
-        left_out = [why for test in tests if (why := left_out_of_the_default_lane(*test))]
+        left_out = [why for test in tests if (why := why_left_out(*test))]
         assert 2 * len(left_out) <= len(tests), f"P{number}: {left_out}"
+
+
+def named_sentinels(root: Path) -> list[str]:
+    """What marks `long` in the tests name as their sentinels."""
+    files = [path for path in root.rglob("*.py") if "mark.long(" in path.read_text("utf-8")]
+    return [
+        ast.literal_eval(word.value)
+        for path in files
+        for node in ast.walk(_parsed(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.long")
+        for word in node.keywords
+        if word.arg == "sentinel"
+    ]
+
+
+def test_what_is_left_to_the_long_lane_has_a_sentinel_in_the_full_one() -> None:
+    names = named_sentinels(ROOT / "tests")
+    assert len(names) > 5
+    found = [why_left_out(*name.split("::"), marks=["long"]) for name in names]
+    assert [why for why in found if why] == []
 
 
 def test_who_notices_seeded_faults_runs_in_the_default_lane() -> None:
@@ -302,7 +382,7 @@ def test_who_notices_seeded_faults_runs_in_the_default_lane() -> None:
             )
             found += [(file, each) for each in functions]
     assert len(found) > 400
-    assert [why for test in found if (why := left_out_of_the_default_lane(*test))] == []
+    assert [why for test in found if (why := why_left_out(*test))] == []
 
 
 def _text(path: str) -> str:
@@ -315,15 +395,26 @@ pytestmark = [pytest.mark.full("all of it"), pytest.mark.timeout(3)]
 def test_left_out(): ...
 @pytest.mark.full("some", keep=["a"])
 def test_some(): ...
+@pytest.mark.long("kills", keep=["a"])
+@pytest.mark.full("some", keep=["a"])
+def test_kept(): ...
+@pytest.mark.long("kills", sentinel="test_it.py::test_kept")
+@pytest.mark.full("some", keep=["a"])
+def test_later(): ...
 """
 
 
 def test_one_that_is_left_out_is_noticed(tmp_path: Path) -> None:
     """The control."""
     tmp_path.joinpath("test_it.py").write_text(MARKED)
-    assert left_out_of_the_default_lane("test_it.py", "test_left_out", tmp_path) is not None
-    assert left_out_of_the_default_lane("test_it.py", "test_nowhere", tmp_path) is not None
-    assert left_out_of_the_default_lane("test_it.py", "test_some", tmp_path) is None
+    assert why_left_out("test_it.py", "test_left_out", tmp_path) is not None
+    assert why_left_out("test_it.py", "test_nowhere", tmp_path) is not None
+    assert why_left_out("test_it.py", "test_some", tmp_path) is None
+    assert why_left_out("test_it.py", "test_kept", tmp_path) is None
+    assert why_left_out("test_it.py", "test_later", tmp_path) is not None
+    assert why_left_out("test_it.py", "test_left_out", tmp_path, ["long"]) is None
+    assert why_left_out("test_it.py", "test_later", tmp_path, ["long"]) is not None
+    assert named_sentinels(tmp_path) == ["test_it.py::test_kept"]
 
 
 # What a change concerns ---------------------------------------------------------------------------

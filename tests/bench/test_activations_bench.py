@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.bench.test_speed_benches import cells, number
+from tests.bench.test_speed_benches import WHOLE_BENCHMARK, cells, number
 from tests.helpers.processes import output_of
 from tools.bench.training import Saved
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_a_short_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     place = tmp_path / "stores"

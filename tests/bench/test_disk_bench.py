@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.test_speed_benches import WHOLE_BENCHMARK
 from tests.helpers.processes import output_of
 from tools.bench import fio, machine
 
@@ -22,7 +23,7 @@ def run(*command: object) -> str:
     return output_of(*command, timeout=300)
 
 
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 @pytest.mark.parametrize("start", [["tools/bench/disk.py"], ["-m", "tools.bench.disk"]])
 def test_a_short_run(start: list[str], tmp_path: Path) -> None:
     page = tmp_path / "page.md"

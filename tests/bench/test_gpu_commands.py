@@ -89,7 +89,11 @@ def clock_until_a_line_runs(file: Path) -> Callable[[], float]:
 SPEED = {"link", "all in RAM", "half in RAM", "a quarter in RAM", "compared", "offload_activations"}
 
 
-@pytest.mark.full("runs all parts, each cut once")
+@pytest.mark.long(
+    "runs all parts, each cut once",
+    sentinel="tests/bench/test_gpu_schedule.py::test_schedule_cut_in_a_line_resumes_with_the_rest",
+)
+@pytest.mark.timeout(1800)
 def test_main_cut_in_each_part_resumes_and_measures(bench: Bench, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -21,6 +21,12 @@ needs_groups = pytest.mark.skipif(
     not os.access(memory_group.ROOT / "memory", os.W_OK), reason="may not make control groups"
 )
 
+WHOLE_BENCHMARK = pytest.mark.long(
+    "runs a whole benchmark; what it is made of has tests of its own",
+    sentinel="tests/bench/test_dispatch_bench.py::test_a_short_run",
+)
+"""Those of dispatch and of training run in the full lane: they are made as all others are."""
+
 
 def run(name: str, place: Path, *more: str) -> str:
     """What the script prints for a short run, which must be what it puts into the page.
@@ -49,7 +55,7 @@ def number(cell: str) -> float:
     return float(found[0].replace(",", ""))
 
 
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_edits(tmp_path: Path) -> None:
     text = run("edits", tmp_path)
     rows = cells(text)
@@ -59,7 +65,7 @@ def test_edits(tmp_path: Path) -> None:
         assert f"held: {name}: every weight is right" in text
 
 
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_denoising(tmp_path: Path) -> None:
     text = run("denoise", tmp_path)
     rows = cells(text)
@@ -74,14 +80,14 @@ def test_denoising(tmp_path: Path) -> None:
     assert "the image is the same bit for bit" in text
 
 
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_overhead(tmp_path: Path) -> None:
     text = run("overhead", tmp_path)
     assert cells(text)["tiny"][-1] == "equal"
     assert "acquire and release take at most 30 us" in text
 
 
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_experts(tmp_path: Path) -> None:
     text = run("experts", tmp_path)
     tables = text.split("Mixtral: ", 1)
@@ -98,7 +104,7 @@ def test_experts(tmp_path: Path) -> None:
 
 
 @needs_groups
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_finetuning(tmp_path: Path) -> None:
     text = run("finetuning", tmp_path, "--rounds", "1")
     rows = cells(text)
@@ -115,7 +121,7 @@ def test_finetuning(tmp_path: Path) -> None:
 
 
 @pytest.mark.pretend_only("itself")
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_queueing(tmp_path: Path) -> None:
     text = run("queueing", tmp_path)
     for tensors in ("1", "12"):
@@ -125,7 +131,7 @@ def test_queueing(tmp_path: Path) -> None:
     assert "held: copies that another thread queued (0)" in text
 
 
-@pytest.mark.full("runs a whole benchmark; what it is made of has tests of its own")
+@WHOLE_BENCHMARK
 def test_overlap(tmp_path: Path) -> None:
     rows = cells(run("overlap", tmp_path))
     for ratio in ("1", "1.5", "2"):

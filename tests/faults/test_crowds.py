@@ -33,6 +33,7 @@ STEPS = 25  # of each thread in a round
 
 
 @pytest.mark.full("eight threads on the CPU see each kind of disorder", keep=["8-cpu"])
+@pytest.mark.long("eight threads see each kind of disorder", keep=["8-cpu", "8-pretend"])
 @on_both
 @pytest.mark.parametrize("threads", [8, 64])
 @pytest.mark.timeout(14400)
@@ -43,7 +44,7 @@ def test_what_many_threads_see_has_an_order(
     for number in range(stores):
         print(f"Throng({seed + number}, {device!r}, directory, {threads})")
         throng = Throng(seed + number, device, tmp_path / str(number), threads)
-        throng.play(by_lane(10, 12 if threads == 8 else 3, 800) // stores, STEPS)
+        throng.play(by_lane(10, 12, 800) // stores, STEPS)
         assert throng.watch.samples > 10
         for step in throng.players[0].STEPS:
             assert throng.done[step] > 0, f"nobody did {step}"

@@ -11,7 +11,6 @@ import pytest
 from tests.faults.failing_fs import FailingFileSystem, failing_file_system
 from tests.faults.scenarios import SCENARIOS, World
 from tests.faults.sweeping import Sweep, no_fault
-from tests.lanes import by_lane
 
 pytestmark = pytest.mark.needs("root", "fuse")
 
@@ -72,6 +71,7 @@ def test_an_operation_that_fails_is_told_or_made_good(
 
 
 @pytest.mark.full("each scenario, without a fault; the test above has most of them, with one")
+@pytest.mark.long("each scenario, without a fault", keep="a third")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_files_without_a_name_and_reserved_room_are_not_needed(
     name: str, file_system: FailingFileSystem
@@ -80,17 +80,18 @@ def test_files_without_a_name_and_reserved_room_are_not_needed(
     Sweep(name, file_system.at).surely_meets("nothing", no_fault, untold=True)
 
 
-@pytest.mark.full("the same operations fail in the test above, each in one scenario")
-@pytest.mark.parametrize(("number", "name"), list(enumerate(SCENARIOS)))
-def test_every_operation_in_every_scenario(
-    number: int, name: str, file_system: FailingFileSystem
-) -> None:
-    """Usually one of them in each, besides those above."""
+@pytest.mark.long(
+    "the same operations fail in the test above, each in one scenario",
+    sentinel="tests/faults/test_failing_file_system.py"
+    "::test_an_operation_that_fails_is_told_or_made_good",
+)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_operation_in_every_scenario(name: str, file_system: FailingFileSystem) -> None:
     kinds = sorted({(operation, error) for operation, error, _ in ERRORS})
     if name in LOOKS_AT_MAPS:
         kinds = [kind for kind in kinds if kind[0] != "read" and kind != ("write", "short")]
     sweep = Sweep(name, file_system.at)
-    for operation, error in kinds[by_lane(number, number, 0) :: by_lane(len(kinds), len(kinds), 1)]:
+    for operation, error in kinds:
         sweep.surely_meets(f"{operation}: {error}", failing(file_system, operation, error))
 
 

@@ -97,6 +97,11 @@ def test_calls_end_when_they_are_told_to_and_what_is_in_memory_is_served(
     assert found["code"] == 0
 
 
+@pytest.mark.long(
+    "waits for a minute until each kind of threads is given up",
+    sentinel="tests/faults/test_hung_disk.py"
+    "::test_calls_end_when_they_are_told_to_and_what_is_in_memory_is_served",
+)
 def test_a_store_is_closed_though_its_disk_does_not_answer(file_system: FailingFileSystem) -> None:
     found = run_part("closing", file_system)
     assert "stuck" not in found, found

@@ -180,7 +180,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_store_whole(
     device: str, action: Callable[[Scene], Any], quick_dir: Path
 ) -> None:
     budget = {"device_budget": BUDGET} if device != "cpu" else {}
-    stride = by_lane(11 * STRIDE, STRIDE, 1)
+    stride = by_lane(11 * STRIDE, 3 * STRIDE, 1)
     with TierStore(BUDGET, quick_dir, device=device, **budget) as store:
         scene = Scene(store)
         count = 0

@@ -34,7 +34,7 @@ def soaked(place: Path, gets: int, *, faults: bool = True, leak: int = 0, seed: 
 @pytest.mark.full("hundreds of thousands of calls")
 @pytest.mark.timeout(4 * 3600)
 def test_memory_files_and_threads_stay_the_same_with_faults_and_without(tmp_path: Path) -> None:
-    gets = by_lane(30_000, 300_000, 10_000_000)
+    gets = by_lane(30_000, 100_000, 10_000_000)
     told = soaked(tmp_path / "store", gets)
 
     later = told.notes[PARTS // 2 :]
@@ -49,7 +49,7 @@ def test_memory_files_and_threads_stay_the_same_with_faults_and_without(tmp_path
     assert told.samples > PARTS
     operations = told.notes[-1].operations
     assert operations / 2 / FAULT_EVERY / 2 < sum(told.injected.values())
-    assert len(told.injected) >= 2, told.injected
+    assert len(told.injected) >= by_lane(1, 1, 2), told.injected
     assert told.failed
 
 

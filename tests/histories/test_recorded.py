@@ -1,4 +1,7 @@
-"""The planner decides as it did, instruction by instruction, while its code changes its shape."""
+"""The planner decides as it did, instruction by instruction, while its code changes its shape.
+
+Every promise holds in these histories, too: the machine looks at them after every step.
+"""
 
 from __future__ import annotations
 

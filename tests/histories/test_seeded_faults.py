@@ -8,9 +8,9 @@ import pytest
 
 from tests.histories import mutants
 from tests.histories.machine import play
-from tests.histories.test_planner_histories import AT_ONCE
+from tests.histories.test_planner_histories import HISTORIES
 
-SEEDS = AT_ONCE
+SEEDS = HISTORIES
 """As many as the default lane plays, of the same kind: so it notices each of these faults."""
 # These have a test of their own in test_known_faults.py: the first is rare, the second only slow.
 ELSEWHERE = {mutants.HopesTakeNeededRoom, mutants.GivesUpItsSource}

@@ -17,7 +17,7 @@ from tierstore.model.moves import Drop, Instruction
 from tierstore.model.tiers import Access, HostAccess, Tier
 from tierstore.plan.planner import Planner
 
-SEEDS = by_lane(60, 400, 3000)
+SEEDS = by_lane(60, 150, 3000)
 ALLOWED = (0, 4, 8, 8, 12, 20, 40)
 
 

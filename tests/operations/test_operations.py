@@ -94,6 +94,7 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
 
 
 @pytest.mark.full("how much of a model stays has little to do with what is done", keep="a third")
+@pytest.mark.long("where what is done is done has little to do with it", keep="any device")
 @pytest.mark.parametrize(("operation", "device", "share"), CASES)
 def test_an_operation(
     operation: Operation,

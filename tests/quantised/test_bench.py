@@ -8,6 +8,11 @@ import pytest
 
 from tests.bench.test_speed_benches import cells, number, run
 
+pytestmark = pytest.mark.long(
+    "two processes that import all libraries; test_parity.py does the same in one",
+    sentinel="tests/quantised/test_parity.py::test_output_bytes_and_budgets",
+)
+
 
 def test_quantising(tmp_path: Path) -> None:
     text = run("quantising", tmp_path)
@@ -17,7 +22,6 @@ def test_quantising(tmp_path: Path) -> None:
     assert text.count("it is what was asked for (1)") == len(rows) - 1 == 4
 
 
-@pytest.mark.full("two processes that import all libraries; test_parity.py does the same in one")
 def test_quantised(tmp_path: Path) -> None:
     text = run("quantised", tmp_path, "--kinds", "torchao_int8", "Q4_K", "--models", "flux")
     for kind in ("torchao_int8", "Q4_K"):

@@ -141,7 +141,7 @@ def test_a_fault_in_any_message(service: ThreadService, worker: Worker, up: bool
     most = worker.live(service, NO_FAULT).passed[up] // 3  # of the first of three turns
     worker.counts.clear()
     harmed = 0
-    numbers = range(most)[:: by_lane(max(most // 2, 1), 1)]
+    numbers = range(most)[:: by_lane(max(most // 2, 1), 2, 1)]
     for number in numbers:
         proxy = worker.live(service, Fault(up, number, harm))
         harmed += proxy.done

@@ -111,10 +111,12 @@ def test_what_was_changed_is_a_message_or_nonsense(kinds: Any, sent: list[m.Mess
             assert all(isinstance(message, known) for message in found)
             outcomes["messages"] += 1
 
-    attacks = by_lane(1000, 25_000)
+    attacks = by_lane(1000, 5000, 25_000)
     for _ in range(attacks):
         attack(mangled(bodies, chance))
     assert outcomes["nonsense"] > attacks / 3  # the changes are no harmless ones
     assert outcomes["messages"] > attacks / 50  # nor do all fail at the first hurdle
-    _, peak = peak_of(lambda: [attack(mangled(bodies, chance)) for _ in range(by_lane(100, 2000))])
+    _, peak = peak_of(
+        lambda: [attack(mangled(bodies, chance)) for _ in range(by_lane(100, 500, 2000))]
+    )
     assert peak < 16 * MIB

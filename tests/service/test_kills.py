@@ -36,7 +36,7 @@ def run(program: Path, *words: object, place: Path, seconds: float) -> Any:
 
 def test_killed_workers_leave_nothing_behind(place: Path) -> None:
     found = run(
-        KILLED, "workers", by_lane(8, 120, 1000), 7, place=place, seconds=by_lane(60, 300, 3000)
+        KILLED, "workers", by_lane(8, 20, 1000), 7, place=place, seconds=by_lane(60, 300, 3000)
     )
     before, after = found["before"], found["after"]
     assert before["workers"] == after["workers"] == after["leases"] == 0
@@ -46,13 +46,13 @@ def test_killed_workers_leave_nothing_behind(place: Path) -> None:
 
 
 def test_workers_go_on_when_a_killed_service_is_back(place: Path) -> None:
-    count, seconds = by_lane((3, 60), (25, 300), (200, 3000))
+    count, seconds = by_lane((3, 60), (8, 300), (200, 3000))
     found = run(KILLED, "services", count, 7, place=place, seconds=seconds)
     assert found == {"alive": [True, True], "killed": count}
 
 
 def test_nobody_starves_in_a_crowd(place: Path) -> None:
-    workers, models = by_lane((8, 4), (64, 8))
+    workers, models = by_lane((8, 4), (24, 8), (64, 8))
     found = run(CROWDED, workers, models, place=place, seconds=290)
     assert found["workers"] == workers
     assert min(found["passes"]) >= 2

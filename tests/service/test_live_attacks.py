@@ -107,13 +107,13 @@ def test_sessions_that_were_changed(
     assert b"Refused" not in said and b"Failed" not in said
     chance = random.Random(5)
     # What the store notes of its newest events grows up to a number of them.
-    attack(service, data, chance, by_lane(100, 20_000))
+    attack(service, data, chance, by_lane(100, 2000, 20_000))
     service.send_signal(signal.SIGUSR1)
     ThreadService.wait_until(lambda: notes.stat().st_size > 0)
     held = [name for name in service.descriptors() if name != str(data)]
     resident = service.resident_bytes()
 
-    times = by_lane(600, 30_000)
+    times = by_lane(600, 3000, 30_000)
     served = attack(service, data, chance, times)
 
     assert times * 0.05 < served < times * 0.7

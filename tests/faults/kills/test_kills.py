@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.kills.killing import DOINGS, Outcome
+from tests.faults.kills.killing import COMMITTING, DOINGS, Outcome
 from tests.faults.kills.mutants import MUTANTS
 from tests.faults.kills.oracle import FLUSH, KEEP, LOSE, WRITE, Oracle
 from tests.helpers.processes import output_of, results_in
@@ -40,7 +40,10 @@ SIGNS = {
     "remove nothing": (r"and not one of \[None", ""),
     "write elsewhere": ("outside", ""),
 }
-KILLS = by_lane(60, 300, 5000)
+KILLS = by_lane(60, 60, 5000)
+AIMED = sorted(set(COMMITTING))
+"""Calls that a commit depends on: so many more are killed at each of them."""
+AIMED_KILLS = 8
 ENOUGH = 500
 """Kills within which one shows what is wrong; the first few do."""
 
@@ -65,6 +68,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lis
                 "seed": "kills",
             }
         ]
+        runs += [
+            {"places": {"memory": memory}, "kills": AIMED_KILLS, "seed": only, "only": only}
+            for only in AIMED
+        ]
         for mutant, (_, only) in SIGNS.items():
             runs.append(
                 {
@@ -76,7 +83,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lis
                     "until_wrong": True,
                 }
             )
-        yield dict(zip(["", *SIGNS], all_outcomes(runs), strict=True))
+        store, *others = all_outcomes(runs)
+        aimed, mutants = others[: len(AIMED)], others[len(AIMED) :]
+        yield {"": sum(aimed, start=store), **dict(zip(SIGNS, mutants, strict=True))}
 
 
 def test_whoever_is_killed_has_lost_torn_and_left_nothing(
@@ -86,7 +95,7 @@ def test_whoever_is_killed_has_lost_torn_and_left_nothing(
 
     assert [outcome for outcome in found if outcome.wrong] == []
     killed = [outcome for outcome in found if outcome.killed]
-    assert len(killed) == KILLS
+    assert len(killed) == KILLS + len(AIMED) * AIMED_KILLS
 
 
 def test_the_kills_come_in_the_middle_of_everything(outcomes: dict[str, list[Outcome]]) -> None:
@@ -96,9 +105,9 @@ def test_the_kills_come_in_the_middle_of_everything(outcomes: dict[str, list[Out
     assert {outcome.how for outcome in killed} == {"call", "time"}
     assert sum(outcome.left > 0 for outcome in killed) > len(killed) / 10  # half-written files
     died_at = {outcome.at for outcome in killed}
-    assert {"half of pwrite", "after fsync"} <= died_at
-    assert died_at & {"before rename", "after rename"}
-    assert died_at & {"before unlink", "after unlink"}
+    assert "half of pwrite" in died_at
+    for call in ("fsync", "rename", "unlink"):
+        assert died_at & {f"before {call}", f"after {call}"}
     during = {doing for outcome in killed for doing in outcome.during}
     assert {"open", "flush", "register", "close"} <= during
     if lane() == LONG:

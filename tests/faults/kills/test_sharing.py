@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[3]
-TURNS = by_lane(5, 10, 300)
-RACES = by_lane(8, 25, 1000)
+TURNS = by_lane(5, 5, 300)
+RACES = by_lane(8, 8, 1000)
 RACERS = 8
 AT_ONCE = 10.0
 """Seconds within which an opening is refused, however busy the machine. Alone, it is 0.1."""
