@@ -121,7 +121,8 @@ def disk_dir(tmp_path: Path) -> Path:
 def same_moments() -> Iterator[None]:
     """The pretend accelerator, where it is loaded, runs work at the same moments in each test.
 
-    Nothing is left for the next test. What a kernel raised that nobody asked about is raised here.
+    Nothing is left for the next test, such as registered memory. What a kernel raised that nobody
+    asked about is raised here.
     """
     accelerator = sys.modules.get("tests.device.pretend")
     if accelerator is None:
@@ -130,6 +131,7 @@ def same_moments() -> Iterator[None]:
     accelerator.start_over()
     yield
     accelerator.finish()
+    accelerator.check_at_end()
 
 
 @pytest.fixture
