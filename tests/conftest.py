@@ -117,7 +117,8 @@ def disk_dir(tmp_path: Path) -> Path:
 def same_moments() -> Iterator[None]:
     """The pretend accelerator, where it is loaded, runs work at the same moments in each test.
 
-    Nothing is left for the next test. What a kernel raised that nobody asked about is raised here.
+    Nothing is left for the next test, such as registered memory. What a kernel raised that nobody
+    asked about is raised here.
     """
     accelerator = sys.modules.get("tests.device.pretend")
     if accelerator is not None:
@@ -127,6 +128,8 @@ def same_moments() -> Iterator[None]:
         chosen.finish()
     elif accelerator is not None:
         accelerator.finish()
+    if accelerator is not None:
+        accelerator.check_at_end()
 
 
 @pytest.fixture

@@ -9,8 +9,11 @@ so. Who moves to another torch begins here.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -113,6 +116,37 @@ def storage_at(address: int, device: torch.device, nbytes: int) -> torch.Untyped
     """A storage over memory that is somebody else's, who must keep it for as long."""
     made: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return made  # type: ignore[no-any-return]
+
+
+def forget_last_error(cudart: Any) -> None:
+    """Have the CUDA runtime forget the last error of this thread, after a call of `cudart` failed.
+
+    Otherwise the next launch of a kernel by this thread, by any library, would raise that error.
+    """
+    # What torch 2.8 to 2.13 bind of the runtime returns an error and leaves it the last one. Only
+    # cudaGetLastError resets it, which they do not bind. Should a later torch, that one is called.
+    reset = getattr(cudart, "cudaGetLastError", None) or _cuda_get_last_error()
+    reset()
+
+
+@functools.cache
+def _cuda_get_last_error() -> Callable[[], object]:
+    """cudaGetLastError of the runtime that torch itself calls: that which c10 is linked with."""
+    libraries = Path(torch.__file__).parent / "lib"
+    for name, function in (
+        ("libc10_cuda.so", "cudaGetLastError"),
+        ("libc10_hip.so", "hipGetLastError"),
+    ):
+        with suppress(OSError, AttributeError):  # symbols are also looked for in what it needs
+            found: Callable[[], object] = getattr(ctypes.CDLL(str(libraries / name)), function)
+            return found
+    return _launch_in_vain
+
+
+def _launch_in_vain() -> None:
+    """torch resets the last error when it finds one after it has launched a kernel."""
+    with suppress(RuntimeError):
+        torch.cuda._sleep(0)
 
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:

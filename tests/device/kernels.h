@@ -53,6 +53,13 @@ void make_room(const at::Tensor& t, c10::IntArrayRef size, c10::IntArrayRef stri
   if (!empty && needed > storage->nbytes()) resize_storage(*storage, needed);
 }
 
+// What CUDA's check of a launch does.
+void raise_last_error() {
+  auto code = std::exchange(last_error, 0);
+  TORCH_CHECK(!code, "pretend error: a kernel was launched after error ", code,
+              ", which nobody has asked for");
+}
+
 // Queues work on a stream.  It may use the blocks, whether or not they are freed meanwhile.
 void queue_work(StreamKey key, std::function<void()> run, std::vector<BlockPtr> uses,
                 size_t over_link = 0) {
@@ -99,12 +106,13 @@ struct StandIns {
     for (auto& pair : storages) {
       if (pair.device.is_alias_of(device)) return pair.cpu;
     }
-    auto* data = const_cast<void*>(device.data());
+    auto block = find_block(device.data());
+    auto* data = as_seen(block, const_cast<void*>(device.data()));
     c10::DataPtr borrowed(data, c10::Device(c10::kCPU));
     c10::Storage cpu(c10::Storage::use_byte_size_t(), device.nbytes(), std::move(borrowed),
                      c10::GetCPUAllocator(), /*resizable=*/true);
     storages.push_back({device, cpu});
-    if (auto block = find_block(data)) blocks.push_back(block);
+    if (block) blocks.push_back(block);
     return cpu;
   }
 
@@ -378,6 +386,7 @@ struct Call {
         if (!empty) places[i].copy_(results[i]);
       }
     };
+    raise_last_error();
     queue_work(target->index(), run, stand_ins.blocks);
   }
 };
@@ -688,7 +697,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   }
   synchronize_current(index);
   StandIns stand_ins;
-  stand_ins.cpu(to).copy_(stand_ins.cpu(from));
+  auto seen = [&](const at::Tensor& t) {
+    bool by_device = on_device(t) || is_pinned(t.const_data_ptr());
+    return by_device ? stand_ins.alias(t) : t;
+  };
+  seen(to).copy_(seen(from));
   return to;
 }
 

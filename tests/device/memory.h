@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "streams.h"
+#include "maps.h"
 
 #include <algorithm>
 
@@ -245,6 +245,12 @@ PinnedMemory* pinned_memory() {
   return memory;
 }
 
+// Where the device finds what a block has at an address.
+void* as_seen(const BlockPtr& block, void* data) {
+  if (!block || !block->old) return data;
+  return block->old->data + (static_cast<char*>(data) - block->data);
+}
+
 bool is_pinned(const void* pointer) {
   auto block = find_block(pointer);
   return block && block->device < 0;
@@ -259,8 +265,14 @@ bool is_capturing_here() {
   return capture && (capture->every_thread || capture->thread == std::this_thread::get_id());
 }
 
-// What cudaHostRegister does: pins memory that the caller owns.
-int register_host(void* data, int64_t size) {
+// A refusal is the last error of its thread, as with CUDA: the next kernel that the thread launches
+// raises it, unless somebody asks for it before.
+int refused(int code) {
+  if (code) last_error = code;
+  return code;
+}
+
+int pin_in_place(void* data, int64_t size) {
   Lock lock(state().mutex);
   ++state().registrations;
   if (is_capturing_here()) return kInCapture;
@@ -283,12 +295,13 @@ int register_host(void* data, int64_t size) {
   block->data = static_cast<char*>(data);
   block->size = size_t(size);
   state().blocks[reinterpret_cast<uintptr_t>(data)] = block;
+  watch(data, size_t(size));
   return kFine;
 }
 
 // CUDA does not say what becomes of copies that are under way: they are counted as mistakes,
 // and run now, as the caller may unmap the memory next.
-int unregister_host(void* data) {
+int unpin_in_place(void* data) {
   Lock lock(state().mutex);
   if (is_capturing_here()) return kInCapture;
   auto block = find_block(data);
@@ -298,8 +311,20 @@ int unregister_host(void* data) {
   for (int i = 0; i < kDevices && in_use; ++i) {
     drain_device(lock, static_cast<c10::DeviceIndex>(i));
   }
+  unwatch(data);
   state().blocks.erase(reinterpret_cast<uintptr_t>(data));
   return kFine;
+}
+
+// What cudaHostRegister and cudaHostUnregister do: they pin memory that the caller owns.
+int register_host(void* data, int64_t size) { return refused(pin_in_place(data, size)); }
+int unregister_host(void* data) { return refused(unpin_in_place(data)); }
+
+// As if memory that was unmapped had been unregistered before.
+int64_t forget_unmapped() {
+  Lock lock(state().mutex);
+  std::erase_if(state().blocks, [](auto& each) { return each.second->old != nullptr; });
+  return std::exchange(state().unmapped_registered, 0);
 }
 
 }  // namespace

@@ -23,8 +23,8 @@
 // blocks, replaying what was captured, memory pools of graphs, peer access that
 // is off, IPC, and contexts.
 //
-// This file registers the parts; see state.h, streams.h, memory.h, backend.h
-// and kernels.h.
+// This file registers the parts; see state.h, streams.h, maps.h, memory.h,
+// backend.h and kernels.h.
 
 #include "backend.h"
 #include "kernels.h"
@@ -175,6 +175,9 @@ bool pretend_is_capturing(int index) {
   Lock lock(state().mutex);
   return current_queue(static_cast<c10::DeviceIndex>(index)).capturing;
 }
+int pretend_get_last_error() { return std::exchange(last_error, 0); }
+int64_t pretend_forget_unmapped() { return forget_unmapped(); }
+bool pretend_watches_maps() { return watches_maps; }
 int pretend_register_host(void* data, int64_t size) { return register_host(data, size); }
 int pretend_unregister_host(void* data) { return unregister_host(data); }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import hashlib
 import math
 import os
@@ -36,7 +37,7 @@ PARTS = [
     SOURCE,
     *(
         SOURCE.with_name(f"{part}.h")
-        for part in ("state", "streams", "memory", "backend", "kernels")
+        for part in ("state", "streams", "maps", "memory", "backend", "kernels")
     ),
 ]
 FLAGS = ["-std=c++20", "-shared", "-fPIC", "-O1", "-w"]
@@ -170,6 +171,7 @@ def load() -> types.ModuleType:
             start_over()
             atexit.register(_let_autograd_threads_finish)
             _check_autograd()
+            torch.empty(1, pin_memory=True)  # before that, torch takes no memory for pinned
     return torch.get_device_module(NAME)
 
 
@@ -197,6 +199,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.pretend_set_slowness.argtypes = [ctypes.c_double]
     library.pretend_set_link_speed.argtypes = [ctypes.c_double]
     library.pretend_is_capturing.restype = ctypes.c_bool
+    library.pretend_watches_maps.restype = ctypes.c_bool
+    library.pretend_forget_unmapped.restype = integer
     library.pretend_set_registered_limit.argtypes = [integer]
     library.pretend_fail_registrations.argtypes = [integer]
     library.pretend_set_memory_limit.argtypes = [ctypes.c_int, integer]
@@ -418,6 +422,11 @@ class Runtime:
         """Unpin it. Copies that still use it are counted as mistakes, and run first."""
         return int(_loaded().pretend_unregister_host(address))
 
+    @staticmethod
+    def cudaGetLastError() -> int:
+        """What was refused last to this thread, once: else its next launch would raise it."""
+        return int(_loaded().pretend_get_last_error())
+
 
 _ERRORS = {
     1: "invalid argument",
@@ -447,6 +456,30 @@ def register_host(address: int, nbytes: int) -> None:
 def unregister_host(address: int) -> None:
     """Unpin what register_host pinned."""
     check_error(cudart().cudaHostUnregister(address))
+
+
+def watches_maps() -> bool:
+    """Whether it notices that registered memory is unmapped: see maps.h."""
+    return bool(_loaded().pretend_watches_maps())
+
+
+def forget_unmapped() -> int:
+    """How often registered memory was unmapped since this was asked. None of it is registered
+    any more."""
+    return int(_loaded().pretend_forget_unmapped())
+
+
+def check_at_end() -> None:
+    """Fail if registered memory was unmapped, or if some is left that has no owner any more.
+
+    Nothing is done before the accelerator is loaded.
+    """
+    if _library is None:
+        return
+    assert not forget_unmapped(), "registered memory was unmapped"
+    if registered_bytes():
+        gc.collect()  # it may be in a cycle
+    assert not registered_bytes(), "memory is still registered"
 
 
 def registrations() -> int:
@@ -607,6 +640,9 @@ _EXPORTED = [
     check_error,
     register_host,
     unregister_host,
+    watches_maps,
+    forget_unmapped,
+    check_at_end,
     registrations,
     registered_bytes,
     unregistered_in_use,

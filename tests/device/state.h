@@ -60,6 +60,7 @@ struct Block {
   c10::StreamId stream = 0;
   std::set<StreamKey> used_by;  // from record_stream
   bool dead = false;            // freed, and its own stream has passed that
+  std::shared_ptr<Chunk> old;   // what the device sees of registered memory that was unmapped
   ~Block();
 };
 using BlockPtr = std::shared_ptr<Block>;
@@ -134,6 +135,7 @@ struct State {
   Stat pinned, registered;
   size_t pinned_limit = kNoLimit, registered_limit = kNoLimit;
   int64_t registrations = 0, failing_registrations = 0, unregistered_in_use = 0;
+  int64_t unmapped_registered = 0;
   int64_t copied[3] = {0, 0, 0};  // h2d, d2h, d2d
   int64_t stale_tasks = 0;
 };
@@ -150,6 +152,7 @@ using Lock = std::unique_lock<std::recursive_mutex>;
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream_ids[kDevices] = {0, 0};
+thread_local int last_error = 0;  // as cudaGetLastError has it: what was refused last
 
 c10::DeviceIndex checked(c10::DeviceIndex index) {
   TORCH_CHECK(index >= -1 && index < kDevices, "pretend: there is no device ",

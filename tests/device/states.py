@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
 from tests.device import pretend
@@ -23,9 +24,11 @@ def captured() -> Iterator[None]:
 
 @contextmanager
 def pageable() -> Iterator[None]:
-    """No host memory is page-locked: copies from it keep their caller waiting."""
+    """No host memory is page-locked: copies from it keep their caller waiting, and one warning for
+    each store says so."""
     pretend.set_pinned_limit(0)
     try:
-        yield
+        with pytest.warns(RuntimeWarning, match="could not page-lock"):
+            yield
     finally:
         pretend.set_pinned_limit(None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.lanes import by_lane
 from tests.store.helpers import PAGE, run_threads
 from tierstore import (
     Access,
+    CorruptDataError,
     OffloadModel,
     OffloadOptimizer,
     TierStore,
@@ -34,7 +36,6 @@ from tierstore import (
 from tierstore.engine.core import Core
 from tierstore.lease import Lease
 from tierstore.store import engine_of
-from tierstore.tiers import assembly
 from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.pinned import RegisteredMemory
@@ -279,10 +280,9 @@ def test_a_missing_wait_is_noticed(
 # What is queued when a store closes --------------------------------------------------------------
 
 
-def closes_with_copies_queued(seed: int, place: Path, patch: pytest.MonkeyPatch) -> int:
+def closes_with_copies_queued(seed: int, place: Path) -> int:
     """How often memory that a copy still used was let go of by a store that saved activations and
-    was closed at once, in memory that is page-locked as CUDA does it."""
-    patch.setattr(assembly, "host_arena", registered_arena)
+    was closed at once."""
     choose = random.Random(seed)
     pretend.reset_counters()
     pretend.seed(seed)
@@ -301,23 +301,21 @@ def closes_with_copies_queued(seed: int, place: Path, patch: pytest.MonkeyPatch)
     return pretend.unregistered_in_use()
 
 
-def registered_arena(budget: int | None, device: torch.device) -> Arena:
-    """As for a CUDA device."""
-    memory = RegisteredMemory(pretend)
-    return Arena(budget, memory.make, memory.unmake)
-
-
-def test_a_store_that_closes_waits_for_its_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_closes_waits_for_its_copies(tmp_path: Path) -> None:
     for seed in range(by_lane(10, 100)):
-        assert closes_with_copies_queued(seed, tmp_path, monkeypatch) == 0
+        assert closes_with_copies_queued(seed, tmp_path) == 0
 
 
 def test_a_store_that_closed_without_waiting_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control for the test above."""
+    """The control for the test above: neither who drops a slot waits, nor its memory's owner."""
     monkeypatch.setattr(Slot, "wait", lambda slot: None)
-    seeds = range(CONTROL_SEEDS)
-    assert any(closes_with_copies_queued(seed, tmp_path, monkeypatch) for seed in seeds)
+    monkeypatch.setattr(RegisteredMemory, "keep_for", lambda *arguments: None)
+    noticed = 0
+    for seed in range(CONTROL_SEEDS):
+        with suppress(CorruptDataError):  # it was read while it came from disk
+            noticed += closes_with_copies_queued(seed, tmp_path)
+        if noticed:
+            break
+    assert noticed

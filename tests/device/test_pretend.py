@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import random
 import subprocess
 import threading
@@ -19,7 +21,8 @@ from torch.nn import functional
 
 from tests.device import pretend
 from tests.helpers.processes import run_python
-from tierstore.tiers.arena import Arena
+from tierstore.system import mapping
+from tierstore.tiers.arena import RegisteredArena
 from tierstore.tiers.pinned import RegisteredMemory
 
 pytestmark = [
@@ -393,10 +396,47 @@ def test_unregistering_what_a_copy_still_uses_is_noticed(device: ModuleType) -> 
     assert torch.equal(moved.cpu(), slab)
 
 
+CHANGES = {
+    "munmap": lambda libc, address: libc.munmap(address, 8192),
+    "mmap": lambda libc, address: libc.mmap(address, 8192, *ANONYMOUS, -1, 0),
+    "mremap": lambda libc, address: libc.mremap(address, 8192, 4096, 0),
+    "madvise": lambda libc, address: libc.madvise(address, 8192, mmap.MADV_DONTNEED),
+}
+ANONYMOUS = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10)
+
+
+@pytest.mark.parametrize("call", CHANGES)
+def test_registered_memory_is_not_unmapped_unseen(
+    call: str, device: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The device goes on with the pages that it locked, as a GPU was seen to do."""
+    if not device.watches_maps():
+        pytest.skip("maps are watched on x86-64 with glibc")
+    libc = mapping.libc
+    address = libc.mmap(None, 8192, ANONYMOUS[0], ANONYMOUS[1] & ~0x10, -1, 0)
+    memory = torch.frombuffer((ctypes.c_uint8 * 8192).from_address(address), dtype=torch.uint8)
+    memory.fill_(7)
+    device.register_host(address, 8192)
+    CHANGES[call](libc, address)
+    assert f"{call} of 8192 bytes" in capfd.readouterr().err
+    with pytest.raises(RuntimeError, match="where registered memory is"):
+        device.synchronize()
+    libc.mmap(address, 8192, *ANONYMOUS, -1, 0)
+    memory.fill_(9)
+    assert memory.is_pinned()
+    assert (memory.to("pretend").cpu() == 7).all()
+    assert device.cudart().cudaHostRegister(address, 4096, 0) == 712
+    with pytest.raises(RuntimeError, match="launched after error 712"):
+        torch.ones(1, device="pretend")
+    assert device.forget_unmapped() == 1
+    assert (memory.to("pretend").cpu() == 9).all(), "the control: it is ordinary memory"
+    libc.munmap(address, 8192)
+    assert capfd.readouterr().err == ""
+
+
 def test_an_arena_can_register_its_memory_here(device: ModuleType) -> None:
     """The path that otherwise only CUDA takes."""
-    registered = RegisteredMemory(device)
-    arena = Arena(3 * 4096, registered.make, registered.unmake)
+    arena = RegisteredArena(3 * 4096, RegisteredMemory(device))
     slot = arena.take(2 * 4096)
     memory = arena.fill(slot)
     assert memory.is_pinned()
@@ -407,6 +447,7 @@ def test_an_arena_can_register_its_memory_here(device: ModuleType) -> None:
     arena.give(slot)
     device.fail_registrations(1)
     with pytest.warns(RuntimeWarning, match="could not page-lock"):
+        del memory
         memory = arena.fill(arena.take(3 * 4096))  # the other slot must go first
     assert not memory.is_pinned()
     assert (device.registered_bytes(), device.unregistered_in_use()) == (0, 0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.accelerator import ACCELERATOR, pretend
+from tests.device.states import pageable
 from tests.helpers.engine import core_of
 from tests.helpers.files import object_file
 from tests.helpers.system_calls import system_call
@@ -128,16 +129,12 @@ def test_an_accelerator_whose_memory_somebody_else_has(disk_dir: Path) -> None:
 
 @pytest.mark.pretend_only("limits")
 def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> None:
-    pretend.set_pinned_limit(pretend.pinned_bytes())
-    try:
-        with open_store(disk_dir, device=ACCELERATOR) as store:
-            store.put("key", pages(1, 8))
-            push_out(store, "key")
-            assert_group(store.get("key"), pages(1, 8))
-            assert store.stats().bytes_read >= 8 * PAGE
-            assert store.stats().peak_bytes["HOST"] >= 8 * PAGE
-    finally:
-        pretend.set_pinned_limit(None)
+    with pageable(), open_store(disk_dir, device=ACCELERATOR) as store:
+        store.put("key", pages(1, 8))
+        push_out(store, "key")
+        assert_group(store.get("key"), pages(1, 8))
+        assert store.stats().bytes_read >= 8 * PAGE
+        assert store.stats().peak_bytes["HOST"] >= 8 * PAGE
 
 
 def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:

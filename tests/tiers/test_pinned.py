@@ -1,25 +1,42 @@
 """Host memory that CUDA page-locks: our own maps, registered with a driver that may refuse.
 
-There is no such driver here: `Driver` stands for the two of its functions that are called.
+`Driver` stands for the functions of the runtime that are called. What happens to memory that is
+unmapped while a driver has it is seen by the pretend accelerator: every test that uses it fails
+then, and if any is left registered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
+import subprocess
+import sys
+import threading
 import warnings
 from array import array
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR, pretend
+from tests.device import states
 from tests.helpers.system_calls import system_call
+from tests.helpers.threads import Gate
 from tests.helpers.torch_calls import BeforeEach
+from tierstore import TierStore
 from tierstore.model.sizes import PAGE
-from tierstore.tiers.arena import Arena, host_arena
+from tierstore.model.tiers import Tier
+from tierstore.store import engine_of
+from tierstore.tiers import mover, pinned
+from tierstore.tiers.arena import Arena, RegisteredArena, Slot, host_arena
 from tierstore.tiers.pinned import RegisteredMemory
+from tierstore.tiers.workers import URGENT
 
 pytestmark = pytest.mark.floor
 
@@ -32,6 +49,7 @@ class Driver:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.refuses = False
         self.locked: dict[int, int] = {}
         self.calls: list[str] = []
 
@@ -46,10 +64,20 @@ class Driver:
 
     def unregister(self, address: int) -> int:
         self.calls.append("unregister")
+        if self.refuses:
+            return 900
         return 0 if self.locked.pop(address, None) else 713
 
+    def forget(self) -> int:
+        self.calls.append("forget")
+        return 0
+
     def cudart(self) -> SimpleNamespace:
-        return SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister)
+        return SimpleNamespace(
+            cudaHostRegister=self.register,
+            cudaHostUnregister=self.unregister,
+            cudaGetLastError=self.forget,
+        )
 
     def check_error(self, result: int) -> None:
         if result:
@@ -63,13 +91,11 @@ def driver() -> Driver:
 
 def arena_of(driver: Driver, budget: int = 12 * PAGE) -> Arena:
     """As for a CUDA device that has this driver."""
-    registered = RegisteredMemory(driver)
-    return Arena(budget, registered.make, registered.unmake)
+    return RegisteredArena(budget, RegisteredMemory(driver))
 
 
 def test_memory_for_cuda_is_registered() -> None:
-    arena = host_arena(12 * PAGE, torch.device("cuda", 0))
-    assert isinstance(arena.make.__self__, RegisteredMemory)
+    assert isinstance(host_arena(12 * PAGE, torch.device("cuda", 0)), RegisteredArena)
 
 
 def filled(arena: Arena, *sizes: int) -> list[torch.Tensor]:
@@ -82,10 +108,15 @@ def filled(arena: Arena, *sizes: int) -> list[torch.Tensor]:
 
 def test_memory_is_locked_when_it_is_made_and_unlocked_before_it_goes(driver: Driver) -> None:
     arena = arena_of(driver)
-    (memory,) = filled(arena, 4 * PAGE)
-    assert driver.locked == {memory.data_ptr(): 4 * PAGE}
+    slot = arena.take(4 * PAGE)
+    memory = arena.fill(slot)
+    address = memory.data_ptr()
+    assert driver.locked == {address: 4 * PAGE}
     assert not memory.any()
+    arena.give(slot)
     arena.close()
+    assert driver.locked == {address: 4 * PAGE}, "a view of it is left"
+    del memory
     assert driver.calls == ["register", "unregister"]
     assert (arena.made, arena.unmade) == (1, 1)
     assert not driver.locked
@@ -102,10 +133,36 @@ def test_memory_that_cannot_be_locked_stays_pageable_and_one_warning_says_so(
     assert driver.locked == {first.data_ptr(): 4 * PAGE}
     assert second.fill_(7).sum() == 7 * 3 * PAGE
     assert third.numel() == 2 * PAGE
+    assert driver.calls == ["register", *["register", "forget"] * 2], "no error is left behind"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         arena.close()
-    assert driver.calls == ["register"] * 3 + ["unregister"], "what is not locked is not unlocked"
+        del first, second, third
+    assert driver.calls[5:] == ["unregister"], "what is not locked is not unlocked"
+
+
+def test_memory_a_driver_does_not_let_go_stays_mapped(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again whenever memory is made or dropped."""
+    memory = RegisteredMemory(driver)
+    made = memory.make(4 * PAGE)
+    address, driver.refuses = made.data_ptr(), True
+    del made
+    assert "stay page-locked" in caplog.text
+    assert driver.calls[-2:] == ["unregister", "forget"]
+    assert driver.locked == {address: 4 * PAGE}
+    assert is_mapped(address)
+    driver.refuses = False
+    memory.close()
+    assert not driver.locked
+    assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
 def resident(memory: torch.Tensor) -> int:
@@ -139,9 +196,8 @@ def in_a_fork(address: int) -> bool:
     child = os.fork()
     if not child:
         found = True
-        with contextlib.suppress(BaseException), open("/proc/self/maps") as maps:
-            spans = [line.split()[0].split("-") for line in maps]
-            found = any(int(start, 16) <= address < int(end, 16) for start, end in spans)
+        with contextlib.suppress(BaseException):
+            found = is_mapped(address)
         os._exit(found)
     return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
@@ -156,8 +212,6 @@ def test_forked_processes_have_no_copy_of_locked_memory(driver: Driver) -> None:
     for page in range(4):
         assert not in_a_fork(locked.data_ptr() + page * PAGE)
     assert in_a_fork(pageable.data_ptr()), "the control"
-    arena.close()
-    assert in_a_fork(locked.data_ptr()), "it is ordinary memory again"
 
 
 def test_memory_that_is_made_later_is_locked_again(driver: Driver) -> None:
@@ -168,4 +222,241 @@ def test_memory_that_is_made_later_is_locked_again(driver: Driver) -> None:
     (memory,) = filled(arena, 2 * PAGE)  # after one of the others had to go
     assert memory.data_ptr() in driver.locked
     arena.close()
+    del memory
     assert not driver.locked
+
+
+# Each way on which page-locked memory goes --------------------------------------------------------
+#
+# With each, the pretend accelerator has registered memory and work that uses it. The test ends well
+# only if nothing was unmapped before it was unregistered, and nothing is left.
+
+
+def used_slot(arena: Arena) -> tuple[Slot, torch.Tensor]:
+    """A slot that a queued copy reads, and what that copies to."""
+    slot = arena.take(4 * PAGE)
+    memory = arena.fill(slot)
+    assert memory.is_pinned()
+    target = memory.fill_(7).to(ACCELERATOR, non_blocking=True)
+    slot.pending.append(torch.accelerator.current_stream().record_event())
+    return slot, target
+
+
+def dropped_arena() -> list[torch.Tensor]:
+    arena = host_arena(None, torch.device(ACCELERATOR))
+    kept = [used_slot(arena) for _ in range(3)]
+    arena.give(kept[0][0])
+    arena.give(kept[1][0], keep=False)
+    return [target for _, target in kept]
+
+
+def closed_arena() -> list[torch.Tensor]:
+    arena = host_arena(None, torch.device(ACCELERATOR))
+    slot, target = used_slot(arena)
+    arena.give(slot)
+    arena.close()
+    return [target]
+
+
+def arena_closed_before_its_slot_is_given_back() -> list[torch.Tensor]:
+    arena = host_arena(None, torch.device(ACCELERATOR))
+    slot, target = used_slot(arena)
+    arena.close()
+    assert pretend.registered_bytes() == 4 * PAGE
+    assert slot.memory is not None
+    return [target]
+
+
+def arena_in_a_cycle() -> list[torch.Tensor]:
+    arena = host_arena(None, torch.device(ACCELERATOR))
+    slot, target = used_slot(arena)
+    slot.views = {"all": slot.memory}
+    slot.views["itself"] = slot
+    del arena, slot
+    gc.collect()
+    return [target]
+
+
+def view_that_another_thread_drops() -> list[torch.Tensor]:
+    arena = host_arena(None, torch.device(ACCELERATOR))
+    slot, target = used_slot(arena)
+    views = [arena.fill(slot)[PAGE:]]
+    del arena, slot
+    assert pretend.registered_bytes() == 4 * PAGE, "the view is left"
+    thread = threading.Thread(target=views.clear)
+    thread.start()
+    thread.join()
+    return [target]
+
+
+WAYS = (
+    dropped_arena,
+    closed_arena,
+    arena_closed_before_its_slot_is_given_back,
+    arena_in_a_cycle,
+    view_that_another_thread_drops,
+)
+
+
+@pytest.mark.pretend_only("counts")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_registered_memory_goes_in_order_when(
+    way: Callable[[], list[torch.Tensor]], late_pretend: Any
+) -> None:
+    late_pretend.reset_counters()
+    targets = way()
+    assert late_pretend.registrations() == len(targets)
+    assert late_pretend.registered_bytes() == 0
+    assert late_pretend.unregistered_in_use() == 0, "the device was waited for"
+    assert all(torch.equal(t.cpu(), torch.full_like(t, 7, device="cpu")) for t in targets)
+
+
+@pytest.mark.pretend_only("counts")
+def test_registered_memory_of_a_store_whose_thread_hangs_goes(
+    late_pretend: Any, monkeypatch: pytest.MonkeyPatch, disk_dir: Path
+) -> None:
+    """Closing gives up on the thread, and so on closing the arena, which is dropped later."""
+    monkeypatch.setattr(mover, "PATIENCE", 0.1)
+    store = TierStore(1 << 20, disk_dir, device=ACCELERATOR, device_budget=1 << 20)
+    store.put("key", torch.ones(PAGE, dtype=torch.uint8))
+    with store.acquire("key"):
+        assert late_pretend.registered_bytes() == PAGE
+    engine, gate = engine_of(store), Gate()
+    workers = engine.core.mover.hops[Tier.DISK, Tier.HOST].workers
+    workers.submit(URGENT, gate.hold)
+    assert gate.reached.wait(30)
+    store.close()
+    assert late_pretend.registered_bytes() == PAGE, "nobody knows what the thread still does"
+    del store, engine
+    gc.collect()
+    assert late_pretend.registered_bytes() == 0
+    gate.open()
+    assert workers.stop()
+
+
+@pytest.mark.pretend_only("counts")
+def test_registered_memory_made_in_vain_goes(
+    late_pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception in the middle of making it, and an interrupt right after it was registered."""
+    late_pretend.reset_counters()
+    memory = RegisteredMemory(late_pretend)
+    registered = late_pretend.cudart().cudaHostRegister
+
+    def interrupted(*arguments: int) -> int:
+        registered(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretend.Runtime, "cudaHostRegister", staticmethod(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        memory.make(4 * PAGE)
+    monkeypatch.undo()
+    monkeypatch.setattr(pinned, "populate", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        memory.make(4 * PAGE)
+    monkeypatch.undo()
+    assert late_pretend.registered_bytes() == 0
+    assert late_pretend.registrations() == 1
+
+
+@pytest.mark.pretend_only("counts")
+@pytest.mark.parametrize("step", ["is_dropped", "release", "unregister"])
+def test_registered_memory_whose_release_is_interrupted_goes_later(
+    step: str, late_pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = RegisteredMemory(late_pretend)
+    made = memory.make(4 * PAGE)
+    where = RegisteredMemory if step == "unregister" else pinned.Registration
+    done = getattr(where, step)
+
+    def interrupted(*arguments: Any) -> Any:
+        if step == "unregister":  # it is unregistered, and nobody has noted it
+            done(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, step, interrupted)
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    del made
+    monkeypatch.undo()
+    assert late_pretend.registered_bytes() == (0 if step == "unregister" else 4 * PAGE)
+    memory.make(PAGE)
+    assert late_pretend.registered_bytes() == 0
+
+
+@pytest.mark.pretend_only("counts")
+def test_registered_memory_dropped_in_a_capture_goes_after_it(pretend: Any) -> None:
+    """Neither waiting nor unregistering is allowed meanwhile: the graph would be lost."""
+    memory = RegisteredMemory(pretend)
+    made = memory.make(4 * PAGE)
+    with states.captured():
+        del made
+        assert pretend.registered_bytes() == 4 * PAGE
+    memory.close()
+    assert pretend.registered_bytes() == 0
+
+
+@pytest.mark.pretend_only("counts")
+def test_a_refused_registration_leaves_no_error_to_a_launch(pretend: Any) -> None:
+    memory = RegisteredMemory(pretend)
+    pretend.fail_registrations(2)
+    with pytest.warns(RuntimeWarning, match="page-lock"):
+        made = memory.make(PAGE)
+    assert not made.is_pinned()
+    assert torch.ones(1, device=ACCELERATOR).item() == 1
+    with pytest.raises(RuntimeError, match="out of memory"):  # the control
+        pretend.register_host(made.data_ptr(), made.nbytes)
+    with pytest.raises(RuntimeError, match="launched after error 2"):
+        torch.ones(1, device=ACCELERATOR)
+
+
+@pytest.mark.pretend_only("counts")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_that_drops_registered_memory_does_nothing(pretend: Any) -> None:
+    memory = [RegisteredMemory(pretend).make(4 * PAGE)]
+    before = pretend.registrations()
+    child = os.fork()
+    if not child:
+        memory.clear()
+        still = pretend.registered_bytes() == 4 * PAGE  # what the driver's books say there
+        os._exit(0 if still else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert memory[0].is_pinned()
+    assert pretend.registrations() == before
+
+
+EXIT = """
+import torch
+from tests.device import pretend
+from tierstore.tiers.arena import host_arena
+pretend.load()
+pretend.set_slowness(None)
+arena = host_arena(None, torch.device("pretend"))
+slots = [arena.take(8192) for _ in range(3)]
+memory = [arena.fill(slot) for slot in slots]
+copies = [each.to("pretend", non_blocking=True) for each in memory]
+arena.give(slots[0])
+arena.cycle = [arena]
+{more}
+"""
+
+
+def ending(more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", EXIT.format(more=more)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.pretend_only("counts")
+def test_registered_memory_is_not_unmapped_at_exit(pretend: Any) -> None:
+    done = ending("")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.pretend_only("counts")
+def test_memory_that_is_unmapped_at_exit_is_noticed(pretend: Any) -> None:
+    """The control for the test above: a map that goes as the modules do."""
+    done = ending(
+        "from tierstore.tiers.pages import fresh_memory\n"
+        "mine = fresh_memory(8192)\n"
+        "pretend.register_host(mine.data_ptr(), 8192)"
+    )
+    assert "munmap of 8192 bytes" in done.stderr

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -406,5 +407,10 @@ class TransferReports:
 def _shut_down(mover: Mover, directory: ObjectDirectory, pid: int) -> None:
     # A forked child has neither the threads nor the lock. And a thread that a dead disk has stopped
     # may still write, some day: until then nobody else may have the directory.
-    if os.getpid() == pid and mover.stop():
+    if os.getpid() != pid:
+        return
+    if mover.runs_here():  # it had the last reference to the store, for a moment
+        end = threading.Thread(target=_shut_down, args=(mover, directory, pid))
+        end.start()  # no daemon: the interpreter waits for it
+    elif mover.stop():
         directory.close()

@@ -149,17 +149,17 @@ class Arena:
         self._unmake_condemned()
         if not slot.wanted:
             raise RuntimeError("this room was given back before it was filled")
-        slot.memory = memory = self._made(slot.nbytes)
+        slot.memory = memory = self._made(slot)
         self.made += 1
         self.bytes_held += slot.nbytes
         self.peak_held = max(self.peak_held, self.bytes_held)
         return memory
 
-    def _made(self, nbytes: int) -> torch.Tensor:
+    def _made(self, slot: Slot) -> torch.Tensor:
         with suppress(torch.OutOfMemoryError):
-            return self.make(nbytes)
+            return self.make(slot.nbytes)
         self._unmake_idle()
-        return self.make(nbytes)
+        return self.make(slot.nbytes)
 
     def spare(self) -> list[Slot]:
         """The slots that nobody has: those that are idle, and those that go at the next `fill`."""
@@ -221,14 +221,32 @@ class Arena:
         self._close()
 
 
+class RegisteredArena(Arena):
+    """Slots in page-locked memory, which outlasts the device work that is pending on a slot even if
+    the arena is dropped."""
+
+    def __init__(self, budget: int | None, memory: RegisteredMemory) -> None:
+        super().__init__(budget, memory.make, close=memory.close)
+        self._memory = memory
+
+    def _made(self, slot: Slot) -> torch.Tensor:
+        memory = super()._made(slot)
+        self._memory.keep_for(memory, slot.pending)
+        return memory
+
+
 def host_arena(budget: int | None, device: torch.device) -> Arena:
-    """Host memory for transfers to `device`: page-locked if the device wants that."""
+    """Host memory for transfers to `device`: page-locked if the device wants that.
+
+    Accelerators whose module has a `cudart`, as torch.cuda, register memory that is mapped here.
+    For others, torch page-locks.
+    """
     if device.type == "cpu":
         pages = RecycledPages(budget)
         return Arena(budget, pages.allocate, close=pages.close)
-    if device.type == "cuda":
-        registered = RegisteredMemory()
-        return Arena(budget, registered.make, registered.unmake)
+    module = torch.get_device_module(device)
+    if hasattr(module, "cudart"):
+        return RegisteredArena(budget, RegisteredMemory(module, device, budget))
     return Arena(budget, pinned_memory)
 
 

@@ -90,9 +90,12 @@ class DeviceToHost:
             if event is not None:
                 down.wait_event(event)
         began = self.times.mark(down)
-        with entered(down):
-            copy_runs(entry.spec, memory, src.memory, up=False)
-        # Host memory has arrived when the bytes are there: a save to disk may read them next.
-        ended = self.times.mark(down)
-        ended.event.synchronize()
+        try:
+            with entered(down):
+                copy_runs(entry.spec, memory, src.memory, up=False)
+        finally:
+            # Host memory has arrived when the bytes are there: a save to disk may read them next.
+            # And if a part failed, those before it still write there.
+            ended = self.times.mark(down)
+            ended.event.synchronize()
         return Copied(entry.spec.nbytes, (began, ended))

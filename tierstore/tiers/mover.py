@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 import traceback
 from collections import Counter
@@ -32,7 +33,7 @@ from tierstore.system.files import transfer_error
 from tierstore.tiers.driver import CallersDriver, TierDriver, WaitingDriver
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Hop, QueuedHop
-from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor
+from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor, Workers
 
 logger = logging.getLogger("tierstore.tiers")
 
@@ -255,14 +256,21 @@ class Mover:
             if isinstance(driver, WaitingDriver):
                 driver.stop_waiting()
         ends = time.monotonic() + PATIENCE
-        ended = self._serial.stop(ends)
-        for workers in dict.fromkeys(used.workers for used in self.hops.values()):
-            ended &= workers.stop(ends)
+        ended = True
+        for threads in self._threads():
+            ended &= threads.stop(ends)
         if not ended:
             return False
         for driver in self.drivers.values():
             driver.close(self._entries.values())
         return True
+
+    def runs_here(self) -> bool:
+        """Whether this thread is one of those that move groups: it cannot wait for itself."""
+        return any(threads.has(threading.current_thread()) for threads in self._threads())
+
+    def _threads(self) -> list[SerialExecutor | Workers]:
+        return [self._serial, *dict.fromkeys(used.workers for used in self.hops.values())]
 
 
 def explained(error: BaseException, copy: Copy) -> BaseException:

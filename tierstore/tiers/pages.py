@@ -25,6 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_void_p
 
 import torch
@@ -130,6 +131,42 @@ class _Room:
         _unmap(self.floor, self.boundary + HUGE_PAGE - self.floor)
 
 
+class LateViews:
+    """Views of slots that are gone, which keep memory for longer than the budget allows for."""
+
+    def __init__(self, budget: int | None, patience: float = PATIENCE) -> None:
+        self._budget = budget
+        self._patience = patience
+        self._overdue = 0  # bytes above the budget that such views cost
+
+    def wait(self, nbytes: int, used: Callable[[], int]) -> None:
+        """Wait until `nbytes` more fit the budget, beside those that are `used`.
+
+        Another thread may be about to drop a late view. If it keeps the view, there is nothing to
+        wait for: that much is above the budget until it drops it.
+        """
+        until = time.monotonic() + self._patience
+        while True:
+            in_use = used()
+            if self._budget is None:
+                return
+            above = in_use + nbytes - self._budget
+            if above <= self._overdue or time.monotonic() > until:
+                self._note_overdue(max(above, 0))
+                return
+            time.sleep(self._patience / 1000)
+
+    def _note_overdue(self, nbytes: int) -> None:
+        if nbytes and not self._overdue:
+            logger.warning(
+                "%s bytes of host memory above the budget of %s: tensors are kept after their "
+                "lease; release leases later, or keep copies (store.get)",
+                f"{nbytes:,}",
+                f"{self._budget:,}",
+            )
+        self._overdue = nbytes
+
+
 class RecycledPages:
     """Anonymous host memory, at most `budget` bytes of it, counting pages that wait for a slot.
 
@@ -139,11 +176,10 @@ class RecycledPages:
     """
 
     def __init__(self, budget: int | None, *, patience: float = PATIENCE) -> None:
-        self._patience = patience
         self._budget = budget
         self.held = 0
         self._used = 0  # those of slots
-        self._overdue = 0  # bytes above the budget that views which outlive their lease cost
+        self._late_views = LateViews(budget, patience)
         self._waiting: list[_Room] = []  # free rooms, and rooms in use with pages to spare
         self._returned: deque[_Room] = deque()  # rooms that are free, but not yet among those
         self._closed = False
@@ -154,7 +190,7 @@ class RecycledPages:
         nbytes = round_up(nbytes, PAGE)
         tail = nbytes % HUGE_PAGE
         with self._lock:
-            self._await_pages(nbytes)
+            self._late_views.wait(nbytes, self._used_now)
             room = self._room_for(nbytes - tail, tail)
             room.lay_out(nbytes - tail, tail)
             try:
@@ -191,32 +227,9 @@ class RecycledPages:
             while True:
                 self._returned.popleft().close()
 
-    def _await_pages(self, nbytes: int) -> None:
-        """Wait until `nbytes` more fit the budget, as they do when the views of old slots are gone.
-
-        Another thread may be about to let go of such a view. If it keeps it, there is nothing to
-        wait for: that much is above the budget for as long as it does.
-        """
-        until = time.monotonic() + self._patience
-        while True:
-            self._sort_in()
-            if self._budget is None:
-                return
-            above = self._used + nbytes - self._budget
-            if above <= self._overdue or time.monotonic() > until:
-                self._note_overdue(max(above, 0))
-                return
-            time.sleep(self._patience / 1000)
-
-    def _note_overdue(self, nbytes: int) -> None:
-        if nbytes and not self._overdue:
-            logger.warning(
-                "%s bytes of host memory above the budget of %s: tensors are kept after their "
-                "lease; release leases later, or keep copies (store.get)",
-                f"{nbytes:,}",
-                f"{self._budget:,}",
-            )
-        self._overdue = nbytes
+    def _used_now(self) -> int:
+        self._sort_in()
+        return self._used
 
     def _sort_in(self) -> None:
         with contextlib.suppress(IndexError):
@@ -268,12 +281,17 @@ class RecycledPages:
                 room.close()
 
 
-def fresh_memory(nbytes: int) -> torch.Tensor:
-    """uint8 memory in whole pages, huge ones where that is possible, of zeros."""
+def fresh_map(nbytes: int) -> mmap.mmap:
+    """A map of whole pages, huge ones where that is possible, of zeros."""
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)
+    return mapped
+
+
+def fresh_memory(nbytes: int) -> torch.Tensor:
+    """uint8 memory of zeros in a map of its own, which goes with its last view."""
+    return torch.frombuffer(fresh_map(nbytes), dtype=torch.uint8)
 
 
 def populate(address: int, nbytes: int) -> bool:

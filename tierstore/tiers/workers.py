@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import heapq
 import itertools
+import os
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
@@ -21,6 +24,26 @@ URGENT, EARLY = 0, 1
 Job = Callable[[], None]
 PATIENCE = 10.0
 """Seconds in which threads that should end must end; a dead disk may hold them for ever."""
+EXIT_PATIENCE = 1.0
+"""Seconds for which the end of the interpreter waits for threads that no store waits for."""
+
+# Those whose threads may run when the interpreter ends, by no order.
+_started: weakref.WeakSet[Workers | SerialExecutor] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_started.clear)  # a fork has none of the threads
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all threads of ours while the interpreter is whole.
+
+    A thread that comes back from C++ code of torch once the interpreter has ended takes the process
+    down with it ("terminate called without an active exception"). Stores end theirs themselves;
+    these are of what was not made to the end, or was abandoned because a disk did not answer.
+    """
+    ends = time.monotonic() + EXIT_PATIENCE
+    for each in list(_started):
+        each.stop(ends)
+
 
 RunParallel = Callable[[Iterable[Job]], None]
 """What does the parts of a job, on one thread or several, and returns when all are done."""
@@ -45,6 +68,7 @@ class Workers:
             threading.Thread(target=self._work, name=f"tierstore-{name}-{i}", daemon=True)
             for i in range(count)
         ]
+        _started.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -89,6 +113,10 @@ class Workers:
         job()
         self.busy_since = time.monotonic()
 
+    def has(self, thread: threading.Thread) -> bool:
+        """Whether a thread is one of these."""
+        return thread in self._threads
+
     def alive(self) -> bool:
         """Whether its threads still take jobs."""
         return any(thread.is_alive() for thread in self._threads)
@@ -118,6 +146,7 @@ class SerialExecutor:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="tierstore-serial", daemon=True)
+        _started.add(self)
         self._thread.start()
 
     def give(self, job: Job) -> None:
@@ -145,6 +174,10 @@ class SerialExecutor:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # it may hold the last reference to a buffer
+
+    def has(self, thread: threading.Thread) -> bool:
+        """Whether a thread is this one."""
+        return thread is self._thread
 
     def stop(self, ends: float) -> bool:
         """Finish what is queued, then end. Returns whether the thread has ended by then."""

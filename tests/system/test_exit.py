@@ -1,0 +1,107 @@
+"""The threads of a store when the interpreter ends, or when one of them drops the store.
+
+A thread that is inside of torch when the interpreter ends takes the process down with it: SIGABRT,
+and "terminate called without an active exception".
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator import ACCELERATOR
+from tests.lanes import by_lane
+from tierstore import TierStore
+from tierstore.model.tiers import Tier
+from tierstore.store import engine_of
+from tierstore.tiers.workers import URGENT
+
+pytestmark = pytest.mark.pretend_only("itself")
+
+BEGIN = """
+import sys, threading, time, torch
+from tests.device import pretend
+pretend.load()
+from tierstore import TierStore
+from tierstore.tiers.workers import URGENT, Workers
+
+def work_in_torch(seconds):
+    until = time.monotonic() + seconds
+    x = torch.ones(4096, device="pretend")
+    while time.monotonic() < until:
+        x.add_(1)
+        x.cpu()
+"""
+
+STORE = """
+store = TierStore(1 << 20, sys.argv[1], device="pretend", device_budget=1 << 20)
+for i in range(16):
+    store.put(str(i), torch.full((65536,), i, dtype=torch.uint8))
+lease = store.acquire("0")
+for i in range(16):
+    store.prefetch(str(i))
+"""
+
+ABANDONED = """
+workers = Workers(2, "abandoned")
+for _ in range(2):
+    workers.submit(URGENT, lambda: work_in_torch(0.3))
+time.sleep(0.1)
+"""
+
+CONTROL = """
+for _ in range(8):
+    threading.Thread(target=work_in_torch, args=(60,), daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+def ending(more: str, place: Path) -> tuple[int, str]:
+    command = [sys.executable, "-c", BEGIN + more, str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("more", [STORE, ABANDONED], ids=["store", "abandoned"])
+def test_exit_waits_for_threads_that_are_inside_of_torch(
+    more: str, pretend: Any, tmp_path: Path
+) -> None:
+    """Of a store that is never closed, and of workers that nobody stops."""
+    for number in range(by_lane(1, 20)):
+        assert ending(more, tmp_path / str(number)) == (0, "")
+
+
+def test_exit_with_threads_inside_of_torch_aborts(pretend: Any, tmp_path: Path) -> None:
+    """The control for the test above: daemon threads of somebody else's."""
+    status, told = ending(CONTROL, tmp_path)
+    assert status == -6
+    assert "terminate called" in told
+
+
+def test_store_dropped_on_a_thread_of_its_own_ends(pretend: Any, disk_dir: Path) -> None:
+    """A thread that has the last reference for a moment cannot wait for its own end."""
+    before = set(threading.enumerate())
+    stores = [TierStore(1 << 20, disk_dir, device=ACCELERATOR, device_budget=1 << 20)]
+    stores[0].put("key", torch.ones(4096, dtype=torch.uint8))
+    hop = engine_of(stores[0]).core.mover.hops[Tier.DISK, Tier.HOST]
+    dropped = threading.Event()
+
+    def drop() -> None:
+        stores.clear()
+        gc.collect()
+        dropped.set()
+
+    hop.workers.submit(URGENT, drop)
+    assert dropped.wait(30)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive()
+    with TierStore(1 << 20, disk_dir, device=ACCELERATOR, device_budget=1 << 20):
+        pass  # nobody has the directory any more
