@@ -27,6 +27,7 @@ from tierstore.model.errors import (
     TransferError,
     TruncatedFileError,
     UnknownKeyError,
+    UrlError,
 )
 from tierstore.model.systems import require_known_system
 from tierstore.model.tiers import Access, Tier
@@ -112,6 +113,7 @@ __all__ = [
     "TransferError",
     "TruncatedFileError",
     "UnknownKeyError",
+    "UrlError",
     "checkpoint",
     "cpu_offload",
     "disk_offload",

@@ -143,7 +143,8 @@ class TierStore(AbstractContextManager["TierStore"]):
             and go on by themselves when it is back.
 
         Raises:
-            ServiceLostError: nobody serves there (TierStoreError: it refuses).
+            ServiceLostError: nobody serves there (TierStoreError: it refuses, or it is a process of
+                another user, to whom nothing is sent).
             ModuleNotFoundError: the extra `tierstore[serve]` is not installed.
         """
         made = cls.__new__(cls)

@@ -269,3 +269,8 @@ def classes_of_metadata() -> list[Any]:
     public = [getattr(metadata, name) for name in metadata.__all__]
     encoding = metadata._MEM_FORMAT_ENCODING
     return [*public, encoding, filesystem._StorageInfo, torch.Size, torch.serialization._get_layout]
+
+
+def dtypes_of_storages() -> dict[str, torch.dtype]:
+    """The dtypes of the classes that files of `torch.save` call their storages by."""
+    return dict(torch.storage._storage_type_to_dtype_map())

@@ -1,7 +1,8 @@
 """No file can make this library run code: nothing in it could load any.
 
-Checkpoints of torch are pickles. Two modules read them, each with an unpickler that makes only what
-is on a list: torch's own for tensors, and one of ours for metadata (see decision 35).
+Checkpoints of torch are pickles. One module reads them, as descriptions of which nothing is made;
+what passed there and has tensors is read by torch's own unpickler, which makes only what is on a
+list (see decision 35).
 `tests/training/test_saving.py` and `tests/faults/test_hostile_documents.py` try them.
 """
 
@@ -34,11 +35,12 @@ TYPED = {"tierstore/cli/page.py": ["http.client", "urllib.request"]}
 """Where the network is reached: at a URL that a user typed, for a text in which numbers are."""
 
 CAREFUL = {
-    "tierstore/adapters/training/checkpoint_files.py": ["pickle", "torch.load"],
-    "tierstore/adapters/training/checkpoint_metadata.py": ["pickle"],
+    "tierstore/adapters/training/checkpoint_archives.py": ["torch.load"],
+    "tierstore/adapters/training/checkpoint_files.py": ["pickle"],
+    "tierstore/adapters/training/checkpoint_pickles.py": ["pickle"],
 }
 """Where pickles are read that name nothing but what is on a list."""
-OF_PICKLE = {"PicklingError", "UnpicklingError", "_Unpickler", "BUILD"}
+OF_PICKLE = {"PicklingError", "UnpicklingError"}
 """What of `pickle` is used there: nothing that loads one as it is."""
 
 DYNAMIC = {"importlib.import_module", "import_module", "importlib.util.spec_from_file_location"}

@@ -30,7 +30,7 @@ from tests.helpers.files import object_file as object_path
 from tests.lanes import by_lane
 from tests.store.helpers import open_store, pages
 from tierstore import TierStoreError
-from tierstore.adapters.training.checkpoint_files import _sealed
+from tierstore.adapters.training.checkpoint_files import sealed
 from tierstore.adapters.training.saving import load_training, save_training
 from tierstore.cli.commands import inspector
 from tierstore.cli.disk_speed import cache_file, known_speed, remember
@@ -220,7 +220,7 @@ def test_what_a_saved_training_says_is_as_it_is_written_or_refused(tmp_path: Pat
     before = [parameter.clone() for parameter in model.parameters()]
 
     def use_sums(content: bytes) -> str:
-        sums.write_bytes(_sealed(content))
+        sums.write_bytes(sealed(content))
         return used()
 
     def use_metadata(content: bytes) -> str:

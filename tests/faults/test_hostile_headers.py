@@ -30,7 +30,7 @@ from tests.store.helpers import assert_group, open_store, pages
 from tierstore import CorruptDataError, TierStoreError, TransferError
 from tierstore.model import header as headers
 from tierstore.model import objects
-from tierstore.model.header import LENGTH_BYTES, Header, header_is_intact, header_length
+from tierstore.model.header import LENGTH_BYTES, Entry, Header, header_is_intact, header_length
 from tierstore.model.objects import StoredObject, decode_object
 from tierstore.model.scanning import Scanner
 from tierstore.system.views import view_one
@@ -77,7 +77,7 @@ def judge(mutant: Mutant) -> str:
     started = time.perf_counter()
     try:
         header, stored = read(mutant.raw, mutant.seed.ours)
-    except CorruptDataError as error:
+    except TransferError as error:
         message = str(error)
         expect(
             error.path == PATH and PATH in message, mutant, f"it is not told which file: {error}"
@@ -108,13 +108,19 @@ def _compare(mutant: Mutant, header: Header) -> None:
     except safetensors.SafetensorError as error:
         raise Wrong(f"safetensors refuses it ({error}): {mutant.done}\n{mutant.raw!r}") from error
     found = sorted(
-        (e.name, e.dtype, list(e.shape), mutant.raw[header.data_start :][e.begin : e.end])
+        (e.name, e.dtype, _shape_in_file(e), mutant.raw[header.data_start :][e.begin : e.end])
         for e in header.entries
     )
     expected = sorted(
         (name, one["dtype"], list(one["shape"]), bytes(one["data"])) for name, one in theirs
     )
     expect(found == expected, mutant, f"safetensors finds others: {expected}")
+
+
+def _shape_in_file(entry: Entry) -> list[int]:
+    """A shape as a file has it, where numbers of four bits are counted one by one."""
+    packed = entry.dtype == "F4"
+    return [*entry.shape[:-1], 2 * entry.shape[-1]] if packed else list(entry.shape)
 
 
 def _look_at(mutant: Mutant, stored: StoredObject) -> None:
@@ -167,7 +173,12 @@ def test_whatever_is_believed_safetensors_believes_too(part: int) -> None:
         tally = judged(by_lane(2_000, 2_000, 20_000), SEED + part)
     assert seen.events == [], "reading a header does something to files, or loads code"
     assert 0.02 < tally.accepted < 0.5, tally.outcomes
-    assert set(tally.outcomes) == {"accepted", "InvalidHeaderError", "CorruptDataError"}
+    unsupported = {"TransferError"}  # which few are
+    assert set(tally.outcomes) - unsupported == {
+        "accepted",
+        "InvalidHeaderError",
+        "CorruptDataError",
+    }
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     assert grown <= MOST_MEMORY, f"{grown:,} bytes of memory"
     print(tally.outcomes)

@@ -18,7 +18,7 @@ from tierstore.wire.framing import HEAD
 
 _encode = msgspec.msgpack.Encoder().encode
 
-FILE = m.File("/a/model.safetensors", (1, 2, 1 << 20, 4, 5), "0123456789abcdef", True)
+FILE = m.File("/a/model.safetensors", (1, 2, 1 << 20, (4, 0), (5, 0)), "0123456789abcdef", True)
 GROUP = m.Group(
     8192,
     [m.Piece(0, 4096, 4096, 0), m.Piece(0, 65536, 100, 4096)],

@@ -129,8 +129,8 @@ def row_of(path: Path, /, **changes: object) -> m.File:
         status.st_dev,
         status.st_ino,
         status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
+        m.time_of(status.st_mtime_ns),
+        m.time_of(status.st_ctime_ns),
     )
     fields = {"path": str(path), "stamp": stamp, "header_digest": None, "direct": False}
     return m.File(**(fields | changes))  # type: ignore[arg-type]

@@ -225,10 +225,9 @@ def test_descriptors_of_no_message_are_closed(service: ThreadService, data: Path
 def test_a_file_that_is_not_as_described_is_not_served(service: ThreadService, data: Path):
     size = data.stat().st_size
     with RawWorker(service.socket) as raw:
-        stamp = list(row_of(data).stamp)
-        for changed in (2, 3, 4):
-            stamp[changed] += 16 * PAGE
-        raw.open(data, stamp=tuple(stamp))
+        device, inode, nbytes, modified, changed = row_of(data).stamp
+        times = (modified[0] + 16, modified[1]), (changed[0] + 16, changed[1])
+        raw.open(data, stamp=(device, inode, nbytes + 16 * PAGE, *times))
         (number,) = raw.register([pages(size // PAGE, 4)])  # it would lie there
         answer = raw.lease(number)
         assert isinstance(answer, m.Failed) and answer.error == "StaleCheckpointError"

@@ -34,6 +34,7 @@ from tierstore.model.sizes import round_up
 from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile, OpenForWriting
 from tierstore.system.mapping import anonymous_file
 from tierstore.system.objects import READ
+from tierstore.system.private import make_directories
 from tierstore.tiers.workers import Workers
 
 MIB = 1 << 20
@@ -171,7 +172,7 @@ def remember(path: str | os.PathLike[str], speed: float) -> Path:
     file = cache_file()
     if not file.is_absolute():
         raise FileNotFoundError("this user has no home directory: set XDG_CACHE_HOME")
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directories(str(file.parent))
     entries = {**_entries(), _name_of(path): {"read": speed}}
     temporary = file.with_name(f"{file.name}-{os.urandom(8).hex()}")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 import click
 
 from tierstore.cli import words
+from tierstore.model.urls import without_secrets
 
 SCHEMA = 1
 
@@ -49,8 +50,8 @@ class Failure(Exception):
     """The command cannot do what it was asked for; `advice` is what the user can do about it."""
 
     def __init__(self, message: str, advice: str, code: Code = Code.USAGE) -> None:
-        super().__init__(message)
-        self.advice = advice
+        super().__init__(without_secrets(message))
+        self.advice = without_secrets(advice)
         self.code = code
 
 

@@ -23,11 +23,11 @@ from tierstore.model.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
 from tierstore.model.scanning import Scanner
+from tierstore.model.weight_files import MAX_INDEX_BYTES
 from tierstore.progress import bar
 from tierstore.system.files import FileStamp, transfer_error
 from tierstore.tiers.object_store import is_url as is_url
 
-MAX_INDEX_BYTES = 64 << 20
 MAX_INDEXED = 400_000
 MAX_SHARDS = 10_000
 

@@ -13,18 +13,21 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 from tierstore.engine.remote_groups import all_done
 from tierstore.model.errors import StaleCheckpointError, TransferError
+from tierstore.model.scanning import Scanner
 from tierstore.model.weight_files import variant_of
 from tierstore.model.words import size
 from tierstore.progress import byte_bar
-from tierstore.system.files import parts, sync_names, transfer_errors, write_all
-from tierstore.tiers.object_store import ObjectStamp, RemoteDirectory, RemoteObject
+from tierstore.system.files import parts, read_fully, sync_names, transfer_errors, write_all
+from tierstore.system.objects import READ
+from tierstore.system.private import OWNER_ONLY, make_directories
+from tierstore.tiers.object_store import MAX_OBJECTS, ObjectStamp, RemoteDirectory, RemoteObject
 from tierstore.tiers.remote_tier import IN_FLIGHT, PIECE
 
 MIRRORS = "mirrors"
@@ -32,6 +35,10 @@ MIRRORS = "mirrors"
 
 LIST = ".objects.json"
 """What the files of a mirror were made of: stamps of objects, by name."""
+
+MAX_LIST_BYTES = 64 << 20
+
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 OTHER_FORMATS = (
     *(".bin", ".ckpt", ".pkl", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
@@ -64,15 +71,20 @@ def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None
             path=url,
         )
     with transfer_errors("writing", path=place):
-        os.makedirs(place, exist_ok=True)
-        _tidy(place, objects)
-        before = _read_list(place)
-        there = {name: before[name] for name in objects if _is_there(place, name, before, objects)}
-        lacking = {name: each for name, each in objects.items() if name not in there}
-        if lacking:
-            _download(source, place, there, lacking)
-        elif there != before:
-            _write_list(place, there)
+        make_directories(directory)
+        with _Mirror(directory, named[:32]) as mirrored:
+            mirrored.tidy(objects)
+            before = mirrored.read_list()
+            there = {
+                name: before[name]
+                for name, stamp in objects.items()
+                if before.get(name) == _row(stamp) and mirrored.has(name, stamp.size)
+            }
+            lacking = {name: each for name, each in objects.items() if name not in there}
+            if lacking:
+                _download(source, mirrored, there, lacking)
+            elif there != before:
+                mirrored.write_list(there)
     return place
 
 
@@ -85,7 +97,9 @@ def _wanted(
         if not name.endswith(OTHER_FORMATS) and (not subfolder or name.startswith(f"{subfolder}/"))
     ]
     for name in names:
-        if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
+        parts_of_it = name.split("/")
+        unusable = any(part in ("", ".", "..") or "\0" in part for part in parts_of_it)
+        if unusable or parts_of_it[-1].startswith(LIST):
             raise TransferError(f"{name!r} cannot be the name of a file: rename the object")
     has_variant = {
         os.path.dirname(name) for name in names if variant and variant_of(name) == variant
@@ -97,54 +111,139 @@ def _wanted(
     }
 
 
-def _row(stamp: ObjectStamp) -> list[Any]:
-    return [stamp.etag, stamp.size, stamp.modified]
+def _row(stamp: ObjectStamp) -> str:
+    return json.dumps([stamp.etag, stamp.size, stamp.modified])
 
 
-def _read_list(place: str) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads(Path(place, LIST).read_bytes())
-        if isinstance(read, dict):
-            return read
-    return {}
+class _Mirror:
+    """The files of one mirror, in a directory that is its owner's alone.
+
+    Each directory is opened from the one above it, and no link is followed, wherever it leads: what
+    lies out of the store's directory is neither written nor removed.
+    """
+
+    def __init__(self, directory: str, name: str) -> None:
+        self.path = os.path.join(directory, MIRRORS, name)
+        self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for each in (MIRRORS, name):
+                above, self._root = self._root, self._entered(self._root, each)
+                os.close(above)
+        except BaseException:
+            os.close(self._root)
+            raise
+
+    def __enter__(self) -> _Mirror:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._root)
+
+    def _entered(self, above: int, name: str) -> int:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, OWNER_ONLY, dir_fd=above)
+        try:
+            return os.open(name, READ | os.O_DIRECTORY, dir_fd=above)
+        except NotADirectoryError as error:
+            raise TransferError(
+                f"{name!r} in {self.path} is a link or a file, which is not followed out of the "
+                "store's directory: remove it, and load again",
+                path=self.path,
+            ) from error
+
+    @contextlib.contextmanager
+    def folder(self, name: str) -> Iterator[tuple[int, str]]:
+        """The directory of a file, which is made, and what the file is called there."""
+        *folders, last = name.split("/")
+        here = os.dup(self._root)
+        try:
+            for each in folders:
+                above, here = here, self._entered(here, each)
+                os.close(above)
+            yield here, last
+        finally:
+            os.close(here)
+
+    def has(self, name: str, nbytes: int) -> bool:
+        """Whether there is a file of so many bytes."""
+        with self.folder(name) as (here, last), contextlib.suppress(FileNotFoundError):
+            status = os.stat(last, dir_fd=here, follow_symlinks=False)
+            return stat.S_ISREG(status.st_mode) and status.st_size == nbytes
+        return False
+
+    def tidy(self, objects: Collection[str]) -> None:
+        """Remove files of what is not there any more, and links: a library would load them, too."""
+        known = {*objects, LIST}
+        for folder, inner, names, here in os.fwalk(".", dir_fd=self._root, follow_symlinks=False):
+            for name in names:
+                if os.path.normpath(os.path.join(folder, name)) not in known:
+                    os.unlink(name, dir_fd=here)
+            for name in inner:
+                if stat.S_ISLNK(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode):
+                    os.unlink(name, dir_fd=here)
+
+    def read_list(self) -> dict[str, str]:
+        """The stamp of the object that each file was made of, by the file's name."""
+        with contextlib.suppress(OSError, _NoListError):
+            descriptor = os.open(LIST, READ, dir_fd=self._root)
+            try:
+                nbytes = os.fstat(descriptor).st_size
+                raw = read_fully(descriptor, min(nbytes, MAX_LIST_BYTES), 0)
+            finally:
+                os.close(descriptor)
+            scanner = Scanner(raw, _no_list)
+            found = {name: scanner.text() for name in scanner.members(MAX_OBJECTS)}
+            scanner.end()
+            return found
+        return {}
+
+    def write_list(self, stamps: dict[str, str]) -> None:
+        """Say which object each file was made of."""
+        with self.draft(LIST) as descriptor:
+            write_all(descriptor, memoryview(json.dumps(stamps).encode()), 0)
+
+    @contextlib.contextmanager
+    def draft(self, name: str, nbytes: int = 0) -> Iterator[int]:
+        """A file of `nbytes` bytes, open for writing; at its name, and synced, once all went
+        well."""
+        with self.folder(name) as (here, last):
+            draft = f"{last}.tmp"
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=here)
+            descriptor = os.open(draft, _NEW, 0o600, dir_fd=here)
+            try:
+                if nbytes:
+                    os.posix_fallocate(descriptor, 0, nbytes)  # or the disk is full now
+                yield descriptor
+                os.fsync(descriptor)
+                os.replace(draft, last, src_dir_fd=here, dst_dir_fd=here)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft, dir_fd=here)
+                raise
+            finally:
+                os.close(descriptor)
+            sync_names(here)
 
 
-def _write_list(place: str, stamps: dict[str, list[Any]]) -> None:
-    draft = Path(place, f"{LIST}.tmp")
-    draft.write_text(json.dumps(stamps))
-    os.replace(draft, Path(place, LIST))
+class _NoListError(Exception):
+    """What lies in the place of a mirror's list is none."""
 
 
-def _is_there(
-    place: str, name: str, before: dict[str, Any], objects: dict[str, ObjectStamp]
-) -> bool:
-    """Whether a file was made of the object as it is now."""
-    path, stamp = os.path.join(place, name), objects[name]
-    same = before.get(name) == _row(stamp)
-    return same and os.path.isfile(path) and os.path.getsize(path) == stamp.size
-
-
-def _tidy(place: str, objects: dict[str, ObjectStamp]) -> None:
-    """Remove files of what is not there any more: a library would load them, too."""
-    known = {*objects, LIST}
-    for folder, _, names in os.walk(place):
-        for name in names:
-            path = os.path.join(folder, name)
-            if os.path.relpath(path, place) not in known:
-                os.unlink(path)
+def _no_list(why: str) -> NoReturn:
+    raise _NoListError(why)
 
 
 def _download(
     source: RemoteDirectory,
-    place: str,
-    there: dict[str, list[Any]],
+    mirrored: _Mirror,
+    there: dict[str, str],
     objects: dict[str, ObjectStamp],
 ) -> None:
     """Bring objects beside those that are there; each is a file under its own name once all of it
     is."""
     nbytes = sum(stamp.size for stamp in objects.values())
-    if objects:
-        logger.info("downloading %d files of %s: %s", len(objects), source.url, size(nbytes))
+    logger.info("downloading %d files of %s: %s", len(objects), source.url, size(nbytes))
     with (
         byte_bar(f"Downloading {source.url}", nbytes) as advance,
         ThreadPoolExecutor(IN_FLIGHT) as pool,
@@ -157,36 +256,10 @@ def _download(
                     f"{source.url}/{name} was removed while it was downloaded: load it again",
                     path=f"{source.url}/{name}",
                 )
-            path = Path(place, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with _draft(path, found.stamp.size) as descriptor:
+            with mirrored.draft(name, found.stamp.size) as descriptor:
                 _fill(pool, descriptor, found, advance)
             # If it was replaced since it was listed, the next start brings it again.
-            _write_list(place, done := {**done, name: _row(stamp)})
-
-
-@contextlib.contextmanager
-def _draft(path: Path, nbytes: int) -> Iterator[int]:
-    """A file of `nbytes` bytes, open for writing; at `path`, and synced, once all went well."""
-    draft = path.with_name(f"{path.name}.tmp")
-    descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    try:
-        if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)  # or the disk is full now
-        yield descriptor
-        os.fsync(descriptor)
-        os.replace(draft, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise
-    finally:
-        os.close(descriptor)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sync_names(folder)
-    finally:
-        os.close(folder)
+            mirrored.write_list(done := {**done, name: _row(stamp)})
 
 
 def _fill(pool: ThreadPoolExecutor, descriptor: int, found: RemoteObject, advance: Advance) -> None:

@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from tierstore.engine.checkpoint_file import CheckpointFile
-from tierstore.model.errors import TransferError
+from tierstore.model.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent, FileTensor
-from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
-from tierstore.model.weight_files import INDEX_SUFFIX, SUFFIX, USUAL_NAMES
+from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header, shown
+from tierstore.model.weight_files import (
+    INDEX_SUFFIX,
+    MAX_INDEX_BYTES,
+    SUFFIX,
+    USUAL_NAMES,
+)
 from tierstore.progress import bar
 from tierstore.tiers.object_store import RemoteDirectory, RemoteObject, split
 
@@ -59,18 +64,43 @@ def _objects_of(url: str, shards: Callable[[bytes, str], list[str]]) -> Iterator
 def _named(
     directory: RemoteDirectory, names: Iterable[str], shards: Callable[[bytes, str], list[str]]
 ) -> Iterator[RemoteObject]:
+    """The files of these names, and those that an index among them lists."""
     for name in names:
-        found = directory.find(name)
-        if found is None:
-            raise TransferError(
-                f"{directory.url}/{name} is not there: check the URL, or upload the file",
-                path=f"{directory.url}/{name}",
-            )
-        if name.endswith(".json"):
-            raw = bytes(found.read(0, found.stamp.size))
-            yield from _named(directory, shards(raw, found.url), shards)
-        else:
+        found = _found(directory, name)
+        if not name.endswith(".json"):
             yield found
+            continue
+        listed = shards(_content(found), found.url)
+        for shard in listed:
+            if not shard.endswith(SUFFIX):  # another index would ask for more, without end
+                raise InvalidHeaderError(
+                    f"{found.url}: the index names {shown(shard)}, which is no {SUFFIX} file; "
+                    "upload it again",
+                    path=found.url,
+                )
+        yield from (_found(directory, shard) for shard in listed)
+
+
+def _found(directory: RemoteDirectory, name: str) -> RemoteObject:
+    found = directory.find(name)
+    if found is None:
+        raise TransferError(
+            f"{directory.url}/{name} is not there: check the URL, or upload the file",
+            path=f"{directory.url}/{name}",
+        )
+    return found
+
+
+def _content(index: RemoteObject) -> bytes:
+    """The bytes of an index, if they are no more than one has."""
+    nbytes = index.stamp.size
+    if nbytes > MAX_INDEX_BYTES:
+        raise InvalidHeaderError(
+            f"{index.url} has {nbytes:,} bytes, and an index has {MAX_INDEX_BYTES:,} at most: "
+            "check the URL, or upload it again",
+            path=index.url,
+        )
+    return bytes(index.read(0, nbytes))
 
 
 def _read_file(found: RemoteObject) -> CheckpointFile:

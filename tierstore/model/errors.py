@@ -202,3 +202,8 @@ class InvalidTraceError(TierStoreError, ValueError):
             f"{path} cannot be read as a trace: {why}; write it again with store.trace(path)"
         )
         self.path = path
+
+
+class UrlError(TierStoreError, ValueError):
+    """A URL is none, or has a password or a signature in it. Also a ValueError. It says which URL
+    without the secret."""

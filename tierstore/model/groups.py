@@ -36,6 +36,7 @@ NO_GROUP = GroupId("", -1)
 
 DTYPE_SIZES = {
     "BOOL": 1,
+    "F4": 1,
     "U8": 1,
     "I8": 1,
     "F8_E4M3": 1,
@@ -55,7 +56,14 @@ DTYPE_SIZES = {
     "F64": 8,
     "C64": 8,
 }
-"""Bytes per element of each dtype, under the names that the safetensors format gives them."""
+"""Bytes per element of each dtype, under the names that the safetensors format gives them. An
+element is one of torch: two numbers of four bits are one."""
+
+PACKED = {"F4": 2}
+"""How many numbers torch has in one element, where the format counts each in the last dimension."""
+
+NOT_IN_TORCH = ("F6_E2M3", "F6_E3M2")
+"""Dtypes that the format has, and torch has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,8 +393,10 @@ def block_of(views: Sequence[TensorSpec], nbytes: int) -> Block:
     bytes, so that no reader takes them for what they are not.
     """
     first = views[0]
+    as_itself = first.stride == contiguous_stride(first.shape)
+    as_itself &= first.dtype not in PACKED or bool(first.shape)  # half a byte is no tensor
     # A file cannot have a tensor called __metadata__, nor two of the same name.
     name = first.name + "_" * first.name.startswith("__metadata__")
-    if len(views) == 1 and first.stride == contiguous_stride(first.shape):
+    if len(views) == 1 and as_itself:
         return Block(name, first.dtype, first.shape, nbytes, tuple(views))
     return Block(name, "U8", (nbytes,), nbytes, tuple(views))

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
 import xxhash
 
-from tierstore.model.errors import InvalidHeaderError
-from tierstore.model.groups import DTYPE_SIZES, Packing
+from tierstore.model.errors import InvalidHeaderError, TransferError
+from tierstore.model.groups import DTYPE_SIZES, NOT_IN_TORCH, PACKED, Packing
 from tierstore.model.scanning import Scanner
 from tierstore.model.sizes import PAGE, round_up
 
@@ -49,7 +49,8 @@ _USUAL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: `begin` and `end` are byte offsets from the start of the data."""
+    """One tensor of a file: `begin` and `end` are byte offsets from the start of the data. `shape`
+    counts elements as torch does."""
 
     name: str
     dtype: str
@@ -104,7 +105,7 @@ def parse_header(raw: bytes, file_size: int, path: str, *, most: int = MAX_TENSO
     """Validate the header bytes `raw` (without the length) of a file of `file_size` bytes.
 
     It may list `most` tensors. Raises InvalidHeaderError, naming the file and the rule that is
-    broken.
+    broken, and TransferError for a dtype that is none of torch's.
     """
 
     def refuse(why: str) -> NoReturn:
@@ -122,7 +123,7 @@ def parse_header(raw: bytes, file_size: int, path: str, *, most: int = MAX_TENSO
         if name == "__metadata__":
             metadata = _metadata(scanner, refuse)
         else:
-            entries.append(_entry(name, scanner, refuse))
+            entries.append(_entry(name, scanner, path, refuse))
     scanner.end()
     if len(entries) > most:
         refuse(f"it lists more than {most} tensors")
@@ -156,19 +157,41 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…")
 
 
-def _entry(name: str, scanner: Scanner, refuse: Callable[[str], NoReturn]) -> Entry:
+def _entry(name: str, scanner: Scanner, path: str, refuse: Callable[[str], NoReturn]) -> Entry:
     usual = scanner.match(_USUAL)
     if usual is not None:
         dtype, begin, end = usual[1].decode(), int(usual[3]), int(usual[4])
         shape = tuple(map(int, usual[2].split(b","))) if usual[2] else ()
     else:
         dtype, shape, (begin, end) = _fields(name, scanner, refuse)
+    if dtype in NOT_IN_TORCH:
+        raise _unsupported(name, path, f"the dtype {dtype}, which torch does not have")
     if dtype not in DTYPE_SIZES:
         refuse(f"tensor {shown(name)} has the dtype {shown(dtype)}, which is not supported")
     # The product of the sizes before a zero must not overflow either: safetensors refuses that.
-    if _overflows(shape) or end - begin != prod(shape) * DTYPE_SIZES[dtype]:
+    overflows = _overflows(shape)
+    if dtype in PACKED:
+        if not shape or shape[-1] % PACKED[dtype]:
+            why = f"the dtype {dtype} and the shape {list(shape)}: torch has {PACKED[dtype]} in one"
+            raise _unsupported(name, path, f"{why} element, and so their multiples only")
+        shape = (*shape[:-1], shape[-1] // PACKED[dtype])
+    if overflows or end - begin != prod(shape) * DTYPE_SIZES[dtype]:
         refuse(f"tensor {shown(name)} has a byte range that does not match its shape")
     return Entry(name, dtype, shape, begin, end)
+
+
+def _unsupported(name: str, path: str, what: str) -> TransferError:
+    return TransferError(
+        f"{path} has a tensor {shown(name)} of {what}. That is not supported: convert the "
+        "checkpoint to a dtype of torch",
+        path=path,
+    )
+
+
+def _shape_in_file(dtype: str, shape: Sequence[int]) -> list[int]:
+    """A shape as the format counts it."""
+    packed = PACKED.get(dtype, 1)
+    return list(shape) if packed == 1 else [*shape[:-1], shape[-1] * packed]
 
 
 def _fields(
@@ -234,7 +257,7 @@ def build_header(
     for block, begin, checksum in zip(packing.blocks, packing.dense, digests, strict=True):
         tensors[block.name] = {
             "dtype": block.dtype,
-            "shape": list(block.shape),
+            "shape": _shape_in_file(block.dtype, block.shape),
             "data_offsets": [begin, begin + block.nbytes],
         }
         metadata[SUM_PREFIX + block.name] = checksum

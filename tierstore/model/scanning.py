@@ -130,6 +130,13 @@ class Scanner:
         values = tuple(int(number[1]) for number in numbers if number is not None)
         return values if len(values) == len(numbers) and max(values) < 2**63 else None
 
+    def number(self) -> int:
+        """A whole number from 0 to 2**63 - 1."""
+        found = self.match(_NUMBER)
+        if found is None or int(found[1]) >= 2**63:
+            self._refuse(f"there is no whole number at byte {self._at}")
+        return int(found[1])
+
     def skip(self) -> None:
         """Pass over a value, whatever it is."""
         self.match(_SPACE)

@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 USUAL_NAMES = ("model", "diffusion_pytorch_model", "pytorch_lora_weights", "consolidated")
+MAX_INDEX_BYTES = 64 << 20
 
 _PICKLES = (".bin", ".ckpt", ".pkl", ".pt", ".pth")
 

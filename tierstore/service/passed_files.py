@@ -64,7 +64,10 @@ class PassedFiles:
 
 def _held(row: messages.File, descriptors: list[int]) -> HeldFile:
     """The file that a worker passed, if it is a regular file, and the one that it describes."""
-    stamp = FileStamp(*row.stamp)
+    device, inode, size, modified, changed = row.stamp
+    stamp = FileStamp(
+        device, inode, size, messages.nanoseconds_of(modified), messages.nanoseconds_of(changed)
+    )
     for descriptor in descriptors:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != (

@@ -11,7 +11,6 @@ import errno
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable
 
@@ -30,6 +29,7 @@ from tierstore.system.files import close_quietly
 from tierstore.tiers.shared_memory import SharedArena
 from tierstore.wire import messages
 from tierstore.wire.messages import HELD_SECONDS
+from tierstore.wire.peers import peer_of
 
 log = logging.getLogger("tierstore.service")
 
@@ -51,8 +51,6 @@ UNFINISHED_SECONDS = 10.0
 HOPELESS_SECONDS = 60.0
 """Seconds without any change after which the longest wait is refused: nobody gives anything back.
 """
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Server:
@@ -140,8 +138,7 @@ class Server:
                 self._loop.remove_reader(self._listening)
                 self._loop.call_later(LOOK_SECONDS, self._accept_again)
             return  # else whoever connected is gone again
-        raw = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user, _ = _CREDENTIALS.unpack(raw)
+        pid, user = peer_of(made)
         if user != os.geteuid():
             log.warning("refused process %d of user %d: it is another user's", pid, user)
             made.close()

@@ -10,6 +10,7 @@ import stat
 import tempfile
 
 from tierstore.model.errors import StoreLockedError, TierStoreError
+from tierstore.system.private import make_directories, why_not_private
 
 LONGEST = 107
 """Bytes that the path of a Unix socket may have."""
@@ -34,11 +35,11 @@ def default_socket(directory: str | os.PathLike[str]) -> str:
 
 
 def running() -> list[str]:
-    """The sockets in the runtime directory, sorted. What another user has put there in its place
-    has none."""
+    """The sockets in the runtime directory, sorted; none where that is not this user's alone, as
+    another user may have made it first."""
     directory = runtime_directory()
     with contextlib.suppress(OSError):
-        if os.stat(directory).st_uid == os.geteuid():
+        if why_not_private(directory) is None:
             names = sorted(os.listdir(directory))
             return [os.path.join(directory, name) for name in names if _is_socket_name(name)]
     return []
@@ -61,21 +62,18 @@ def listen(path: str) -> socket.socket:
             f"{path} is too long for a socket, which takes {LONGEST} bytes: pass a shorter --socket"
         )
     directory = os.path.dirname(path)
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    status = os.stat(directory)
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+    make_directories(directory)
+    why = why_not_private(directory)
+    if why is not None:
         raise TierStoreError(
-            f"{directory} can be entered by others: make it yours alone (chmod 700), or pass a "
-            "--socket in another directory"
+            f"{directory} is not this user's alone ({why}): make it so (chmod 700), or pass a "
+            "--socket in a directory that is"
         )
     _remove_what_was_left(path)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        before = os.umask(0o177)
-        try:
-            made.bind(path)
-        finally:
-            os.umask(before)
+        os.fchmod(made.fileno(), 0o600)  # which the name has from its first moment
+        made.bind(path)
         made.listen(BACKLOG)
     except BaseException:
         made.close()

@@ -24,10 +24,12 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "F4": torch.float4_e2m1fn_x2,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,
@@ -40,9 +42,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-if hasattr(torch, "float8_e8m0fnu"):
-    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
-
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -48,6 +48,7 @@ from tierstore.system.objects import (
     object_name,
     read_marker,
 )
+from tierstore.system.private import make_directories
 from tierstore.tiers.workers import Job, RunParallel, one_by_one
 
 logger = logging.getLogger("tierstore.tiers")
@@ -391,7 +392,7 @@ def _make_directory(path: str) -> None:
         made.append(above)
     found = os.path.exists(path)
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        make_directories(path)
     except (FileExistsError, NotADirectoryError) as error:
         raise _in_the_way(path) from error
     for each in made:

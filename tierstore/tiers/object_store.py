@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from tierstore.model.errors import ClosedError, StaleCheckpointError, TransferError
+from tierstore.model.urls import check_url, without_secrets
 
 T = TypeVar("T")
 
@@ -62,6 +63,9 @@ _OPTION = re.compile(
     "(?:AWS|AZURE|GOOGLE)_(ALLOW_HTTP|ALLOW_INVALID_CERTIFICATES|CONNECT_TIMEOUT|TIMEOUT|PROXY_URL"
     "|PROXY_CA_CERTIFICATE|PROXY_EXCLUDES|POOL_IDLE_TIMEOUT|USER_AGENT)"
 )
+
+MAX_OBJECTS = 100_000
+"""What may lie under the URL of one pipeline."""
 
 _memory: dict[str, Any] = {}
 _memory_lock = threading.Lock()
@@ -128,7 +132,7 @@ class RemoteObject:
         answer = obstore.get(self._store, self._name, options=options)
         if not ObjectStamp.of(answer.meta).is_as(self.stamp):
             raise _stale(self.url)
-        data = memoryview(answer.bytes())
+        data = _all_of(answer, stop - start)
         if len(data) != stop - start or tuple(answer.range) != (start, stop):
             raise _Transient(f"{len(data):,} bytes came instead of {stop - start:,}")
         return data
@@ -141,8 +145,18 @@ class RemoteObject:
         ) from error
 
 
+def _all_of(answer: Any, nbytes: int) -> memoryview:
+    """The body of an answer, which should have so many bytes: one that goes on is not kept."""
+    found: list[memoryview] = []
+    for part in answer.stream(min_chunk_size=max(nbytes, 1)):
+        found.append(memoryview(part))
+        if sum(map(len, found)) > nbytes:
+            raise _Transient(f"more bytes came than the {nbytes:,} that were asked for")
+    return found[0] if len(found) == 1 else memoryview(b"".join(found))
+
+
 class RemoteDirectory:
-    """What lies under one URL. Raises TransferError where there is no such store."""
+    """What lies under one URL. Raises TransferError where there is no such store, and UrlError."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -174,7 +188,7 @@ class RemoteDirectory:
         """What lies under it now, by names from here on. Its stamps are those of lists: Azure has
         other ETags there than in its answers.
 
-        Raises TransferError, also where a server lists nothing.
+        Raises TransferError, also where a server lists nothing, or lists without end.
         """
         import obstore
 
@@ -186,21 +200,25 @@ class RemoteDirectory:
             )
 
         def listed() -> list[Any]:
-            found: Any = obstore.list(self._store, prefix=self._prefix or None).collect()
-            return list(found)
+            found: list[Any] = []
+            for part in obstore.list(self._store, prefix=self._prefix or None):
+                found += part
+                if len(found) > MAX_OBJECTS:
+                    raise TransferError(
+                        f"{self.url} has more than {MAX_OBJECTS:,} objects: pass the URL of one "
+                        "pipeline or model",
+                        path=self.url,
+                    )
+            return found
 
         found = _patiently(self.url, listed, lambda _: [])
         return {meta["path"].removeprefix(self._prefix): ObjectStamp.of(meta) for meta in found}
 
 
 def split(url: str) -> tuple[str, str]:
-    """The directory of an object, and its name there. Raises ValueError for what is no such URL."""
-    parts = urlsplit(url)
-    if parts.query or parts.fragment:
-        raise ValueError(
-            f"{url.partition('?')[0]} has a query: pass the plain URL, and credentials by the "
-            "environment, as obstore reads them"
-        )
+    """The directory of an object, and its name there. Raises UrlError for what is no such URL, and
+    for one with a password in it."""
+    check_url(url)
     directory, _, name = url.rstrip("/").rpartition("/")
     return directory, unquote(name)
 
@@ -215,6 +233,7 @@ def memory_store(url: str) -> Any:
 
 def _store_at(url: str) -> tuple[Any, str]:
     """The store of what is under a URL, and what the names of its objects begin with there."""
+    check_url(url)
     try:
         import obstore.store
     except ImportError as error:
@@ -222,7 +241,6 @@ def _store_at(url: str) -> tuple[Any, str]:
             f"{url} is read with obstore, which is not installed: pip install 'tierstore[remote]'",
             path=url,
         ) from error
-    split(url)
     if url.lower().startswith("memory://"):
         prefix = urlsplit(url).path.strip("/")
         return memory_store(url), f"{prefix}/" if prefix else ""
@@ -326,4 +344,4 @@ def _stale(url: str) -> StaleCheckpointError:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    return without_secrets(str(error).partition("\n")[0]) or type(error).__name__

@@ -344,11 +344,19 @@ def remote_tier(
 ) -> tuple[RemoteTier, Collection[Hop]]:
     """The tier of a store whose directory is `directory`, and the hops that it comes with; one of
     them takes the place of `reading`, from disk to host memory."""
-    cache = RemoteCache(os.path.join(directory, CACHE), tiers.disk.files)
+    path = os.path.join(directory, CACHE)
+    if os.path.islink(path):
+        raise TransferError(
+            f"{path} is a link, which is not followed out of the store's directory: remove it, or "
+            "pass a disk_dir on the other disk",
+            path=path,
+        )
+    cache = RemoteCache(path, tiers.disk.files)
     fetching = RemoteToDisk(cache, Workers(IN_FLIGHT, "remote"))
     return RemoteTier(cache), (fetching, FetchedToHost(reading, tiers.host, fetching))
 
 
 def has_cache(directory: str) -> bool:
     """Whether a store's directory holds what was fetched."""
-    return os.path.isdir(os.path.join(directory, CACHE))
+    path = os.path.join(directory, CACHE)
+    return os.path.isdir(path) and not os.path.islink(path)

@@ -30,6 +30,7 @@ from tierstore.tiers.shared_memory import SharedMap
 from tierstore.wire import messages
 from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
 from tierstore.wire.messages import FromService, Message
+from tierstore.wire.peers import ForeignServiceError, connect_to_own
 
 AT_MOST = 65536
 """Bytes that are read from the socket at once."""
@@ -71,7 +72,8 @@ class Listener:
 class Wire:
     """One connection to the service that listens at `path`, from its greeting to its end.
 
-    Raises ServiceLostError if nobody listens there, TierStoreError if the service refuses.
+    Raises ServiceLostError if nobody listens there, TierStoreError if the service refuses, or is
+    another user's.
     """
 
     def __init__(self, path: str, listener: Listener, *, private: bool) -> None:
@@ -226,9 +228,10 @@ class Wire:
         file = table.open(held)
         descriptors = file.descriptors
         stamp = held.stamp
+        times = messages.time_of(stamp.modified_ns), messages.time_of(stamp.changed_ns)
         row = messages.File(
             _shown(held.path),
-            (stamp.device, stamp.inode, stamp.size, stamp.modified_ns, stamp.changed_ns),
+            (stamp.device, stamp.inode, stamp.size, *times),
             held.header_digest,
             len(descriptors) > 1,
         )
@@ -320,11 +323,10 @@ def _shown(text: str) -> str:
 
 
 def _connected(path: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        made.connect(path)
+        return connect_to_own(path)
+    except ForeignServiceError as error:
+        raise TierStoreError(f"{path} is no service of this user: {error}") from error
     except OSError as error:
-        made.close()
         why = error.strerror or str(error)
         raise ServiceLostError(path, why) from error
-    return made

@@ -8,6 +8,7 @@ import time
 from tierstore.model.errors import TierStoreError
 from tierstore.wire import messages
 from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
+from tierstore.wire.peers import connect_to_own
 
 SECONDS = 5.0
 """Seconds for the answer; a service that has just been started is still loading its libraries."""
@@ -27,12 +28,11 @@ def report_of(path: str, seconds: float = SECONDS) -> messages.Report:
 
     Raises NoAnswerError.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
-        made.settimeout(seconds)
-        try:
-            made.connect(path)
-        except OSError as error:
-            raise NoAnswerError(path, error.strerror or str(error)) from error
+    try:
+        made = connect_to_own(path, seconds)
+    except OSError as error:
+        raise NoAnswerError(path, error.strerror or str(error)) from error
+    with made:
         try:
             made.sendall(Outgoing().encoded(messages.Status(0)))
             answer = _first(made, time.monotonic() + seconds)

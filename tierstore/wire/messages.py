@@ -22,7 +22,7 @@ import msgspec
 
 from tierstore.model import errors
 
-VERSION = 1
+VERSION = 2
 """Of these messages. A service and its workers must have the same."""
 
 MAX_MESSAGE = 1 << 20
@@ -43,6 +43,21 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Stride = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Identity = Annotated[int, msgspec.Meta(ge=0)]
+"""Of a file or a device. Some file systems use all 64 bits."""
+Time = tuple[int, Annotated[int, msgspec.Meta(ge=0, lt=10**9)]]
+"""Seconds and nanoseconds, as file systems have them: in 64 bits, nanoseconds alone last from 1677
+to 2262, and a file may have been changed before or after that, by its time."""
+
+
+def time_of(nanoseconds: int) -> Time:
+    """A time, given in nanoseconds since 1970."""
+    return divmod(nanoseconds, 10**9)
+
+
+def nanoseconds_of(time: Time) -> int:
+    """A time in nanoseconds since 1970."""
+    return time[0] * 10**9 + time[1]
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -82,11 +97,12 @@ class Refused(Message):
 
 class File(Row):
     """A file whose descriptors come with the message: one to read through the page cache, and, if
-    `direct`, one to read past it. `stamp` is what it looked like when the worker read its header.
+    `direct`, one to read past it. `stamp` is what it looked like when the worker read its header:
+    device, inode, size, and the times of the last change of its bytes and of its inode.
     """
 
     path: Text
-    stamp: tuple[Number, Number, Number, Number, Number]
+    stamp: tuple[Identity, Identity, Number, Time, Time]
     header_digest: Annotated[str, msgspec.Meta(max_length=64)] | None
     direct: bool
 

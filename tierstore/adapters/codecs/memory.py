@@ -49,6 +49,13 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape have the same bits. (`torch.equal` does not know
+    all dtypes, and takes -0 for 0.)"""
+    rows = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*rows)
+
+
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, each address counted once."""
     return sum({t.data_ptr(): tensor_bytes(t) for t in tensors if has_address(t)}.values())

@@ -7,7 +7,7 @@
 Others read the first two, and never look at the third. What others have written lacks it, and is
 taken as it is. Nothing in these files can run code: the pickle may name no class but those that
 metadata consist of, and `torch.load` is told that weights are all that it may load. (See decision
-35. Only this module and that of metadata read pickles.)
+35. Only `checkpoint_pickles` and, after it, torch read pickles.)
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import mmap
 import os
 import pathlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import xxhash
@@ -32,7 +32,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierstore.adapters.codecs.memory import has_storage_of_its_own, over, span
+from tierstore.adapters.training.checkpoint_archives import loaded_value
 from tierstore.adapters.training.checkpoint_metadata import parsed_metadata
+from tierstore.adapters.training.checkpoint_pickles import MAX_PICKLE_BYTES
 from tierstore.adapters.training.directory_swap import SwappedDirectory
 from tierstore.model.errors import (
     CorruptDataError,
@@ -41,18 +43,21 @@ from tierstore.model.errors import (
     TruncatedFileError,
 )
 from tierstore.model.header import digest
+from tierstore.model.scanning import Scanner
 from tierstore.model.sizes import PAGE
 from tierstore.progress import bar
-from tierstore.system.files import OpenForWriting, write_all
+from tierstore.system.files import OpenForWriting, read_fully, write_all
 from tierstore.torch_private import stored_at
 
 METADATA, SUMS = ".metadata", "tierstore.json"
 FORMAT = 1
 CHUNK = 4 << 20
 """Bytes that are in memory for the sake of writing, or of comparing."""
+MAX_FILES = 100_000
+MAX_SUMS_BYTES = 16 << 20
+"""Of what says the sums of as many files."""
 OTHERS_ADVICE = "restore it, or load another save"
 
-_ARCHIVE = b"PK\x03\x04"
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -78,7 +83,7 @@ class _Output(io.RawIOBase):
 
     def __init__(self, folder: int, name: str, expected: int) -> None:
         super().__init__()
-        descriptor = os.open(name, _CREATE, 0o666, dir_fd=folder)
+        descriptor = os.open(name, _CREATE, 0o644, dir_fd=folder)
         self._file = OpenForWriting(descriptor, name, folder)
         self._room = _chunk()
         self._filled = 0
@@ -183,9 +188,9 @@ class CheckpointWriter(FileSystemWriter):
         sums[METADATA] = FileSum(len(data), digest(data))
         files = {name: {"bytes": each.nbytes, "xxh3": each.xxh3} for name, each in sums.items()}
         body = json.dumps({"format": FORMAT, "files": files}, separators=(",", ":")).encode()
-        descriptor = os.open(pathlib.Path(self.path) / SUMS, _CREATE, 0o666)
+        descriptor = os.open(pathlib.Path(self.path) / SUMS, _CREATE, 0o644)
         try:
-            write_all(descriptor, memoryview(_sealed(body)), 0)
+            write_all(descriptor, memoryview(sealed(body)), 0)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -211,7 +216,7 @@ class Encoded(io.BytesIO):
         super().__init__()
         try:
             torch.save(value, self)
-            _loaded(io.BytesIO(self.getvalue()))
+            loaded_value(io.BytesIO(self.getvalue()))
         except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"{name!r} is a {type(value).__name__} that could not be loaded again without "
@@ -220,45 +225,62 @@ class Encoded(io.BytesIO):
             ) from error
 
 
-def _loaded(source: Any) -> Any:
-    if source.read(len(_ARCHIVE)) != _ARCHIVE:
-        raise ValueError("it is no archive of torch.save")
-    source.seek(0)
-    return torch.load(source, map_location="cpu", weights_only=True)
-
-
 # The sums -----------------------------------------------------------------------------------------
 
 
-def _sealed(body: bytes) -> bytes:
+def sealed(body: bytes) -> bytes:
     """A JSON object that begins with the checksum of its rest."""
     return b'{"xxh3":"' + digest(body).encode() + b'",\n' + body[1:] + b"\n"
 
 
-def _read_sums(raw: bytes, path: str) -> dict[str, FileSum]:
+def read_sums(raw: bytes, path: str) -> dict[str, FileSum]:
     """What SUMS says. Raises CorruptDataError, or TierStoreError for a newer format."""
     body = b"{" + raw.partition(b"\n")[2][:-1]
-    if raw != _sealed(body):
+    if raw != sealed(body):
         raise CorruptDataError(
             f"{path} does not match its checksum: it was damaged or edited; {OTHERS_ADVICE}",
             path=path,
             found=digest(body),
         )
-    try:
-        document = json.loads(body)
-        found = document.get("format")
-        if found == FORMAT:
-            files = document["files"].items()
-            return {str(name): FileSum(int(f["bytes"]), str(f["xxh3"])) for name, f in files}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _nothing_that_is_written(path, error) from error
-    raise TierStoreError(
-        f"{path} says format {found!r:.20}, this version of tierstore knows {FORMAT}: upgrade "
-        "tierstore, or save with this version"
-    )
+
+    def refuse(why: str) -> NoReturn:
+        raise _nothing_that_is_written(path, why)
+
+    scanner = Scanner(body, refuse)
+    found, files = None, {}
+    for member in scanner.members(MAX_FILES):
+        if member == "format":
+            found = scanner.number()
+            if found != FORMAT:
+                raise TierStoreError(
+                    f"{path} says format {found}, this version of tierstore knows {FORMAT}: "
+                    "upgrade tierstore, or save with this version"
+                )
+        elif found is None:
+            refuse("it does not begin with its format")
+        elif member == "files":
+            files = {name: _sum(scanner, refuse) for name in scanner.members(MAX_FILES)}
+        else:
+            scanner.skip()
+    scanner.end()
+    return files
 
 
-def _nothing_that_is_written(path: str, error: BaseException) -> CorruptDataError:
+def _sum(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> FileSum:
+    nbytes, xxh3 = None, None
+    for member in scanner.members(2):
+        if member == "bytes":
+            nbytes = scanner.number()
+        elif member == "xxh3":
+            xxh3 = scanner.text()
+        else:
+            scanner.skip()
+    if nbytes is None or xxh3 is None:
+        refuse("a file has no size or no checksum")
+    return FileSum(nbytes, xxh3)
+
+
+def _nothing_that_is_written(path: str, error: object) -> CorruptDataError:
     return CorruptDataError(
         f"{path} is nothing that is written for a checkpoint ({error!s:.200}): {OTHERS_ADVICE}",
         path=path,
@@ -279,11 +301,11 @@ class CheckpointFiles:
         self._descriptors = directory.open(stack)
         self.sums: dict[str, FileSum] = {}
         if SUMS in self._descriptors:
-            self.sums = _read_sums(self._all_of(SUMS), self._where(SUMS))
+            self.sums = read_sums(self._all_of(SUMS, MAX_SUMS_BYTES), self._where(SUMS))
         if METADATA not in self._descriptors:
             raise self.missing(METADATA)
         self._refuse_other_size(METADATA)
-        raw = self._all_of(METADATA)
+        raw = self._all_of(METADATA, MAX_PICKLE_BYTES)
         expected = self.sums.get(METADATA)
         if expected is not None and digest(raw) != expected.xxh3:
             raise self._damaged(METADATA, expected.xxh3, digest(raw))
@@ -328,9 +350,13 @@ class CheckpointFiles:
             )
         raise self._damaged(name, f"{expected.nbytes:,} bytes", f"{found:,} bytes")
 
-    def _all_of(self, name: str) -> bytes:
-        with open(self._descriptors[name], "rb", closefd=False) as file:
-            return file.read()
+    def _all_of(self, name: str, most: int) -> bytes:
+        nbytes = os.fstat(self._descriptors[name]).st_size
+        if nbytes > most:
+            raise _nothing_that_is_written(
+                self._where(name), f"it has {nbytes:,} bytes, more than {most:,}"
+            )
+        return read_fully(self._descriptors[name], nbytes, 0)
 
     def check(self, rank: int, ranks: int) -> None:
         """Read every `ranks`-th file that has a sum, from number `rank` on, and compare it."""
@@ -369,7 +395,7 @@ class CheckpointFiles:
             raise self.missing(name)
         source = _Slice(self._descriptors[name], where.offset, where.length)
         try:
-            return _loaded(source)
+            return loaded_value(source)
         except OSError:
             raise
         except Exception as error:  # bytes that torch has not written may be anything

@@ -162,23 +162,23 @@ class SavedNames:
         """What each parameter's group says, by the parameter's name and the option's."""
         assert self.optimizer is not None
         prefix = f"{self.optimizer}.{GROUPS}"
+        by_group = f"{prefix}.0.params" in self.items  # not flattened
         found: dict[str, dict[str, Any]] = {}
-        number = 0
-        while f"{prefix}.{number}.params" in self.items:  # not flattened
-            of_group = f"{prefix}.{number}"
-            options = {k: self.value(f"{of_group}.{k}") for k in _below(of_group, self.items)}
-            names = options.pop("params")
+        for name in _below(prefix, self.items):
+            whose, _, option = name.partition(".") if by_group else name.rpartition(".")
+            found.setdefault(whose, {})[option] = self.value(f"{prefix}.{name}")
+        return self._by_parameter(found) if by_group else found
+
+    def _by_parameter(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for options in groups.values():
+            names = options.pop("params", None)
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(
                     f"{self.files.path} was saved of an optimizer whose parameters have no names: "
                     "save what get_state_dict(model, optimizer) returns"
                 )
             found |= dict.fromkeys(names, options)
-            number += 1
-        if not number:
-            for name in _below(prefix, self.items):
-                parameter, _, option = name.rpartition(".")
-                found.setdefault(parameter, {})[option] = self.value(f"{prefix}.{name}")
         return found
 
     def states(self, parameters: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
-from tierstore.adapters.codecs.memory import address_of
+from tierstore.adapters.codecs.memory import address_of, same_bits
 from tierstore.adapters.training.checkpoint_files import CheckpointFiles, Encoded
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.adapters.training.weights import Weights
@@ -183,7 +183,7 @@ class GroupLoadPlanner(DefaultLoadPlanner):
         if frozen is not None:
             weights, name = frozen
             now = _part(weights.buffer.tensors[name], item.dest_offsets, item.lengths)
-            if torch.equal(now, chunk):
+            if same_bits(now, chunk):
                 return
             weights.become_state()
             home = weights.buffer.tensors[name]

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -20,6 +21,7 @@ from tierstore.system.files import sync_names, transfer_error
 from tierstore.system.locking import try_lock
 from tierstore.system.mapping import libc
 from tierstore.system.objects import READ
+from tierstore.system.private import OWNER_ONLY, READABLE, deny_others_writing
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -61,9 +63,13 @@ class SwappedDirectory:
             self._tidy(parent)
             self._refuse_others(parent)
             name, folder = self._new_draft(parent)
+            mode = stat.S_IMODE(os.fstat(folder).st_mode)
+            os.fchmod(folder, OWNER_ONLY)  # as torch writes some files by the umask alone
             try:
                 try:
                     yield os.path.join(self._parent, name)
+                    self._deny_others_writing(folder)
+                    os.fchmod(folder, mode)
                     sync_names(folder)
                     self._refuse_others(parent)
                     old = self._publish(parent, name)
@@ -80,7 +86,7 @@ class SwappedDirectory:
         """A directory that is locked, so that nobody takes it for a dead process's."""
         while True:
             name = f".{self._name}.saving-{os.urandom(8).hex()}"
-            os.mkdir(name, dir_fd=parent)
+            os.mkdir(name, READABLE, dir_fd=parent)
             # Before it is locked, somebody may look at it, and remove it.
             try:
                 folder = os.open(name, READ | os.O_DIRECTORY, dir_fd=parent)
@@ -94,6 +100,15 @@ class SwappedDirectory:
                 os.close(folder)
                 raise
             os.close(folder)
+
+    def _deny_others_writing(self, folder: int) -> None:
+        """See that others cannot write to any file."""
+        for part in self._parts_in(folder):
+            descriptor = os.open(part, READ, dir_fd=folder)
+            try:
+                deny_others_writing(descriptor)
+            finally:
+                os.close(descriptor)
 
     def _publish(self, parent: int, draft: str) -> str | None:
         """Let `path` lead to the draft. Returns the name of what it led to before."""
@@ -190,7 +205,7 @@ def _make_directories(path: str) -> None:
         above = os.path.dirname(path)
         _make_directories(above)
         with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
+            os.mkdir(path, READABLE)
         with _opened(above) as folder:
             sync_names(folder)
 

@@ -17,6 +17,7 @@ from tierstore.adapters.training.checkpoint_names import model_state
 from tierstore.adapters.training.saving import own_errors
 from tierstore.progress import byte_bar
 from tierstore.system.files import transfer_errors
+from tierstore.system.private import READABLE, deny_others_writing, make_directories
 from tierstore.torch_private import all_ranks, save_checkpoint
 
 logger = logging.getLogger("tierstore.adapters")
@@ -65,7 +66,11 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         own_errors(),
         byte_bar(f"Exporting to {where}", nbytes) as advance,
     ):
+        make_directories(os.path.abspath(where), READABLE)
         save_checkpoint(dict(tensors), writer, _Telling(advance))
+        for name in os.listdir(where):
+            if ".safetensors" in name:  # torch makes them by the umask alone
+                deny_others_writing(os.path.join(where, name))
     logger.info("exported %d tensors, %d bytes, to %s", len(tensors), nbytes, where)
 
 

@@ -1,0 +1,108 @@
+"""Whatever the umask is, nobody else may write to what is made here."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.store.helpers import open_store
+from tierstore import export_safetensors, load_training, save_training
+from tierstore.adapters.training import directory_swap
+from tierstore.cli.disk_speed import remember
+
+MASKS = [0o000, 0o002, 0o022, 0o077]
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def modes(place: Path) -> dict[str, int]:
+    found = {str(p.relative_to(place)): stat.S_IMODE(p.stat().st_mode) for p in place.rglob("*")}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_directories_above_a_store_are_its_owners(mask: int, tmp_path: Path) -> None:
+    with umask(mask), open_store(tmp_path / "a" / "b" / "store") as store:
+        store.put("k", torch.ones(3))
+        store.flush()
+    for name, mode in modes(tmp_path).items():
+        assert mode == (0o700 if (tmp_path / name).is_dir() else 0o600), f"{name}: {mode:o}"
+
+
+def test_directories_that_are_there_are_left_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a").chmod(0o750)
+    open_store(tmp_path / "a" / "store").close()
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o750
+
+
+def _others_write(found: dict[str, int]) -> list[str]:
+    return [name for name, mode in found.items() if mode & 0o022]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_saved_training_is_written_by_its_owner_only(
+    mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way: dict[str, int] = {}
+    deny = directory_swap.deny_others_writing
+
+    def denying(descriptor: int) -> None:  # when everything is written
+        under_way.update(modes(tmp_path))
+        deny(descriptor)
+
+    monkeypatch.setattr(directory_swap, "deny_others_writing", denying)
+    model = nn.Linear(2, 3)
+    with umask(mask):
+        save_training(tmp_path / "a" / "run", model)
+        save_training(tmp_path / "a" / "run", model)
+    found = modes(tmp_path)
+    assert set(found) == {"a", "a/run", *(f"a/run/{n}" for n in PARTS)}
+    for name, mode in found.items():
+        readable = 0o755 if (tmp_path / name).is_dir() else 0o644
+        assert mode == readable & ~mask, f"{name}: {mode:o}"
+    drafts = [mode for name, mode in under_way.items() if ".run.saving-" in Path(name).name]
+    assert drafts and set(drafts) == {0o700}, "others could open what is not closed to them yet"
+    load_training(tmp_path / "a" / "run", model)
+
+
+PARTS = (".metadata", "__0_0.distcp", "tierstore.json")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_an_export_is_written_by_its_owner_only(mask: int, tmp_path: Path) -> None:
+    with umask(mask):
+        export_safetensors(tmp_path / "a" / "model", nn.Linear(2, 3))
+    found = modes(tmp_path)
+    assert not _others_write(found) and len(found) >= 3
+    assert all(mode & 0o400 for mode in found.values())
+
+
+def test_what_is_made_without_care_is_noticed(tmp_path: Path) -> None:
+    with umask(0):
+        os.makedirs(tmp_path / "a" / "b", mode=0o700)
+    assert _others_write(modes(tmp_path)) == ["a"]
+
+
+def test_the_notes_of_the_command_are_its_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    with umask(0):
+        assert remember(tmp_path, 1e9).is_relative_to(tmp_path)
+    assert not _others_write(modes(tmp_path))
