@@ -78,8 +78,9 @@ class LeaseTable:
         entry = core.mover.entry(group)
         if (device := core.tiers.device) is not None:
             mark = device.times.mark(record.stream)
-            device.used_on(entry, mark.event)
+            device.used_on(entry, mark)
         core.revocable.pop(record, None)
+        record.tensors = None
         # In this order: if it is cut short, it can be done again.
         if access is Access.TAKE and core.current.get(key) == group:
             del core.current[key]
@@ -120,7 +121,7 @@ class LeaseTable:
         if (device := core.tiers.device) is not None:
             record.stream = core.current_stream()
             mark = device.times.mark(record.stream)
-            device.used_on(core.mover.entry(record.group), mark.event)
+            device.used_on(core.mover.entry(record.group), mark)
         core.revocable[record] = None
         return True
 
@@ -142,4 +143,6 @@ class LeaseTable:
         revocable = self.core.revocable
         while revocable:
             record, _ = revocable.popitem()
+            if record.tensors is not None:
+                record.tensors.clear()  # whoever has the lease uses them no more
             self.take_back(record)

@@ -1,0 +1,397 @@
+"""A view of a weight that outlives the forward in which it was taken goes on showing that weight.
+
+Each way is a place where a forward leaves a view: an attribute, a cache, a closure, an array. Runs
+of all other blocks come after, so that their weights pass through the same memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import gc
+import operator
+import queue
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dispatch.conftest import DEVICES
+from tests.store.helpers import open_store
+from tierstore import TierStore, dispatch_model
+from tierstore.tiers.slot_views import SlotViews
+
+WIDTH, BLOCKS = 32, 40
+Keep = Callable[["Block", Any], Any]
+"""Keeps a view of a block's weight somewhere; returns what gives it back."""
+
+
+@dataclasses.dataclass
+class Record:
+    row: torch.Tensor
+    more: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    row: torch.Tensor
+
+
+class Named(NamedTuple):
+    row: torch.Tensor
+
+
+class Plain:
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+
+class Slotted:
+    __slots__ = ("row",)
+
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+
+class Cache:
+    """Keys of each layer, as caches of language models have them."""
+
+    def __init__(self) -> None:
+        self.layers: list[torch.Tensor] = []
+
+    def update(self, row: torch.Tensor) -> None:
+        self.layers.append(row)
+
+
+def _attribute(block: Block, view: Any) -> Any:
+    block.kept = view
+    return lambda: block.kept
+
+
+def _closure(block: Block, view: Any) -> Any:
+    return lambda: view
+
+
+def _default(block: Block, view: Any) -> Any:
+    def give(view: Any = view) -> Any:
+        return view
+
+    return give
+
+
+def _generator(block: Block, view: Any) -> Any:
+    def give() -> Iterator[Any]:
+        yield None
+        yield view
+
+    running = give()
+    next(running)
+    return lambda: next(running)
+
+
+def _queue(block: Block, view: Any) -> Any:
+    waiting: queue.Queue[Any] = queue.Queue()
+    waiting.put(view)
+    return waiting.get
+
+
+def _thread(block: Block, view: Any) -> Any:
+    go, found = threading.Event(), []
+
+    def look() -> None:
+        go.wait(60)
+        found.append(view.clone())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+
+    def give() -> Any:
+        go.set()
+        thread.join(60)
+        return found[0]
+
+    return give
+
+
+def _local(block: Block, view: Any) -> Any:
+    here = threading.local()
+    here.view = view
+    return lambda: here.view
+
+
+def _exception(block: Block, view: Any) -> Any:
+    error = ValueError("kept")
+    error.view = view  # type: ignore[attr-defined]
+    return lambda: error.view  # type: ignore[attr-defined]
+
+
+def _traceback(block: Block, view: Any) -> Any:
+    def fail(kept: Any) -> None:
+        raise ValueError
+
+    try:
+        fail(view)
+    except ValueError as error:
+        kept = error
+
+    def give() -> Any:
+        trace = kept.__traceback__
+        while trace is not None:
+            if "kept" in trace.tb_frame.f_locals and trace.tb_frame.f_code.co_name == "fail":
+                return trace.tb_frame.f_locals["kept"]
+            trace = trace.tb_next
+        raise AssertionError
+
+    return give
+
+
+def _cycle(block: Block, view: Any) -> Any:
+    kept: dict[str, Any] = {"view": view}
+    kept["self"] = kept
+    return lambda: kept["view"]
+
+
+def _finalizer(block: Block, view: Any) -> Any:
+    target, found = Plain(None), []
+    weakref.finalize(target, found.append, view)
+
+    def give() -> Any:
+        nonlocal target
+        del target
+        gc.collect()
+        return found[0]
+
+    return give
+
+
+def _lru_cache(block: Block, view: Any) -> Any:
+    @functools.lru_cache
+    def make(number: int) -> Any:
+        return view
+
+    make(0)
+    return lambda: make(0)
+
+
+def _numpy(block: Block, view: Any) -> Any:
+    array = view.detach().numpy() if view.device.type == "cpu" else None
+    return lambda: view if array is None else torch.from_numpy(array)
+
+
+def _memoryview(block: Block, view: Any) -> Any:
+    if view.device.type != "cpu":
+        return lambda: view
+    found = memoryview(view.detach().numpy())
+    return lambda: torch.frombuffer(found.tobytes(), dtype=view.dtype).reshape(view.shape)
+
+
+def _dlpack(block: Block, view: Any) -> Any:
+    if view.device.type != "cpu":
+        return lambda: view
+    capsule = torch.utils.dlpack.to_dlpack(view.detach())
+    return lambda: torch.utils.dlpack.from_dlpack(capsule)
+
+
+def _storage(block: Block, view: Any) -> Any:
+    storage, geometry = view.untyped_storage(), (view.storage_offset(), view.shape, view.stride())
+    return lambda: torch.empty(0, device=view.device).set_(storage, *geometry)
+
+
+def _property(block: Block, view: Any) -> Any:
+    vars(block)["cached"] = view
+    return lambda: vars(block)["cached"]
+
+
+def _buffer(block: Block, view: Any) -> Any:
+    holder = nn.Module()
+    holder.register_buffer("view", view.detach())
+    return lambda: holder.view
+
+
+def _parameter(block: Block, view: Any) -> Any:
+    kept = nn.Parameter(view.detach(), requires_grad=False)
+    return lambda: kept
+
+
+def _heap(make: Callable[[Any], Any], get: Callable[[Any], Any]) -> Keep:
+    def keep(block: Block, view: Any) -> Any:
+        made = make(view)
+        del view
+        return lambda: get(made)
+
+    return keep
+
+
+def _cache(view: torch.Tensor) -> Cache:
+    made = Cache()
+    made.update(view)
+    return made
+
+
+WAYS: dict[str, Keep] = {
+    "attribute": _attribute,
+    "closure": _closure,
+    "default": _default,
+    "generator": _generator,
+    "queue": _queue,
+    "thread": _thread,
+    "thread's own": _local,
+    "exception": _exception,
+    "traceback": _traceback,
+    "cycle": _cycle,
+    "finalizer": _finalizer,
+    "lru_cache": _lru_cache,
+    "numpy": _numpy,
+    "memoryview": _memoryview,
+    "dlpack": _dlpack,
+    "storage": _storage,
+    "instance dict": _property,
+    "another's buffer": _buffer,
+    "another's parameter": _parameter,
+    "list": _heap(lambda v: [v], operator.itemgetter(0)),
+    "nested list": _heap(lambda v: [[v]], lambda made: made[0][0]),
+    "tuple": _heap(lambda v: (v,), operator.itemgetter(0)),
+    "dict": _heap(lambda v: {"v": v}, operator.itemgetter("v")),
+    "key of a dict": _heap(lambda v: {v: 1}, lambda made: next(iter(made))),
+    "set": _heap(lambda v: {v}, lambda made: next(iter(made))),
+    "frozenset": _heap(lambda v: frozenset([v]), lambda made: next(iter(made))),
+    "deque": _heap(lambda v: collections.deque([v]), operator.itemgetter(0)),
+    "ordered dict": _heap(lambda v: collections.OrderedDict(v=v), operator.itemgetter("v")),
+    "named tuple": _heap(Named, operator.attrgetter("row")),
+    "dataclass": _heap(Record, operator.attrgetter("row")),
+    "frozen dataclass": _heap(Frozen, operator.attrgetter("row")),
+    "object": _heap(Plain, operator.attrgetter("row")),
+    "object with slots": _heap(Slotted, operator.attrgetter("row")),
+    "namespace": _heap(lambda v: types.SimpleNamespace(row=v), operator.attrgetter("row")),
+    "partial": _heap(lambda v: functools.partial(operator.pos, v), lambda made: made.args[0]),
+    "map": _heap(lambda v: map(operator.itemgetter(0), [[v]]), next),
+    "bound method": _heap(lambda v: v.clone, lambda made: made()),
+    "cache of layers": _heap(_cache, lambda made: made.layers[0]),
+    "context variable": _heap(lambda v: contextlib.nullcontext(v), lambda made: made.__enter__()),
+}
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "row": lambda t: t[3],
+    "expanded": lambda t: t[:1].expand(4, -1),
+    "data": lambda t: t.data,
+    "detached": lambda t: t.detach(),
+    "chunk": lambda t: t.chunk(4)[2],
+}
+MODES = {
+    "no_grad": torch.no_grad,
+    "grad": torch.enable_grad,
+    "inference": torch.inference_mode,
+}
+
+
+class Block(nn.Module):
+    """Multiplies by a weight, or by a buffer, and lets `keep` have a view of it in one run."""
+
+    kept: Any = None
+    keep: Keep | None = None
+    view: Callable[[torch.Tensor], torch.Tensor]
+    give: Any = None
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        value = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+        if kind == "weights":
+            self.tensor = nn.Parameter(value, requires_grad=False)
+        else:
+            self.register_buffer("tensor", value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.keep is not None:
+            self.give = self.keep(self, self.view(self.tensor))
+            self.keep = None
+        return torch.tanh(x @ self.tensor)
+
+
+def blocks(kind: str = "weights") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(kind) for _ in range(BLOCKS)))
+
+
+def nbytes_of(model: nn.Module) -> int:
+    return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+
+
+def inputs(device: str) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, WIDTH).to(device)
+
+
+@contextlib.contextmanager
+def offloaded(
+    model: nn.Module, disk_dir: Path, device: str, dispatch: Callable[..., Any] = dispatch_model
+) -> Iterator[TierStore]:
+    """The model on a store with room for a sixth of it, on the fastest tier."""
+    small = nbytes_of(model) // 6 // 4096 * 4096
+    ram = small if device == "cpu" else 4 * nbytes_of(model)
+    options = {} if device == "cpu" else {"device_budget": small}
+    with open_store(disk_dir, ram, device, **options) as store:
+        dispatch(model, store)
+        yield store
+
+
+def passed_through(store: TierStore, device: str) -> int:
+    """Bytes that have come to the fastest tier."""
+    stats = store.stats()
+    return stats.bytes_read if device == "cpu" else stats.bytes_onloaded
+
+
+def given_after_other_runs(
+    way: Keep, view: str, device: str, disk_dir: Path, *, kind: str, mode: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What two blocks have kept of one run, and what it should be."""
+    model, x = blocks(kind), inputs(device)
+    chosen = [model[5], model[BLOCKS - 2]]
+    expected = [VIEWS[view](block.tensor.detach()).clone() for block in chosen]
+    with offloaded(model, disk_dir, device) as store, MODES[mode]():
+        for block in chosen:
+            block.keep, block.view = way, VIEWS[view]
+        model(x)
+        for _ in range(2):
+            model(x)
+        found = [block.give().detach().cpu() for block in chosen]
+        assert passed_through(store, device) > 2 * nbytes_of(model)
+    return torch.stack(found), torch.stack(expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["weights", "buffers"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.full("every way in every mode", keep="values")
+def test_kept_view_shows_its_weight(
+    way: str, kind: str, mode: str, device: str, disk_dir: Path
+) -> None:
+    number = list(WAYS).index(way) + list(MODES).index(mode)
+    view = list(VIEWS)[number % len(VIEWS)]
+    found, expected = given_after_other_runs(
+        WAYS[way], view, device, disk_dir, kind=kind, mode=mode
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kept_view_without_the_check_shows_another(
+    device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(views: SlotViews) -> None:
+        views.tensors = {}
+
+    monkeypatch.setattr(SlotViews, "end", end)
+    found, expected = given_after_other_runs(
+        _attribute, "transposed", device, disk_dir, kind="weights", mode="no_grad"
+    )
+    assert not torch.equal(found, expected)
