@@ -105,7 +105,7 @@ class MemoryTier:
     def __init__(self, arena: Arena, offsets: Callable[[GroupSpec], Mapping[str, int]]) -> None:
         self.arena = arena
         self._offsets = offsets
-        self._left = LeftSlots()
+        self.left = LeftSlots()
 
     @property
     def capacity(self) -> int | None:
@@ -119,20 +119,20 @@ class MemoryTier:
         return self.tier in entry.slots
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        self._left.collect()
+        self.left.collect()
         entry.slots[self.tier] = self.arena.take(entry.spec.nbytes)
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         slot = entry.slots[self.tier]
         if slot.views is None:
             assert slot.memory is not None
-            offsets, again = self._offsets(entry.spec), self._left.storages_of(entry.group)
+            offsets, again = self._offsets(entry.spec), self.left.storages_of(entry.group)
             slot.views = SlotViews(entry.spec, slot.memory, offsets, again)
         return slot.views.tensors
 
     def view_to_change(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         """`view`, for who changes the group: no tensor is over memory that was left to views."""
-        self._left.forget(entry.group)
+        self.left.forget(entry.group)
         slot = entry.slots[self.tier]
         if slot.views is not None and slot.views.again and slot.memory is not None:
             offsets = self._offsets(entry.spec)
@@ -144,7 +144,7 @@ class MemoryTier:
 
     def _drop(self, entry: GroupEntry, give: Callable[[Slot], None]) -> None:
         """Give a slot back by `give`: now, or when nobody looks at it any more."""
-        self._left.collect()
+        self.left.collect()
         slot = entry.slots.pop(self.tier)
         views, slot.views = slot.views, None
         looked_at = None if views is None else views.end()
@@ -153,7 +153,7 @@ class MemoryTier:
             return
         self.leave(slot, spans_of(entry.spec, self._offsets(entry.spec), looked_at))
         give_back = functools.partial(self.come_back, slot, give)
-        self._left.add(LeftSlot(slot, entry.group, looked_at, give_back), self.tier.name)
+        self.left.add(LeftSlot(slot, entry.group, looked_at, give_back), self.tier.name)
 
     def leave(self, slot: Slot, spans: Spans) -> None:
         """The slot is none of the tier's from now on; somebody looks at these parts of it."""
@@ -168,5 +168,5 @@ class MemoryTier:
         for entry in entries:
             if self.holds(entry):
                 self.drop(entry)  # leases that are still out keep what they look at
-        self._left.close()
+        self.left.close()
         self.arena.close()

@@ -44,7 +44,7 @@ class LeasedHostTier(HostTier):
         if entry.shared is None:
             super().reserve(entry, for_caller=for_caller)
         else:
-            self._left.collect()
+            self.left.collect()
             entry.slots[self.tier] = Slot(entry.spec.nbytes)
 
     def lease(self, entry: GroupEntry) -> None:
@@ -88,7 +88,7 @@ class LeasedHostTier(HostTier):
         """The store is closed, and there are leases of these: whoever has one, or looks at what was
         left, goes on seeing the bytes, which the service may overwrite from now on."""
         leased = [entry.slots.get(self.tier) for entry in entries if entry.shared is not None]
-        left = [slot for slot in self._left if slot in self._leases]
+        left = [slot for slot in self.left if slot in self._leases]
         for slot in [*leased, *left]:
             if slot is not None and slot.memory is not None:
                 slot.memory.bitwise_or_(0)  # each page that is written to becomes one of our own
