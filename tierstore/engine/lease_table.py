@@ -59,6 +59,8 @@ class LeaseTable:
         """Take back a lease that did not reach its caller, or that its holder does not use."""
         if record.access is Access.TAKE:
             record.access = Access.READ  # nobody has read it
+        if record.tensors is not None:
+            record.tensors.clear()  # the lease may be kept, but nobody uses it
         self.end(record)
 
     def end(self, record: LeaseRecord) -> Future[None] | None:
@@ -143,6 +145,4 @@ class LeaseTable:
         revocable = self.core.revocable
         while revocable:
             record, _ = revocable.popitem()
-            if record.tensors is not None:
-                record.tensors.clear()  # whoever has the lease uses them no more
             self.take_back(record)

@@ -149,22 +149,23 @@ class Arena:
         self._condemned.append(slot)  # even with no memory yet: somebody may be at making it
 
     def leave(self, slot: Slot, spans: Spans) -> None:
-        """A slot in use, with memory, is somebody else's until `come_back`: it does not count here.
-        These parts of it, as (start, stop), keep their bytes; others need not."""
+        """A slot in use, with memory, is somebody else's from now on: it does not count here. These
+        parts of it, as (start, stop), keep their bytes; others need not."""
         assert slot.memory is not None
-        under(self._lock, lambda: self._count(-slot.nbytes))
+        under(self._lock, lambda: self._leave(slot.nbytes))
         self.when_left(slot.memory, spans)
 
-    def come_back(self, slot: Slot) -> None:
-        """A slot that was left is in use again, with any bytes. Others give way at once."""
-        assert slot.memory is not None
-        self.when_left(slot.memory, None)
-        under(self._lock, lambda: self._count(slot.nbytes))
+    def _leave(self, nbytes: int) -> None:
+        self.bytes_counted -= nbytes
+        self.bytes_held -= nbytes
 
-    def _count(self, nbytes: int) -> None:
-        self.bytes_counted += nbytes
-        self.bytes_held += nbytes
-        self._condemn_until_it_fits()
+    def unmake_left(self, slot: Slot) -> None:
+        """Unmake a slot that was left: nobody looks at it any more."""
+        memory, slot.memory = slot.memory, None
+        if memory is not None:
+            self.when_left(memory, None)
+            self._passed(slot)
+            self._unmake(memory)
 
     def fill(self, slot: Slot) -> torch.Tensor:
         """The slot's memory, made if it must be. May wait for device work.

@@ -80,11 +80,18 @@ class DeviceTier(MemoryTier):
         self._use_longer(slot)
         super().leave(slot, spans)
 
+    def end_left(self, slot: Slot) -> None:
+        self._await_late_uses(slot)
+        super().end_left(slot)
+
     def _give(self, slot: Slot, *, keep: bool) -> None:
+        self._await_late_uses(slot)
+        self.arena.give(slot, keep=keep)
+
+    def _await_late_uses(self, slot: Slot) -> None:
         """Nobody looks at the slot any more, but device work that was queued before may."""
         while slot.streams:
             slot.pending.append(self.times.mark(slot.streams.pop()).event)
-        self.arena.give(slot, keep=keep)
 
     def fill(
         self,

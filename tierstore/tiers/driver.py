@@ -97,7 +97,7 @@ class CallersDriver(TierDriver, Protocol):
 class MemoryTier:
     """A tier whose copies are slots of `arena`, with the tensors of a group at `offsets`.
 
-    A slot at which somebody looks when its group is dropped is left to that, and comes back later.
+    A slot at which somebody looks when its group is dropped is left to that.
     """
 
     tier: Tier
@@ -152,17 +152,17 @@ class MemoryTier:
             give(slot)
             return
         self.leave(slot, spans_of(entry.spec, self._offsets(entry.spec), looked_at))
-        give_back = functools.partial(self.come_back, slot, give)
-        self.left.add(LeftSlot(slot, entry.group, looked_at, give_back), self.tier.name)
+        end = functools.partial(self.end_left, slot)
+        self.left.add(LeftSlot(slot, entry.group, looked_at, end), self.tier.name)
 
     def leave(self, slot: Slot, spans: Spans) -> None:
         """The slot is none of the tier's from now on; somebody looks at these parts of it."""
         self.arena.leave(slot, spans)
 
-    def come_back(self, slot: Slot, give: Callable[[Slot], None]) -> None:
-        """Nobody looks at a slot any more that was left."""
-        self.arena.come_back(slot)
-        give(slot)
+    def end_left(self, slot: Slot) -> None:
+        """Nobody looks at a slot any more that was left. Its memory goes: others may have taken the
+        room that it had."""
+        self.arena.unmake_left(slot)
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
         for entry in entries:

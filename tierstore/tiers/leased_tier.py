@@ -78,11 +78,11 @@ class LeasedHostTier(HostTier):
         if slot not in self._leases:  # else the lease stays until nobody looks
             super().leave(slot, spans)
 
-    def come_back(self, slot: Slot, give: Callable[[Slot], None]) -> None:
+    def end_left(self, slot: Slot) -> None:
         if slot in self._leases:
-            give(slot)
+            self._give_lease_back(slot)
         else:
-            super().come_back(slot, give)
+            super().end_left(slot)
 
     def keep_for_readers(self, entries: Iterable[GroupEntry]) -> None:
         """The store is closed, and there are leases of these: whoever has one, or looks at what was

@@ -171,7 +171,7 @@ class RecycledPages:
 
     def leave(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]] | None) -> None:
         """Memory of a slot is somebody else's: these parts of it, and the pages of others go back
-        to the system. With None, it is a slot's again, with whatever bytes."""
+        to the system. With None, it is ours again, before it is let go of."""
         nbytes = round_up(memory.nbytes, PAGE)
         with self._lock:
             self._used += nbytes if spans is None else -nbytes

@@ -106,12 +106,12 @@ def spans_of(spec: GroupSpec, offsets: Mapping[str, int], looked_at: LookedAt) -
 
 @dataclass(frozen=True)
 class LeftSlot:
-    """A slot whose group has gone while somebody looks at it. `give_back` is called after."""
+    """A slot whose group has gone while somebody looks at it. `end` is called when nobody does."""
 
     slot: Slot
     group: GroupId
     looked_at: LookedAt
-    give_back: Callable[[], None]
+    end: Callable[[], None]
 
 
 class LeftSlots:
@@ -141,11 +141,11 @@ class LeftSlots:
             )
 
     def collect(self) -> None:
-        """Give back the slots that nobody looks at any more."""
+        """End those that nobody looks at any more."""
         if self._slots:
             for left in [left for left in self._slots if left.looked_at.token() is None]:
                 self._slots.remove(left)
-                left.give_back()
+                left.end()
 
     def storages_of(self, group: GroupId) -> dict[str, torch.UntypedStorage]:
         """The storages with bytes of a group that somebody looks at, by tensor."""
@@ -161,7 +161,7 @@ class LeftSlots:
         for number, left in enumerate(self._slots):
             if left.group == group:
                 looked_at = LookedAt(left.looked_at.token, {})
-                self._slots[number] = LeftSlot(left.slot, group, looked_at, left.give_back)
+                self._slots[number] = LeftSlot(left.slot, group, looked_at, left.end)
 
     def close(self) -> None:
         """Let go of all of them: their memory goes with the last view."""
