@@ -542,3 +542,19 @@ class WithHeads(nn.Module):
 def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What the model computes by itself, on the device of `x`."""
     return copy.deepcopy(model).to(x.device)(x).cpu()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_memory_that_a_view_keeps_in_ram_is_logged_once(
+    kept: bool, disk_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = blocks()
+    if kept:
+        for block in model[3:]:
+            block.kept = block.tensor.t()
+    with offloaded(model, disk_dir, "cpu"), torch.no_grad():
+        model(inputs("weights", "cpu"))
+        logged = [r.getMessage() for r in caplog.records if r.name == "tierstore.adapters"]
+    assert len(logged) == kept
+    if kept:
+        assert "148.0 KiB of 37 weights (first: 3.tensor)" in logged[0]
