@@ -106,6 +106,7 @@ class MemoryTier:
         self.arena = arena
         self._offsets = offsets
         self.left = LeftSlots()
+        self._closed = False
 
     @property
     def capacity(self) -> int | None:
@@ -148,7 +149,7 @@ class MemoryTier:
         slot = entry.slots.pop(self.tier)
         views, slot.views = slot.views, None
         looked_at = None if views is None else views.end()
-        if looked_at is None:
+        if looked_at is None or self._closed:  # of a closed tier, nothing is used again
             give(slot)
             return
         self.leave(slot, spans_of(entry.spec, self._offsets(entry.spec), looked_at))
@@ -165,6 +166,7 @@ class MemoryTier:
         self.arena.unmake_left(slot)
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
+        self._closed = True
         for entry in entries:
             if self.holds(entry):
                 self.drop(entry)  # leases that are still out keep what they look at
