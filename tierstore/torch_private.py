@@ -112,6 +112,11 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return number
 
 
+uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
+"""How often a storage is referred to, by its number: by tensors of whatever kind, and by itself as
+an object of Python. Nothing stands around it, as it is asked at the end of each use."""
+
+
 def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
     """A storage over memory that is somebody else's, who must keep it for as long."""
     made: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)

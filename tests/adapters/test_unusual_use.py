@@ -121,23 +121,6 @@ def test_what_a_module_returns_of_its_weights_stays(
     assert_moved(store)
 
 
-def test_what_a_lease_shows_does_not_stay(disk_dir: Path) -> None:
-    """The control: the memory of the table is used again."""
-    model = WithTable()
-    with (
-        TierStore(3 * BLOCK_BYTES, disk_dir, device="cpu") as store,
-        enable_group_offload(model, store) as handle,
-        torch.no_grad(),
-    ):
-        (key,) = (key for key, names in handle.groups.items() if "table.weight" in names)
-        with store.acquire(key) as lease:
-            shown = lease.tensors["table.weight"]
-        assert torch.equal(shown, model.table.weight)
-        for block in model.blocks:
-            block(given())
-        assert not torch.equal(shown, model.table.weight)
-
-
 # Changes, and which part is called ----------------------------------------------------------------
 
 

@@ -345,8 +345,8 @@ def hooks_of_all(actions: Actions) -> None:
 
 @CALLING.row(
     "`no_grad`, `inference_mode`, gradients enabled",
-    note="with gradients, the graph keeps memory of weights until it goes: on the CPU, beyond the "
-    "budget, and after a wait. Better `no_grad`",
+    note="with gradients, the graph keeps memory of weights until it goes, beyond the budget. "
+    "Better `no_grad`",
 )
 def modes(actions: Actions) -> None:
     model, x = dispatched(actions), rows().to(actions.device)

@@ -281,3 +281,18 @@ def test_memory_that_the_system_refuses_is_an_error_and_costs_nothing() -> None:
     pages.allocate(HUGE_PAGE).fill_(1)
     pages.close()
     assert resident() - before < HUGE_PAGE
+
+
+def test_left_memory_keeps_only_the_pages_that_are_looked_at() -> None:
+    pages = RecycledPages(None)
+    memory = pages.allocate(16 * HUGE_PAGE)
+    memory.fill_(3)
+    before, held = resident(), pages.held
+    pages.leave(memory, [(5 * PAGE + 7, 5 * PAGE + 9), (9 * PAGE, 11 * PAGE)])
+    assert resident() < before - 15 * HUGE_PAGE
+    assert pages.held == held - 16 * HUGE_PAGE
+    kept = torch.cat([memory[5 * PAGE : 6 * PAGE], memory[9 * PAGE : 11 * PAGE]])
+    assert torch.equal(kept, torch.full_like(kept, 3))
+    pages.leave(memory, None)
+    assert pages.held == held
+    pages.close()

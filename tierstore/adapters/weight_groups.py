@@ -15,6 +15,7 @@ from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.device_resident import is_resident
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unused
+from tierstore.adapters.kept_memory import KeptMemory
 from tierstore.adapters.saved_weights import LastLease
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
@@ -98,9 +99,11 @@ class WeightGroups:
         """
         self._in_ram = in_ram
         space = AddressSpace()
+        kept = KeptMemory(space)
         names: set[str] = set()
         for plan in bar(plans, self.prefix, "groups"):
             key = unused(f"{self.prefix}/{plan.name}", names)
+            kept.note(plan.tensors)
             homes = self._put(key, plan.tensors, space, routed=plan.routed)
             members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
             self._members[key] = members
@@ -109,6 +112,7 @@ class WeightGroups:
                 self._routed.update(map(id, plan.tensors.values()))
             self._freed.add(sum(map(tensor_bytes, homes.values())))
         self._freed.give_back()
+        kept.log(self.prefix)
         for each in wrapped:
             if all(id(leaf) in self._bindings for leaf in each.leaves.values()):
                 self._wrapped[id(each.tensor)] = each

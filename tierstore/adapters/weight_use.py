@@ -23,15 +23,12 @@ from tierstore.adapters.codecs.memory import (
     Geometry,
     address_of,
     geometry_of,
-    group_address_of,
     span,
-    storage_address_of,
 )
 from tierstore.adapters.function_contexts import take_out_weights
-from tierstore.adapters.nested import tensors_in, with_tensors
+from tierstore.adapters.nested import tensors_in
 from tierstore.adapters.saved_weights import LastLease, WeightHooks
 from tierstore.adapters.unit_use import Arguments, refuse_backward, refuse_to_go_back
-from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.adapters.weight_groups import HeldLease, WeightGroups
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.lease import Lease, make_revocable, resume
@@ -192,7 +189,8 @@ def _view_again(
 class WeightUse:
     """One run of a unit. `begin` brings its tensors in; `end`, whatever happened, undoes that.
 
-    Every use holds leases of its own, so that uses on several threads may overlap.
+    Every use holds leases of its own, so that uses on several threads may overlap. Views of the
+    tensors that somebody keeps stay right, as those of any lease (`tierstore.tiers.slot_views`).
     """
 
     __slots__ = (
@@ -201,7 +199,6 @@ class WeightUse:
         "_leases",
         "_saved",
         "_viewed",
-        "_views",
         "_weights",
         "_with_grad",
     )
@@ -209,7 +206,6 @@ class WeightUse:
     def __init__(self, weights: UnitWeights) -> None:
         self._weights = weights
         self._leases: list[Lease] = []
-        self._views: list[ViewLease] = []
         self._viewed = False
         self._hooks: Any = None
         self._casts = CastCache()
@@ -237,9 +233,8 @@ class WeightUse:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, result: Any, given: Arguments) -> Any:
-        """After the forward: put everything back. Returns its result, safe to keep."""
+        """After the forward: put everything back. Returns its result."""
         tensors = [result] if type(result) is torch.Tensor else list(tensors_in(result))
-        leased = self._leased_storages()
         for tensor in tensors:
             if tensor.grad_fn is not None:
                 self._with_grad = True  # it may have turned gradients on by itself
@@ -248,20 +243,8 @@ class WeightUse:
                 elif self._weights.of_bitsandbytes:
                     take_out_weights(tensors, given, self._saved.pack)
                 break
-        for tensor in tensors:
-            if storage_address_of(tensor) in leased:  # which others may use soon
-                result = with_tensors(
-                    result, lambda t: t.clone() if storage_address_of(t) in leased else t
-                )
-                break
         self._end()
         return result
-
-    def _leased_storages(self) -> set[int | None]:
-        """The addresses of the storages that the tensors look at."""
-        if self._views:
-            return {storage_address_of(t) for view in self._views for t in view.tensors.values()}
-        return {group_address_of(lease.tensors) for lease in self._leases}
 
     def _show(self, *, unless_edited: bool) -> list[Binding] | None:
         """Let the tensors show leased memory. Returns those that do not, as they were edited; then
@@ -278,13 +261,10 @@ class WeightUse:
             if groups.renewals == as_of and not groups.over:
                 raise
             return None
-        if self._viewed:  # somebody may keep a view for the backward, past autograd's hooks
-            self._views = [ViewLease(lease) for lease in leases]
-        shown = self._views or leases
-        if len(shown) == 1:
-            leased = shown[0].tensors
+        if len(leases) == 1:
+            leased = leases[0].tensors
         else:
-            leased = {name: t for lease in shown for name, t in lease.tensors.items()}
+            leased = {name: t for lease in leases for name, t in lease.tensors.items()}
         with groups.lock:
             if groups.renewals != as_of or groups.over:
                 return None
@@ -341,12 +321,7 @@ class WeightUse:
         groups, held = self._weights.groups, self._weights.groups.held
         with groups.lock:
             self._put_back()
-        if (
-            held.run is not None
-            and held.lease is None
-            and len(self._leases) == 1
-            and not self._views
-        ):
+        if held.run is not None and held.lease is None and len(self._leases) == 1:
             self._leave(held)
         self._release_all()
 
@@ -356,11 +331,6 @@ class WeightUse:
             self._leases.pop()
 
     def _release_all(self) -> None:
-        if self._views:
-            self._leases.clear()
-        while self._views:
-            self._views[-1].end()
-            self._views.pop()
         while self._leases:
             self._leases[-1].release()
             self._leases.pop()

@@ -129,5 +129,4 @@ class Engine:
         core.queue.changed()
         host = core.tiers.host
         if isinstance(host, LeasedHostTier):
-            for record in core.leases:
-                host.keep_for_readers(core.mover.entry(record.group))
+            host.keep_for_readers(core.mover.entry(record.group) for record in core.leases)

@@ -59,6 +59,8 @@ class LeaseTable:
         """Take back a lease that did not reach its caller, or that its holder does not use."""
         if record.access is Access.TAKE:
             record.access = Access.READ  # nobody has read it
+        if record.tensors is not None:
+            record.tensors.clear()  # the lease may be kept, but nobody uses it
         self.end(record)
 
     def end(self, record: LeaseRecord) -> Future[None] | None:
@@ -78,8 +80,9 @@ class LeaseTable:
         entry = core.mover.entry(group)
         if (device := core.tiers.device) is not None:
             mark = device.times.mark(record.stream)
-            device.used_on(entry, mark.event)
+            device.used_on(entry, mark)
         core.revocable.pop(record, None)
+        record.tensors = None
         # In this order: if it is cut short, it can be done again.
         if access is Access.TAKE and core.current.get(key) == group:
             del core.current[key]
@@ -120,7 +123,7 @@ class LeaseTable:
         if (device := core.tiers.device) is not None:
             record.stream = core.current_stream()
             mark = device.times.mark(record.stream)
-            device.used_on(core.mover.entry(record.group), mark.event)
+            device.used_on(core.mover.entry(record.group), mark)
         core.revocable[record] = None
         return True
 

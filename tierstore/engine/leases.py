@@ -186,12 +186,14 @@ class Leases:
         own = entry.shared is None or core.tiers.device is not None  # in memory of this process
         if own and nbytes > core.largest:
             core.largest = nbytes
-        tensors = core.tiers.top.view(entry)
+        top, changes = core.tiers.top, request.access is Access.UPDATE
+        tensors = dict(top.view_to_change(entry) if changes else top.view(entry))
+        record.tensors = tensors
         record.stream = stream = core.current_stream()
         core.observer.arrives(request, entry.arrival, stream)
         core.order_after_arrival(entry, stream)
         core.observer.granted(request, record, nbytes, stream, entry.use_order)
-        return OpenLease(request.key, group, dict(tensors), self._lease_table, record)
+        return OpenLease(request.key, group, tensors, self._lease_table, record)
 
 
 def refuse_permanently_leased(core: Core, request: Request) -> None:

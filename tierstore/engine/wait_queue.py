@@ -99,11 +99,13 @@ class LeaseRecord(LeaseUse):
 
     It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device
     uses what was lent, as far as is known: if the lease is lost, whoever finds it is on another.
+    `tensors` are those that the lease gives, until it ends.
     """
 
     access: Access = Access.READ
     held: HostAccess | None = None
     stream: Any = None
+    tensors: dict[str, Any] | None = None
 
 
 class QueuedRequest(weakref.ref[Request]):

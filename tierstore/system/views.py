@@ -19,6 +19,7 @@ from tierstore.model.groups import (
 )
 from tierstore.model.header import check_text
 from tierstore.system.objects import check_key
+from tierstore.torch_private import storage_at
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -63,8 +64,39 @@ def view_all(
     return {t.name: view_one(t, memory, offsets[t.name]) for t in spec.tensors}
 
 
-lasting_views = torch.inference_mode(mode=False)(view_all)
-"""`view_all`, of tensors that outlast what their first user is in."""
+@torch.inference_mode(mode=False)  # they outlast what their first user is in
+def lasting_views(
+    spec: GroupSpec,
+    memory: torch.Tensor,
+    offsets: Mapping[str, int],
+    holder: object,
+    again: Mapping[str, torch.UntypedStorage],
+) -> dict[str, torch.Tensor]:
+    """`view_all`, of storages of their own that keep `holder`, which keeps the memory.
+
+    Tensors that overlap share one. Those named in `again` show these storages instead.
+    """
+    address, device = memory.data_ptr(), memory.device
+    if not spec.simple:
+        whole = kept_storage(address, device, memory.nbytes, holder)
+        return view_all(spec, memory.new_empty(0).set_(whole), offsets)
+    found = {}
+    for t in spec.tensors:
+        storage = again.get(t.name)
+        if storage is None:
+            storage = kept_storage(address + offsets[t.name], device, t.nbytes, holder)
+        empty = torch.empty(0, dtype=DTYPES[t.dtype], device=device)
+        found[t.name] = empty.set_(storage, 0, t.shape, t.stride)
+    return found
+
+
+def kept_storage(
+    address: int, device: torch.device, nbytes: int, holder: object
+) -> torch.UntypedStorage:
+    """A storage over memory that `holder` keeps, which it keeps for as long as it is there."""
+    storage = storage_at(address, device, nbytes)
+    vars(storage)["holder"] = holder
+    return storage
 
 
 def view_one(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor:

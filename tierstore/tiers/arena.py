@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,13 @@ from tierstore.model.locks import RLock, under
 from tierstore.system.streams import empty_cache, on
 from tierstore.tiers.pages import RecycledPages
 from tierstore.tiers.pinned import RegisteredMemory, pinned_memory
+
+if TYPE_CHECKING:
+    from tierstore.tiers.slot_views import SlotViews
+
+
+Spans = Sequence[tuple[int, int]]
+"""Parts of a slot's memory: bytes from the one to the other."""
 
 
 @dataclass(eq=False)
@@ -32,13 +39,16 @@ class Slot:
     `pending` are events of device work that still uses the memory: whoever writes to it, or
     unmakes it, waits for them first. A slot that was given back before it had any memory is not
     `wanted`: it never gets some. `views` are the tensors of the group, once somebody looked at it.
+    The last lease ended in `stream` of a device; in `streams` views of it may be used after one.
     """
 
     nbytes: int
     memory: torch.Tensor | None = None
     wanted: bool = True
-    views: dict[str, torch.Tensor] | None = None
+    views: SlotViews | None = None
     pending: list[torch.Event] = field(default_factory=list)
+    stream: torch.Stream | None = None
+    streams: set[torch.Stream] = field(default_factory=set)
 
     def bytes(self) -> memoryview:
         """The memory of a host slot."""
@@ -67,7 +77,8 @@ class Arena:
 
     `take` and `give` only keep books and never block; `fill` makes the memory, unmaking idle
     slots before, once `passed` has seen to it that no device work uses them any more. `reclaim` is
-    called where memory that was unmade is to be had by others at once. `bytes_held` and `peak_held`
+    called where memory that was unmade is to be had by others at once, `when_left` for memory that
+    is left to others (see `leave`), and with None when it comes back. `bytes_held` and `peak_held`
     count memory that exists, `bytes_counted` slots that are in use or idle; `made` and `unmade`,
     how often it was made and unmade, which takes long where memory has to be page-locked. Of a
     caller that an interrupt cuts short in here, no lock is left behind; what it has counted wrong,
@@ -89,6 +100,7 @@ class Arena:
         self._close = close
         self._passed = passed
         self._reclaim = reclaim
+        self.when_left: Callable[[torch.Tensor, Spans | None], None] = lambda memory, spans: None
         self._idle: dict[int, deque[Slot]] = {}  # by size, the one given back first in front
         self._condemned: list[Slot] = []
         self.bytes_counted = 0
@@ -135,6 +147,25 @@ class Arena:
         slot.wanted = False
         self.bytes_counted -= slot.nbytes
         self._condemned.append(slot)  # even with no memory yet: somebody may be at making it
+
+    def leave(self, slot: Slot, spans: Spans) -> None:
+        """A slot in use, with memory, is somebody else's from now on: it does not count here. These
+        parts of it, as (start, stop), keep their bytes; others need not."""
+        assert slot.memory is not None
+        under(self._lock, lambda: self._leave(slot.nbytes))
+        self.when_left(slot.memory, spans)
+
+    def _leave(self, nbytes: int) -> None:
+        self.bytes_counted -= nbytes
+        self.bytes_held -= nbytes
+
+    def unmake_left(self, slot: Slot) -> None:
+        """Unmake a slot that was left: nobody looks at it any more."""
+        memory, slot.memory = slot.memory, None
+        if memory is not None:
+            self.when_left(memory, None)
+            self._passed(slot)
+            self._unmake(memory)
 
     def fill(self, slot: Slot) -> torch.Tensor:
         """The slot's memory, made if it must be. May wait for device work.
@@ -227,6 +258,7 @@ class RegisteredArena(Arena):
 
     def __init__(self, budget: int | None, memory: RegisteredMemory) -> None:
         super().__init__(budget, memory.make, close=memory.close)
+        self.when_left = memory.leave
         self._memory = memory
 
     def _made(self, slot: Slot) -> torch.Tensor:
@@ -243,7 +275,9 @@ def host_arena(budget: int | None, device: torch.device) -> Arena:
     """
     if device.type == "cpu":
         pages = RecycledPages(budget)
-        return Arena(budget, pages.allocate, close=pages.close)
+        arena = Arena(budget, pages.allocate, close=pages.close)
+        arena.when_left = pages.leave
+        return arena
     module = torch.get_device_module(device)
     if hasattr(module, "cudart"):
         return RegisteredArena(budget, RegisteredMemory(module, device, budget))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Set
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from tierstore.model.groups import ALIGNMENT, GroupSpec
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import DeviceTimes, Mark
 from tierstore.system.streams import on
-from tierstore.tiers.arena import Slot, device_arena
+from tierstore.tiers.arena import Slot, Spans, device_arena
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
 
@@ -51,19 +52,46 @@ class DeviceTier(MemoryTier):
         super().__init__(device_arena(budget, device, self.up), lambda spec: spec.device_offsets)
         self.times = DeviceTimes(device, self.up)
 
-    def used_on(self, entry: GroupEntry, event: torch.Event) -> None:
-        """Device work up to `event` uses the group's copy: its memory is not reused before."""
-        pending = entry.slots[self.tier].pending
+    def used_on(self, entry: GroupEntry, mark: Mark) -> None:
+        """A lease ends. Device work up to `mark` uses the group's copy: its memory is not reused
+        before; nor, if somebody looks at it still, before what that stream does until nobody does.
+        """
+        slot = entry.slots[self.tier]
+        pending = slot.pending
         pending[:] = [old for old in pending if not old.query()]
-        pending.append(event)
+        pending.append(mark.event)
+        slot.stream = mark.stream
+        if slot.views is not None and slot.views.are_looked_at():
+            self._use_longer(slot)
+
+    @staticmethod
+    def _use_longer(slot: Slot) -> None:
+        """Somebody looks at a slot that no lease is of: it is used where the last lease was."""
+        if slot.stream is not None:
+            slot.streams.add(slot.stream)
 
     def drop(self, entry: GroupEntry) -> None:
-        slot = entry.slots.pop(self.tier)
-        slot.views = None
         if entry.arrival is not None:
-            slot.pending.append(entry.arrival)
+            entry.slots[self.tier].pending.append(entry.arrival)
             entry.arrival = None
-        self.arena.give(slot, keep=not entry.mutable)
+        self._drop(entry, functools.partial(self._give, keep=not entry.mutable))
+
+    def leave(self, slot: Slot, spans: Spans) -> None:
+        self._use_longer(slot)
+        super().leave(slot, spans)
+
+    def end_left(self, slot: Slot) -> None:
+        self._await_late_uses(slot)
+        super().end_left(slot)
+
+    def _give(self, slot: Slot, *, keep: bool) -> None:
+        self._await_late_uses(slot)
+        self.arena.give(slot, keep=keep)
+
+    def _await_late_uses(self, slot: Slot) -> None:
+        """Nobody looks at the slot any more, but device work that was queued before may."""
+        while slot.streams:
+            slot.pending.append(self.times.mark(slot.streams.pop()).event)
 
     def fill(
         self,

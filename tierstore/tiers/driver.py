@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,9 +10,9 @@ import torch
 
 from tierstore.model.groups import GroupSpec
 from tierstore.model.tiers import Tier
-from tierstore.system.views import lasting_views
-from tierstore.tiers.arena import Arena
+from tierstore.tiers.arena import Arena, Slot, Spans
 from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.slot_views import LeftSlot, LeftSlots, SlotViews, spans_of
 
 
 class TierDriver(Protocol):
@@ -94,13 +95,18 @@ class CallersDriver(TierDriver, Protocol):
 
 
 class MemoryTier:
-    """A tier whose copies are slots of `arena`, with the tensors of a group at `offsets`."""
+    """A tier whose copies are slots of `arena`, with the tensors of a group at `offsets`.
+
+    A slot at which somebody looks when its group is dropped is left to that.
+    """
 
     tier: Tier
 
     def __init__(self, arena: Arena, offsets: Callable[[GroupSpec], Mapping[str, int]]) -> None:
         self.arena = arena
         self._offsets = offsets
+        self.left = LeftSlots()
+        self._closed = False
 
     @property
     def capacity(self) -> int | None:
@@ -114,22 +120,55 @@ class MemoryTier:
         return self.tier in entry.slots
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
+        self.left.collect()
         entry.slots[self.tier] = self.arena.take(entry.spec.nbytes)
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         slot = entry.slots[self.tier]
         if slot.views is None:
             assert slot.memory is not None
-            slot.views = lasting_views(entry.spec, slot.memory, self._offsets(entry.spec))
-        return slot.views
+            offsets, again = self._offsets(entry.spec), self.left.storages_of(entry.group)
+            slot.views = SlotViews(entry.spec, slot.memory, offsets, again)
+        return slot.views.tensors
+
+    def view_to_change(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
+        """`view`, for who changes the group: no tensor is over memory that was left to views."""
+        self.left.forget(entry.group)
+        slot = entry.slots[self.tier]
+        if slot.views is not None and slot.views.again and slot.memory is not None:
+            offsets = self._offsets(entry.spec)
+            slot.views = slot.views.over_the_slot(entry.spec, slot.memory, offsets)
+        return self.view(entry)
 
     def drop(self, entry: GroupEntry) -> None:
+        self._drop(entry, self.arena.give)
+
+    def _drop(self, entry: GroupEntry, give: Callable[[Slot], None]) -> None:
+        """Give a slot back by `give`: now, or when nobody looks at it any more."""
+        self.left.collect()
         slot = entry.slots.pop(self.tier)
-        slot.views = None
-        self.arena.give(slot)
+        views, slot.views = slot.views, None
+        looked_at = None if views is None else views.end()
+        if looked_at is None or self._closed:  # of a closed tier, nothing is used again
+            give(slot)
+            return
+        self.leave(slot, spans_of(entry.spec, self._offsets(entry.spec), looked_at))
+        end = functools.partial(self.end_left, slot)
+        self.left.add(LeftSlot(slot, entry.group, looked_at, end), self.tier.name)
+
+    def leave(self, slot: Slot, spans: Spans) -> None:
+        """The slot is none of the tier's from now on; somebody looks at these parts of it."""
+        self.arena.leave(slot, spans)
+
+    def end_left(self, slot: Slot) -> None:
+        """Nobody looks at a slot any more that was left. Its memory goes: others may have taken the
+        room that it had."""
+        self.arena.unmake_left(slot)
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
+        self._closed = True
         for entry in entries:
             if self.holds(entry):
                 self.drop(entry)  # leases that are still out keep what they look at
+        self.left.close()
         self.arena.close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal
-from tierstore.tiers.arena import Arena, Slot
+from tierstore.tiers.arena import Arena, Slot, Spans
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied
@@ -44,6 +44,7 @@ class LeasedHostTier(HostTier):
         if entry.shared is None:
             super().reserve(entry, for_caller=for_caller)
         else:
+            self.left.collect()
             entry.slots[self.tier] = Slot(entry.spec.nbytes)
 
     def lease(self, entry: GroupEntry) -> None:
@@ -58,8 +59,9 @@ class LeasedHostTier(HostTier):
         if entry.shared is None:
             super().drop(entry)
             return
-        slot = entry.slots.pop(self.tier)
-        slot.views = None
+        self._drop(entry, self._give_lease_back)
+
+    def _give_lease_back(self, slot: Slot) -> None:
         lease = self._leases.pop(slot, None)
         if lease is None:
             return  # it never came
@@ -72,12 +74,24 @@ class LeasedHostTier(HostTier):
         # A device may still read it, and nobody waits for that here.
         self._makers.submit(URGENT, give_back) if slot.pending else give_back()
 
-    def keep_for_readers(self, entry: GroupEntry) -> None:
-        """The store is closed, and a lease is out: whoever has it goes on seeing the bytes, which
-        the service may overwrite from now on."""
-        slot = entry.slots.get(self.tier)
-        if entry.shared is not None and slot is not None and slot.memory is not None:
-            slot.memory.bitwise_or_(0)  # each page that is written to becomes a copy of our own
+    def leave(self, slot: Slot, spans: Spans) -> None:
+        if slot not in self._leases:  # else the lease stays until nobody looks
+            super().leave(slot, spans)
+
+    def end_left(self, slot: Slot) -> None:
+        if slot in self._leases:
+            self._give_lease_back(slot)
+        else:
+            super().end_left(slot)
+
+    def keep_for_readers(self, entries: Iterable[GroupEntry]) -> None:
+        """The store is closed, and there are leases of these: whoever has one, or looks at what was
+        left, goes on seeing the bytes, which the service may overwrite from now on."""
+        leased = [entry.slots.get(self.tier) for entry in entries if entry.shared is not None]
+        left = [slot for slot in self.left if slot in self._leases]
+        for slot in [*leased, *left]:
+            if slot is not None and slot.memory is not None:
+                slot.memory.bitwise_or_(0)  # each page that is written to becomes one of our own
 
     def stop_waiting(self) -> None:
         """Those who have the room may wait for what this store gives back when it has ended."""

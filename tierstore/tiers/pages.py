@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_size_t, c_void_p
 
 import torch
@@ -203,6 +203,20 @@ class RecycledPages:
         buffer = (ctypes.c_uint8 * nbytes).from_address(room.begin)
         weakref.finalize(buffer, self._come_back, room).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def leave(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]] | None) -> None:
+        """Memory of a slot is somebody else's: these parts of it, and the pages of others go back
+        to the system. With None, it is ours again, before it is let go of."""
+        nbytes = round_up(memory.nbytes, PAGE)
+        with self._lock:
+            self._used += nbytes if spans is None else -nbytes
+            self.held += nbytes if spans is None else -nbytes
+        start, at = memory.data_ptr(), 0
+        for begin, end in [*sorted(spans), (nbytes, nbytes)] if spans is not None else ():
+            begin, at = begin // PAGE * PAGE, round_up(at, PAGE)
+            if begin > at:
+                libc.madvise(start + at, begin - at, mmap.MADV_DONTNEED)
+            at = max(at, end)
 
     def close(self) -> None:
         """Give waiting pages back to the system: now, and those in use once they come back."""

@@ -112,6 +112,7 @@ class RegisteredMemory:
         self._cuda = cuda
         self._device = device
         self._late_views = LateViews(budget)
+        self._left = 0  # bytes of slots that are left to views
         self._warned = False
         self._lock = threading.Lock()
 
@@ -144,7 +145,12 @@ class RegisteredMemory:
 
     def _used(self) -> int:
         release_dropped()
-        return sum(each.nbytes for each in list(_live.values()) if each.maker is self)
+        return sum(e.nbytes for e in list(_live.values()) if e.maker is self) - self._left
+
+    def leave(self, memory: torch.Tensor, spans: object) -> None:
+        """Stop counting a slot's memory, which views outlive; with None, count it again."""
+        with self._lock:
+            self._left += memory.nbytes if spans is not None else -memory.nbytes
 
     def keep_for(self, memory: torch.Tensor, pending: list[torch.Event]) -> None:
         """Let device work use the memory up to the events that are in `pending` when it goes."""

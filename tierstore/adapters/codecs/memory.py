@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +65,6 @@ def span(tensor: torch.Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def group_address_of(tensors: Mapping[str, torch.Tensor]) -> int | None:
-    """The address of a group's memory, in which all of its tensors lie; None if it has no bytes."""
-    return next(filter(None, map(storage_address_of, tensors.values())), None)
 
 
 def has_storage_of_its_own(tensor: torch.Tensor) -> bool:
