@@ -68,7 +68,7 @@ class _Bar:
         self._total = total
         self._unit = unit
         self._done = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._drawing = threading.Lock()
         self._next = time.monotonic() + delay
         self._drawn: Any = None

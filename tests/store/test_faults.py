@@ -170,7 +170,7 @@ def quarrel(kind: type[WaitQueue]) -> list[str]:
     def refuse(request: Request, held: set[str]) -> None:
         refused.append(request.key)
 
-    room = kind(lambda request: True, idle.is_set, refuse)
+    room = kind(lambda request: True, lambda interrupted: idle.is_set(), refuse)
     requests = quarrelling(room)
 
     def all_look() -> None:
@@ -199,7 +199,7 @@ def test_only_who_may_get_on_is_woken_and_holders_once_nobody_can() -> None:
     refused: list[str] = []
     room = WaitQueue(
         lambda request: request.key in ready,
-        idle.is_set,
+        lambda interrupted: idle.is_set(),
         lambda request, held: refused.append(request.key),
     )
     requests = quarrelling(room)
@@ -230,7 +230,7 @@ def test_whoever_looks_last_would_be_refused() -> None:
     class Blunt(WaitQueue):
         def tried_in_vain(self, request: Request) -> None:
             super().tried_in_vain(request)
-            if self._idle() and all(r.tried == self._epoch for r in self.requests()):
+            if self._idle([]) and all(r.tried == self._epoch for r in self.requests()):
                 self._refuse(request, set())
 
     assert quarrel(Blunt) == ["c"]

@@ -248,7 +248,7 @@ class Loading:
     def __init__(self, offloaded: Owner) -> None:
         self._offloaded = offloaded
         self._pending: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __call__(self, module: nn.Module, keys: Any) -> None:
         offloaded = self._offloaded

@@ -135,7 +135,7 @@ class LastLease:
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self._held: tuple[str, ViewLease] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def tensors(self, key: str) -> Mapping[str, torch.Tensor]:
         """The tensors of a group, on the device for as long as anybody looks at them.

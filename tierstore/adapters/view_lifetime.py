@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 
 from tierstore.adapters.codecs.memory import over
 from tierstore.lease import Lease
+from tierstore.model.locks import RLock, guarded
 
 
 class Holder:
@@ -44,17 +44,17 @@ class Allowance:
     def __init__(self) -> None:
         self._taken = 0
         self._given_back: deque[int] = deque()
-        self._lock = threading.Lock()
+        self._lock = RLock()
 
+    @guarded
     def take(self, nbytes: int, limit: int | None) -> bool:
         """Whether so many bytes more are within the limit; if so, they are taken."""
-        with self._lock:
-            while self._given_back:
-                self._taken -= self._given_back.popleft()
-            if limit is not None and self._taken + nbytes > limit:
-                return False
-            self._taken += nbytes
-            return True
+        while self._given_back:
+            self._taken -= self._given_back.popleft()
+        if limit is not None and self._taken + nbytes > limit:
+            return False
+        self._taken += nbytes
+        return True
 
     def give_back(self, nbytes: int) -> None:
         """So many bytes are not needed any more."""

@@ -71,7 +71,7 @@ class WeightGroups:
         self.store = store
         self.prefix = prefix
         self.groups = groups
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.renewals = 0
         self.over = False
         self.held = HeldLease()

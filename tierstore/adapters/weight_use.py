@@ -33,6 +33,7 @@ from tierstore.adapters.weight_groups import HeldLease, WeightGroups
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.lease import Lease, make_revocable, resume
 from tierstore.model.errors import UnknownKeyError
+from tierstore.model.locks import under
 from tierstore.observe.passes import FORWARD, ModelPass, PassesOf
 from tierstore.torch_private import hooks_are_allowed, in_backward, version_of
 
@@ -250,8 +251,7 @@ class WeightUse:
         """Let the tensors show leased memory. Returns those that do not, as they were edited; then
         nor do the others. None if groups were renewed meanwhile."""
         weights, groups, leases = self._weights, self._weights.groups, self._leases
-        with groups.lock:
-            as_of, keys = weights.keys()
+        as_of, keys = under(groups.lock, weights.keys)
         try:
             if groups.held.lease is not None:
                 self._take_over(groups.held, keys)
@@ -265,16 +265,14 @@ class WeightUse:
             leased = leases[0].tensors
         else:
             leased = {name: t for lease in leases for name, t in lease.tensors.items()}
-        with groups.lock:
-            if groups.renewals != as_of or groups.over:
-                return None
-            # Returned from here, an interrupt after the call would leave the lock taken.
-            edited = self._show_leased(leased, unless_edited)
-        return edited
+        show = functools.partial(self._show_leased, leased, unless_edited, as_of)
+        return under(groups.lock, show)
 
     def _show_leased(
-        self, leased: Mapping[str, torch.Tensor], unless_edited: bool
-    ) -> list[Binding]:
+        self, leased: Mapping[str, torch.Tensor], unless_edited: bool, as_of: int
+    ) -> list[Binding] | None:
+        if self._weights.groups.renewals != as_of or self._weights.groups.over:
+            return None
         edited = [
             binding
             for binding in self._weights.bindings
@@ -319,8 +317,7 @@ class WeightUse:
         if hooks is not None:
             hooks.__exit__()
         groups, held = self._weights.groups, self._weights.groups.held
-        with groups.lock:
-            self._put_back()
+        under(groups.lock, self._put_back)
         if held.run is not None and held.lease is None and len(self._leases) == 1:
             self._leave(held)
         self._release_all()

@@ -18,8 +18,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -37,7 +38,7 @@ from tierstore.model.errors import (
     UnknownKeyError,
 )
 from tierstore.model.groups import NO_GROUP, GroupId
-from tierstore.model.locks import RLock
+from tierstore.model.locks import RLock, may_wait
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.observe.event_log import EventLog
@@ -55,7 +56,8 @@ from tierstore.tiers.workers import Future
 class Core:
     """What the parts of the engine share. Its methods need the lock, unless they say otherwise.
 
-    `current` has the group that readers see of each key; `unseen` are groups that are being put.
+    `current` has the group that readers see of each key; `unseen` are groups that are being put,
+    with the caller that fills the room that it was granted, or None.
     `leases` are out, and `revocable` those of them whose holders do not use them at this moment.
     `deferred` is what finalizers want done: they may run in the middle of any transaction, so it is
     done by the next one. Each can be done again if that was cut short.
@@ -69,7 +71,7 @@ class Core:
         self.closing = False  # nothing new may begin; what there is, is being saved
         self.closed = False
         self.current: dict[str, GroupId] = {}
-        self.unseen: dict[GroupId, None] = {}
+        self.unseen: dict[GroupId, object] = {}
         self.leases: dict[LeaseRecord, None] = {}
         self.revocable: dict[LeaseRecord, None] = {}
         self.deferred: deque[Callable[[], object]] = deque()
@@ -80,7 +82,7 @@ class Core:
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._begin_planning()
-        self.queue = WaitQueue(self._ready, lambda: self.planner.idle(), self._refuse_the_hopeless)
+        self.queue = WaitQueue(self._ready, partial(_is_idle, self), self._refuse_the_hopeless)
         self.directory = ObjectDirectory(settings.disk_dir)
         try:
             self.reports = TransferReports(self)
@@ -264,7 +266,7 @@ class Core:
                 self.tell(events.HostWithdrawn(demand.group, demand.purpose))
             elif demand.kind is not RequestKind.SAVE:
                 self.tell(events.Withdrawn(demand.group))
-        self.unseen.pop(demand.group, None)
+        end_room(self, demand.group)
 
     def collect_garbage(self) -> None:
         """Do what finalizers have left, and take back what only garbage wanted."""
@@ -277,10 +279,10 @@ class Core:
     def wait_for_removal(self, removal: Future[None]) -> None:
         """Wait until a file is removed, and wake who flushes: they wait for it, too.
 
-        Where an event loop runs, nothing waits: `flush` and `close` tell if it fails. Without the
-        lock.
+        Where an event loop runs, or on a thread of the store (for a finalizer), nothing waits:
+        `flush` and `close` tell if it fails. Without the lock.
         """
-        if asyncio._get_running_loop() is not None:
+        if asyncio._get_running_loop() is not None or not may_wait():
             removal.then(self.reports.removed_if_open)
             return
         try:
@@ -312,7 +314,9 @@ class Core:
         for request in self.queue.requests():
             if request.kind in (RequestKind.LEASE, RequestKind.HOST_LEASE):
                 request.group = NO_GROUP
-        self.queue.recount((record.caller, record.group) for record in self.leases)
+        leases = ((record.caller, record.group) for record in self.leases)
+        rooms = ((owner, group) for group, owner in self.unseen.items())
+        self.queue.recount(itertools.chain(leases, rooms))
         self.permanent_host_bytes = sum(
             self.mover.entry(record.group).spec.nbytes
             for record in self.leases
@@ -342,6 +346,44 @@ class Core:
                 shared=entry.shared is not None,
                 visible=self.current.get(group.key) == group,
                 claimed=group in self.unseen,
+            )
+
+
+def begin_room(core: Core, request: Request) -> None:
+    """A put has been granted its room: until `end_room`, others may wait for its caller."""
+    core.unseen[request.group] = request.owner
+    core.queue.add_lease(request.owner, request.group)
+
+
+def end_room(core: Core, group: GroupId) -> None:
+    """A put is over, one way or the other. A second time, nothing happens."""
+    core.queue.remove_lease(core.unseen.pop(group, None), group)
+
+
+def _is_idle(core: Core, interrupted: Collection[Request]) -> bool:
+    """Whether nothing is on its way, but for what these and other callers are to fill."""
+    planner = core.planner
+    filling = sum(owner is not None for owner in core.unseen.values())
+    for request in interrupted:
+        filling += request.kind is RequestKind.ROOM and planner.granted(request.group)
+    return planner.copies.in_flight <= filling
+
+
+def refuse_to_wait_for_itself(core: Core, request: Request) -> None:
+    """Raise LeaseError if a caller waits for a group that a lease of its own keeps from it: it
+    is to be saved or leased, and leased to be changed, or the other way round."""
+    if request.group not in core.queue.held_by(request.owner):
+        return
+    changes = request.kind is RequestKind.LEASE and request.access is not Access.READ
+    for record in core.leases:
+        if record.group != request.group or record.caller != request.owner:
+            continue
+        if request.kind is RequestKind.LEASE and record.held is not None:
+            continue  # who has it in host memory may read it on the device
+        if changes or record.access is not Access.READ:
+            raise LeaseError(
+                f"group {request.key!r} is leased by this caller itself, which would wait for "
+                "that lease to be released: release it first"
             )
 
 

@@ -23,6 +23,7 @@ from tierstore.engine.saves import Saves
 from tierstore.engine.service_allowance import ServiceAllowance
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
+from tierstore.model.locks import check_may_wait
 from tierstore.model.words import count, size
 from tierstore.observe.passes import Passes
 from tierstore.observe.report import totals_of
@@ -102,6 +103,7 @@ class Engine:
         if core.closed:
             return
         core.check_process()
+        check_may_wait()
         try:
             self._begin_to_close()
             self.saves.flush_before_end()

@@ -23,7 +23,8 @@ from tierstore.engine.mirrors import mirror
 from tierstore.engine.remote_groups import RemoteGroups, fetched
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
-from tierstore.model.groups import FileTensor, GroupSpec, Source
+from tierstore.model.groups import FileTensor, GroupId, GroupSpec, Source
+from tierstore.model.locks import inside
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
@@ -279,15 +280,26 @@ class Groups:
 
     def discard(self, key: str) -> None:
         """See `TierStore.discard`."""
-        removal = self._forget(key)
+        if inside():  # a finalizer's, in the middle of a transaction: the next one does it
+            group = self.core.lookup(key)
+            self.core.deferred.append(partial(self._forget_if_current, key, group))
+            return
+        removal = self._forget_now(key)
         if removal is not None:
             self.core.wait_for_removal(removal)
 
+    def _forget_if_current(self, key: str, group: GroupId) -> None:
+        if self.core.current.get(key) == group:
+            self._forget(key)
+
     @transaction
+    def _forget_now(self, key: str) -> Future[None] | None:
+        self.core.check_open()
+        return self._forget(key)
+
     def _forget(self, key: str) -> Future[None] | None:
-        """Returns the removal of the group's file."""
+        """Forget a group, as part of a transaction. Returns the removal of its file."""
         core = self.core
-        core.check_open()
         disk = core.tiers.disk
         if key not in core.current and disk.is_left(key):
             return disk.remove(key, core.newest(), True)

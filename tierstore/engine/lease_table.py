@@ -8,6 +8,7 @@ from tierstore.engine.core import Core
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LeaseRecord
 from tierstore.model import events
+from tierstore.model.locks import inside
 from tierstore.model.tiers import Access
 from tierstore.tiers.workers import Future
 
@@ -44,9 +45,16 @@ class LeaseTable:
             return  # it is the parent's
         core.refuse_capture()
         record.stream = core.current_stream()
-        removal = self.end(record)
+        if inside():  # a finalizer's, in the middle of a transaction: the next one ends it
+            self.lose(record)
+            return
+        removal = self._end_now(record)
         if removal is not None:
             core.wait_for_removal(removal)
+
+    @transaction
+    def _end_now(self, record: LeaseRecord) -> Future[None] | None:
+        return self.end(record)
 
     def lose(self, record: LeaseRecord) -> bool:
         """Take a lease back at the next transaction, for finalizers. False if it is back."""
@@ -56,7 +64,8 @@ class LeaseTable:
         return True
 
     def take_back(self, record: LeaseRecord) -> None:
-        """Take back a lease that did not reach its caller, or that its holder does not use."""
+        """Take back a lease that did not reach its caller, or that its holder does not use; as part
+        of a transaction."""
         if record.access is Access.TAKE:
             record.access = Access.READ  # nobody has read it
         if record.tensors is not None:
@@ -64,13 +73,15 @@ class LeaseTable:
         self.end(record)
 
     def end(self, record: LeaseRecord) -> Future[None] | None:
-        """Take a lease back, once. Returns the removal of the file of what was taken."""
+        """Take a lease back, once, as part of a transaction.
+
+        Returns the removal of the file of what was taken.
+        """
         if record.held is None:
             return self._end_on_top(record)
         self._end_in_host(record)
         return None
 
-    @transaction
     def _end_on_top(self, record: LeaseRecord) -> Future[None] | None:
         core = self.core
         if core.ended() or record not in core.leases:
@@ -98,7 +109,6 @@ class LeaseTable:
             return None
         return core.tiers.disk.remove(key, core.newest(), entry.durable)
 
-    @transaction
     def _end_in_host(self, record: LeaseRecord) -> None:
         core = self.core
         if core.ended() or record not in core.leases:
@@ -141,7 +151,8 @@ class LeaseTable:
         return True
 
     def revoke_all(self) -> None:
-        """Take back what is leased and not used: somebody would have to wait."""
+        """Take back what is leased and not used, as part of a transaction: somebody would have to
+        wait."""
         revocable = self.core.revocable
         while revocable:
             record, _ = revocable.popitem()

@@ -212,7 +212,7 @@ class MutableGroups:
         """
         core = self.core
         core.check_open()
-        return core.tiers.disk.view(self._entry(key))
+        return core.tiers.disk.view(core.mover.entry(core.lookup(key)))
 
     # What comes next -----------------------------------------------------------------------------
 

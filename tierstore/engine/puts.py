@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from tierstore.engine.copy_threads import CopyThreads
-from tierstore.engine.core import Core
+from tierstore.engine.core import Core, begin_room, end_room
 from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import Request, RequestKind
@@ -141,7 +141,10 @@ class Puts:
         error = core.planner.error_of(request.group)
         if error is not None:
             raise error
-        return core.planner.granted(request.group) or None
+        if not core.planner.granted(request.group):
+            return None
+        begin_room(core, request)
+        return True
 
     def publish(self, request: Request, durable: bool) -> None:
         """Let readers see what was put into the room that was granted."""
@@ -162,7 +165,7 @@ class Puts:
         entry = core.mover.entry(group)
         entry.order = newest = core.newest()
         core.current[key] = group
-        core.unseen.pop(group, None)
+        end_room(core, group)
         request.group = NO_GROUP
         instructions = core.handled(events.Filled(group))
         if replaced is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -24,6 +23,7 @@ from tierstore.model.groups import (
     pack,
     placed,
 )
+from tierstore.model.locks import RLock, exclusively
 from tierstore.model.sizes import slot_bytes
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.model.words import size
@@ -56,28 +56,30 @@ class RemoteGroups:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self._opening = threading.Lock()
+        self._opening = RLock()
         self._tier: RemoteTier | None = None
         if has_cache(core.directory.path):
             self._open()
 
     def _open(self) -> RemoteTier:
         """The tier. Waits for the disk, the first time."""
-        with self._opening:
-            if self._tier is None:
-                core = self.core
-                core.check_open()
-                if core.settings.tiers.link is not None:
-                    raise ValueError(
-                        "a store that is connected to a service has no object stores of its own: "
-                        "open a TierStore(ram_budget, disk_dir), or download the checkpoint"
-                    )
-                reading = core.mover.hops[Tier.DISK, Tier.HOST]
-                tier, hops = remote_tier(core.tiers, core.directory.path, reading)
-                core.mover.add_tier(tier, hops)
-                self._know_tier(tier)
-                self._tier = tier
-            return self._tier
+        return exclusively(self._opening, self._the_tier)
+
+    def _the_tier(self) -> RemoteTier:
+        if self._tier is None:
+            core = self.core
+            core.check_open()
+            if core.settings.tiers.link is not None:
+                raise ValueError(
+                    "a store that is connected to a service has no object stores of its own: "
+                    "open a TierStore(ram_budget, disk_dir), or download the checkpoint"
+                )
+            reading = core.mover.hops[Tier.DISK, Tier.HOST]
+            tier, hops = remote_tier(core.tiers, core.directory.path, reading)
+            core.mover.add_tier(tier, hops)
+            self._know_tier(tier)
+            self._tier = tier
+        return self._tier
 
     @transaction
     def _know_tier(self, tier: RemoteTier) -> None:

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from tierstore.engine.core import Core
+from tierstore.engine.core import Core, refuse_to_wait_for_itself
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LOOK_AGAIN, Request, RequestKind
 from tierstore.model.errors import StoreTimeoutError
 from tierstore.model.groups import NO_GROUP
+from tierstore.model.locks import check_may_wait
 from tierstore.observe.ranges import ranged
 from tierstore.plan.records import State
 
@@ -42,8 +43,10 @@ class RequestLoop:
     ) -> T:
         """Try until `attempt`, as a transaction, gives something; sleep until something changed.
 
-        Raises StoreTimeoutError after `timeout` seconds (None: never).
+        Raises StoreTimeoutError after `timeout` seconds (None: never), and ReentrantCallError where
+        the thread would wait for itself.
         """
+        check_may_wait()
         try:
             result = self._try(request, attempt)
             if result is None:
@@ -102,6 +105,7 @@ class RequestLoop:
             self._lease_table.revoke_all()
             result = attempt(request)
         if result is None:
+            refuse_to_wait_for_itself(core, request)
             core.queue.tried_in_vain(request)
         else:
             core.queue.leave(request)

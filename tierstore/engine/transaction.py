@@ -4,6 +4,10 @@ What a store believes is changed in *transactions*, under one lock. Any of them 
 Ctrl-C raises KeyboardInterrupt between two instructions of the interpreter, and so may others. A
 core whose transaction was cut short is *dirty*: half of a change is in it. The next transaction
 then begins with `Core.rebuild`, which derives everything anew from what there is.
+
+A transaction never begins inside another. If it would, a finalizer or a signal handler has called
+the store in the middle of that one, where nothing can be relied on: ReentrantCallError. Methods
+that are parts of transactions are not decorated.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from tierstore.model.errors import TierStoreError
-from tierstore.model.locks import under
+from tierstore.model.errors import ReentrantCallError, TierStoreError
+from tierstore.model.locks import inside, under
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,10 +47,10 @@ S = TypeVar("S", bound=Part)
 
 
 def transaction(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Make a method a transaction, or part of the transaction from which it is called.
+    """Make a method a transaction. Raises ReentrantCallError in the middle of another.
 
     An error of this library is raised where nothing is half-done yet. Any other exception may have
-    come from anywhere.
+    come from anywhere, and so may a ReentrantCallError that a handler has let go by.
     """
 
     @functools.wraps(method)
@@ -59,14 +63,16 @@ def transaction(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[
             core.dirty = True
             try:
                 result = method(self, *args, **kwargs)
+            except ReentrantCallError:
+                raise
             except TierStoreError:
                 core.dirty = False
                 raise
             core.dirty = False
             return result
 
-        if core.lock._is_owned():
-            return method(self, *args, **kwargs)
+        if inside():
+            raise ReentrantCallError
         core.check_process()
         return under(core.lock, locked)
 

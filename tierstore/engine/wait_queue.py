@@ -5,6 +5,9 @@ vain costs a switch of threads, and with dozens of them that would be all they d
 tries in vain notes the epoch, and so does one that need not try. When all have the newest epoch,
 every lease is held by somebody who waits, and nothing is on its way, nobody can get on: those who
 hold leases are told so instead of waiting for ever.
+
+A caller may wait twice: a signal handler comes while it waits, and waits for the store itself. Only
+the newer request can get on, and what the older ones have is held until it does.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -119,14 +122,16 @@ class WaitQueue:
     """Requests that wait, and leases that are out. All methods are parts of transactions.
 
     `ready` tells whether to try again can make a difference for a request; `idle`, whether nothing
-    is on its way; `refuse` raises for a request that can never be met, given the versions that are
-    held. Only who holds a lease is refused: others just came at a bad moment.
+    is on its way, but for room that callers fill, or will when they are not `interrupted` any more.
+    `refuse` raises for a request that can never be met, given the versions that are held: leased,
+    or being put into room that was granted. Only who holds something is refused: others just came
+    at a bad moment.
     """
 
     def __init__(
         self,
         ready: Callable[[Request], bool],
-        idle: Callable[[], bool],
+        idle: Callable[[Collection[Request]], bool],
         refuse: Callable[[Request, set[GroupId]], None],
     ) -> None:
         self._ready = ready
@@ -193,6 +198,10 @@ class WaitQueue:
         elif not held:
             self._held.pop(owner, None)
 
+    def held_by(self, owner: object) -> Collection[GroupId]:
+        """The versions that a caller holds."""
+        return self._held.get(owner, ())
+
     def recount(self, leases: Iterable[tuple[object, GroupId]]) -> None:
         """These leases are out, and no others: by whom, and of which version."""
         self._held = {}
@@ -212,19 +221,36 @@ class WaitQueue:
         self._queued[id(request)] = queued
         stuck = self._stuck()
         if request in stuck:
-            self._refuse(request, {v for held in self._held.values() for v in held})
+            self._refuse(request, self._out_of_reach())
         self._call(stuck)
 
     def _stuck(self) -> list[Request]:
         """Those who wait and hold something, if nobody can get on: nobody else holds anything."""
-        if not self._held or not self._idle():
+        # Of each caller the newest: it runs in a signal handler that has interrupted the others.
+        waiting = {request.owner or request: request for request in self.requests()}
+        interrupted = self._interrupted() if len(waiting) < len(self._queued) else []
+        holders = {*self._held, *(request.owner for request in interrupted)}
+        if not holders or not holders <= waiting.keys() or not self._idle(interrupted):
             return []
-        requests = self.requests()
-        if any(request.tried != self._epoch for request in requests):
+        if any(request.tried != self._epoch for request in waiting.values()):
             return []
-        if not self._held.keys() <= {request.owner for request in requests}:
-            return []
-        return [request for request in requests if request.owner in self._held]
+        return [request for owner, request in waiting.items() if owner in holders]
+
+    def _interrupted(self) -> list[Request]:
+        """Those whose callers wait for something newer before they can go on."""
+        newest: dict[object, Request] = {}
+        older = []
+        for request in self.requests():
+            if request.owner in newest:
+                older.append(newest[request.owner])
+            if request.owner is not None:
+                newest[request.owner] = request
+        return older
+
+    def _out_of_reach(self) -> set[GroupId]:
+        """What is held, or is pursued for callers that cannot go on."""
+        held = {version for held in self._held.values() for version in held}
+        return held | {request.group for request in self._interrupted()} - {NO_GROUP}
 
     def _call(self, stuck: list[Request]) -> None:
         """Have them try once more, to be refused."""

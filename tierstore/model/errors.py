@@ -130,6 +130,20 @@ class LeaseError(TierStoreError):
     """A lease was used in a way that it does not allow, or callers wait for each other's leases."""
 
 
+class ReentrantCallError(TierStoreError, RuntimeError):
+    """A call came in the middle of a step of the store on the same thread. Also a RuntimeError.
+
+    A finalizer (`__del__`) that the garbage collector runs, or a signal handler, made it there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a finalizer or signal handler called the store while this thread is in the middle of "
+            "a step of a store, or does work for one: have it set a flag or fill a queue, and call "
+            "the store from the code that looks at that"
+        )
+
+
 class CaptureError(TierStoreError, RuntimeError):
     """A store was used while the caller's stream is captured into a graph. Also a RuntimeError."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from tierstore.model.groups import GroupId
+from tierstore.model.locks import RLock, guarded
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.device_times import DeviceTimes, Mark
 from tierstore.observe.journal import ROUTED, STALL, Journal, LeaseUse, Span, Summary
@@ -23,32 +23,32 @@ class ActivationCounts:
     """Counts the memory that autograd saved, in bytes. On any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = RLock()
         self._shipped = 0
         self._deduplicated = 0
         self._skipped: Counter[str] = Counter()
 
+    @guarded
     def shipped(self, nbytes: int, *, instead_of: str = "") -> None:
         """So many bytes went into the store; maybe after they had been kept for a reason."""
-        with self._lock:
-            self._shipped += nbytes
-            if instead_of:
-                self._skipped[instead_of] -= nbytes
+        self._shipped += nbytes
+        if instead_of:
+            self._skipped[instead_of] -= nbytes
 
+    @guarded
     def deduplicated(self, nbytes: int) -> None:
         """So many bytes needed no copy of their own."""
-        with self._lock:
-            self._deduplicated += nbytes
+        self._deduplicated += nbytes
 
+    @guarded
     def kept(self, reason: str, nbytes: int) -> None:
         """So many bytes stay where they are."""
-        with self._lock:
-            self._skipped[reason] += nbytes
+        self._skipped[reason] += nbytes
 
+    @guarded
     def stats(self) -> ActivationStats:
         """What all of it comes to."""
-        with self._lock:
-            return self.glance()
+        return self.glance()
 
     def glance(self) -> ActivationStats:
         """The same without the lock: the numbers may be of slightly different moments."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from tierstore.model.errors import StaleCheckpointError
+from tierstore.model.locks import RLock, guarded
 from tierstore.system.files import DataFile, FileStamp
 
 MAX_OPEN_FILES = 64
@@ -47,17 +47,19 @@ class FileTable:
             weakref.WeakValueDictionary()
         )
         self._age = 0  # counts the names that were said to lead elsewhere
-        self._lock = threading.Lock()
+        self._lock = RLock()
 
     def get(self, path: str) -> DataFile:
         """The file, opened if it is not open. Nobody else waits while a disk does not answer."""
-        with self._lock:
-            file = self._open.get(path)
-            if file is not None:
-                self._open.move_to_end(path)
-                return file
-            age = self._age
-        return self._keep_open(path, self._opened(path), age)
+        file, age = self._find(path)
+        return file or self._keep_open(path, self._opened(path), age)
+
+    @guarded
+    def _find(self, path: str) -> tuple[DataFile | None, int]:
+        file = self._open.get(path)
+        if file is not None:
+            self._open.move_to_end(path)
+        return file, self._age
 
     def _opened(self, path: str) -> DataFile:
         follow_links = not path.startswith(self._own)
@@ -68,20 +70,20 @@ class FileTable:
                 raise
             return DataFile(path, follow_links=follow_links)
 
+    @guarded
     def _keep_open(self, path: str, file: DataFile, age: int) -> DataFile:
-        with self._lock:
-            if age != self._age:
-                return file  # it may be what the name led to before: for who asked then, no longer
-            file = self._open.setdefault(path, file)
-            while len(self._open) > MAX_OPEN_FILES:
-                self._open.popitem(last=False)
-            return file
+        if age != self._age:
+            return file  # it may be what the name led to before: for who asked then, no longer
+        file = self._open.setdefault(path, file)
+        while len(self._open) > MAX_OPEN_FILES:
+            self._open.popitem(last=False)
+        return file
 
+    @guarded
     def forget(self, path: str) -> None:
         """The name now leads to another file: open it anew next time."""
-        with self._lock:
-            self._age += 1
-            self._open.pop(path, None)
+        self._age += 1
+        self._open.pop(path, None)
 
     def close(self) -> bool:
         """Let go of every file. Returns whether there were any."""
@@ -91,30 +93,36 @@ class FileTable:
         """Let go of the files that can be opened again. Returns whether there were any."""
         return self._let_go([held for held in self._held_open() if _is_in_its_place(held)])
 
+    @guarded
     def _held_open(self) -> list[HeldFile]:
-        with self._lock:
-            found = [held for held in self._held.values() if held.file is not None]
-        return found  # from inside, an interrupt after the call would leave the lock taken
+        return [held for held in self._held.values() if held.file is not None]
 
     def _let_go(self, of: list[HeldFile]) -> bool:
-        with self._lock:
-            let_go = [*self._open.values(), *(held.file for held in of)]
-            self._open.clear()
-            for held in of:
-                held.file = None
-        return bool(let_go)
+        return bool(self._forget_all(of))  # here the files are closed, without the lock
+
+    @guarded
+    def _forget_all(self, of: list[HeldFile]) -> list[DataFile | None]:
+        let_go = [*self._open.values(), *(held.file for held in of)]
+        self._open.clear()
+        for held in of:
+            held.file = None
+        return let_go
 
     # Files that groups are registered in -------------------------------------------------------
 
     def hold(self, path: str, stamp: FileStamp, header_digest: str | None = None) -> HeldFile:
         """The file with this stamp and header, open. If it is not there, who reads it is told."""
-        key = path, stamp, header_digest
-        with self._lock:
-            held = self._held.get(key)
-            if held is None:
-                self._held[key] = held = HeldFile(*key)
+        held = self._the_held(path, stamp, header_digest)
         with contextlib.suppress(OSError, StaleCheckpointError):
             self.open(held)
+        return held
+
+    @guarded
+    def _the_held(self, path: str, stamp: FileStamp, header_digest: str | None) -> HeldFile:
+        key = path, stamp, header_digest
+        held = self._held.get(key)
+        if held is None:
+            self._held[key] = held = HeldFile(*key)
         return held
 
     def open(self, held: HeldFile) -> DataFile:
@@ -146,10 +154,13 @@ class FileTable:
         self.check(file, held)
         if held.header_digest not in (None, file.header_digest()):
             raise _stale(path)
-        with self._lock:
-            if sum(each.file is not None for each in self._held.values()) < MAX_HELD_FILES:
-                held.file = file
+        self._keep_held(held, file)
         return file
+
+    @guarded
+    def _keep_held(self, held: HeldFile, file: DataFile) -> None:
+        if sum(each.file is not None for each in self._held.values()) < MAX_HELD_FILES:
+            held.file = file
 
 
 def _is_in_its_place(held: HeldFile) -> bool:

@@ -17,13 +17,13 @@ import dataclasses
 import errno
 import os
 import struct
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tierstore.model.errors import DiskFullError, TransferError, TruncatedFileError
 from tierstore.model.groups import Source
 from tierstore.model.header import LENGTH_BYTES, MAX_HEADER_BYTES, digest
+from tierstore.model.locks import RLock, guarded
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.mapping import libc
 
@@ -278,7 +278,7 @@ class OpenForWriting:
 
     def __init__(self, cached: int, name: str, dir_fd: int | None = None) -> None:
         self.cached = cached
-        self._lock = threading.Lock()
+        self._lock = RLock()
         self._users = 0
         self._closed = False
         self._direct: int | None = None
@@ -306,11 +306,14 @@ class OpenForWriting:
 
         Raises OSError: some file systems tell only then that a write failed.
         """
-        with self._lock:
-            self._closed, was = True, self._closed
-            if was or self._users:
-                return
-        close_all((self.cached, self._direct))
+        if self._is_closed_now():
+            close_all((self.cached, self._direct))
+
+    @guarded
+    def _is_closed_now(self) -> bool:
+        """Use it no more. Returns whether this is the first time, and nobody uses it."""
+        self._closed, was = True, self._closed
+        return not was and not self._users
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -318,21 +321,24 @@ class OpenForWriting:
 
         Raises OSError if the file was closed.
         """
-        with self._lock:
-            if self._closed:
-                raise OSError(errno.EBADF, "the file was closed")
-            self._users += 1
+        self._is_used()
         try:
             yield
         finally:
-            self._is_left()
+            if self._is_left():
+                close_all((self.cached, self._direct))
 
-    def _is_left(self) -> None:
-        with self._lock:
-            self._users -= 1
-            last = self._closed and not self._users
-        if last:
-            close_all((self.cached, self._direct))
+    @guarded
+    def _is_used(self) -> None:
+        if self._closed:
+            raise OSError(errno.EBADF, "the file was closed")
+        self._users += 1
+
+    @guarded
+    def _is_left(self) -> bool:
+        """One user less. Returns whether it was the last of a closed file."""
+        self._users -= 1
+        return self._closed and not self._users
 
 
 # The part of struct statx, and of the request for it, that Python does not offer yet.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Collection, Iterable
 
@@ -11,11 +10,12 @@ import torch
 
 from tierstore.model.errors import DiskFullError, TierStoreError
 from tierstore.model.groups import packing_of
+from tierstore.model.locks import RLock, guarded
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.system.file_table import FileTable
 from tierstore.system.views import show_one
-from tierstore.tiers.directory import ObjectDirectory
+from tierstore.tiers.directory import ObjectDirectory, Staged
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.spill import Spill
 from tierstore.tiers.workers import URGENT, Future, Job, SerialExecutor, Workers
@@ -55,7 +55,7 @@ class DiskTier:
         self._written: set[str] = set()  # keys that have an object file
         self._undead: dict[str, tuple[int, bool]] = {}  # files that could not be removed
         self._removing: dict[int, str] = {}  # what is being removed now, by the order of removals
-        self._lock = threading.Lock()
+        self._lock = RLock()
 
     def holds(self, entry: GroupEntry) -> bool:
         return entry.source is not None
@@ -118,11 +118,11 @@ class DiskTier:
         saved = spill.save(data, self.workers.run_parallel)
         entry.spilled_at, entry.source = saved
 
+    @guarded
     def _the_spill(self) -> Spill:
-        with self._lock:
-            if self.spill is None:
-                self.spill = Spill(self._directory.path)
-            return self.spill
+        if self.spill is None:
+            self.spill = Spill(self._directory.path)
+        return self.spill
 
     def _save_object(self, entry: GroupEntry, data: memoryview) -> None:
         key = entry.group.key
@@ -134,37 +134,40 @@ class DiskTier:
             if self.spill is None or not self.spill.trim():
                 raise
             staged = stage(run_parallel=self.workers.run_parallel)  # there is more room now
-        with self._lock:
-            if self._committed.get(key, -1) > entry.order:
-                self._directory.abandon(staged)  # a newer version, or its removal, was faster
-            else:
-                self._written.add(key)  # also if it fails: the name may be there, but not for sure
-                self._directory.commit(staged)
-                self._committed[key] = entry.order
-                self.files.forget(self._directory.path_of(key))
+        self._commit(key, entry.order, staged)
         entry.source = staged.stored.source(self._directory.path_of(key))
 
+    @guarded
+    def _commit(self, key: str, order: int, staged: Staged) -> None:
+        if self._committed.get(key, -1) > order:
+            self._directory.abandon(staged)  # a newer version, or its removal, was faster
+            return
+        self._written.add(key)  # also if it fails: the name may be there, but not for sure
+        self._directory.commit(staged)
+        self._committed[key] = order
+        self.files.forget(self._directory.path_of(key))
+
+    @guarded
     def _remove(self, key: str, order: int, durable: bool) -> None:
         """Remove the object file of `key`, and see that no version up to `order` is written.
 
         Raises TransferError; then it is left.
         """
-        with self._lock:
-            self._undead.pop(key, None)
-            if self._committed.get(key, -1) > order:
-                return  # a newer one was written meanwhile
-            if durable and key in self._names:
-                self._committed[key] = order
-            if key not in self._written:
-                return
-            try:
-                self._directory.remove(key)
-            except TierStoreError:
-                self._undead[key] = order, durable
-                raise
-            self._written.discard(key)
-            self.files.forget(self._directory.path_of(key))
-            self._forget_what_nobody_writes()
+        self._undead.pop(key, None)
+        if self._committed.get(key, -1) > order:
+            return  # a newer one was written meanwhile
+        if durable and key in self._names:
+            self._committed[key] = order
+        if key not in self._written:
+            return
+        try:
+            self._directory.remove(key)
+        except TierStoreError:
+            self._undead[key] = order, durable
+            raise
+        self._written.discard(key)
+        self.files.forget(self._directory.path_of(key))
+        self._forget_what_nobody_writes()
 
     def _forget_what_nobody_writes(self) -> None:
         """An order matters while an older version may be written, or a file is there."""

@@ -26,6 +26,7 @@ import torch
 
 from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
 from tierstore.model.groups import GroupId, Packing, Segment
+from tierstore.model.locks import RLock
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier
 from tierstore.system.file_table import FileTable
@@ -189,7 +190,7 @@ class RemoteCache:
         self._directory = ObjectDirectory(self.path, lasting=False)
         self._versions: dict[str, int] = {}
         self._taken: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = RLock()
         for number, stored in enumerate(self._directory.objects()):
             spec, key = stored.spec(), stored.key
             entry = GroupEntry(GroupId(f"{CACHE}/{key}", -1 - number), spec, cache_key=key)

@@ -7,8 +7,8 @@ every call that needs it raises ServiceLostError at once, and the next one looks
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +17,7 @@ from typing import Any
 
 from tierstore.model.errors import ClosedError, ServiceLostError
 from tierstore.model.groups import TensorSpec
+from tierstore.model.locks import RLock, exclusively
 from tierstore.system.file_table import FileTable
 from tierstore.tiers.entry import SharedGroup
 from tierstore.tiers.service_wire import Listener, SharedLease, Wire
@@ -44,7 +45,7 @@ class ServiceLink:
     listener: Listener = field(default_factory=lambda: Listener(lambda nbytes: None, lambda: None))
     _wire: Wire | None = None
     _closed: bool = False
-    _connecting: Any = field(default_factory=threading.RLock)
+    _connecting: Any = field(default_factory=RLock)
     # What finalizers have left to say: they may run anywhere, also where a message is being sent.
     _left: deque[tuple[weakref.ref[Wire], Message]] = field(default_factory=deque)
 
@@ -53,18 +54,20 @@ class ServiceLink:
         wire = self._wire
         if wire is not None and wire.lost is None:
             return wire
-        with self._connecting:
-            if self._closed:
-                raise ClosedError("the store is closed: connect again")
-            if self._wire is None or self._wire.lost is not None:
-                again = self._wire is not None
-                self._wire = Wire(self.path, self.listener, private=self.private)
-                if again:
-                    logger.info("connected again to the service at %s", self.path)
-                    # What is leased and idle was of another arena, beside the budget of this one.
-                    self.listener.reclaim()
-                self.listener.allowance(self._wire.welcome.allowance)
-            return self._wire
+        return exclusively(self._connecting, self._connected)
+
+    def _connected(self) -> Wire:
+        if self._closed:
+            raise ClosedError("the store is closed: connect again")
+        if self._wire is None or self._wire.lost is not None:
+            again = self._wire is not None
+            self._wire = Wire(self.path, self.listener, private=self.private)
+            if again:
+                logger.info("connected again to the service at %s", self.path)
+                # What is leased and idle was of another arena, beside the budget of this one.
+                self.listener.reclaim()
+            self.listener.allowance(self._wire.welcome.allowance)
+        return self._wire
 
     def listen(self, allowance: Callable[[int], None], reclaim: Callable[[], None]) -> None:
         """Have these told what the service says unasked (see `Listener`), and connect.
@@ -91,8 +94,8 @@ class ServiceLink:
         wire = self.wire()
         for at in range(0, len(groups), BATCH):
             batch = groups[at : at + BATCH]
-            with self._connecting:  # files are numbered in the order in which they are sent
-                rows = [self._row(wire, group) for group in batch]
+            # Files are numbered in the order in which they are sent.
+            rows = exclusively(self._connecting, functools.partial(self._rows, wire, batch))
             request = wire.new_request()
             message = messages.Register(request, rows)
             answer = wire.ask(request, message, messages.Registered, batch[0].key)
@@ -103,6 +106,9 @@ class ServiceLink:
         wire.numbers[group] = number
         left, of = self._left, weakref.ref(wire)
         weakref.finalize(group, left.append, (of, messages.Forget(number))).atexit = False
+
+    def _rows(self, wire: Wire, groups: Sequence[SharedGroup]) -> list[messages.Group]:
+        return [self._row(wire, group) for group in groups]
 
     def _row(self, wire: Wire, group: SharedGroup) -> messages.Group:
         assert self.table is not None
@@ -183,11 +189,13 @@ class ServiceLink:
     def stop(self) -> None:
         """Ask for nothing any more: whoever waits for an answer gets ServiceLostError, and whoever
         asks from now on ClosedError. What is leased stays leased until `close`."""
-        with self._connecting:
-            self._closed = True
-            wire = self._wire
+        wire = exclusively(self._connecting, self._closed_now)
         if wire is not None:
             wire.end("the store was closed")
+
+    def _closed_now(self) -> Wire | None:
+        self._closed = True
+        return self._wire
 
     def close(self) -> None:
         """End the connection: all leases are given back."""

@@ -9,6 +9,7 @@ back.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import sys
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from tierstore.model.errors import ServiceLostError, TierStoreError
+from tierstore.model.locks import RLock, serve, under
 from tierstore.system.file_table import FileTable, HeldFile
 from tierstore.system.files import close_quietly
 from tierstore.tiers.entry import SharedGroup
@@ -90,15 +92,17 @@ class Wire:
         self._outgoing = Outgoing()
         self._incoming = Incoming[Message](FromService)
         self._waiting: dict[int, Future[Any]] = {}
-        self._requests = 0
-        self._sending = threading.Lock()
+        self._requests = itertools.count(1)
+        self._sending = RLock()
         self._socket = _connected(path)
         try:
             self.welcome, self.map = self._greet()
         except BaseException:
             self._socket.close()
             raise
-        self._reader = threading.Thread(target=self._read, name="tierstore-service", daemon=True)
+        self._reader = threading.Thread(
+            target=serve, args=(self._read,), name="tierstore-service", daemon=True
+        )
         self._reader.start()
 
     def _greet(self) -> tuple[messages.Welcome, SharedMap]:
@@ -138,9 +142,7 @@ class Wire:
 
     def new_request(self) -> int:
         """A number for a request."""
-        with self._sending:
-            self._requests += 1
-            return self._requests
+        return next(self._requests)
 
     def ask(self, request: int, message: Message, kind: type[M], key: str = "") -> M:
         """Send a request, and wait for its answer, which is of this kind.
@@ -167,14 +169,7 @@ class Wire:
     def post(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message. Raises ServiceLostError."""
         try:
-            with self._sending:
-                if self.lost is not None:
-                    raise ServiceLostError(self.path, self.lost)
-                data = self._outgoing.encoded(message)
-                if descriptors:
-                    sent = socket.send_fds(self._socket, [data], list(descriptors))
-                    data = data[sent:]
-                self._socket.sendall(data)
+            under(self._sending, lambda: self._send(message, descriptors))
         except ServiceLostError:
             raise
         except OSError as error:
@@ -182,6 +177,15 @@ class Wire:
             # this connection again, however late the thread that reads learns of its end.
             self.end(str(error))
             raise ServiceLostError(self.path, str(error)) from error
+
+    def _send(self, message: Message, descriptors: Sequence[int]) -> None:
+        if self.lost is not None:
+            raise ServiceLostError(self.path, self.lost)
+        data = self._outgoing.encoded(message)
+        if descriptors:
+            sent = socket.send_fds(self._socket, [data], list(descriptors))
+            data = data[sent:]
+        self._socket.sendall(data)
 
     def _expect_the_rest(self) -> None:
         since = self._unfinished

@@ -15,7 +15,6 @@ import errno
 import functools
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from tierstore.model import shares
 from tierstore.model.groups import Check, Extent, Segment, Source
 from tierstore.model.header import digest
+from tierstore.model.locks import RLock, guarded
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.files import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
 from tierstore.system.mapping import anonymous_file, map_open_file
@@ -58,17 +58,16 @@ class Spill:
         self._left: deque[tuple[int, int]] = deque()  # places that nobody has any more
         self._end = 0  # of the last group
         self._size = 0  # of the file, as far as we made it
-        self._lock = threading.Lock()  # of the books: nobody who has it waits for the disk
-        self._sizing = threading.Lock()
+        self._lock = RLock()  # of the books: nobody who has it waits for the disk
+        self._sizing = RLock()
         # Readers open it by this name; it has no other.
         self.path = f"/proc/self/fd/{descriptor}"
         self._file = OpenForWriting(descriptor, self.path)
 
+    @guarded
     def room(self) -> tuple[int, list[tuple[int, int]]]:
         """Where the last group ends, and what is free before that: (offset, nbytes), by offset."""
-        with self._lock:
-            found = self._end, list(self._free)
-        return found  # from inside, an interrupt after the call would leave the lock taken
+        return self._end, list(self._free)
 
     def take(self, nbytes: int) -> int:
         """The offset of `nbytes` bytes of room (rounded up to pages).
@@ -78,12 +77,9 @@ class Spill:
         nbytes = round_up(nbytes, PAGE)
         while self._left:
             self.give_back(*self._left.popleft())
-        with self._lock:
-            for i, (offset, room) in enumerate(self._free):
-                if room >= nbytes:
-                    self._free[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
-                    return offset
-            offset, self._end = self._end, self._end + nbytes
+        offset, is_new = self._find_room(nbytes)
+        if not is_new:
+            return offset
         try:
             with self._explained(), self._sizing, self._file.in_use():
                 self._grow(offset + nbytes)
@@ -91,6 +87,16 @@ class Spill:
             self._give_back(offset, nbytes)
             raise
         return offset
+
+    @guarded
+    def _find_room(self, nbytes: int) -> tuple[int, bool]:
+        """An offset, and whether it is behind the last group."""
+        for i, (offset, room) in enumerate(self._free):
+            if room >= nbytes:
+                self._free[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
+                return offset, False
+        offset, self._end = self._end, self._end + nbytes
+        return offset, True
 
     def _grow(self, size: int) -> None:
         """See that the file has at least `size` bytes: writes inside it need not wait in line."""
@@ -130,21 +136,21 @@ class Spill:
         if self._give_back(offset, nbytes):
             self._trim(lambda behind: behind > self._spare())
 
+    @guarded
     def _give_back(self, offset: int, nbytes: int) -> bool:
         """Keep the books. Returns whether the file is now longer than it need be."""
         stop = offset + round_up(nbytes, PAGE)
-        with self._lock:
-            i = bisect_left(self._free, (offset, 0))
-            if i < len(self._free) and self._free[i][0] == stop:
-                stop += self._free.pop(i)[1]
-            if i > 0 and sum(self._free[i - 1]) == offset:
-                i -= 1
-                offset = self._free.pop(i)[0]
-            if stop < self._end:
-                self._free.insert(i, (offset, stop - offset))
-                return False
-            self._end = offset
-            return self._size > self._end
+        i = bisect_left(self._free, (offset, 0))
+        if i < len(self._free) and self._free[i][0] == stop:
+            stop += self._free.pop(i)[1]
+        if i > 0 and sum(self._free[i - 1]) == offset:
+            i -= 1
+            offset = self._free.pop(i)[0]
+        if stop < self._end:
+            self._free.insert(i, (offset, stop - offset))
+            return False
+        self._end = offset
+        return self._size > self._end
 
     def trim(self) -> int:
         """Give the room behind the last group back to the file system. Returns how many bytes."""
@@ -153,8 +159,7 @@ class Spill:
     def _trim(self, worth_it: Callable[[int], bool]) -> int:
         # If it fails, the file stays longer than it need be.
         with contextlib.suppress(OSError), self._sizing, self._file.in_use():
-            with self._lock:
-                end = self._end
+            end, _ = self.room()
             behind = self._size - end
             if worth_it(behind):
                 os.ftruncate(self._file.cached, end)

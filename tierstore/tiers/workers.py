@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from tierstore.model.locks import AutoResetEvent
+from tierstore.model.locks import AutoResetEvent, RLock, serve, under
 
 T = TypeVar("T")
 
@@ -65,7 +65,9 @@ class Workers:
         self._stopping = False
         self.busy_since = time.monotonic()  # when a job, or part of one, last began or was done
         self._threads = [
-            threading.Thread(target=self._work, name=f"tierstore-{name}-{i}", daemon=True)
+            threading.Thread(
+                target=serve, args=(self._work,), name=f"tierstore-{name}-{i}", daemon=True
+            )
             for i in range(count)
         ]
         _started.add(self)
@@ -145,7 +147,10 @@ class SerialExecutor:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = False
-        self._thread = threading.Thread(target=self._work, name="tierstore-serial", daemon=True)
+        # All that it does is one critical section: a finalizer of a caller's that runs there cannot
+        # begin a transaction, which may have to wait for this thread.
+        work = functools.partial(under, RLock(), self._work)
+        self._thread = threading.Thread(target=work, name="tierstore-serial", daemon=True)
         _started.add(self)
         self._thread.start()
 

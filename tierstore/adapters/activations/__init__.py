@@ -51,7 +51,7 @@ HELD = (nn.Parameter, nn.Buffer)
 _caches: weakref.WeakKeyDictionary[TierStore, weakref.ref[SavedTensorCache]] = (
     weakref.WeakKeyDictionary()
 )
-_caches_lock = threading.Lock()
+_caches_lock = threading.RLock()
 
 
 class _Active(threading.local):

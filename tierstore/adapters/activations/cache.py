@@ -28,6 +28,7 @@ from tierstore.engine.keys import saved_key
 from tierstore.lease import Lease
 from tierstore.model import shares
 from tierstore.model.errors import BudgetError
+from tierstore.model.locks import RLock, guarded, under
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
 from tierstore.store import TierStore, engine_of
@@ -202,7 +203,7 @@ class SavedTensorCache:
     def __init__(self, store: TierStore) -> None:
         self.store = store
         self.counts = engine_of(store).saved_tensors.counts
-        self._lock = threading.Lock()  # never held while the store is asked for anything
+        self._lock = RLock()  # never held while the store is asked for anything
         self._pieces: weakref.WeakValueDictionary[PieceKey, SavedPiece] = (
             weakref.WeakValueDictionary()
         )
@@ -222,13 +223,21 @@ class SavedTensorCache:
         # Nobody gets the address of a storage as long as there is a weak reference to it.
         version = storage_id(storage), version_of(tensor)
         whole = (0, storage.nbytes())
-        with self._lock:
-            piece = self._find(tensor, (*version, *whole))[0]
-            if piece is None:
-                piece, key = self._find(tensor, (*version, *span))
-            if piece is None:
-                piece = self._pieces[key] = SavedPiece(tensor, *span)
-            return piece
+        return under(self._lock, lambda: self._piece(tensor, version, whole, span))
+
+    def _piece(
+        self,
+        tensor: torch.Tensor,
+        version: tuple[int, int],
+        whole: tuple[int, int],
+        span: tuple[int, int],
+    ) -> SavedPiece:
+        piece = self._find(tensor, (*version, *whole))[0]
+        if piece is None:
+            piece, key = self._find(tensor, (*version, *span))
+        if piece is None:
+            piece = self._pieces[key] = SavedPiece(tensor, *span)
+        return piece
 
     def _find(
         self, tensor: torch.Tensor, key: tuple[int, int, int, int]
@@ -240,32 +249,37 @@ class SavedTensorCache:
                 return piece, (*key, number)
         raise AssertionError  # numbers do not end
 
+    @guarded
     def skip(self, piece: SavedPiece, reason: str) -> None:
         """A saved tensor looks at a piece that stays where it is."""
-        with self._lock:
-            if not piece.reason and not piece.shipped:
-                piece.reason = reason
-                self.counts.kept(reason, piece.nbytes)
+        if not piece.reason and not piece.shipped:
+            piece.reason = reason
+            self.counts.kept(reason, piece.nbytes)
 
     def save(self, piece: SavedPiece, geometry: Geometry, min_size: int) -> None:
         """A saved tensor looks at a piece: ship that, if it is worth it.
 
         Raises what `put` raises, but for a lack of room in memory: then it stays where it is.
         """
-        with self._lock:
-            if piece.shipped:
-                self.counts.deduplicated(geometry.distinct_bytes)
-                return
-            piece.add_view(geometry)
-            reason = self._why_skipped(piece, min_size)
-            piece.shipped = not reason
-            storage = piece.original
-            if reason == "small" and storage is not None and storage.nbytes() >= max(min_size, 1):
-                piece.copy_out()
+        reason = self._looked_at(piece, geometry, min_size)
         if reason:
             self.skip(piece, reason)
-        else:
+        elif reason is not None:
             self._ship(piece)
+
+    @guarded
+    def _looked_at(self, piece: SavedPiece, geometry: Geometry, min_size: int) -> str | None:
+        """Why a piece is to stay; "": it is to be shipped. None: it is shipped already."""
+        if piece.shipped:
+            self.counts.deduplicated(geometry.distinct_bytes)
+            return None
+        piece.add_view(geometry)
+        reason = self._why_skipped(piece, min_size)
+        piece.shipped = not reason
+        storage = piece.original
+        if reason == "small" and storage is not None and storage.nbytes() >= max(min_size, 1):
+            piece.copy_out()
+        return reason
 
     def _why_skipped(self, piece: SavedPiece, min_size: int) -> str:
         # What was cut out is copied already, even if it is large enough for this `min_size`.
@@ -288,19 +302,24 @@ class SavedTensorCache:
             return
         piece.sent(self, number)
         self._local.order.add(piece)
-        with self._lock:
-            self.counts.shipped(piece.nbytes, instead_of=piece.reason)
-            piece.reason = ""
-            self._away_bytes += piece.nbytes
-            if event is None or stream is None:
-                piece.original = None
-            else:
-                self._pending.append(
-                    PendingCopy(event, stream, storage, weakref.ref(piece), piece.nbytes)
-                )
-                self._pending_bytes += piece.nbytes
+        copy = None
+        if event is not None and stream is not None:
+            copy = PendingCopy(event, stream, storage, weakref.ref(piece), piece.nbytes)
+        self._count_shipped(piece, copy)
         self.release_copied(but=1)
 
+    @guarded
+    def _count_shipped(self, piece: SavedPiece, copy: PendingCopy | None) -> None:
+        self.counts.shipped(piece.nbytes, instead_of=piece.reason)
+        piece.reason = ""
+        self._away_bytes += piece.nbytes
+        if copy is None:
+            piece.original = None
+        else:
+            self._pending.append(copy)
+            self._pending_bytes += piece.nbytes
+
+    @guarded
     def release_copied(self, *, but: int | None = None) -> None:
         """Let the allocator have the memory of what has been copied.
 
@@ -308,21 +327,20 @@ class SavedTensorCache:
         stream on which they were saved goes on once they are copied: it may get the memory next.
         The caller does not wait, however far the device is behind.
         """
-        with self._lock:
-            while self._gone:
-                self._away_bytes -= self._gone.popleft()
-            most = min(PENDING, self._away_bytes // shares.PENDING)
-            while self._pending:
-                oldest = self._pending[0]
-                if not oldest.copied.query():
-                    may_wait = but is not None and len(self._pending) > but
-                    if not may_wait or self._pending_bytes <= most:
-                        return
-                    oldest.stream.wait_event(oldest.copied)
-                self._pending.popleft()
-                self._pending_bytes -= oldest.nbytes
-                if (piece := oldest.piece()) is not None:
-                    piece.original = None
+        while self._gone:
+            self._away_bytes -= self._gone.popleft()
+        most = min(PENDING, self._away_bytes // shares.PENDING)
+        while self._pending:
+            oldest = self._pending[0]
+            if not oldest.copied.query():
+                may_wait = but is not None and len(self._pending) > but
+                if not may_wait or self._pending_bytes <= most:
+                    return
+                oldest.stream.wait_event(oldest.copied)
+            self._pending.popleft()
+            self._pending_bytes -= oldest.nbytes
+            if (piece := oldest.piece()) is not None:
+                piece.original = None
 
     def gone(self, number: int, nbytes: int) -> None:
         """Nobody wants a piece any more. For finalizers."""

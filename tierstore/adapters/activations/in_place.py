@@ -55,7 +55,7 @@ class VersionWatch:
                 return version_of(tensor) != before
 
 
-_probing = threading.Lock()
+_probing = threading.RLock()
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:

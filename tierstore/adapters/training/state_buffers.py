@@ -89,7 +89,7 @@ class StateBudget:
 
 
 _budgets: weakref.WeakKeyDictionary[TierStore, StateBudget] = weakref.WeakKeyDictionary()
-_budgets_lock = threading.Lock()
+_budgets_lock = threading.RLock()
 
 
 def state_budget_of(store: TierStore) -> StateBudget:

@@ -1,0 +1,392 @@
+"""A call of a store in the middle of another on the same thread works, or is told so at once.
+
+It is made by finalizers and signal handlers, at every so many instructions of the library. In the
+default lane that is a sample.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.faults.interrupting import at_call
+from tests.faults.reentering import (
+    Calls,
+    Dying,
+    Neighbour,
+    Signalling,
+    Visitor,
+    by_finalizer,
+)
+from tests.faults.test_interrupts import BUDGET, Scene
+from tests.helpers.engine import core_of
+from tests.lanes import by_lane
+from tests.store.helpers import PAGE, assert_at_rest, on_both, open_store, pages
+from tierstore import (
+    Access,
+    BudgetError,
+    LeaseError,
+    OffloadModel,
+    OffloadOptimizer,
+    ReentrantCallError,
+    TierStore,
+    enable_group_offload,
+    save_training,
+)
+from tierstore.engine import request_loop, transaction
+from tierstore.model import signal_handlers
+from tierstore.model.locks import AutoResetEvent
+from tierstore.tiers.workers import URGENT, SerialExecutor
+
+STRIDE = by_lane(50 * 31, 50, 1)
+PATIENCE = 20.0
+
+
+def no_more(scene: Scene) -> None:
+    scene.store.close()
+
+
+def forward(scene: Scene) -> Callable[[], None]:
+    """Runs of a model whose weights take more than the memory."""
+    torch.manual_seed(0)
+    width = 128  # a weight takes as much as a group of the scene
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))).eval()
+    x = torch.randn(2, width)
+    with torch.no_grad():
+        expected = model(x)
+    enable_group_offload(model, scene.store)
+
+    def run() -> None:
+        with torch.no_grad():
+            assert torch.allclose(model(x.to(scene.store.device)).cpu(), expected, atol=1e-5)
+
+    return run
+
+
+def training_step(scene: Scene) -> Callable[[], None]:
+    """Steps of a training that takes more than the memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    offloaded = OffloadModel(model, scene.store)
+    optimizer = OffloadOptimizer(offloaded, scene.store, torch.optim.SGD, lr=1e-3)
+    x = torch.randn(2, 64, device=scene.store.device)
+
+    def run() -> None:
+        offloaded(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def of_scene(action: Callable[[Scene], None]) -> Callable[[Scene], Callable[[], None]]:
+    return lambda scene: lambda: action(scene)
+
+
+ACTIONS = {
+    "put": (of_scene(Scene.put), 1),
+    "get": (of_scene(Scene.get), 1),
+    "acquire": (of_scene(Scene.acquire_and_release), 1),
+    "update": (of_scene(Scene.update), 1),
+    "flush": (of_scene(Scene.flush), 1),
+    "discard": (of_scene(Scene.discard), 1),
+    "hint": (of_scene(Scene.hint), 1),
+    "close": (of_scene(no_more), 1),
+    "forward": (forward, 7),
+    "training": (training_step, 29),
+}
+"""What is interrupted, and how much less often than the others: it is that much longer."""
+
+actions = pytest.mark.parametrize("name", ACTIONS)
+
+
+def sweep(
+    store: TierStore, name: str, make: Callable[[str], None], *, times: int = 2
+) -> tuple[Scene, int]:
+    """Run an action some times, each time visited at other instructions. Returns how many."""
+    scene, visits = Scene(store), 0
+    begin, longer = ACTIONS[name]
+    action, stride = begin(scene), STRIDE * longer
+    for turn in range(1 if name == "close" else times):
+        scene.prepare()
+        visitor = Visitor(make, stride, first=turn * stride // times)
+        visitor.run(action)
+        visits += visitor.visits
+    return scene, visits
+
+
+def assert_unharmed(scene: Scene, calls: Calls, neighbour: Neighbour) -> None:
+    """Everything has its value, nothing is left behind, and nobody else has noticed."""
+    assert neighbour.errors == []
+    assert calls.wrong == []
+    stats = scene.store.stats() if not scene.store.closed else None
+    if stats is None:
+        return
+    for tier, budget in stats.budget_bytes.items():
+        assert budget is None or stats.peak_bytes[tier] <= budget
+    for number in range(12):
+        assert float(scene.got(f"group {number}")[0]) == number
+    gc.collect()
+
+
+@actions
+@on_both
+@pytest.mark.full(
+    "calls of an accelerator differ in the end of a lease and in copies",
+    keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", "pretend-update"],
+)
+@pytest.mark.timeout(4 * 3600)
+def test_a_finalizers_call_works_or_is_told(device: str, name: str, quick_dir: Path) -> None:
+    store = open_store(quick_dir / "store", BUDGET, device)
+    calls = Calls(store, quick_dir)
+    with Neighbour(store) as neighbour:
+        scene, visits = sweep(store, name, by_finalizer(calls.make))
+    assert visits > 0
+    assert calls.done.total() + calls.unlucky.total() + calls.refused.total() == visits
+    assert_unharmed(scene, calls, neighbour)
+    if name not in ("forward", "training", "close"):
+        assert_at_rest(store)
+    store.close()
+
+
+@actions
+@on_both
+@pytest.mark.full(
+    "calls of an accelerator differ in the end of a lease and in copies",
+    keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", "cpu-training", "pretend-update"],
+)
+@pytest.mark.timeout(4 * 3600)
+def test_a_signal_handlers_call_works(device: str, name: str, quick_dir: Path) -> None:
+    store = open_store(quick_dir / "store", BUDGET, device)
+    calls = Calls(store, quick_dir)
+    with Neighbour(store) as neighbour, Signalling(calls.make) as signalling:
+        scene, _ = sweep(store, name, signalling.visit)
+    assert signalling.handled == signalling.sent > 0
+    assert calls.refused == {}
+    assert_unharmed(scene, calls, neighbour)
+    store.close()
+
+
+@pytest.mark.timeout(4 * 3600)
+def test_save_training_in_a_handler_works_or_is_told(quick_dir: Path) -> None:
+    """It works unless it came where the step itself has leased what is to be saved."""
+    with open_store(quick_dir / "store", BUDGET) as store:
+        torch.manual_seed(0)
+        offloaded = OffloadModel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), store)
+        optimizer = OffloadOptimizer(offloaded, store, torch.optim.SGD, lr=1e-3)
+        x, saved, told, wrong = torch.randn(2, 64), 0, 0, []
+
+        def save(where: str) -> None:
+            nonlocal saved, told
+            try:
+                save_training(quick_dir / "run", offloaded, optimizer)
+                saved += 1
+            except (BudgetError, LeaseError):
+                told += 1
+            except BaseException as error:
+                wrong.append((where, error))
+
+        def step() -> None:
+            offloaded(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with Signalling(save) as signalling:
+            Visitor(signalling.visit, by_lane(17_000, 1700)).run(step)
+        assert wrong == []
+        assert saved > 0
+        assert signalling.handled == saved + told
+        step()
+
+
+def test_without_the_check_a_finalizers_call_waits_for_itself(
+    quick_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: the call joins the transaction in whose middle it comes, or waits under its
+    lock."""
+
+    def joined(lock: Any, action: Callable[[], Any]) -> Any:
+        with lock:
+            return action()
+
+    store = open_store(quick_dir / "store", BUDGET)
+    calls = Calls(store, quick_dir, patience=0.2)
+    monkeypatch.setattr(transaction, "inside", lambda: False)
+    monkeypatch.setattr(transaction, "under", joined)
+    monkeypatch.setattr(request_loop, "check_may_wait", lambda: None)
+    scene = Scene(store)
+    scene.prepare()
+    harmed: list[BaseException] = []
+    for turn in range(40):
+        try:
+            visit = by_finalizer(partial(calls.one, calls.flush))  # the others may have no timeout
+            Visitor(visit, 1021, first=turn * 25).run(scene.put)
+        except BaseException as error:
+            harmed.append(error)
+        if harmed or calls.wrong:
+            break
+    assert harmed or calls.wrong
+    core_of(store).finalizer()
+
+
+def test_handlers_that_are_not_held_back_are_told(
+    quick_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: without holding them back, their calls come in the middle of steps."""
+    monkeypatch.setattr(signal_handlers, "hold", lambda inside, nested: [])
+    store = open_store(quick_dir / "store", BUDGET)
+    calls = Calls(store, quick_dir)
+    with Signalling(calls.make) as signalling:
+        sweep(store, "put", signalling.visit)
+    assert calls.refused.total() > 0
+    assert calls.wrong == []
+    store.close()
+
+
+# What happens to single calls ---------------------------------------------------------------------
+
+
+def in_a_step(store: TierStore, act: Callable[[], None]) -> None:
+    """Have something done by a finalizer in the middle of a transaction."""
+    planner = type(core_of(store).planner)
+    with at_call(planner.handle, lambda: type(Dying(act))):
+        store.offload("steady")
+
+
+@pytest.fixture
+def store(quick_dir: Path) -> Iterator[TierStore]:
+    with open_store(quick_dir / "store", BUDGET) as store:
+        store.put("steady", pages(7))
+        yield store
+
+
+def test_a_call_in_a_step_is_told_what_to_do(store: TierStore) -> None:
+    told: list[BaseException] = []
+
+    def act() -> None:
+        with pytest.raises(ReentrantCallError, match="set a flag or fill a queue") as raised:
+            store.get("steady")
+        told.append(raised.value)
+
+    in_a_step(store, act)
+    assert len(told) == 1
+    assert isinstance(told[0], RuntimeError)
+    assert_at_rest(store)
+
+
+def test_a_lease_released_in_a_step_comes_back(store: TierStore) -> None:
+    lease = store.acquire("steady", Access.UPDATE)
+    lease.tensor.fill_(8)
+    in_a_step(store, lease.release)
+    assert lease.released
+    assert torch.equal(store.get("steady", timeout=PATIENCE), pages(8))
+    assert_at_rest(store)
+
+
+def test_a_group_discarded_in_a_step_is_discarded(store: TierStore) -> None:
+    store.put("passing", pages(1))
+    in_a_step(store, lambda: store.discard("passing"))
+    store.stats()  # any next call
+    assert "passing" not in store
+    assert_at_rest(store)
+
+
+def test_a_group_put_after_its_discard_in_a_step_stays(store: TierStore) -> None:
+    store.put("passing", pages(1))
+    in_a_step(store, lambda: store.discard("passing"))
+    assert core_of(store).deferred
+    store.put("passing", pages(2))
+    assert torch.equal(store.get("passing", timeout=PATIENCE), pages(2))
+    assert_at_rest(store)
+
+
+@pytest.mark.parametrize("place", ["worker", "serial"])
+def test_a_finalizer_on_a_thread_of_the_store_is_told(place: str, store: TierStore) -> None:
+    """A wait there might be for the thread itself."""
+    told: list[BaseException] = []
+    over = threading.Event()
+
+    def act() -> None:
+        try:
+            store.get("steady", timeout=PATIENCE)
+        except BaseException as error:
+            told.append(error)
+        over.set()
+
+    dying, serial = [Dying(act)], SerialExecutor()
+    if place == "worker":
+        core_of(store).tiers.disk.workers.submit(URGENT, dying.clear)
+    else:
+        serial.give(dying.clear)
+    assert over.wait(PATIENCE)
+    assert serial.stop(time.monotonic() + PATIENCE)
+    assert [type(error) for error in told] == [ReentrantCallError]
+    assert torch.equal(store.get("steady", timeout=PATIENCE), pages(7))
+    assert_at_rest(store)
+
+
+def test_a_handler_is_told_that_its_own_put_has_the_room(store: TierStore) -> None:
+    """It comes while the put that it interrupts fills its room: nobody could give that back."""
+    size = BUDGET // PAGE * 2 // 3
+    told: list[BaseException] = []
+
+    def act() -> None:
+        with pytest.raises(BudgetError, match="callers that all wait") as raised:
+            store.put("inner", pages(2, size), durable=False, timeout=PATIENCE)
+        told.append(raised.value)
+
+    with at_call(type(core_of(store).tiers.host).fill, act):
+        store.put("outer", pages(1, size), durable=False, timeout=PATIENCE)
+    assert len(told) == 1
+    assert torch.equal(store.get("outer", timeout=PATIENCE), pages(1, size))
+    assert "inner" not in store
+    assert_at_rest(store)
+
+
+def test_a_handler_that_comes_while_a_call_waits_works(store: TierStore) -> None:
+    lease = store.acquire("steady", Access.UPDATE)
+    release = threading.Timer(0.2, lease.release)
+    found: list[Any] = []
+    store.put("other", pages(3))
+
+    def act() -> None:
+        found.append(store.get("other", timeout=PATIENCE))
+
+    got: list[Any] = []
+
+    def wait() -> None:
+        with at_call(AutoResetEvent.wait, act):
+            got.append(store.get("steady", timeout=PATIENCE))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    release.start()
+    waiting.join(PATIENCE)
+    assert torch.equal(found[0], pages(3))
+    assert torch.equal(got[0], pages(7))
+    assert_at_rest(store)
+
+
+@pytest.mark.parametrize("wanted", ["flush", "get", "update"])
+def test_a_caller_that_waits_for_its_own_lease_is_told(wanted: str, store: TierStore) -> None:
+    """At once, whatever others do meanwhile."""
+    calls = {
+        "flush": lambda: store.flush(timeout=PATIENCE),
+        "get": lambda: store.get("steady", timeout=PATIENCE),
+        "update": lambda: store.acquire("steady", Access.UPDATE, timeout=PATIENCE),
+    }
+    with Neighbour(store) as neighbour, store.acquire("steady", Access.UPDATE) as lease:
+        lease.tensor.fill_(8)
+        with pytest.raises(LeaseError, match="leased by this caller itself"):
+            calls[wanted]()
+    assert neighbour.errors == []
+    assert torch.equal(store.get("steady", timeout=PATIENCE), pages(8))
