@@ -18,7 +18,6 @@ PACKAGE = ROOT / "tierstore"
 MAY_USE_TORCH_NN = {"adapters"}
 MAY_NOT_IMPORT_TORCH = {"model", "plan", "cli"}
 
-LONGEST_FILE_IN_LINES = 450
 SOURCE_SUFFIXES = {".c", ".cpp", ".cu", ".h", ".py", ".pyi"}
 
 # What only some users install: `import tierstore` must work, and stay quick, without these.
@@ -161,15 +160,6 @@ def test_import_contracts_are_kept() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-
-
-def test_no_file_is_too_long() -> None:
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in source_files()
-    }
-    too_long = {name: length for name, length in lengths.items() if length > LONGEST_FILE_IN_LINES}
-    assert not too_long, f"split these by purpose: no file has over {LONGEST_FILE_IN_LINES} lines"
 
 
 def modules_after(statement: str) -> set[str]:

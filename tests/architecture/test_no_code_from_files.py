@@ -38,6 +38,7 @@ CAREFUL = {
     "tierstore/adapters/training/checkpoint_archives.py": ["torch.load"],
     "tierstore/adapters/training/checkpoint_files.py": ["pickle"],
     "tierstore/adapters/training/checkpoint_pickles.py": ["pickle"],
+    "tierstore/torch_private.py": ["ctypes.CDLL of a file"],  # a library of torch's own
 }
 """Where pickles are read that name nothing but what is on a list."""
 OF_PICKLE = {"PicklingError", "UnpicklingError"}
