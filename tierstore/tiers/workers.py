@@ -45,8 +45,15 @@ class Workers:
             threading.Thread(target=self._work, name=f"tierstore-{name}-{i}", daemon=True)
             for i in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        started: list[threading.Thread] = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
+        except BaseException:  # the system has no thread left: end those that there are
+            self._threads = started
+            self.stop()
+            raise
 
     def submit(self, priority: int, job: Job) -> None:
         """Have `job` run on some thread. It must not raise."""
@@ -146,8 +153,12 @@ class SerialExecutor:
             job()
             del job  # it may hold the last reference to a buffer
 
-    def stop(self, ends: float) -> bool:
-        """Finish what is queued, then end. Returns whether the thread has ended by then."""
+    def stop(self, ends: float | None = None) -> bool:
+        """Finish what is queued, then end. Returns whether the thread has ended by then.
+
+        `ends` is a time of `time.monotonic`; None: in ten seconds.
+        """
+        ends = time.monotonic() + PATIENCE if ends is None else ends
         self._stopping = True
         self._jobs.put(None)
         self._thread.join(timeout=max(ends - time.monotonic(), 0.0))
