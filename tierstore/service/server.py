@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from tierstore.engine.directories import resolved_directory
 from tierstore.engine.engine import Engine
 from tierstore.engine.settings import Settings, TierSettings
 from tierstore.lease import Lease
@@ -375,6 +376,6 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
             verify="first",
             shared_arena=SharedArena(ram),
         ),
-        disk_dir=os.fspath(directory),
+        disk_dir=resolved_directory(directory),
         policy=NEXT_USE_OF_ALL,
     )
