@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -121,6 +121,13 @@ class Lease:
         self._tensors = None
         self.__class__ = Lease
         return self._lender.lose(self._record)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # A copy would share the record, and give the lease back when it goes.
+        raise TypeError(
+            f"the lease of {self.key!r} cannot be copied or pickled: acquire the group again, or "
+            "take copies of its tensors with store.get()"
+        )
 
     __repr__, __rich__, _repr_html_ = shown_by(lambda lease: _look(lease))
 

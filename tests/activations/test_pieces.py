@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.activations.helpers import (
     on_both,
     open_store,
 )
+from tierstore.adapters.activations import cache
 
 pytestmark = pytest.mark.full(
     "devices differ in what test_training_steps.py does on both", keep="any device"
@@ -67,3 +69,18 @@ def test_passes_that_overlap_leave_no_traces(device: str, disk_dir: Path) -> Non
         first.backward()
         del first, before, now
         assert_nothing_left(store)
+
+
+def test_saved_piece_failed_init_raises_nothing_else(
+    disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finalizer of what was never whole: pytest fails a test with an unraisable exception."""
+
+    def refuse(tensor: torch.Tensor) -> None:
+        raise RuntimeError("no watch")
+
+    monkeypatch.setattr(cache, "VersionWatch", refuse)
+    with open_store(disk_dir) as store:
+        with pytest.raises(RuntimeError, match="no watch"), offloading(store):
+            torch.randn(256, 256, requires_grad=True).exp().sin()
+        gc.collect()

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from tests import pipelines
+from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.cli.conftest import Inspect, start
 from tests.helpers.engine import core_of
 from tierstore import TierStore, enable_group_offload
 from tierstore.cli.disk_speed import remember
-from tierstore.model.sizes import parse_size
+from tierstore.model.sizes import PAGE, parse_size
 from tierstore.model.tiers import Tier
 from tierstore.simulation import Use, simulate
 from tierstore.trace import read_trace
@@ -508,6 +509,48 @@ def test_the_groups_are_those_of_a_real_run(
         real, told = ({k: n for k, n in g.items() if k[0] != "vae"} for g in (real, told))
     assert told == real
     assert len(told) > 10
+
+
+@needs_accelerator
+@pytest.mark.parametrize("ram", [0.1, 0.5])
+def test_plan_device_groups_equal_a_store(
+    ram: float, inspect: Inspect, built: Built, disk_dir: Path
+) -> None:
+    """A block that is larger than a group is in several, each with a key of its own."""
+    pipe = pipelines.load("flux", built("flux", "tiny"))
+    budget, on_device = budget_of(pipe, ram), budget_of(pipe, 2.0)
+    store = TierStore(budget, disk_dir, device=ACCELERATOR, device_budget=on_device)
+    with store, enable_group_offload(pipe, store) as handle:
+        sizes = {group.key: group.nbytes for group in store.snapshot().groups}
+        real = {without_prefix(k): (sizes[k], sorted(names)) for k, names in handle.groups.items()}
+    real.pop("text_encoder/resident")  # small buffers, which stay on the device
+    options = "--ram", f"{budget}B", "--device", f"{on_device}B", "--groups"
+    (plan,) = inspect.json("plan", built("flux", "tiny"), *options)["plans"]
+    told = {
+        group["key"]: (group["nbytes"], sorted(group["tensors"]))
+        for part in plan["components"]
+        for group in part["groups"]
+    }
+    assert told == real
+    assert any(key.endswith(".2") for key in told)
+
+
+def test_plan_device_bytes_add_up_to_the_weights(inspect: Inspect, tmp_path: Path) -> None:
+    """Blocks of several groups, on a device that holds half of them."""
+    block = {f"{name}.weight": torch.zeros(64, 1024) for name in ("qkv", "wide", "narrow", "out")}
+    weights = {f"blocks.{n}.{k}": t.clone() for n in range(16) for k, t in block.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    speeds = "--disk-bandwidth", "1GB/s", "--link-bandwidth", "10GB/s"
+    budgets = "--ram", f"{nbytes // 3}B", "--device", f"{nbytes // 2}B"
+    (plan,) = inspect.json("plan", tmp_path, *budgets, *speeds, "--groups")["plans"]
+    (step,) = plan["steps"]
+    groups = [group for part in plan["components"] for group in part["groups"]]
+    assert len({group["key"] for group in groups}) == len(groups) > 16
+    padded = sum(group["nbytes"] for group in groups)
+    assert nbytes <= padded <= nbytes + PAGE * len(weights), "tensors may begin inside a page"
+    assert abs(step["resident"] + step["read"] - nbytes) <= 1
+    assert step["onloaded"] >= 0.9 * (nbytes - nbytes // 2)
 
 
 def steps_of(path: Path, prefix: str, first: str) -> tuple[dict[str, int], list[list[str]]]:

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.model.sizes import PAGE, parse_size, round_up, slot_bytes, usable_memory
+from tierstore.model.sizes import (
+    PAGE,
+    available_memory,
+    parse_size,
+    round_up,
+    slot_bytes,
+    usable_memory,
+)
 
 POWERS = {
     "B": 1,
@@ -165,6 +172,40 @@ def test_a_path_outside_the_mount_still_finds_the_mount(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/../../elsewhere\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", "40960\n")
     assert usable_memory(tmp_path) == 40960
+
+
+V1 = "sys/fs/cgroup/memory/job/"
+V2 = "sys/fs/cgroup/job/"
+
+
+def test_available_memory_version_1_leaves_what_others_use(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "11:memory:/job\n")
+    write(tmp_path, V1 + "memory.limit_in_bytes", "1000000\n")
+    write(tmp_path, V1 + "memory.usage_in_bytes", "700000\n")
+    assert available_memory(tmp_path) == 300_000
+    stat = "active_file 1\ntotal_inactive_file 50000\ntotal_active_file 7000\ntotal_shmem 9999\n"
+    write(tmp_path, V1 + "memory.stat", stat)
+    assert available_memory(tmp_path) == 357_000
+
+
+def test_available_memory_version_2_leaves_what_others_use(tmp_path: Path) -> None:
+    """The group above has less left than the tightest limit allows."""
+    write(tmp_path, "proc/self/cgroup", "0::/job\n")
+    write(tmp_path, V2 + "memory.max", "1000000\n")
+    write(tmp_path, V2 + "memory.current", "100000\n")
+    assert available_memory(tmp_path) == 900_000
+    write(tmp_path, "sys/fs/cgroup/memory.max", "2000000\n")
+    write(tmp_path, "sys/fs/cgroup/memory.current", "1990000\n")
+    write(tmp_path, "sys/fs/cgroup/memory.stat", "inactive_file 300\nactive_file 4000\nshmem 8\n")
+    assert available_memory(tmp_path) == 14_300
+    assert usable_memory(tmp_path) == 1_000_000, "the control: a limit is not what is left of it"
+
+
+def test_available_memory_full_group_is_zero(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "0::/job\n")
+    write(tmp_path, V2 + "memory.max", "1000000\n")
+    write(tmp_path, V2 + "memory.current", "1000001\n")
+    assert available_memory(tmp_path) == 0
 
 
 def test_a_slot_is_hardly_larger_than_what_it_is_for() -> None:

@@ -21,9 +21,9 @@ from tierstore.model.outline import (
     EXPERTS,
     RESIDENT_BUFFER_BYTES,
     GroupSizes,
-    Need,
     OutlinePiece,
     cut,
+    need_of,
     portions,
     usual_sizes,
 )
@@ -84,7 +84,7 @@ class Cutting:
     def groups(self, units: list[Unit]) -> list[GroupPlan]:
         """The groups of units: of up to `target` bytes, or of `blocks_per_group` blocks."""
         shown = ShownMemory(units)
-        needs = [Need(u.name, shown.memory_of(u), u.block, u.encloses, u.routed) for u in units]
+        needs = [need_of(u.name, shown.memory_of(u), u.block, u.encloses, u.routed) for u in units]
         groups: list[GroupPlan] = []
         for portion in portions(needs, shown.nbytes, self.target, self.blocks_per_group):
             members = [m for piece in portion.memory for m in shown.members[piece].items()]
@@ -336,15 +336,6 @@ class ShownMemory:
     def _of(self, tensor: torch.Tensor) -> object:
         return self._piece[tensor.device, address_of(tensor)]
 
-    def memory_of(self, unit: Unit) -> tuple[object, ...]:
-        return tuple(self._of(tensor) for tensor in unit.tensors.values())
-
-
-def unused(key: str, used: set[str]) -> str:
-    """The key itself, or with a number if it is used."""
-    number, found = 1, key
-    while found in used:
-        number += 1
-        found = f"{key}.{number}"
-    used.add(found)
-    return found
+    def memory_of(self, unit: Unit) -> dict[str, object]:
+        """Return the memory of each tensor of a unit, by the tensor's name."""
+        return {name: self._of(tensor) for name, tensor in unit.tensors.items()}

@@ -14,13 +14,14 @@ from tierstore.adapters.bindings import Binding
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.device_resident import is_resident
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unused
+from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
 from tierstore.adapters.kept_memory import KeptMemory
 from tierstore.adapters.saved_weights import LastLease
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, ClosedError
+from tierstore.model.outline import unused
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tierstore.engine.directories import resolved_directory
 from tierstore.engine.engine import Engine
 from tierstore.engine.settings import (
     Settings,
@@ -34,7 +35,9 @@ def connected_engine(
 ) -> tuple[torch.device, Engine]:
     """The device, and an engine that is connected. See `TierStore.connect`."""
     device = resolve_device(device)
-    directory = tempfile.mkdtemp(prefix="tierstore-") if disk_dir is None else os.fspath(disk_dir)
+    directory = resolved_directory(
+        tempfile.mkdtemp(prefix="tierstore-") if disk_dir is None else disk_dir
+    )
     try:
         nothing = str(ram_budget) in ("0", "0B")  # of its own; else it is one page at least
         ram = PAGE if nothing else ram_budget

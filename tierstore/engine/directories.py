@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tierstore.model.errors import StoreLockedError
+from tierstore.model.errors import StoreLockedError, TransferError
 from tierstore.system.file_systems import IN_MEMORY, MOUNTS, OF_OTHER_MACHINES, file_system_of
 
 logger = logging.getLogger("tierstore.engine")
@@ -16,18 +16,43 @@ VARIABLE = "TIERSTORE_DIR"
 
 
 def chosen_directory(disk_dir: str | os.PathLike[str] | None) -> str:
-    """The directory that was passed; else what `TIERSTORE_DIR` names; else the user's cache.
+    """Return the directory that was passed, that `TIERSTORE_DIR` names, or one in the user's cache.
 
-    In the cache it has a name of its own: what the command line remembers lies beside it.
+    In the cache it has a name of its own: files of the command line lie beside it. See
+    `resolved_directory` for the form of the path, and for errors.
     """
     if disk_dir is not None:
-        return os.fspath(disk_dir)
+        return resolved_directory(disk_dir)
     named = os.environ.get(VARIABLE)
     if named:
-        return os.path.expanduser(named)
+        return resolved_directory(named)
     from platformdirs import user_cache_path  # when it is needed: few stores do
 
-    return str(user_cache_path("tierstore") / "store")
+    return resolved_directory(user_cache_path("tierstore") / "store")
+
+
+def resolved_directory(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory that a user named, without `~` and without links.
+
+    Links on the way to a store are the user's choice (a home on another disk), so they are followed
+    once, here. Inside the store none is ever followed.
+
+    Raises TransferError for a link to nothing: the disk behind it may not be mounted.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("disk_dir is empty: name a directory, '.' for the current one")
+    wanted = there = os.path.abspath(os.path.expanduser(text))
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.exists(there):
+        raise TransferError(
+            f"{wanted} cannot be a store's directory: {there} is a link to "
+            f"{os.readlink(there)}, which does not exist; mount that disk, or pass another "
+            "disk_dir",
+            path=wanted,
+        )
+    return os.path.realpath(wanted)
 
 
 def tell_of_file_system(directory: str, mounts: str = MOUNTS) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from tierstore.model.groups import FileTensor, GroupSpec, group_of, place
 from tierstore.model.module_order import in_customary_order
-from tierstore.model.outline import EXPERTS, RESIDENT_BUFFER_BYTES, Need, cut, portions
+from tierstore.model.outline import EXPERTS, RESIDENT_BUFFER_BYTES, cut, need_of, portions, unused
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "position_ids")
 """Names of tensors that are no parameters but buffers: small ones are not offloaded."""
@@ -118,9 +118,9 @@ def groups_of(
     limit = max(target, largest_block)
     by_name = {tensor.name: tensor for tensor in tensors}
     needs = [
-        Need(
+        need_of(
             piece.branch.name,
-            tuple(tensor.name for tensor in piece.branch.tensors(whole=piece.whole)),
+            {tensor.name: tensor.name for tensor in piece.branch.tensors(whole=piece.whole)},
             piece.block,
             piece.encloses,
             piece.routed,
@@ -129,8 +129,10 @@ def groups_of(
     ]
     sizes = {name: tensor.extent.nbytes for name, tensor in by_name.items()}
     groups = []
+    used: set[str] = set()  # a block in several groups has as many keys, as it has in a store
     for portion in portions(needs, sizes, target, None):
         placement = place([by_name[str(name)] for name in portion.memory])
         read = sum(segment.extent.nbytes for segment in placement.segments)
-        groups.append((group_of(portion.name, placement.specs, placement.end), read))
+        key = unused(portion.name, used)
+        groups.append((group_of(key, placement.specs, placement.end), read))
     return groups

@@ -186,6 +186,23 @@ class Need:
     routed: bool = False
 
 
+def need_of(
+    name: str,
+    memory: Mapping[str, Hashable],
+    block: bool = False,
+    encloses: bool = False,
+    routed: bool = False,
+) -> Need:
+    """Return the need of a unit. `memory` maps the names of its tensors to what they show.
+
+    A block's tensors are in use together, so their order is free: it is the one of their names, as
+    in a file. So a block of several groups is in the same ones whether its modules are known or
+    only its files, and a group is contiguous in a file.
+    """
+    order = sorted(memory) if block else list(memory)
+    return Need(name, tuple(memory[tensor] for tensor in order), block, encloses, routed)
+
+
 @dataclass
 class Portion:
     """What moves together, and the name to call it by; whether it is `routed`."""
@@ -254,3 +271,13 @@ def in_portions(
         size += needed
     if portion:
         yield portion
+
+
+def unused(key: str, used: set[str]) -> str:
+    """Return the key itself, or with a number behind it if it is in `used`, and add it there."""
+    number, found = 1, key
+    while found in used:
+        number += 1
+        found = f"{key}.{number}"
+    used.add(found)
+    return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierstore.model import shares
 
@@ -125,17 +125,23 @@ def is_auto(budget: object) -> bool:
     return isinstance(budget, str) and budget.strip().lower() == "auto"
 
 
-def available_memory() -> int:
-    """The bytes of RAM that this process could take now without anything being swapped out."""
-    return min(usable_memory(), int(_machine_memory().available))
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of RAM that this process could take now without anything being swapped out.
+
+    A cgroup has what is left of its limit: its other processes count, page cache that the kernel
+    would reclaim does not, as in /proc/meminfo's MemAvailable.
+    """
+    left = (group.limit - group.usage + group.reclaimable for group in _cgroups(root))
+    return max(min([usable_memory(root), int(_machine_memory().available), *left]), 0)
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """The bytes of RAM this process may use: the machine's, or its cgroup's if that is less.
+    """Return the bytes of RAM that this process may use: the machine's, or its cgroup's if less.
 
-    `root` is where /proc and /sys are looked for (tests point it at a made-up tree).
+    `root` is the directory of /proc and /sys (tests point it at a made-up tree).
     """
-    return min([int(_machine_memory().total), *_cgroup_limits(root)])
+    limits = (group.limit for group in _cgroups(root))
+    return min([int(_machine_memory().total), *limits])
 
 
 def _machine_memory() -> Any:
@@ -144,32 +150,73 @@ def _machine_memory() -> Any:
     return psutil.virtual_memory()
 
 
-def _cgroup_limits(root: Path) -> list[int]:
+class _Files(NamedTuple):
+    """Names of the files and counters that one version of cgroups has, for a group and below."""
+
+    limit: str
+    usage: str
+    counters: tuple[str, str]
+
+
+_VERSION_1 = _Files(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+class _Cgroup(NamedTuple):
+    """A cgroup with a limit. `reclaimable` bytes of its usage are page cache. All in bytes."""
+
+    limit: int
+    usage: int
+    reclaimable: int
+
+
+def _cgroups(root: Path) -> list[_Cgroup]:
+    """Return the cgroups of this process that have a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    limits = []
+    groups: list[_Cgroup] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            limits += _limits_upwards(root / "sys/fs/cgroup", path, "memory.max")
+            groups += _limited_upwards(root / "sys/fs/cgroup", path, _VERSION_2)
         elif "memory" in controllers.split(","):
-            limits += _limits_upwards(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
-    return limits
+            groups += _limited_upwards(root / "sys/fs/cgroup/memory", path, _VERSION_1)
+    return groups
 
 
-def _limits_upwards(mount: Path, path: str, name: str) -> list[int]:
-    """Each limit from the process's cgroup up to the root: the tightest one binds."""
-    limits = []
+def _limited_upwards(mount: Path, path: str, files: _Files) -> list[_Cgroup]:
+    """Return each cgroup with a limit from `path` up to the root: the tightest one binds."""
+    groups = []
     here = mount / path.lstrip("/")
     while True:
-        try:
-            text = (here / name).read_text().strip()
-        except OSError:
-            text = "max"
-        if text.isdigit():
-            limits.append(int(text))
+        limit = _number(here / files.limit)
+        if limit is not None:
+            usage = _number(here / files.usage) or 0
+            groups.append(_Cgroup(limit, usage, _reclaimable(here, files)))
         if here == mount or mount not in here.parents:
-            return limits
+            return groups
         here = here.parent
+
+
+def _number(path: Path) -> int | None:
+    """Return what a file says, or None if it is missing or says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(cgroup: Path, files: _Files) -> int:
+    try:
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    counters = dict(line.split(" ", 1) for line in lines if " " in line)
+    return sum(int(counters.get(name, 0)) for name in files.counters)

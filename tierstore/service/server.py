@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from tierstore.engine.directories import resolved_directory
 from tierstore.engine.engine import Engine
 from tierstore.engine.settings import Settings, TierSettings
 from tierstore.lease import Lease
@@ -372,6 +373,6 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
             verify="first",
             shared_arena=SharedArena(ram),
         ),
-        disk_dir=os.fspath(directory),
+        disk_dir=resolved_directory(directory),
         policy=NEXT_USE_OF_ALL,
     )

@@ -144,9 +144,37 @@ def clone_all(spec: GroupSpec, views: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def byte_view(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """`nbytes` bytes of a tensor's storage from byte `start` on, as uint8."""
+    """View `nbytes` bytes of a tensor's storage from byte `start` on, as uint8.
+
+    Raises ValueError if the storage ends before them.
+    """
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+    return set_over(view, tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def set_over(
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """Have a tensor show elements of a storage that somebody else owns, and return it.
+
+    `offset` and `stride` count elements. `Tensor.set_` would make a storage that is too small grow,
+    and show what lies in the new memory. So does a storage that its owner has freed by
+    `resize_(0)`, as FSDP does between its uses.
+
+    Raises ValueError if the storage ends before the last element.
+    """
+    last = -1 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    needed = (offset + last + 1) * tensor.element_size()
+    if storage.nbytes() < needed:
+        raise ValueError(
+            f"the storage has {storage.nbytes():,} bytes, and the tensor needs {needed:,}: its "
+            "memory was freed by resize_; pass it while it has its data"
+        )
+    return tensor.set_(storage, offset, tuple(size), tuple(stride))
 
 
 def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Tensor]]:
@@ -159,7 +187,7 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
     for name, tensor in plain.items():
         start = int(tensor.storage_offset()) * tensor.element_size()
         spec = _spec(name, tensor, 0)
-        place = (tensor.device, tensor.untyped_storage().data_ptr())
+        place = (tensor.device, _storage_address(name, tensor, start + spec.nbytes))
         spans.setdefault(place, []).append((start, start + spec.nbytes, name))
     blocks = []
     for found in spans.values():
@@ -192,6 +220,30 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         )
     dtype_name(tensor, name)
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _storage_address(name: str, tensor: torch.Tensor, stop: int) -> int:
+    """Return where a tensor's storage begins in memory. Its data ends at byte `stop` of it.
+
+    Raises TypeError for a tensor without memory of its own, as in a transform of torch.func, and
+    ValueError if the memory was freed.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # of a fake tensor, which says that it is elsewhere
+            raise NotImplementedError("its storage is on the meta device")
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+    except RuntimeError as error:  # NotImplementedError is one
+        raise TypeError(
+            f"tensor {name!r} is a {type(tensor).__name__} without data: store plain tensors, "
+            "outside of torch.func transforms and fake tensors"
+        ) from error
+    if nbytes < stop:
+        raise ValueError(
+            f"the storage of tensor {name!r} has {nbytes:,} bytes, and its data needs {stop:,}: it "
+            "was freed by resize_, as FSDP does between uses; store it while it has its data"
+        )
+    return address
 
 
 def _spec(name: str, tensor: torch.Tensor, block_start: int) -> TensorSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,16 +72,38 @@ class TierSettings:
 def build(
     settings: TierSettings, directory: ObjectDirectory, callbacks: MoverCallbacks
 ) -> tuple[StoreTiers, Mover]:
-    """The tiers of these settings, with the files of `directory`, and what moves groups between
-    them."""
+    """Make the tiers of these settings over the files of `directory`, and the mover between them.
+
+    Raises RuntimeError if the system starts no more threads. Those that did start have ended then.
+    """
+    with contextlib.ExitStack() as undo:
+        built = _build(settings, directory, callbacks, undo)
+        undo.pop_all()
+    return built
+
+
+def _build(
+    settings: TierSettings,
+    directory: ObjectDirectory,
+    callbacks: MoverCallbacks,
+    undo: contextlib.ExitStack,
+) -> tuple[StoreTiers, Mover]:
+    """Make the tiers. `undo` stops the threads that were started."""
+
+    def workers(count: int, name: str) -> Workers:
+        started = Workers(count, name, begin)
+        undo.callback(started.stop)
+        return started
+
     device, budgets = settings.device, settings.budgets
+    begin = selecting(device)
     on_device: DeviceTier | None = None
     if Tier.DEVICE in budgets:  # before there are threads: there may be no such device
         on_device = DeviceTier(device, budgets[Tier.DEVICE])
     journal, serial, names = Journal(), SerialExecutor(), Counter[str]()
-    begin = selecting(device)
-    files, disk_workers = FileTable(directory.path), Workers(DISK_THREADS, "disk", begin)
-    offload = disk_workers if on_device is None else Workers(1, "offload", begin)
+    undo.callback(serial.stop)
+    files, disk_workers = FileTable(directory.path), workers(DISK_THREADS, "disk")
+    offload = disk_workers if on_device is None else workers(1, "offload")
     disk = DiskTier(budgets[Tier.DISK], directory, files, names, serial, disk_workers)
     reader = DiskReader(files, disk_workers, settings.verify)
     arena, link = _host_arena(settings), settings.link
@@ -98,7 +121,7 @@ def build(
     hops: list[Hop] = [reading, HostToDisk(disk)]
     if on_device is not None:
         drivers.insert(0, on_device)
-        hops.append(HostToDevice(on_device, Workers(1, "onload", begin)))
+        hops.append(HostToDevice(on_device, workers(1, "onload")))
         hops.append(DeviceToHost(on_device, host, offload))
     for make in settings.extra_tiers:
         driver, more = make(tiers)

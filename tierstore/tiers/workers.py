@@ -70,9 +70,16 @@ class Workers:
             )
             for i in range(count)
         ]
+        started: list[threading.Thread] = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
+        except BaseException:  # the system has no thread left: end those that there are
+            self._threads = started
+            self.stop()
+            raise
         _started.add(self)
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, priority: int, job: Job) -> None:
         """Have `job` run on some thread. It must not raise."""
@@ -151,8 +158,8 @@ class SerialExecutor:
         # begin a transaction, which may have to wait for this thread.
         work = functools.partial(under, RLock(), self._work)
         self._thread = threading.Thread(target=work, name="tierstore-serial", daemon=True)
-        _started.add(self)
         self._thread.start()
+        _started.add(self)
 
     def give(self, job: Job) -> None:
         """Have `job` done, after all that were given before. It must not raise. Never blocks."""
@@ -184,8 +191,12 @@ class SerialExecutor:
         """Whether a thread is this one."""
         return thread is self._thread
 
-    def stop(self, ends: float) -> bool:
-        """Finish what is queued, then end. Returns whether the thread has ended by then."""
+    def stop(self, ends: float | None = None) -> bool:
+        """Finish what is queued, then end. Returns whether the thread has ended by then.
+
+        `ends` is a time of `time.monotonic`; None: in ten seconds.
+        """
+        ends = time.monotonic() + PATIENCE if ends is None else ends
         self._stopping = True
         self._jobs.put(None)
         self._thread.join(timeout=max(ends - time.monotonic(), 0.0))

@@ -52,6 +52,8 @@ say that this is the version."""
 class SavedPiece:
     """Bytes from `start` on of the storage of a tensor, as they were at the tensor's version."""
 
+    _away: tuple[SavedTensorCache, int] | None = None  # of the class: `__init__` may raise
+
     def __init__(self, tensor: torch.Tensor, start: int, stop: int) -> None:
         storage = tensor.untyped_storage()
         self.start = start
@@ -67,7 +69,6 @@ class SavedPiece:
         self._weak = StorageWeakRef(storage)
         self._copy: torch.UntypedStorage | None = None
         self._geometries: set[Geometry] = set()
-        self._away: tuple[SavedTensorCache, int] | None = None
         # Held as long as nothing else is read: where two saved tensors share a piece, their nodes
         # are often neighbours.
         self.held: torch.UntypedStorage | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.model import shares
+from tierstore.system.views import set_over
 from tierstore.torch_private import negative_view, storage_at, storage_id
 
 ALIGNMENT = 64
@@ -135,7 +136,8 @@ class Geometry:
         conjugated or negated.
         """
         bare = torch.empty(0, dtype=self.dtype, device=self.device)
-        bare.set_(storage, self.offset - start // self.dtype.itemsize, self.size, self.stride)
+        offset = self.offset - start // self.dtype.itemsize
+        set_over(bare, storage, offset, self.size, self.stride)
         tensor = counted(bare)
         if self.conjugated:
             tensor = tensor.conj()

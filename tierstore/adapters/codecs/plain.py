@@ -9,7 +9,7 @@ import torch
 
 from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.wrapper import is_wrapper
-from tierstore.system.views import NAMES
+from tierstore.system.views import NAMES, set_over
 from tierstore.torch_private import like
 
 
@@ -81,7 +81,8 @@ def make_inference(tensor: torch.Tensor, *, requires_grad: bool) -> None:
 def _swap(tensor: torch.Tensor, *, requires_grad: bool) -> None:
     """Let it be a tensor of the mode that is on, over the memory that it has."""
     alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    alike.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    offset, size, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+    set_over(alike, tensor.untyped_storage(), offset, size, stride)
     if isinstance(tensor, torch.nn.Parameter):
         alike = torch.nn.Parameter(alike, requires_grad=requires_grad)
     torch.utils.swap_tensors(tensor, alike)
