@@ -32,7 +32,7 @@ def test_lease_copy_raises_and_lease_stays_out(
             with pytest.raises(TypeError, match=r"lease of 'k' cannot be copied.*store\.get"):
                 way(lease)
             gc.collect()
-            with pytest.raises(LeaseError, match="release those leases first"):
+            with pytest.raises(LeaseError, match="release it first"):
                 store.acquire("k", Access.UPDATE, timeout=0.05)
             assert torch.equal(lease.tensor, torch.zeros(10))
         with store.acquire("k", Access.UPDATE, timeout=5) as lease:
