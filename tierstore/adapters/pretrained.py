@@ -27,6 +27,7 @@ from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs.memory import address_of, has_address, span, tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.components import models_in
+from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.diffusers import enable_group_offload
 from tierstore.adapters.gguf import mapped_gguf
 from tierstore.adapters.grouping import sizes_for
@@ -190,7 +191,7 @@ class LoadingMode(TorchDispatchMode):
 
     def pending(self, model: nn.Module) -> dict[int, torch.dtype]:
         """The dtypes that parameters and buffers (by id) are to be cast to."""
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = tensors_of(model)
         found = {id(tensor): self._dtype_of(tensor) for tensor in tensors}
         return {number: dtype for number, dtype in found.items() if dtype is not None}
 

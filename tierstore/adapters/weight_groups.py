@@ -13,6 +13,7 @@ from torch import nn
 from tierstore.adapters.bindings import Binding
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.device_resident import is_resident
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, unused
 from tierstore.adapters.saved_weights import LastLease
@@ -231,7 +232,7 @@ class WeightGroups:
     def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
         """Those of a part of the model, each once."""
         held: dict[int, None] = {}
-        for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
+        for tensor in tensors_of(module, recurse=recurse):
             wrapped = self._wrapped.get(id(tensor))
             held |= dict.fromkeys(map(id, wrapped.leaves.values() if wrapped else (tensor,)))
         return self.bindings(held)
