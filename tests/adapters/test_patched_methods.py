@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.adapters.conftest import DEVICES
+from tests.store.helpers import open_store
 from tierstore import (
     OffloadModel,
     TierStore,
@@ -24,7 +24,6 @@ from tierstore import (
 WIDTH = 64
 BLOCKS = 24
 PATCHED = 3
-DEVICE_BUDGET: dict[str, dict[str, int]] = {"cpu": {}, "pretend": {"device_budget": 80_000}}
 Change = Callable[[nn.Sequential], None]
 
 
@@ -105,10 +104,8 @@ def blocks() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(BLOCKS))).eval()
 
 
-@contextmanager
-def small_store(device: str, tmp_path: Path) -> Iterator[TierStore]:
-    with TierStore(80_000, tmp_path, device=device, **DEVICE_BUDGET[device]) as store:
-        yield store
+def small_store(device: str, tmp_path: Path) -> TierStore:
+    return open_store(tmp_path, 80_000, device)
 
 
 def assert_runs_as(model: nn.Module, plain: nn.Module, store: TierStore) -> None:
@@ -154,8 +151,8 @@ def test_copy_of_offloaded_model_follows_its_class(tmp_path: Path) -> None:
         assert not torch.equal(plain(x), before)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("recompute", [False, True])
 def test_patched_forward_trains_as_plain_python_would(
     change: str, recompute: bool, tmp_path: Path
 ) -> None:
