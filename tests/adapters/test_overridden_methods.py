@@ -87,7 +87,7 @@ def test_overriding_modules_run_with_all_of_their_weights_moved(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for _ in range(BLOCKS)))
-    nbytes = sum(weight.nbytes for block in model for weight in Block.__base__.parameters(block))
+    nbytes = BLOCKS * 2 * (WIDTH + 1) * WIDTH * 4
     x = torch.randn(2, WIDTH)
     expected = model(x)
     with open_store(tmp_path, BUDGET, device) as store:
@@ -113,8 +113,8 @@ class Adapted(nn.Module):
         return self.adapter.named_parameters("adapter", *args, **kwargs)
 
     def zero_grad(self) -> None:  # type: ignore[override]
-        for parameter in nn.Module.parameters(self):
-            parameter.grad = None
+        for part in (self.base, self.adapter):
+            part.zero_grad()
 
     def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
         return super().load_state_dict(state_dict)
@@ -217,7 +217,7 @@ def test_copy_of_delegating_wrapper_is_a_wrapper(
             assert torch.equal(copied(x), expected)
             with torch.no_grad():
                 copied.scale.fill_(0)
-        assert store.stats().bytes_written > 0
+        assert len(store) > 0
 
 
 @torch.no_grad()
