@@ -27,27 +27,26 @@ PATCHED = 3
 Change = Callable[[nn.Sequential], None]
 
 
-class Block(nn.Module):
-    """One linear layer."""
+class Block(nn.Linear):
+    """A linear layer of a class of its own: its forward is the one that is stood in for."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        super().__init__(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class Tripled(Block):
     """A block with another forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * 3
+        return nn.functional.linear(x, self.weight, self.bias) * 3
 
 
 def doubled(block: Any, x: torch.Tensor) -> torch.Tensor:
     """A forward that somebody patches a block with."""
-    return block.linear(x) * 2
+    return nn.functional.linear(x, block.weight, block.bias) * 2
 
 
 def patch_class(model: nn.Sequential) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -160,6 +161,9 @@ class Component:
         offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
         self._offloaded = weakref.ref(offloaded)
         mark(module, self.store.device)
+        if (diffusers := sys.modules.get("diffusers")) is not None:
+            # A pipeline that has this model need not be offloaded itself, and passes over it, too.
+            _convert_what_is_offloaded(diffusers.DiffusionPipeline)
         logger.info(
             "%s: %d groups, %d bytes of weights; %d bytes written",
             self._prefix,
