@@ -45,7 +45,14 @@ from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
 from tierstore.adapters.trained import Merging, Trained, states_follow
-from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, UnitUse, has_method
+from tierstore.adapters.unit_use import (
+    Arguments,
+    StandIn,
+    UnitForward,
+    UnitUse,
+    calls_of,
+    has_method,
+)
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
@@ -63,10 +70,8 @@ from tierstore.torch_private import (
 
 logger = logging.getLogger("tierstore.adapters")
 
-CALLS = ("forward", COMPILED_CALL)
-"""How a module is called. What it needs comes outside of what is compiled."""
-ENTRIES = (*CALLS, "encode", "decode")
-"""Methods through which a whole model is entered (autoencoders have no useful forward)."""
+OTHER_ENTRIES = ("encode", "decode")
+"""Methods through which a whole model is entered, too (autoencoders have no useful forward)."""
 
 MANY_UNITS = 8
 """A part of a model that has so many is looked at as a whole when it is called by itself."""
@@ -175,7 +180,7 @@ class OffloadedModule:
             if owner_of(module) is self:
                 self._attachment.stand_in(module, "compile", self._compile)
             holds = bool(self.weights.bindings_of(module, recurse=False))
-            if holds or module is self.root:
+            if holds or (module is self.root and self.weights.tensor_ids()):
                 self._attachment.add(module.register_load_state_dict_post_hook(loading))
             if holds:
                 self._attachment.add(after_state_dict(module, saving))
@@ -237,7 +242,8 @@ class OffloadedModule:
     ) -> None:
         move = before or (self._move if self._aligned else None)
         call = None if self.store.device.type == "cpu" else OnceMore(unit.module, self.store)
-        for name in ENTRIES if unit.module is self.root else CALLS:
+        names = calls_of(unit.module)
+        for name in (*names, *OTHER_ENTRIES) if unit.module is self.root else names:
             if has_method(unit.module, name):
                 forward = UnitForward(use, owner.look, before=move, call=call)
                 self._attachment.stand_in(unit.module, name, forward)
@@ -254,11 +260,12 @@ class OffloadedModule:
                 and len(units.intersection(modules_of(module))) >= MANY_UNITS
                 and type(module).forward is not nn.Module.forward
             ):
-                self._wrap_run(module, f"{self._prefix}/{name}", CALLS, before=move)
+                self._wrap_run(module, f"{self._prefix}/{name}", calls_of(module), before=move)
         # Outside of `forward`, which others may have patched since.
         self._attachment.stand_in(self.root, CALL, self._call_as_it_is)
         align = self._align if self._aligned else None
-        self._wrap_run(self.root, self._prefix, ENTRIES, before=self._move, after=align)
+        entries = (*calls_of(self.root), *OTHER_ENTRIES)
+        self._wrap_run(self.root, self._prefix, entries, before=self._move, after=align)
 
     def _wrap_run(
         self, module: nn.Module, model: str, names: Collection[str], **around: Any
@@ -266,7 +273,9 @@ class OffloadedModule:
         passes = PassesOf(engine_of(self.store).passes, model)
         for name in names:
             if has_method(module, name):
-                run = functools.partial(self._run, passes, FORWARD if name in CALLS else name)
+                run = functools.partial(
+                    self._run, passes, name if name in OTHER_ENTRIES else FORWARD
+                )
                 self._attachment.stand_in(module, name, UnitForward(run, self.look, **around))
 
     def _run(self, passes: PassesOf, does: str) -> ModelRun | None:

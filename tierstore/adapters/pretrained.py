@@ -145,7 +145,8 @@ def _load(
     options = {name: kwargs.pop(name) for name in named & kwargs.keys()}
     groups = engine_of(store).groups
     with loading(groups.file_memory) as mode, quantising() as put_off:
-        loaded = load(source, **kwargs)
+        result = load(source, **kwargs)
+    loaded = result[0] if isinstance(result, tuple) else result  # with output_loading_info=True
     mode.joined.finish(groups, list(models_in(loaded).values()))
     pending = {name: mode.pending(model) for name, model in models_in(loaded).items()}
     if put_off is not None:
@@ -156,7 +157,7 @@ def _load(
     enable_group_offload(loaded, store, **options)
     for name, model in models_in(loaded).items():
         cast_weights(model, pending[name])
-    return loaded
+    return result
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.nested import tensors_in
-from tierstore.torch_private import COMPILED_CALL
+from tierstore.torch_private import CALL, COMPILED_CALL
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -183,6 +184,13 @@ class CopiedAs:
 def has_method(module: nn.Module, name: str) -> bool:
     """Whether a module has such a method. A part of it may have that name, too."""
     return name not in module._modules and callable(getattr(module, name, None))
+
+
+def calls_of(module: nn.Module) -> tuple[str, str]:
+    """The methods by which a module is called, compiled or not: what its weights have to be there
+    for. A `forward` that is a property cannot be stood in for; what calls it can."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return CALL if hasattr(type(forward), "__set__") else "forward", COMPILED_CALL
 
 
 class UnitUse(Protocol):

@@ -42,7 +42,7 @@ from tierstore.adapters.training.sharded import (
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
-from tierstore.adapters.unit_use import CopiedAs, UnitForward, same
+from tierstore.adapters.unit_use import CopiedAs, UnitForward, calls_of, same
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
@@ -293,13 +293,13 @@ class OffloadModel(nn.Module):
                 leased = [w for w in groups if self._streamer.needs_lease(w)]
                 if leased:
                     forward = UnitForward(functools.partial(TrainingUse, self._streamer, leased))
-                    self._attachment.stand_in(unit.module, "forward", forward)
+                    self._attachment.stand_in(unit.module, calls_of(unit.module)[0], forward)
         if self._sharded:
             begin = self._gradient_streamer.begin
             self._hooks = PassHooks(self.module, self._enter, self._leave, begin)
             return
         whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
-        self._attachment.stand_in(self.module, "forward", whole)
+        self._attachment.stand_in(self.module, calls_of(self.module)[0], whole)
 
     def _recompute(self) -> None:
         aside = offload_activations(self.store, min_size=PAGE)
@@ -308,7 +308,7 @@ class OffloadModel(nn.Module):
             self._attachment.stand_in(self.module, "forward", forward)
             return
         for module in dict.fromkeys(map(self._unit_module_of, regions_in(self.module))):
-            self._attachment.stand_in(module, "forward", recomputed(module, aside))
+            self._attachment.stand_in(module, calls_of(module)[0], recomputed(module, aside))
 
     def _unit_module_of(self, module: nn.Module) -> nn.Module:
         """The module of the unit that has this one's weights: they must come again with it, too."""
