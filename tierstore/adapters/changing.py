@@ -296,8 +296,9 @@ class Loading:
 def tell_true_values(
     offloaded: Owner, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 ) -> None:
-    """A module of the model has told its state: of weights that are in use at this moment it tells
-    what they show while away, which stays true."""
+    """A module of the model has told its state: all of it is on the CPU. Of weights that are in use
+    at this moment it tells what they show while away, which stays true."""
+    residents = {id(tensor) for tensor in offloaded.residents}
     bound = {id(b.tensor): b for b in offloaded.weights.bindings_of(module, recurse=False)}
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         binding = bound.get(id(tensor))
@@ -309,6 +310,8 @@ def tell_true_values(
             state[prefix + name] = rebuilt(tensor, offloaded.weights.values_of(wrapped)).detach()
         elif binding is not None:
             state[prefix + name] = binding.value(shown)
+        elif id(tensor) in residents:
+            state[prefix + name] = offloaded.tell_resident(tensor)
 
 
 def after_state_dict(module: nn.Module, hook: Hook) -> RemovableHandle:

@@ -176,13 +176,14 @@ class OffloadedModule:
         self._attachment.add(Copying(self))
         loading = Hook(Loading(self))
         saving = Hook(functools.partial(tell_true_values, self))
+        residents = set(map(id, self.residents))
         for module in modules_of(self.root):
             if owner_of(module) is self:
                 self._attachment.stand_in(module, "compile", self._compile)
             holds = bool(self.weights.bindings_of(module, recurse=False))
             if holds or (module is self.root and self.weights.tensor_ids()):
                 self._attachment.add(module.register_load_state_dict_post_hook(loading))
-            if holds:
+            if holds or not residents.isdisjoint(map(id, tensors_of(module, recurse=False))):
                 self._attachment.add(after_state_dict(module, saving))
 
     def _plans(self, units: list[Unit]) -> tuple[list[GroupPlan], set[str]]:
@@ -328,6 +329,7 @@ class OffloadedModule:
     def _look(self) -> None:
         _refuse_other_ways_to_run(self.root, self.store.device)
         with self._renewing:  # others wait until it is cut anew
+            self._attachment.resident.take_told()
             self.changed = self.changed or not all(w.intact for w in self.weights.wrapped.values())
             if torch.is_grad_enabled() and self._trained.look():
                 self.changed = True
@@ -365,6 +367,10 @@ class OffloadedModule:
     def residents(self) -> list[torch.Tensor]:
         """Its tensors that stay on the device."""
         return self._attachment.resident.tensors
+
+    def tell_resident(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of these on the CPU, for a state dict. What is written to it counts before a run."""
+        return self._attachment.resident.told(tensor)
 
     @torch.inference_mode(mode=False)
     def disable(self) -> None:

@@ -39,6 +39,9 @@ class Owner(Protocol):
     def residents(self) -> list[torch.Tensor]:
         """Its tensors that stay on the device."""
 
+    def tell_resident(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of these, for a state dict."""
+
     def look(self) -> None:
         """Before any part of the model runs: use it as it is now."""
 
