@@ -211,6 +211,9 @@ def is_profiled() -> bool:
 # Modules ------------------------------------------------------------------------------------------
 
 
+CALL = "_call_impl"
+"""The method that calls of a module call, unless it is compiled: hooks, and then `forward`."""
+
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute in which `module.compile()` leaves what calls of the module call from then on."""
 

@@ -24,6 +24,7 @@ from tests.dispatch.conftest import (
 from tests.helpers.tensors import assert_same
 from tierstore import (
     BudgetError,
+    TierStore,
     dispatch_model,
     enable_group_offload,
     load_checkpoint_and_dispatch,
@@ -389,3 +390,40 @@ def test_a_new_weight_that_is_larger_than_the_budget(device: str, disk_dir: Path
         dispatch_model(model, store)
         assert_same(models.run("parts", model), expected)
     Weights.of(plain).assert_equal_to(model)
+
+
+class WithAttention(nn.Module):
+    """PEFT replaces the parameters of its attention at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.attention(x, x, x)[0])
+
+
+@torch.no_grad()
+def test_lora_of_attention_runs_merges_and_unmerges(tmp_path: Path) -> None:
+    def adapted(model: WithAttention) -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(target_modules=["attention"], init_lora_weights=False)
+        return peft.get_peft_model(model, config).eval()
+
+    torch.manual_seed(0)
+    model, x = WithAttention(), torch.randn(9, 2, 64)
+    bare, plain = model(x), adapted(copy.deepcopy(model))
+    with TierStore("1MB", tmp_path, device="cpu") as store:
+        dispatch_model(model, store)
+        lora = adapted(model)
+        assert not torch.allclose(plain(x), bare)
+        for _ in range(2):
+            used = store.stats().hits + store.stats().misses
+            assert torch.equal(lora(x), plain(x))
+            assert store.stats().hits + store.stats().misses > used
+            for each in (lora, plain):
+                each.merge_adapter()
+            assert torch.equal(lora(x), plain(x))
+            for each in (lora, plain):
+                each.unmerge_adapter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -35,11 +35,13 @@ class Attachment:
         self.resident = DeviceResident(store)
         self._store = store
         self._done: list[Removable] = []
+        self._found: list[tuple[dict[str, Any], str, Any, nn.Module, type]] | None = None
         weakref.finalize(owner, _forget, weakref.ref(store), self.groups, self.resident.leases)
 
     def add(self, done: Removable) -> None:
         """Something was done that `detach` is to undo."""
         self._done.append(done)
+        self._found = None
 
     def stand_in(
         self, module: nn.Module, name: str, run: Callable[[StandIn, Any, Any], Any]
@@ -59,6 +61,36 @@ class Attachment:
         """Have these on the store's device for as long as this lasts: see `DeviceResident`."""
         self.resident.take(prefix, tensors, target, self.groups, trained)
 
+    def stand_in_again(self) -> bool:
+        """Stand in front of methods that were patched since, or whose patch was taken back. Returns
+        whether any module has another class since.
+
+        This runs before each run of the model, and looks at all of it: nearly always, every module
+        has what it had the last time.
+        """
+        if self._found is None:
+            self._found = list(self._attributes())
+        if all(d.get(n) is found and type(m) is kind for d, n, found, m, kind in self._found):
+            return False
+        self._found = None
+        displaced = [d for d in self._done if isinstance(d, StandIn) and d.displaced]
+        for before in displaced:
+            before.outdated = True  # none of them is in the others' way
+        for before in displaced:
+            if before.run is not None:
+                after = StandIn(before.module, before.name, before.run)
+                self._done[self._done.index(before)] = after
+                after.put()
+                before.successor = after
+                before.remove()
+        return any(type(each.module) is not each.kind for each in displaced)
+
+    def _attributes(self) -> Iterator[tuple[dict[str, Any], str, Any, nn.Module, type]]:
+        """What modules have in the places of the methods that something stands in for."""
+        stand_ins = [done for done in self._done if isinstance(done, StandIn)]
+        for module, name in dict.fromkeys((each.module, each.name) for each in stand_ins):
+            yield module.__dict__, name, module.__dict__.get(name), module, type(module)
+
     def outdate(self, kind: type) -> list[StandIn]:
         """Leave it to the caller to remove the stand-ins that run a `kind`: others take their
         places first."""
@@ -70,6 +102,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Undo all of it, the latest first; what stays on the device stays."""
+        self._found = None
         while self._done:
             self._done.pop().remove()
 

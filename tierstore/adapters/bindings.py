@@ -57,6 +57,11 @@ class Binding:
         """Whether it is away and not what it was."""
         return self.user is None and not self._is_as(self.home)
 
+    @property
+    def was_given_memory(self) -> bool:
+        """Whether somebody gave it other memory, which is not empty."""
+        return self.tensor.numel() > 0 and address_of(self.tensor) != self._address
+
     def _is_as(self, expected: torch.Tensor) -> bool:
         """Whether it shows its home, unchanged, in the form of `expected`."""
         tensor = self.tensor

@@ -20,8 +20,9 @@ from tierstore.adapters.codecs import leaves_of, rebuilt
 from tierstore.adapters.codecs.memory import geometry_at
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.contents import modules_of, tensors_of
 from tierstore.adapters.owners import Owner, owner_of
-from tierstore.adapters.unit_use import StandIn, same
+from tierstore.adapters.unit_use import CopiedAs, StandIn, same
 from tierstore.adapters.weight_groups import Change
 from tierstore.model.errors import ClosedError
 from tierstore.torch_private import call_first_of_state_dict_hooks, like
@@ -37,7 +38,7 @@ def cast_weights(root: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
     if owner is not None and dtypes:
         owner.weights.cast(dtypes)
         offloaded = owner.weights.tensor_ids()
-    for tensor in [*root.parameters(), *root.buffers()]:
+    for tensor in tensors_of(root):
         if id(tensor) in dtypes and id(tensor) not in offloaded:
             assign(tensor, tensor.detach().to(dtypes[id(tensor)]))
 
@@ -106,28 +107,39 @@ class Copying:
 
     They hold what the weights are, also while another thread runs the model, which lends them
     memory that is used again.
+
+    A wrapper that hands on what it is asked for, such as a PeftModel, must not find any of this, or
+    its copy would be one of the model alone. Python asks an object for `__reduce_ex__`, which every
+    class has, and which is never handed on. It is asked for `__deepcopy__` before, which is put
+    only where the model's class has one.
     """
 
     def __init__(self, offloaded: Owner) -> None:
         self._offloaded = offloaded
         self._root = offloaded.root
         self._lock = threading.RLock()
+        self._methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": self._reduce}
+        if hasattr(type(self._root), "__deepcopy__"):
+            self._methods["__deepcopy__"] = self._copy
         self._put()
 
     def _put(self) -> None:
-        self._root.__dict__.update(__deepcopy__=self._copy, __reduce_ex__=self._reduce)
+        self._root.__dict__.update(self._methods)
 
     def remove(self) -> None:
         """Let it be copied as any module."""
-        for name in ("__deepcopy__", "__reduce_ex__"):
+        for name in self._methods:
             self._root.__dict__.pop(name, None)
 
     def _copy(self, memo: dict[int, Any]) -> nn.Module:
         return self._as_ordinary(memo, lambda shown: copy.deepcopy(shown, memo))
 
-    def _reduce(self, protocol: int) -> tuple[Any, ...]:
+    def _pickled(self) -> nn.Module:
         # No copies of the weights: a model may be larger than RAM, and is pickled bit by bit.
-        return same, (self._as_ordinary({}, lambda shown: shown),)
+        return self._as_ordinary({}, lambda shown: shown)
+
+    def _reduce(self, protocol: int) -> tuple[Any, ...]:
+        return same, (CopiedAs(self._copy, self._pickled),)
 
     def _as_ordinary(
         self, memo: dict[int, Any], made: Callable[[torch.Tensor], torch.Tensor]
@@ -153,10 +165,28 @@ class Copying:
                 found = copy.deepcopy(self._root, memo)
             finally:
                 self._put()
-        for module in found.modules():  # on another thread, some may stand in for parameters
-            for name in module._parameters.keys() & module.__dict__.keys():
-                del module.__dict__[name]
+        _give_ordinary_attributes(self._root, found, memo)
         return found
+
+
+def _give_ordinary_attributes(root: nn.Module, found: nn.Module, memo: dict[int, Any]) -> None:
+    """Let no module of a copy have attributes that are there because the model is offloaded."""
+    for module in modules_of(root):
+        copied: Any = memo.get(id(module))
+        if isinstance(copied, nn.Module):
+            _leave_to_its_class(module, copied)
+    for module in modules_of(found):  # on another thread, some may stand in for parameters
+        for name in module._parameters.keys() & module.__dict__.keys():
+            del module.__dict__[name]
+
+
+def _leave_to_its_class(module: nn.Module, copied: nn.Module) -> None:
+    """Have a copy find those methods in its class that the module had from its class."""
+    for name, value in list(module.__dict__.items()):
+        while isinstance(value, StandIn):
+            value = value.replaced
+            if value is None:
+                copied.__dict__.pop(name, None)
 
 
 class Hook:
@@ -266,8 +296,9 @@ class Loading:
 def tell_true_values(
     offloaded: Owner, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 ) -> None:
-    """A module of the model has told its state: of weights that are in use at this moment it tells
-    what they show while away, which stays true."""
+    """A module of the model has told its state: all of it is on the CPU. Of weights that are in use
+    at this moment it tells what they show while away, which stays true."""
+    residents = {id(tensor) for tensor in offloaded.residents}
     bound = {id(b.tensor): b for b in offloaded.weights.bindings_of(module, recurse=False)}
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         binding = bound.get(id(tensor))
@@ -279,6 +310,8 @@ def tell_true_values(
             state[prefix + name] = rebuilt(tensor, offloaded.weights.values_of(wrapped)).detach()
         elif binding is not None:
             state[prefix + name] = binding.value(shown)
+        elif id(tensor) in residents:
+            state[prefix + name] = offloaded.tell_resident(tensor)
 
 
 def after_state_dict(module: nn.Module, hook: Hook) -> RemovableHandle:

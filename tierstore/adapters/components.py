@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -18,11 +19,13 @@ import torch
 from torch import nn
 
 from tierstore.adapters.codecs import weight_bytes
+from tierstore.adapters.contents import parameters_of
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.modules import OffloadedModule
 from tierstore.adapters.other_offloading import mark, refuse_other_offloading, unmark
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.suspended import SuspendedModel
+from tierstore.adapters.unit_use import method_of_class
 from tierstore.store import TierStore
 
 logger = logging.getLogger("tierstore.adapters")
@@ -158,11 +161,14 @@ class Component:
         offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
         self._offloaded = weakref.ref(offloaded)
         mark(module, self.store.device)
+        if (diffusers := sys.modules.get("diffusers")) is not None:
+            # A pipeline that has this model need not be offloaded itself, and passes over it, too.
+            _convert_what_is_offloaded(diffusers.DiffusionPipeline)
         logger.info(
             "%s: %d groups, %d bytes of weights; %d bytes written",
             self._prefix,
             len(self.groups),
-            weight_bytes(module.parameters()),
+            weight_bytes(parameters_of(module)),
             self.store.stats().bytes_written - before,
         )
 
@@ -220,18 +226,33 @@ class SuspendingMethod:
     def __init__(self, by: Suspending, name: str, method: types.MethodType) -> None:
         self.by = by
         self._name = name
-        self._function = method.__func__
-        self._owner = weakref.ref(method.__self__)
+        owner = method.__self__
+        # None: whatever its class has when it is called. It is not kept alive.
+        self._function = method.__func__ if name in vars(owner) else None
+        self._owner = weakref.ref(owner)
         # Not its attributes: they would be in the way of ours.
-        functools.update_wrapper(self, self._function, updated=())
+        functools.update_wrapper(self, method.__func__, updated=())
+
+    def method_of(self, owner: Any) -> Callable[..., Any]:
+        """The method that this one stands in for, as `owner` has it."""
+        if self._function is None:
+            return method_of_class(owner, self._name)
+        return types.MethodType(self._function, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.by.suspended():
-            return self._function(self._owner(), *args, **kwargs)
+            return self.method_of(self._owner())(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the owner its own method back."""
+        owner = self._owner()
+        del owner.__dict__[self._name]
+        if self._function is not None:
+            owner.__dict__[self._name] = types.MethodType(self._function, owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = self._owner()
-        return types.MethodType(self._function, memo.get(id(owner), owner))
+        return self.method_of(memo.get(id(owner), owner))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner(), self._name)  # of an owner whose attributes come later
@@ -261,7 +282,7 @@ def unwrap(owner: Any, by: Suspending) -> None:
     for name in _CHANGES_WEIGHTS:
         method = owner.__dict__.get(name)
         if isinstance(method, SuspendingMethod) and method.by is by:
-            del owner.__dict__[name]
+            method.remove()
 
 
 @functools.cache

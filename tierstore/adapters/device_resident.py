@@ -21,6 +21,7 @@ from tierstore.lease import Lease
 from tierstore.model.outline import in_portions
 from tierstore.model.tiers import Access
 from tierstore.store import TierStore, engine_of
+from tierstore.torch_private import version_of
 
 logger = logging.getLogger("tierstore.adapters")
 
@@ -39,12 +40,34 @@ class DeviceResident:
         self._wrapped: list[WrappedTensor] = []
         self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._outside = 0
+        self._told: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.leases: list[Lease] = []
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those that show the store's memory."""
         return [tensor for tensor, _ in self._before]
+
+    def told(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of them on the CPU, for a state dict. Whoever writes to that writes to the model, as
+        in any state dict, once `take_told` is called."""
+        self._take_told(id(tensor))
+        copied = tensor.detach().to("cpu", copy=True)
+        self._told[id(tensor)] = tensor, copied, version_of(tensor)
+        return copied
+
+    def take_told(self) -> None:
+        """Before they are used: let them have what was written to what was told of them."""
+        for number in list(self._told):
+            self._take_told(number)
+
+    @torch.no_grad()
+    def _take_told(self, number: int) -> None:
+        if number in self._told:
+            tensor, told, version = self._told.pop(number)
+            # If it was written to itself, that came later.
+            if version_of(tensor) == version and not torch.equal(tensor.detach().cpu(), told):
+                tensor.detach().copy_(told)
 
     def take(
         self,
@@ -128,6 +151,7 @@ class DeviceResident:
 
     def give_back(self) -> None:
         """Let them be where they were before, with the values that they have now."""
+        self.take_told()
         while self._swapped:
             exchange(*self._swapped.pop())
         while self._wrapped:

@@ -22,6 +22,13 @@ from torch import nn
 from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.contents import (
+    named_buffers_of,
+    named_modules_of,
+    named_parameters_of,
+    named_weights_of,
+    parameters_of,
+)
 from tierstore.adapters.grouping import Cutting, sizes_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.memory_warning import warn_of_little_memory
@@ -138,7 +145,7 @@ def dispatch_model(
         "%s: %d groups, %d bytes of weights; %d bytes written",
         type(model).__name__,
         len(dispatched.groups),
-        weight_bytes(model.parameters()),
+        weight_bytes(parameters_of(model)),
         store.stats().bytes_written - before,
     )
     return model
@@ -340,9 +347,9 @@ def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap
         raise ValueError(
             f"device_map={device_map!r}: pass 'auto', or a dict of module names to devices"
         )
-    names = {name for name, _ in model.named_modules()}
-    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = {name for name, _ in named_modules_of(model)}
+    names |= {name for name, _ in named_parameters_of(model, remove_duplicate=False)}
+    names |= {name for name, _ in named_buffers_of(model, remove_duplicate=False)}
     unknown = [name for name in device_map if name not in names]
     if unknown:
         raise ValueError(
@@ -350,7 +357,7 @@ def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap
             "names from model.named_modules()"
         )
     places = {name: _place(place, store) for name, place in device_map.items()}
-    bare = [name for name, _ in model.named_parameters() if place_of(places, name) is None]
+    bare = [name for name, _ in named_parameters_of(model) if place_of(places, name) is None]
     if bare:
         raise ValueError(
             f"device_map says nothing of {len(bare)} parameters, such as {bare[:3]}: name their "
@@ -429,7 +436,7 @@ def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> No
 
 
 def _refuse_meta(model: nn.Module) -> None:
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*named_parameters_of(model), *named_buffers_of(model)]
     empty = [name for name, tensor in named if tensor.device.type == "meta"]
     if empty:
         raise ValueError(
@@ -440,5 +447,4 @@ def _refuse_meta(model: nn.Module) -> None:
 
 def _state(model: nn.Module) -> list[torch.Tensor]:
     """Its parameters and persistent buffers: what a checkpoint holds."""
-    state = model.state_dict(keep_vars=True).values()
-    return [tensor for tensor in state if isinstance(tensor, torch.Tensor)]
+    return list({id(tensor): tensor for _, tensor in named_weights_of(model)}.values())

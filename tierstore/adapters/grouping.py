@@ -17,6 +17,15 @@ from torch import nn
 from tierstore.adapters.codecs import leaves_of, movable_leaves, weight_bytes, with_names
 from tierstore.adapters.codecs.bitsandbytes import hidden_tensors
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes, unique_bytes
+from tierstore.adapters.contents import (
+    modules_of,
+    named_buffers_of,
+    named_children_of,
+    named_modules_of,
+    named_parameters_of,
+    named_weights_of,
+    parameters_of,
+)
 from tierstore.model.outline import (
     EXPERTS,
     RESIDENT_BUFFER_BYTES,
@@ -43,7 +52,7 @@ _STACKED = 3
 def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
     """How large groups and whole blocks should be at most, given the store's budgets."""
     budgets = engine_of(store).reporting.weight_budgets()
-    leaves = (leaf for p in module.parameters() for leaf in leaves_of(p).values())
+    leaves = (leaf for p in parameters_of(module) for leaf in leaves_of(p).values())
     return usual_sizes(offload_type, budgets, sum(map(tensor_bytes, leaves)))
 
 
@@ -185,7 +194,7 @@ class ModuleBranch:
     @property
     def recomputed_in_parts(self) -> bool:
         """Whether a module in it, or it itself, recomputes what it consists of."""
-        return any(map(recomputes, self.module.modules()))
+        return any(map(recomputes, modules_of(self.module)))
 
     @property
     def holds_blocks(self) -> bool:
@@ -213,7 +222,7 @@ class ModuleBranch:
         )
         return [
             ModuleBranch(child, prefix + name, self._cutting, expert=experts)
-            for name, child in self.module.named_children()
+            for name, child in named_children_of(self.module)
         ]
 
     def tensors(self, *, whole: bool) -> dict[str, torch.Tensor]:
@@ -222,15 +231,15 @@ class ModuleBranch:
         if isinstance(module, torch.jit.ScriptModule):
             return {}  # what runs it does not call the forward that one sees: its weights stay
         found: dict[str, torch.Tensor] = {}
-        for key, parameter in module.named_parameters(recurse=whole, remove_duplicate=False):
+        for key, parameter in named_parameters_of(module, recurse=whole, remove_duplicate=False):
             if not self._is_scripted(key):
                 found |= with_names(prefix + key, movable_leaves(parameter))
-        kept = set(module.state_dict(keep_vars=True)) if whole else _own_persistent(module)
-        for key, buffer in module.named_buffers(recurse=whole, remove_duplicate=False):
+        kept = {name for name, _ in named_weights_of(module)}
+        for key, buffer in named_buffers_of(module, recurse=whole, remove_duplicate=False):
             large = key in kept and weight_bytes([buffer]) >= RESIDENT_BUFFER_BYTES
             if large and not self._is_scripted(key):
                 found |= with_names(prefix + key, movable_leaves(buffer))
-        for name, part in module.named_modules() if whole else [("", module)]:
+        for name, part in named_modules_of(module) if whole else [("", module)]:
             for attribute, tensor in hidden_tensors(part).items():
                 full_name = prefix + f"{name}.{attribute}".lstrip(".")
                 found |= with_names(full_name, movable_leaves(tensor))
@@ -289,15 +298,11 @@ def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:
         return {}
     return {
         name: parameter
-        for name, parameter in module.named_parameters(recurse=False)
+        for name, parameter in named_parameters_of(module, recurse=False)
         if parameter.dim() >= _STACKED
         and parameter.shape[0] == experts
         and movable_leaves(parameter).keys() == {""}
     }
-
-
-def _own_persistent(module: nn.Module) -> set[str]:
-    return set(module._buffers) - module._non_persistent_buffers_set
 
 
 def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

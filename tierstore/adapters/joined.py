@@ -19,6 +19,7 @@ from torch import nn
 
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.contents import tensors_of
 from tierstore.engine.adoption import derivation_of
 from tierstore.engine.groups import Groups
 from tierstore.torch_private import changes_arguments, tree_map_only
@@ -155,7 +156,7 @@ class JoinedWeights:
     def finish(self, groups: Groups, models: Sequence[nn.Module]) -> None:
         """Have the weights of these models be in files of the store. Whatever else was joined, and
         that somebody still looks at, is there afterwards."""
-        tensors = [t for model in models for t in [*model.parameters(), *model.buffers()]]
+        tensors = [t for model in models for t in tensors_of(model)]
         for tensor in dict((id(t), t) for t in tensors).values():
             joined = self._of(tensor) if tensor.device.type == "cpu" else None
             if joined is not None and _is_all_of(tensor, joined):

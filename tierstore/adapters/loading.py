@@ -19,6 +19,7 @@ from torch import nn
 from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.contents import named_modules_of, named_weights_of
 from tierstore.adapters.recomputing import Value, recomputed, some
 from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
 from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
@@ -116,20 +117,9 @@ def _refuse_pickle(checkpoint: str | os.PathLike[str]) -> None:
 
 def _wanted(model: nn.Module) -> list[_Wanted]:
     found: dict[int, _Wanted] = {}
-    for name, tensor in _named_weights(model):
+    for name, tensor in named_weights_of(model):
         found.setdefault(id(tensor), _Wanted(tensor, [])).names.append(name)
     return list(found.values())
-
-
-def _named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers under all their names."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        weights = {
-            n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set
-        }
-        for name, tensor in [*module._parameters.items(), *weights.items()]:
-            if tensor is not None:
-                yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 # What the checkpoint holds of it -----------------------------------------------------------------
@@ -182,7 +172,7 @@ def _ties_of(model: nn.Module) -> dict[str, str]:
     They need not be one Parameter object: `accelerate.init_empty_weights()` makes them several.
     """
     ties = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules_of(model):
         known = getattr(module, "all_tied_weights_keys", None)
         if isinstance(known, Mapping):
             lead = f"{prefix}." if prefix else ""

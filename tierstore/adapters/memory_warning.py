@@ -10,6 +10,7 @@ from torch import nn
 
 from tierstore.adapters.codecs import movable_leaves
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes, unique_bytes
+from tierstore.adapters.contents import parameters_of
 from tierstore.model.sizes import usable_memory
 from tierstore.system.maps import AddressSpace
 
@@ -29,7 +30,7 @@ def warn_of_little_memory(models: Iterable[nn.Module]) -> None:
     nbytes = unique_bytes(
         leaf
         for model in models
-        for parameter in model.parameters()
+        for parameter in parameters_of(model)
         for leaf in movable_leaves(parameter).values()
         if leaf.device.type == "cpu"
         and space.extent_at(address_of(leaf), tensor_bytes(leaf)) is None

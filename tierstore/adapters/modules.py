@@ -31,13 +31,28 @@ from tierstore.adapters.changing import (
 from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.plain import make_inference, make_ordinary
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.contents import (
+    modules_of,
+    named_buffers_of,
+    named_modules_of,
+    named_parameters_of,
+    parameters_of,
+    tensors_of,
+)
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
 from tierstore.adapters.trained import Merging, Trained, states_follow
-from tierstore.adapters.unit_use import Arguments, StandIn, UnitForward, UnitUse, has_method
+from tierstore.adapters.unit_use import (
+    Arguments,
+    StandIn,
+    UnitForward,
+    UnitUse,
+    calls_of,
+    has_method,
+)
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
@@ -45,6 +60,7 @@ from tierstore.model.errors import LeaseError
 from tierstore.observe.passes import FORWARD, PassesOf
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import (
+    CALL,
     COMPILED_CALL,
     call_uncompiled,
     in_backward,
@@ -54,10 +70,8 @@ from tierstore.torch_private import (
 
 logger = logging.getLogger("tierstore.adapters")
 
-CALLS = ("forward", COMPILED_CALL)
-"""How a module is called. What it needs comes outside of what is compiled."""
-ENTRIES = (*CALLS, "encode", "decode")
-"""Methods through which a whole model is entered (autoencoders have no useful forward)."""
+OTHER_ENTRIES = ("encode", "decode")
+"""Methods through which a whole model is entered, too (autoencoders have no useful forward)."""
 
 MANY_UNITS = 8
 """A part of a model that has so many is looked at as a whole when it is called by itself."""
@@ -129,13 +143,13 @@ class OffloadedModule:
 
     def _take(self) -> None:
         self.changed = False
-        for tensor in [*self.root.parameters(), *self.root.buffers()]:
+        for tensor in tensors_of(self.root):
             if tensor.is_inference() and not is_wrapper(tensor):
                 self._inference.append((tensor, tensor.requires_grad))
                 make_ordinary(tensor)
         units = self._cutting.units(self.root)
         _tell_what_is_compiled_in_parts(self.root, units)
-        wrapped = wrapped_tensors([*self.root.parameters(), *self.root.buffers()])
+        wrapped = wrapped_tensors(tensors_of(self.root))
         self.weights.register(*self._plans(units), wrapped)
         for unit in units:
             for binding in self.weights.bindings(map(id, unit.stacks.values())):
@@ -151,7 +165,7 @@ class OffloadedModule:
 
     def _follow_what_is_trained(self) -> None:
         self._attachment.add(states_follow(self._trained))
-        for module in self.root.modules():
+        for module in modules_of(self.root):
             if owner_of(module) is self and has_method(module, "merge"):  # peft's adapters
                 self._attachment.stand_in(module, "merge", Merging(self._trained, self))
 
@@ -162,13 +176,14 @@ class OffloadedModule:
         self._attachment.add(Copying(self))
         loading = Hook(Loading(self))
         saving = Hook(functools.partial(tell_true_values, self))
-        for module in self.root.modules():
+        residents = set(map(id, self.residents))
+        for module in modules_of(self.root):
             if owner_of(module) is self:
                 self._attachment.stand_in(module, "compile", self._compile)
             holds = bool(self.weights.bindings_of(module, recurse=False))
-            if holds or module is self.root:
+            if holds or (module is self.root and self.weights.tensor_ids()):
                 self._attachment.add(module.register_load_state_dict_post_hook(loading))
-            if holds:
+            if holds or not residents.isdisjoint(map(id, tensors_of(module, recurse=False))):
                 self._attachment.add(after_state_dict(module, saving))
 
     def _plans(self, units: list[Unit]) -> tuple[list[GroupPlan], set[str]]:
@@ -195,7 +210,7 @@ class OffloadedModule:
         taken = others_tensors(self).union(self.weights.tensor_ids())
         rest = {
             name: tensor
-            for name, tensor in [*self.root.named_parameters(), *self.root.named_buffers()]
+            for name, tensor in [*named_parameters_of(self.root), *named_buffers_of(self.root)]
             if id(tensor) not in taken and tensor.device.type != "meta"
         }
         trained = set(self._trained.ids)
@@ -228,7 +243,8 @@ class OffloadedModule:
     ) -> None:
         move = before or (self._move if self._aligned else None)
         call = None if self.store.device.type == "cpu" else OnceMore(unit.module, self.store)
-        for name in ENTRIES if unit.module is self.root else CALLS:
+        names = calls_of(unit.module)
+        for name in (*names, *OTHER_ENTRIES) if unit.module is self.root else names:
             if has_method(unit.module, name):
                 forward = UnitForward(use, owner.look, before=move, call=call)
                 self._attachment.stand_in(unit.module, name, forward)
@@ -237,17 +253,20 @@ class OffloadedModule:
         """Larger parts of the model may be called by themselves: their units run in one run, too,
         and what changed is looked for once."""
         move = self._move if self._aligned else None
-        for name, module in self.root.named_modules():
+        for name, module in named_modules_of(self.root):
             if (
                 module is not self.root
                 and module not in units
                 and owner_of(module) is self
-                and len(units.intersection(module.modules())) >= MANY_UNITS
+                and len(units.intersection(modules_of(module))) >= MANY_UNITS
                 and type(module).forward is not nn.Module.forward
             ):
-                self._wrap_run(module, f"{self._prefix}/{name}", CALLS, before=move)
+                self._wrap_run(module, f"{self._prefix}/{name}", calls_of(module), before=move)
+        # Outside of `forward`, which others may have patched since.
+        self._attachment.stand_in(self.root, CALL, self._call_as_it_is)
         align = self._align if self._aligned else None
-        self._wrap_run(self.root, self._prefix, ENTRIES, before=self._move, after=align)
+        entries = (*calls_of(self.root), *OTHER_ENTRIES)
+        self._wrap_run(self.root, self._prefix, entries, before=self._move, after=align)
 
     def _wrap_run(
         self, module: nn.Module, model: str, names: Collection[str], **around: Any
@@ -255,7 +274,9 @@ class OffloadedModule:
         passes = PassesOf(engine_of(self.store).passes, model)
         for name in names:
             if has_method(module, name):
-                run = functools.partial(self._run, passes, FORWARD if name in CALLS else name)
+                run = functools.partial(
+                    self._run, passes, name if name in OTHER_ENTRIES else FORWARD
+                )
                 self._attachment.stand_in(module, name, UnitForward(run, self.look, **around))
 
     def _run(self, passes: PassesOf, does: str) -> ModelRun | None:
@@ -273,7 +294,7 @@ class OffloadedModule:
 
     def _used_by(self, unit: Unit) -> set[int]:
         """The tensors that modules of ours have, in the unit."""
-        ours = [module for module in unit.module.modules() if owner_of(module) is self]
+        ours = [module for module in modules_of(unit.module) if owner_of(module) is self]
         return set[int]().union(*(leaf_ids(module, recurse=False) for module in ours))
 
     def _compile(self, method: StandIn, args: Any, kwargs: Any) -> None:
@@ -289,6 +310,13 @@ class OffloadedModule:
             return call_uncompiled(method.module, args, kwargs)
         return method.module(*args, **kwargs)
 
+    def _call_as_it_is(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+        """The model is called. If its `forward` was patched since, that does not look first."""
+        forward = self.root.__dict__.get("forward")
+        if not isinstance(forward, StandIn) or forward.gone:
+            self.look()
+        return method.original(*args, **kwargs)
+
     # Around a run ------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -301,8 +329,11 @@ class OffloadedModule:
     def _look(self) -> None:
         _refuse_other_ways_to_run(self.root, self.store.device)
         with self._renewing:  # others wait until it is cut anew
+            self._attachment.resident.take_told()
             self.changed = self.changed or not all(w.intact for w in self.weights.wrapped.values())
             if torch.is_grad_enabled() and self._trained.look():
+                self.changed = True
+            if self._attachment.stand_in_again():
                 self.changed = True
             if self.changed and self.weights.end_use():
                 self._cut_anew()
@@ -337,6 +368,10 @@ class OffloadedModule:
         """Its tensors that stay on the device."""
         return self._attachment.resident.tensors
 
+    def tell_resident(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of these on the CPU, for a state dict. What is written to it counts before a run."""
+        return self._attachment.resident.told(tensor)
+
     @torch.inference_mode(mode=False)
     def disable(self) -> None:
         """Make it an ordinary module again. Its weights show what they showed while away."""
@@ -356,10 +391,10 @@ class OffloadedModule:
 
 def _tell_what_is_compiled_in_parts(root: nn.Module, units: list[Unit]) -> None:
     whole = {unit.module for unit in units if unit.block}
-    whole = {part for module in whole for part in module.modules()}
-    cut = [module for module in root.modules() if module not in whole and is_compiled(module)]
+    whole = {part for module in whole for part in modules_of(module)}
+    cut = [module for module in modules_of(root) if module not in whole and is_compiled(module)]
     if cut:
-        nbytes = max(weight_bytes(module.parameters()) for module in cut)
+        nbytes = max(weight_bytes(parameters_of(module)) for module in cut)
         logger.warning(
             "%s: a %s that is compiled takes %s bytes, more than half of the smallest budget. Its "
             "parts come one by one, and break its graph (with fullgraph=True, torch raises); with "

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import Binding
+from tierstore.adapters.contents import modules_of
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.model.errors import LeaseError
@@ -42,7 +43,7 @@ def onloaded(module: nn.Module) -> Iterator[nn.Module]:
         LeaseError: the module is running at this moment, or is onloaded on another thread.
         BudgetError: it does not fit.
     """
-    owners = {owner for part in module.modules() if (owner := owner_of(part)) is not None}
+    owners = {owner for part in modules_of(module) if (owner := owner_of(part)) is not None}
     with ExitStack() as stack:
         for owner in owners:
             bindings = [b for b in owner.weights.bindings_of(module) if not _is_here(b)]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.adapters.contents import modules_of
 from tierstore.adapters.owners import is_claimed, owner_of
 
 MARKER = "group_offloading"
@@ -35,7 +36,7 @@ def refuse_other_offloading(name: str, module: nn.Module) -> None:
             f"{name} is offloaded already, to a store: undo that first with handle.disable() or "
             "tierstore.undispatch(model)"
         )
-    for part in module.modules():
+    for part in modules_of(module):
         if is_claimed(part):
             raise ValueError(
                 f"{name} is in training on a store: call disable() of its OffloadModel first"
@@ -88,7 +89,7 @@ def _guard(holder: object, name: str) -> None:
 
 
 def _refuse_if_on_a_store(module: nn.Module) -> None:
-    parts = [p for p in module.modules() if owner_of(p) is not None or is_claimed(p)]
+    parts = [p for p in modules_of(module) if owner_of(p) is not None or is_claimed(p)]
     if not parts:
         return
     if not hasattr(module, "_hf_hook"):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.adapters.contents import modules_of, tensors_of
 from tierstore.adapters.unit_use import StandIn
 from tierstore.model.tiers import Tier
 from tierstore.model.words import size
@@ -35,7 +36,7 @@ class OnceMore:
     def __init__(self, module: nn.Module, store: TierStore) -> None:
         self._module = module
         self._store = store
-        self._own = (*module.parameters(), *module.buffers())
+        self._own = tuple(tensors_of(module))
 
     def __call__(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -82,7 +83,7 @@ class OnceMore:
             not _is_advised(error)  # a unit inside of this one has tried
             and engine_of(self._store).device_memory.spare_bytes() > 0
             and _is_plain((*args, *kwargs.values()))
-            and not any(_has_hooks(module) for module in self._module.modules())
+            and not any(_has_hooks(module) for module in modules_of(self._module))
         )
 
     def _advise(self, error: BaseException) -> None:

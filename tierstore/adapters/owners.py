@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tierstore.adapters.contents import modules_of
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.store import TierStore
 
@@ -37,6 +38,9 @@ class Owner(Protocol):
     @property
     def residents(self) -> list[torch.Tensor]:
         """Its tensors that stay on the device."""
+
+    def tell_resident(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of these, for a state dict."""
 
     def look(self) -> None:
         """Before any part of the model runs: use it as it is now."""
@@ -81,7 +85,7 @@ def disown(offloaded: Owner) -> None:
 def modules_in(root: nn.Module) -> list[nn.Module]:
     """Its modules. Not by its own `modules()`, through which users change it as they go: each
     weight would be looked at for edits."""
-    return [module for _, module in type(root).named_modules(root)]
+    return modules_of(root)
 
 
 def owner_of(module: nn.Module) -> Owner | None:

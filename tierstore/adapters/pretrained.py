@@ -27,6 +27,7 @@ from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs.memory import address_of, has_address, span, tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.components import models_in
+from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.diffusers import enable_group_offload
 from tierstore.adapters.gguf import mapped_gguf
 from tierstore.adapters.grouping import sizes_for
@@ -144,7 +145,8 @@ def _load(
     options = {name: kwargs.pop(name) for name in named & kwargs.keys()}
     groups = engine_of(store).groups
     with loading(groups.file_memory) as mode, quantising() as put_off:
-        loaded = load(source, **kwargs)
+        result = load(source, **kwargs)
+    loaded = result[0] if isinstance(result, tuple) else result  # with output_loading_info=True
     mode.joined.finish(groups, list(models_in(loaded).values()))
     pending = {name: mode.pending(model) for name, model in models_in(loaded).items()}
     if put_off is not None:
@@ -155,7 +157,7 @@ def _load(
     enable_group_offload(loaded, store, **options)
     for name, model in models_in(loaded).items():
         cast_weights(model, pending[name])
-    return loaded
+    return result
 
 
 @contextmanager
@@ -190,7 +192,7 @@ class LoadingMode(TorchDispatchMode):
 
     def pending(self, model: nn.Module) -> dict[int, torch.dtype]:
         """The dtypes that parameters and buffers (by id) are to be cast to."""
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = tensors_of(model)
         found = {id(tensor): self._dtype_of(tensor) for tensor in tensors}
         return {number: dtype for number, dtype in found.items() if dtype is not None}
 

@@ -23,6 +23,7 @@ from torch import nn
 from tierstore.adapters.codecs import leaves_of, rebuilt
 from tierstore.adapters.codecs.memory import tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.contents import named_parameters_of
 from tierstore.engine.adoption import derivation_of
 from tierstore.engine.groups import Groups
 from tierstore.model.outline import in_portions
@@ -45,7 +46,7 @@ class _Layer:
     how: str
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self.module.named_parameters(recurse=False))
+        return dict(named_parameters_of(self.module, recurse=False))
 
     @property
     def nbytes(self) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.adapters.contents import named_children_of
+
 _LISTED = 5
 
 
@@ -65,7 +67,7 @@ def _with_owners(
     if transformers is not None and isinstance(module, transformers.PreTrainedModel):
         owner = module
     yield prefix, module, owner
-    for name, child in module.named_children():
+    for name, child in named_children_of(module):
         yield from _with_owners(child, f"{prefix}.{name}" if prefix else name, owner)
 
 

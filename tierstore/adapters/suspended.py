@@ -15,6 +15,7 @@ from tierstore.adapters.changing import Walking
 from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.contents import modules_of, tensors_of
 from tierstore.adapters.grouping import ShownMemory, Unit
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.unit_use import StandIn
@@ -41,7 +42,7 @@ class SuspendedModel:
         self._freed = FreedMemory()
         walking = Walking(_tensors, self._add)
         self._stand_ins = [StandIn(root, name, walking) for name in ("named_modules", "apply")]
-        self._stand_ins += [StandIn(each, "named_children", walking) for each in root.modules()]
+        self._stand_ins += [StandIn(each, "named_children", walking) for each in modules_of(root)]
 
     def begin(self) -> None:
         """Notice from now on who walks through the model, and through each part of it."""
@@ -87,5 +88,5 @@ class SuspendedModel:
 
 def _tensors(module: nn.Module) -> set[torch.Tensor]:
     """Its own tensors that can be put into files, if somebody has not moved them to a device."""
-    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    held = tensors_of(module, recurse=False)
     return {t for t in held if is_movable(t) and t.device.type == "cpu" and not t.is_inference()}

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
+from tierstore.adapters.contents import modules_of, parameters_of
 from tierstore.adapters.grouping import recomputes
 from tierstore.adapters.owners import Owner
 from tierstore.adapters.unit_use import StandIn
@@ -29,16 +30,16 @@ class Trained:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._recomputing = [module for module in _modules(root) if recomputes(module)]
+        self._recomputing = [module for module in modules_of(root) if recomputes(module)]
         self.known = False
         self.parameters: list[nn.Parameter] = []
 
     def look(self) -> bool:
         """Before a run with gradients enabled: see what is trained now. Returns whether that, or
         which modules are computed again in parts in a backward pass, is not what it was."""
-        modules = _modules(self._root)
+        modules = modules_of(self._root)
         recomputing = [module for module in modules if recomputes(module)]
-        parameters = _trained(p for module in modules for p in module.parameters(recurse=False))
+        parameters = _trained(p for module in modules for p in parameters_of(module, recurse=False))
         same = [*map(id, parameters)] == self.ids and recomputing == self._recomputing
         self.known, self.parameters, self._recomputing = True, parameters, recomputing
         return not same
@@ -88,11 +89,6 @@ def _is_elsewhere(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> 
     states = optimizer.state.get(parameter, {})
     tensors = [value for value in states.values() if isinstance(value, torch.Tensor)]
     return any(value.device != parameter.device for value in tensors if value.dim())
-
-
-def _modules(root: nn.Module) -> list[nn.Module]:
-    """All modules in it: not by its own method, which looks for what was changed as it goes."""
-    return [module for _, module in nn.Module.named_modules(root)]
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

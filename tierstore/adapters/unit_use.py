@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.nested import tensors_in
-from tierstore.torch_private import COMPILED_CALL
+from tierstore.torch_private import CALL, COMPILED_CALL
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -30,11 +31,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class StandIn:
     """Stands in for the method `name` of a module from `put` until `remove`.
 
-    A call of it is a call of `run`, with the stand-in itself, the arguments, and those by name.
+    A call of it is a call of `run`, with the stand-in itself, the arguments, and those by name. It
+    is found in the module's own dictionary, as a method that somebody patched one module with.
     """
 
     outdated = False
     """Whether it stands only until another takes its place, and stands in for what it did."""
+    successor: StandIn | None = None
+    """The one that stands in front of what others put in front of this one, and runs the same."""
 
     def __init__(
         self, module: nn.Module, name: str, run: Callable[[StandIn, Any, Any], Any]
@@ -42,18 +46,50 @@ class StandIn:
         self.module = module
         self.name = name
         self.run: Callable[[StandIn, Any, Any], Any] | None = run
+        self.kind = type(module)
         self.replaced: Any = module.__dict__.get(name)
-        self.original: Callable[..., Any] = getattr(module, name)
-        while isinstance(self.replaced, StandIn) and self.replaced.outdated:
-            self.original = self.replaced.original
+        while isinstance(self.replaced, StandIn) and self.replaced.gone:
             self.replaced = self.replaced.replaced
-        # Not its attributes: it may be another stand-in, and each has its own.
-        wrapper: Any = self
-        functools.update_wrapper(wrapper, self.original, updated=())
+        original: Any = self.original
+        for attribute in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(original, attribute):
+                setattr(self, attribute, getattr(original, attribute))
 
     def put(self) -> None:
         """Stand in from now on. Who puts it notes that first: an interrupt may follow at once."""
-        setattr(self.module, self.name, self)
+        # A module's `__setattr__` may refuse it, or give it to another module.
+        self.module.__dict__[self.name] = self
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method as plain Python would find it now: what it stands in front of in the module's
+        dictionary, or the method of the class that the module has, as that class has it."""
+        found: Callable[..., Any] | None = self.replaced
+        return method_of_class(self.module, self.name) if found is None else found
+
+    @property
+    def ordinary(self) -> Callable[..., Any]:
+        """The method without any stand-in."""
+        found = self.original
+        while isinstance(found, StandIn):
+            found = found.original
+        return found
+
+    @property
+    def gone(self) -> bool:
+        """Whether it does nothing any more, or will be removed when others have its place."""
+        return self.outdated or self.run is None
+
+    @property
+    def displaced(self) -> bool:
+        """Whether calls may pass it by: the method was patched again, or a patch was taken back
+        with it; or whether the module has another class since."""
+        if type(self.module) is not self.kind:
+            return True
+        found = self.module.__dict__.get(self.name)
+        while isinstance(found, StandIn) and found is not self:
+            found = found.replaced
+        return found is not self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run
@@ -75,31 +111,35 @@ class StandIn:
         return f"<{what}, {'as it was' if self.run is None else 'with weights in a tierstore'}>"
 
     @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The method: `inspect.signature` reads its arguments there."""
+        return self.original
+
+    @property
     def __code__(self) -> types.CodeType:
         """That of the method: torch.export looks where it is."""
-        code: types.CodeType = self.original.__code__
+        original: Any = self.original
+        code: types.CodeType = original.__code__
         return code
 
     def remove(self) -> None:
         """Give the module its own method back; where others wrapped this one, only pass through."""
         self.run = None
-        if self.module.__dict__.get(self.name) is not self:
+        attributes = self.module.__dict__
+        if attributes.get(self.name) is not self:
             return
         if self.replaced is None:
-            delattr(self.module, self.name)
+            del attributes[self.name]
         else:
-            setattr(self.module, self.name, self.replaced)
+            attributes[self.name] = self.replaced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self.module))
         if module is None:
             return self.original
-        method = getattr(type(module), self.name)
-        return (
-            copy.deepcopy(self.replaced, memo)
-            if self.replaced
-            else types.MethodType(method, module)
-        )
+        if self.replaced is not None:
+            return copy.deepcopy(self.replaced, memo)
+        return method_of_class(module, self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.replaced is not None:
@@ -107,14 +147,50 @@ class StandIn:
         return getattr, (self.module, self.name)  # of a module whose attributes come later
 
 
+def method_of_class(owner: Any, name: str) -> Callable[..., Any]:
+    """Return the method `name` of a module, say, as if its own dictionary did not have it."""
+    kind = type(owner)
+    found: Any = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+    if found is None:
+        found = owner.__getattr__(name)
+    elif (bind := getattr(type(found), "__get__", None)) is not None:
+        found = bind(found, owner, kind)
+    method: Callable[..., Any] = found
+    return method
+
+
 def same(value: Any) -> Any:
     """The value itself: what a pickle calls to get it."""
     return value
 
 
+class CopiedAs:
+    """Stands for a model in what copies of it are made of, as its `__reduce_ex__` tells.
+
+    A deep copy has what `copied` makes in its place, given the copy's memo; a pickle, `pickled`.
+    """
+
+    def __init__(self, copied: Callable[[dict[int, Any]], Any], pickled: Callable[[], Any]) -> None:
+        self._copied = copied
+        self._pickled = pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._copied(memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return same, (self._pickled(),)
+
+
 def has_method(module: nn.Module, name: str) -> bool:
     """Whether a module has such a method. A part of it may have that name, too."""
     return name not in module._modules and callable(getattr(module, name, None))
+
+
+def calls_of(module: nn.Module) -> tuple[str, str]:
+    """The methods by which a module is called, compiled or not: what its weights have to be there
+    for. A `forward` that is a property cannot be stood in for; what calls it can."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return CALL if hasattr(type(forward), "__set__") else "forward", COMPILED_CALL
 
 
 class UnitUse(Protocol):
@@ -154,7 +230,8 @@ class UnitForward:
         given = args, kwargs
         if self.look is not None:
             self.look()
-            if method.run is not self:  # the model was cut anew, and has other stand-ins now
+            if method.run is not self and not self._goes_on(method):
+                # The model was cut anew, and has other stand-ins now.
                 return getattr(method.module, method.name)(*args, **kwargs)
         if self.before is not None:
             args, kwargs = self.before(args, kwargs)
@@ -174,6 +251,11 @@ class UnitForward:
             if not begun:
                 return getattr(method.module, method.name)(*given[0], **given[1])
         return result if self.after is None else self.after(result, *given)
+
+    def _goes_on(self, method: StandIn) -> bool:
+        """Whether a call came by what was put in front of a stand-in since: to begin anew would
+        call that twice. The next one meets the successor first."""
+        return method.successor is not None and method.successor.run is self
 
 
 def _end(use: UnitUse) -> None:

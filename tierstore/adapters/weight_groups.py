@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from tierstore.adapters.bindings import Binding
-from tierstore.adapters.codecs.memory import address_of, tensor_bytes
+from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
+from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.device_resident import is_resident
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
 from tierstore.adapters.kept_memory import KeptMemory
@@ -236,7 +237,7 @@ class WeightGroups:
     def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
         """Those of a part of the model, each once."""
         held: dict[int, None] = {}
-        for tensor in [*module.parameters(recurse), *module.buffers(recurse)]:
+        for tensor in tensors_of(module, recurse=recurse):
             wrapped = self._wrapped.get(id(tensor))
             held |= dict.fromkeys(map(id, wrapped.leaves.values() if wrapped else (tensor,)))
         return self.bindings(held)
@@ -282,15 +283,37 @@ class WeightGroups:
     def renew(self, edited: list[Binding]) -> None:
         """Store the groups of changed tensors anew; what did not change in them is not written."""
         with self._renewing:
-            for key in dict.fromkeys(binding.key for binding in edited):
-                members = self._members.get(key, [])
+            for keys in self._become_one(edited):
+                members = [b for key in keys for b in self._members.get(key, [])]
                 with self.lock:
                     if not members or any(b.user is not None for b in members):
                         continue  # they are in use: noticed again before the next one
                     # Aliases: on another thread, the tensors may show leased memory soon.
                     values = {b.name: b.tensor.detach() for b in members}
-                self._store_anew(key, members, values)
+                self._store_anew(keys[0], members, values)
+                for key in keys[1:]:
+                    self._members.pop(key, None)
+                    self.store.discard(key)
+                    del self.groups[key]
             self._freed.give_back()
+
+    def _become_one(self, edited: list[Binding]) -> list[list[str]]:
+        """The groups of edited tensors. Where one was given memory that a tensor of another group
+        shows (`a.data = b.data`), both are one group from now on: they stay tied."""
+        sets = {key: [key] for key in dict.fromkeys(binding.key for binding in edited)}
+        given = [b for b in edited if b.was_given_memory and id(b.tensor) not in self._routed]
+        spans = [(address_of(b.tensor), address_of(b.tensor) + span(b.tensor), b) for b in given]
+        for other in self._bindings.values() if spans else ():
+            if other.user is not None or id(other.tensor) in self._routed:
+                continue
+            start = address_of(other.tensor)
+            stop = start + span(other.tensor)
+            for first, last, binding in spans:
+                if start < last and first < stop and other.key != binding.key:
+                    joined = sets[binding.key]
+                    joined += [k for k in sets.get(other.key, [other.key]) if k not in joined]
+                    sets.update(dict.fromkeys(joined, joined))
+        return list({id(keys): keys for keys in sets.values()}.values())
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()

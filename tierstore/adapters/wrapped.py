@@ -16,6 +16,7 @@ from torch import nn
 
 from tierstore.adapters.codecs import leaves_of, movable_leaves, rebuilt
 from tierstore.adapters.codecs.wrapper import exchange, is_wrapper
+from tierstore.adapters.contents import tensors_of
 
 
 class WrappedTensor:
@@ -69,5 +70,8 @@ def wrapped_tensors(tensors: Iterable[torch.Tensor]) -> list[WrappedTensor]:
 
 def leaf_ids(module: nn.Module, *, recurse: bool) -> set[int]:
     """The ids of the leaves of a module's parameters and buffers."""
-    held = [*module.parameters(recurse), *module.buffers(recurse)]
-    return {id(leaf) for tensor in held for leaf in leaves_of(tensor).values()}
+    return {
+        id(leaf)
+        for tensor in tensors_of(module, recurse=recurse)
+        for leaf in leaves_of(tensor).values()
+    }

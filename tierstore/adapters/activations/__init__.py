@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tierstore.adapters.activations.cache import SavedPiece, SavedTensorCache
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
+from tierstore.adapters.contents import tensors_of
 from tierstore.model.sizes import parse_size
 from tierstore.model.words import size
 from tierstore.observe.report import Shown, shown_by
@@ -266,8 +267,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _tensors_of(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     for module in modules:
-        yield from module.parameters()
-        yield from module.buffers()
+        yield from tensors_of(module)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from tierstore.adapters.codecs.memory import span
+from tierstore.adapters.contents import named_parameters_of, parameters_of
 from tierstore.adapters.training.checkpoint_files import CheckpointFiles
 from tierstore.adapters.training.checkpoint_planners import Places
 from tierstore.adapters.training.model import OffloadModel, model_of
@@ -52,14 +53,14 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _models_in(model: nn.Module) -> list[OffloadModel]:
-    found = (model_of(parameter) for parameter in model.parameters())
+    found = (model_of(parameter) for parameter in parameters_of(model))
     return list({id(each): each for each in found if each is not None}.values())
 
 
 def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names of the parameters in each group of an optimizer. Raises ValueError for parameters
     of another model."""
-    names = {id(p): qualified_name(model, name) for name, p in model.named_parameters()}
+    names = {id(p): qualified_name(model, name) for name, p in named_parameters_of(model)}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:

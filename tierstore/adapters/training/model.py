@@ -10,7 +10,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +18,18 @@ from torch import nn
 from tierstore.adapters.activations import offload_activations
 from tierstore.adapters.attachment import Attachment
 from tierstore.adapters.codecs import is_movable, weight_bytes
+from tierstore.adapters.contents import (
+    modules_of,
+    named_buffers_of,
+    named_parameters_of,
+    parameters_of,
+)
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
+from tierstore.adapters.training.pass_order import Pass
 from tierstore.adapters.training.refusals import ADVICE, refuse_arguments, refuse_spread_later
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.sharded import (
@@ -36,7 +42,7 @@ from tierstore.adapters.training.sharded import (
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import state_budget_of
 from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
-from tierstore.adapters.unit_use import Arguments, UnitForward, same
+from tierstore.adapters.unit_use import CopiedAs, UnitForward, calls_of, same
 from tierstore.model import shares
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
@@ -130,16 +136,16 @@ class OffloadModel(nn.Module):
             run = Microbatches(module, num_microbatches, self._gradient_streamer.begin)
         self.__dict__["_run"] = run
         self.__class__ = _with_signature_of(type(module))
-        claim(module.modules(), self)
+        claim(modules_of(module), self)
         engine_of(store).saved_tensors.lease_holders.add(self)
-        for parameter in module.parameters():
+        for parameter in parameters_of(module):
             _models[id(parameter)] = self
         logger.info(
             "%s in training: %d slices, %d groups, %d bytes of parameters",
             type(module).__name__,
             len(self.slices),
             len(self._groups),
-            weight_bytes(module.parameters()),
+            weight_bytes(parameters_of(module)),
         )
 
     # Standing for the module -------------------------------------------------------------------
@@ -153,6 +159,8 @@ class OffloadModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise  # what a class says of its own objects, such as how they are copied
             return getattr(self.__dict__["module"], name)
 
     @property
@@ -202,26 +210,28 @@ class OffloadModel(nn.Module):
         self.put_away()
         for part in self._sharded:
             part.reshard()
-        names = {id(p): name for name, p in self.module.named_parameters()}
+        names = {id(p): name for name, p in named_parameters_of(self.module)}
         loaded = dict(state_dict)
         same = [w for w in self._groups if w.frozen and w.keeps(names, loaded)]
-        result = self.module.load_state_dict(loaded, strict=strict)
+        # An overridden one may know no arguments but the values.
+        result = self.module.load_state_dict(loaded, **({} if strict else {"strict": False}))
         for weights in same:
             weights.count_as_unchanged()
         self.put_away()  # FSDP2 may have given some parameters other memory
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget all gradients, also what a backward pass that failed has left in the store.
 
         Args:
-            set_to_none: as for `nn.Module.zero_grad`.
+            *args: as for `nn.Module.zero_grad`.
+            **kwargs: as for `nn.Module.zero_grad`.
         """
         self.put_away()
-        super().zero_grad(set_to_none)
+        self.module.zero_grad(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        probe = next(iter(self.parameters()), torch.empty(0))[:0].detach()
+        probe = next(iter(parameters_of(self.module)), torch.empty(0))[:0].detach()
         changed = fn(probe)
         if changed.device == probe.device and changed.dtype is probe.dtype:
             return self
@@ -232,13 +242,11 @@ class OffloadModel(nn.Module):
             "OffloadModel(module, store), or after model.disable()"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.put_away()
-        return copy.deepcopy(self.module, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # No `__deepcopy__`: a wrapper that hands on what it is asked for would be copied by that.
         self.put_away()
-        return same, (copy.deepcopy(self.module),)
+        copied = functools.partial(copy.deepcopy, self.module)
+        return same, (CopiedAs(copied, copied),)
 
     def extra_repr(self) -> str:
         """How many slices there are, and what of the model is in the store."""
@@ -268,10 +276,10 @@ class OffloadModel(nn.Module):
         for weights in waiting:
             freed.add(weights.move_in(shards))
         freed.give_back()
-        rest = {n: b for n, b in self.module.named_buffers() if b.device.type != "meta"}
+        rest = {n: b for n, b in named_buffers_of(self.module) if b.device.type != "meta"}
         rest |= {
             name: parameter
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in named_parameters_of(self.module)
             if not is_movable(parameter) and not is_distributed(parameter)
         }
         self._attachment.keep_on_device(self._key, rest, budget.target)
@@ -285,13 +293,13 @@ class OffloadModel(nn.Module):
                 leased = [w for w in groups if self._streamer.needs_lease(w)]
                 if leased:
                     forward = UnitForward(functools.partial(TrainingUse, self._streamer, leased))
-                    self._attachment.stand_in(unit.module, "forward", forward)
+                    self._attachment.stand_in(unit.module, calls_of(unit.module)[0], forward)
         if self._sharded:
             begin = self._gradient_streamer.begin
             self._hooks = PassHooks(self.module, self._enter, self._leave, begin)
             return
         whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
-        self._attachment.stand_in(self.module, "forward", whole)
+        self._attachment.stand_in(self.module, calls_of(self.module)[0], whole)
 
     def _recompute(self) -> None:
         aside = offload_activations(self.store, min_size=PAGE)
@@ -300,14 +308,16 @@ class OffloadModel(nn.Module):
             self._attachment.stand_in(self.module, "forward", forward)
             return
         for module in dict.fromkeys(map(self._unit_module_of, regions_in(self.module))):
-            self._attachment.stand_in(module, "forward", recomputed(module, aside))
+            self._attachment.stand_in(module, calls_of(module)[0], recomputed(module, aside))
 
     def _unit_module_of(self, module: nn.Module) -> nn.Module:
         """The module of the unit that has this one's weights: they must come again with it, too."""
-        weights = {id(parameter) for parameter in module.parameters()}
+        weights = {id(parameter) for parameter in parameters_of(module)}
         for unit in (unit for slice_ in self.slices for unit in slice_.units):
             brought = {id(tensor) for tensor in unit.tensors.values()}
-            if not brought.isdisjoint(weights) and any(m is module for m in unit.module.modules()):
+            if not brought.isdisjoint(weights) and any(
+                m is module for m in modules_of(unit.module)
+            ):
                 return unit.module
         return module
 
@@ -327,6 +337,7 @@ class OffloadModel(nn.Module):
             TransferError: weights cannot be read or written.
         """
         refuse_spread_later(self, self._sharded)
+        self._attachment.stand_in_again()
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
@@ -372,7 +383,7 @@ class OffloadModel(nn.Module):
 
     def disable(self) -> nn.Module:
         """The module that was given, an ordinary one again, on the CPU. It takes its memory."""
-        give_up(self.module.modules())
+        give_up(modules_of(self.module))
         self._attachment.detach()
         self._gradient_streamer.stop()
         self.put_away()
@@ -392,30 +403,18 @@ class OffloadModel(nn.Module):
         return self.module
 
 
-@dataclass(eq=False)
-class Pass:
-    """One call of the whole module, which `enter` and `leave` are told of: a `UnitUse`."""
+def _asked_of_the_module(name: str) -> Callable[..., Any]:
+    """A method that is the module's: it may be overridden, to give only what is trained, say."""
 
-    enter: Callable[[], None]
-    leave: Callable[[], None]
-    inside: bool = False
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: OffloadModel, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
 
-    def begin(self) -> bool:
-        """It begins."""
-        self.inside = True
-        self.enter()
-        return True
+    return method
 
-    def finish(self, result: Any, given: Arguments) -> Any:
-        """It ends. What it returns is as it was."""
-        self.end()
-        return result
 
-    def end(self) -> None:
-        """It ends. To be called again if it was interrupted."""
-        if self.inside:
-            self.inside = False
-            self.leave()
+for _name in ("parameters", "named_parameters", "buffers", "named_buffers"):
+    setattr(OffloadModel, _name, _asked_of_the_module(_name))
 
 
 def _with_signature_of(kind: type[nn.Module]) -> type[OffloadModel]:

@@ -1,10 +1,14 @@
-"""In which order groups of parameters are used in the passes of a model."""
+"""One pass of a model, and in which order it uses groups of parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tierstore.adapters.unit_use import Arguments
 
 if TYPE_CHECKING:
     from tierstore.adapters.training.weights import Weights
@@ -36,3 +40,29 @@ class PassOrder:
         """The pass is over, if it has begun."""
         if self._now:
             self._last, self._now, self._place = self._now, [], 0
+
+
+@dataclass(eq=False)
+class Pass:
+    """One call of the whole module, which `enter` and `leave` are told of: a `UnitUse`."""
+
+    enter: Callable[[], None]
+    leave: Callable[[], None]
+    inside: bool = False
+
+    def begin(self) -> bool:
+        """It begins."""
+        self.inside = True
+        self.enter()
+        return True
+
+    def finish(self, result: Any, given: Arguments) -> Any:
+        """It ends. What it returns is as it was."""
+        self.end()
+        return result
+
+    def end(self) -> None:
+        """It ends. To be called again if it was interrupted."""
+        if self.inside:
+            self.inside = False
+            self.leave()

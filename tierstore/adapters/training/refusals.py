@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from tierstore.adapters.contents import modules_of, named_parameters_of
 from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.training.sharded import sharded_modules
 from tierstore.store import TierStore
@@ -41,7 +42,7 @@ def refuse_arguments(
     refuse_other_offloading(type(module).__name__, module)
     if (library := _spread_by(module)) is not None:
         raise ValueError(f"{type(module).__name__} is in {library}, {ADVICE}")
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_parameters_of(module):
         if parameter.device.type == "meta":
             raise ValueError(
                 f"{name} is on meta and has no values: load them first, or build the module on "
@@ -55,7 +56,7 @@ def _spread_by(module: nn.Module) -> str | None:
     It is known by where it is defined, so that nothing is imported for that.
     """
     sharded = set(sharded_modules(module))
-    kinds = dict.fromkeys(type(part) for part in module.modules() if part not in sharded)
+    kinds = dict.fromkeys(type(part) for part in modules_of(module) if part not in sharded)
     bases = (base for kind in kinds for base in kind.__mro__)
     return next((base.__name__ for base in bases if base.__module__.startswith(_SPREADING)), None)
 

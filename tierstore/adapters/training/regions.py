@@ -22,6 +22,7 @@ from torch import nn
 from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.checkpointing import checkpointed
 from tierstore.adapters.codecs import is_movable
+from tierstore.adapters.contents import children_of, modules_of, parameters_of
 from tierstore.adapters.saved_weights import other_hooks_are_on
 from tierstore.adapters.training.slices import Slice
 from tierstore.adapters.unit_use import StandIn
@@ -44,7 +45,7 @@ class Region:
         self._modules = modules
         self._offload = offload
         self._inplace = any(
-            getattr(part, "inplace", False) for m in modules for part in m.modules()
+            getattr(part, "inplace", False) for m in modules for part in modules_of(m)
         )
 
     def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -91,7 +92,7 @@ class Buffers:
         self._before = [
             (module._buffers, name, buffer, None if buffer is None else buffer.clone())
             for part in modules
-            for module in part.modules()
+            for module in modules_of(part)
             for name, buffer in module._buffers.items()
         ]
 
@@ -132,18 +133,34 @@ def recomputed(module: nn.Module, offload: ActivationOffload) -> Run:
 
 
 def chain(module: nn.Module, slices: list[Slice], offload: ActivationOffload) -> Run:
-    """The forward of an `nn.Sequential` whose slices are computed again, each by itself."""
-    children = list(module.children())
-    ends = _ends(children, slices)
-    parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
-    regions = [(Region(part, offload), functools.partial(_through, part)) for part in parts]
+    """The forward of an `nn.Sequential` whose slices are computed again, each by itself.
 
-    def forward(given: Any) -> Any:
+    It is that of the children that the module has when it is called. Under another forward, which
+    its class was given since, nothing is computed again.
+    """
+    chained: list[nn.Module] = []
+    regions: list[tuple[Region, Callable[..., Any]]] = []
+
+    def divide(children: list[nn.Module]) -> None:
+        ends = _ends(children, slices)
+        parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
+        regions[:] = [(Region(part, offload), functools.partial(_through, part)) for part in parts]
+        chained[:] = children
+
+    def through_all(input: Any) -> Any:
         for region, run in regions:
-            given = region(run, (given,), {})
-        return given
+            input = region(run, (input,), {})
+        return input
 
-    return lambda _, args, kwargs: forward(*args, **kwargs)
+    def run(forward: StandIn, args: Any, kwargs: Any) -> Any:
+        if getattr(forward.ordinary, "__func__", None) is not nn.Sequential.forward:
+            return forward.original(*args, **kwargs)
+        children = [child for child in module._modules.values() if child is not None]
+        if children != chained:
+            divide(children)
+        return through_all(*args, **kwargs)
+
+    return run
 
 
 def _through(modules: list[nn.Module], given: Any) -> Any:
@@ -154,7 +171,7 @@ def _through(modules: list[nn.Module], given: Any) -> Any:
 
 def _ends(children: list[nn.Module], slices: list[Slice]) -> list[int]:
     """Behind which children of an `nn.Sequential` its slices end."""
-    index = {id(part): i for i, child in enumerate(children) for part in child.modules()}
+    index = {id(part): i for i, child in enumerate(children) for part in modules_of(child)}
     last = [max((index.get(id(u.module), 0) for u in s.units), default=0) + 1 for s in slices]
     return sorted({*last[:-1], len(children)})
 
@@ -164,14 +181,14 @@ def regions_in(module: nn.Module) -> list[nn.Module]:
     without any, its children, or else all of it."""
     found = list(_blocks(module))
     if not found:
-        found = [child for child in module.children() if any(True for _ in child.children())]
+        found = [child for child in children_of(module) if children_of(child)]
     return found or [module]
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
+    for child in children_of(module):
         if isinstance(module, _LISTS) and not isinstance(child, _LISTS):
-            if any(True for _ in child.parameters()):
+            if parameters_of(child):
                 yield child
         else:
             yield from _blocks(child)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from tierstore.adapters.codecs.memory import address_of
+from tierstore.adapters.contents import parameters_of, tensors_of
 from tierstore.adapters.training.checkpoint_files import CheckpointFiles, CheckpointWriter, Encoded
 from tierstore.adapters.training.checkpoint_names import (
     MODEL,
@@ -296,14 +297,14 @@ class _Loading:
         GroupLoadPlanner(places).read(targets, self.saved.files)
         if given:
             set_model_state_dict(self._model, given, options=StateDictOptions(strict=False))
-        for parameter in self._model.parameters():
+        for parameter in parameters_of(self._model):
             if places.of(parameter) is not None:  # it was written without torch's knowing of it
                 torch.autograd.graph.increment_version(parameter)
 
     def _model_targets(self, targets: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Add the tensors that are written where they are. Returns what the model has to be given:
         what it adds to its state, and tensors that are none of its own."""
-        own = {address_of(local_of(t)) for t in (*self._model.parameters(), *self._model.buffers())}
+        own = {address_of(local_of(t)) for t in tensors_of(self._model)}
         given: dict[str, Any] = {}
         for name, value in self._state.items():
             if not isinstance(value, torch.Tensor):

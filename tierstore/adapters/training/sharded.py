@@ -27,6 +27,7 @@ from torch import nn
 
 from tierstore.adapters.codecs.plain import assign, replace_memory
 from tierstore.adapters.codecs.wrapper import WrapperCodec
+from tierstore.adapters.contents import modules_of, named_parameters_of, parameters_of
 from tierstore.torch_private import in_backward, tree_flatten
 
 ASK, RECEIVE = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -141,7 +142,7 @@ def has_value(parameter: nn.Parameter, value: torch.Tensor) -> bool:
 def sharded_modules(root: nn.Module) -> list[Any]:
     """The modules in it that `fully_shard` was applied to."""
     kind = _class_of("torch.distributed.fsdp", "FSDPModule")
-    return [] if kind is None else [m for m in root.modules() if isinstance(m, kind)]
+    return [] if kind is None else [m for m in modules_of(root) if isinstance(m, kind)]
 
 
 class Shard:
@@ -208,13 +209,13 @@ def shards_of(module: nn.Module) -> dict[int, Shard]:
     parts = sharded_modules(module)
     for part in parts:
         part.reshard()
-    shards = {id(p): Shard(p) for p in module.parameters() if is_distributed(p)}
+    shards = {id(p): Shard(p) for p in parameters_of(module) if is_distributed(p)}
     for shard in shards.values():
         shard.answer()
     try:
         for part in parts:
             _gather_once(part)
-        names = {id(p): name for name, p in module.named_parameters()}
+        names = {id(p): name for name, p in named_parameters_of(module)}
         for number, shard in shards.items():
             if not shard.was_asked:
                 raise ValueError(f"{names[number]} {_why_not(shard)}")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.codecs.memory import unique_bytes
+from tierstore.adapters.contents import parameters_of
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
 from tierstore.adapters.training.sharded import is_distributed, memory_of
 
@@ -44,8 +45,8 @@ def cut_into_slices(
 
     Groups have up to `group_bytes`. There are never more slices than units.
     """
-    parameters = {id(memory_of(p)): p for p in root.parameters()}
-    total = unique_bytes(map(memory_of, root.parameters()))
+    parameters = {id(memory_of(p)): p for p in parameters_of(root)}
+    total = unique_bytes(map(memory_of, parameters_of(root)))
     if count is None:
         count = -(-total // max(slice_bytes, 1))
     limit = max(min(group_bytes, total // max(count, 1)), 1)
