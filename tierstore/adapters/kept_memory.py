@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tierstore.adapters.codecs.memory import address_of, tensor_bytes
+from tierstore.adapters.codecs.memory import address_of, storage_reference, tensor_bytes
 from tierstore.model.words import count, size
 from tierstore.system.maps import AddressSpace
 
@@ -31,7 +31,7 @@ class KeptMemory:
             nbytes = tensor_bytes(tensor)
             in_ram = tensor.device.type == "cpu" and nbytes
             if in_ram and self._space.extent_at(address_of(tensor), nbytes) is None:
-                self._storages[name] = weakref.ref(tensor.untyped_storage()), nbytes
+                self._storages[name] = storage_reference(tensor), nbytes
 
     def log(self, model: str) -> None:
         """Log what is kept, once for a model, if anything is."""

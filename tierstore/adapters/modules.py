@@ -183,7 +183,8 @@ class OffloadedModule:
             holds = bool(self.weights.bindings_of(module, recurse=False))
             if holds or (module is self.root and self.weights.tensor_ids()):
                 self._attachment.add(module.register_load_state_dict_post_hook(loading))
-            if holds or not residents.isdisjoint(map(id, tensors_of(module, recurse=False))):
+            shows = holds or not residents.isdisjoint(map(id, tensors_of(module, recurse=False)))
+            if shows and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
                 self._attachment.add(after_state_dict(module, saving))
 
     def _plans(self, units: list[Unit]) -> tuple[list[GroupPlan], set[str]]:

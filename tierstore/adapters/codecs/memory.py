@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -43,6 +44,11 @@ def storage_address_of(tensor: torch.Tensor) -> int:
 def storage_id_of(tensor: torch.Tensor) -> int:
     """A number that no other storage has as long as this one is there."""
     return storage_id(tensor.untyped_storage())
+
+
+def storage_reference(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
+    """Return a weak reference to a tensor's storage, which lives as long as anything shows it."""
+    return weakref.ref(tensor.untyped_storage())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
