@@ -23,6 +23,7 @@ from contextlib import suppress
 import torch
 
 from tierstore.engine.measurements import Measurements
+from tierstore.engine.object_references import ObjectReferences
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import Demand, LeaseRecord, Request, RequestKind, WaitQueue
@@ -78,6 +79,7 @@ class Core:
         self.measurements = Measurements()
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
+        self.references = ObjectReferences(self)
         self._begin_planning()
         self.queue = WaitQueue(self._ready, lambda: self.planner.idle(), self._refuse_the_hopeless)
         self.directory = ObjectDirectory(settings.disk_dir)
@@ -104,16 +106,21 @@ class Core:
         on_device = self.device.type != "cpu"
         self.planner = planner_for(budgets, policy, timed_by_device=on_device)
         self.events = EventLog(budgets, policy, timed_by_device=on_device)
+        self._instructed: list[Instruction] = []  # to make room, and not handed out yet
 
     def _recover(self) -> None:
         """Know the groups that the directory holds."""
-        for stored in self.directory.objects():
+        written: dict[str, float] = {}
+        for stored, modified in self.directory.objects():
             group, spec = GroupId(stored.key, 0), stored.spec()
             source = stored.source(self.directory.path_of(stored.key))
             self.mover.add(GroupEntry(group, spec, source, stored.packing, single=stored.single))
             self.tell(events.Registered(group, spec.nbytes))
             self.tiers.disk.add_file(stored.key)
             self.current[stored.key] = group
+            written[stored.key] = modified
+        self.references.found(written)
+        self.deliver(self.references.make_room(0))
         budget, held = self.planner.budgets[Tier.DISK], self.planner.used[Tier.DISK]
         if budget is not None and held > budget:
             raise BudgetError(
@@ -199,7 +206,17 @@ class Core:
         self.deliver(self.handled(event))
 
     def handled(self, event: events.Event) -> list[Instruction]:
-        """Tell the planner what happened. Returns its instructions, for `deliver`."""
+        """Tell the planner what happened. Returns its instructions, for `deliver`.
+
+        Before that, what nothing refers to makes room on disk.
+        """
+        self._instructed += self.references.make_room_before(event)
+        instructions = self.told(event)
+        first, self._instructed = self._instructed, []
+        return first + instructions
+
+    def told(self, event: events.Event) -> list[Instruction]:
+        """`handled`, where nothing has to make room."""
         now = time.monotonic()
         instructions = self.planner.handle(event, now)
         self.events.note(now, event, instructions)
@@ -346,6 +363,7 @@ class Core:
 
 def refuse_beyond_the_disk(core: Core, key: str, nbytes: int) -> None:
     """Raise BudgetError if so many bytes more are not allowed on disk."""
+    core.references.make_room_now(nbytes)
     budget = core.planner.budgets[Tier.DISK]
     if budget is not None and core.planner.used[Tier.DISK] + nbytes > budget:
         advice = "raise disk_budget, or discard groups that are not needed"

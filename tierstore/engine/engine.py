@@ -103,6 +103,7 @@ class Engine:
             return
         core.check_process()
         try:
+            core.references.remove_before_end()
             self._begin_to_close()
             self.saves.flush_before_end()
         finally:
