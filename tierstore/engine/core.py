@@ -110,16 +110,14 @@ class Core:
 
     def _recover(self) -> None:
         """Know the groups that the directory holds."""
-        written: dict[str, float] = {}
-        for stored, modified in self.directory.objects():
+        for stored in self.directory.objects():
             group, spec = GroupId(stored.key, 0), stored.spec()
             source = stored.source(self.directory.path_of(stored.key))
             self.mover.add(GroupEntry(group, spec, source, stored.packing, single=stored.single))
             self.tell(events.Registered(group, spec.nbytes))
             self.tiers.disk.add_file(stored.key)
             self.current[stored.key] = group
-            written[stored.key] = modified
-        self.references.found(written)
+        self.references.found(self.current)
         self.deliver(self.references.make_room(0))
         budget, held = self.planner.budgets[Tier.DISK], self.planner.used[Tier.DISK]
         if budget is not None and held > budget:

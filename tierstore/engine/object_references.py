@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -108,10 +109,16 @@ class ObjectReferences:
 
     # The end of objects ------------------------------------------------------------------------
 
-    def found(self, keys: dict[str, float]) -> None:
-        """The directory has objects of these keys, last written at these times."""
-        for key in sorted(filter(is_made, keys), key=keys.__getitem__):
+    def found(self, keys: Iterable[str]) -> None:
+        """The directory has objects of these keys."""
+        for key in sorted(filter(is_made, keys), key=self._written):
             self.know(key)
+
+    def _written(self, key: str) -> float:
+        """When an object was written; 0 if nobody can tell."""
+        with suppress(OSError):
+            return os.stat(self.core.directory.path_of(key)).st_mtime
+        return 0.0
 
     def know(self, key: str) -> None:
         """There is an object. Unless something refers to it already, it may go for room."""

@@ -146,13 +146,12 @@ class ObjectDirectory:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(name, flags, 0o600, dir_fd=self._temporary)
 
-    def objects(self) -> list[tuple[StoredObject, float]]:
-        """Every intact object, and when it was written (in seconds of `time.time`); the others are
-        in `damaged` afterwards."""
+    def objects(self) -> list[StoredObject]:
+        """Every intact object; the others are in `damaged` afterwards."""
         intact = []
         for found in bar(find_objects(self.path), "Looking at what is stored", "groups"):
             if found.stored is not None:
-                intact.append((found.stored, found.modified))
+                intact.append(found.stored)
             else:
                 assert found.error is not None  # which says why it could not be read
                 shard = os.path.basename(os.path.dirname(found.path))

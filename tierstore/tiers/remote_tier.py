@@ -190,7 +190,7 @@ class RemoteCache:
         self._versions: dict[str, int] = {}
         self._taken: set[str] = set()
         self._lock = threading.Lock()
-        for number, (stored, _) in enumerate(self._directory.objects()):
+        for number, stored in enumerate(self._directory.objects()):
             spec, key = stored.spec(), stored.key
             entry = GroupEntry(GroupId(f"{CACHE}/{key}", -1 - number), spec, cache_key=key)
             entry.packing = stored.packing
