@@ -130,29 +130,34 @@ class ObjectReferences:
     def make_room_before(self, event: events.Event) -> list[Instruction]:
         """Remove unreferenced objects so that what an event needs has room within `disk_budget`:
         the largest group that may have to be written. Returns what to do."""
-        nbytes = 0
-        if isinstance(event, events.Claimed):
-            nbytes = event.nbytes
-        elif isinstance(event, events.Leased) and event.access is not Access.READ:
-            nbytes = self.core.mover.entry(event.group).spec.nbytes
-        self._largest = max(self._largest, nbytes)
-        return self.make_room(self._largest) if self._unreferenced else []
+        claimed = event.nbytes if isinstance(event, events.Claimed) else 0
+        changed = 0
+        if isinstance(event, events.Leased) and event.access is not Access.READ:
+            changed = self.core.mover.entry(event.group).spec.nbytes
+        self._largest = max(self._largest, claimed, changed)
+        if not self._unreferenced or not self._lacks_room(self._largest):
+            return []
+        in_memory = self.core.planner.largest_in_memory()
+        return self.make_room(max(claimed, in_memory))
 
     def make_room(self, nbytes: int) -> list[Instruction]:
         """Remove unreferenced objects until so many bytes have room within `disk_budget`, or there
         are none. Returns what to do."""
-        planner = self.core.planner
-        limit = planner.budgets[Tier.DISK]
         instructions: list[Instruction] = []
-        if limit is None or planner.used[Tier.DISK] + nbytes <= limit:
+        if not self._unreferenced or not self._lacks_room(nbytes):
             return instructions
-        in_use = planner.leased() | planner.waited_for()
+        in_use = self.core.planner.leased() | self.core.planner.waited_for()
         for key in list(self._unreferenced):
             if self.core.current.get(key) not in in_use:
                 instructions += self._remove(key)
-            if planner.used[Tier.DISK] + nbytes <= limit:
+            if not self._lacks_room(nbytes):
                 break
         return instructions
+
+    def _lacks_room(self, nbytes: int) -> bool:
+        planner = self.core.planner
+        limit = planner.budgets[Tier.DISK]
+        return limit is not None and planner.used[Tier.DISK] + nbytes > limit
 
     @transaction
     def make_room_now(self, nbytes: int) -> None:
