@@ -94,6 +94,7 @@ class WeightGroups:
         self.running: set[object] = set()  # uses of slices
         self._slices: dict[int, tuple[str, list[str]]] = {}  # of what, by the id of its binding
         self._routed: set[int] = set()  # the ids of tensors in groups that data choose
+        self._changing: set[str] = set()  # keys of groups that are stored as changing
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
         self._watched: list[Binding] = []
@@ -364,11 +365,13 @@ class WeightGroups:
             own = {b.name: values.pop(b.name) for b in part}
             kind = Kind.ROUTED if id(part[0].tensor) in self._routed else Kind.WEIGHTS
             if part is changing:
-                at_home = not casts and not steady and all(b.is_in_place(own[b.name]) for b in part)
+                at_home = old in self._changing and not casts
+                at_home = at_home and all(b.is_in_place(own[b.name]) for b in part)
                 kind = Kind.IN_PLACE if at_home else Kind.CHANGING
             key = old if kind is Kind.IN_PLACE else _renewed(old, self.groups)
             homes |= self._put(key, own, space, casts, kind)
             moved[key] = part
+        self._changing.update(key for key, part in moved.items() if part is changing)
         try:
             self._move_members(old, moved, homes)
         except BaseException:  # when some show the one group, and some the other: do it again
@@ -376,6 +379,7 @@ class WeightGroups:
             raise
         self._freed.add(sum(map(tensor_bytes, homes.values())))
         if old not in moved:
+            self._changing.discard(old)
             self.store.discard(old)
             del self.groups[old]
 
