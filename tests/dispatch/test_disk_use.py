@@ -73,12 +73,12 @@ def keep_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 # Edited weights -----------------------------------------------------------------------------------
 
 
-def most_bytes_while_merging(disk_dir: Path) -> int:
+def most_bytes_while_merging(disk_dir: Path, merges: int) -> int:
     model, reference = layers(), layers()
     most = 0
     with open_store(disk_dir, 4 * LAYER) as store:
         dispatch_model(model, store)
-        for seed in range(MERGES):
+        for seed in range(merges):
             merge_adapter(model, seed)
             merge_adapter(reference, seed)
             assert torch.equal(run(model), run(reference))
@@ -90,16 +90,15 @@ def most_bytes_while_merging(disk_dir: Path) -> int:
 
 
 def test_merged_adapters_leave_two_versions_on_disk(tmp_path: Path) -> None:
-    assert MODEL <= most_bytes_while_merging(tmp_path) <= 3 * MODEL
+    assert MODEL <= most_bytes_while_merging(tmp_path, MERGES) <= 3 * MODEL
 
 
 def test_merged_adapters_pile_up_if_no_end_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_for_ever(monkeypatch)
-    monkeypatch.setattr("tests.dispatch.test_disk_use.MERGES", 6)
     with pytest.raises(AssertionError):  # of what the store says that it has on disk
-        most_bytes_while_merging(tmp_path)
+        most_bytes_while_merging(tmp_path, 6)
     assert bytes_in(tmp_path) > 3 * MODEL
 
 

@@ -203,21 +203,19 @@ class Core:
         """Tell the planner what happened, and see that what it instructs is done."""
         self.deliver(self.handled(event))
 
-    def handled(self, event: events.Event) -> list[Instruction]:
+    def handled(self, event: events.Event, *, make_room: bool = True) -> list[Instruction]:
         """Tell the planner what happened. Returns its instructions, for `deliver`.
 
-        Before that, what nothing refers to makes room on disk.
+        Before that, object files that nothing refers to make room on disk, if they are to.
         """
-        self._instructed += self.references.make_room_before(event)
-        instructions = self.told(event)
-        first, self._instructed = self._instructed, []
-        return first + instructions
-
-    def told(self, event: events.Event) -> list[Instruction]:
-        """`handled`, where nothing has to make room."""
+        if make_room:  # noted first: if the planner raises, they are handed out the next time
+            self._instructed += self.references.make_room_before(event)
         now = time.monotonic()
         instructions = self.planner.handle(event, now)
         self.events.note(now, event, instructions)
+        if make_room:
+            instructions = self._instructed + instructions
+            self._instructed = []
         return instructions
 
     def deliver(self, instructions: list[Instruction]) -> None:

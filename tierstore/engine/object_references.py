@@ -137,7 +137,7 @@ class ObjectReferences:
         self._largest = max(self._largest, claimed, changed)
         if not self._unreferenced or not self._lacks_room(self._largest):
             return []
-        in_memory = self.core.planner.largest_in_memory()
+        in_memory = self.core.planner.copies.largest_in_memory()
         return self.make_room(max(claimed, in_memory))
 
     def make_room(self, nbytes: int) -> list[Instruction]:
@@ -171,7 +171,7 @@ class ObjectReferences:
         group: GroupId | None = core.current.pop(key, None)
         if group is None:  # the caller has discarded it
             return []
-        instructions = core.told(events.Discarded(group))
+        instructions = core.handled(events.Discarded(group), make_room=False)
         removal = core.tiers.disk.remove(key, core.newest(), True)
         if removal is not None:  # if it fails, `flush` tries again, and tells
             removal.then(core.reports.removed_if_open)

@@ -155,12 +155,6 @@ class Planner:
         """Bytes on the fastest tier that `DeviceVacated` would free."""
         return sum(group.cost(self.top) for group in self._movement.idle_on_top())
 
-    def largest_in_memory(self) -> int:
-        """Bytes of the largest group that no persistent tier has room for yet."""
-        groups = self.copies.groups.values()
-        only = (g.nbytes for g in groups if not any(tier.persistent for tier in g.copies))
-        return max(only, default=0)
-
     @property
     def shared_used(self) -> int:
         """Bytes of the copies of shared groups in host memory, counting those still arriving."""
