@@ -247,7 +247,8 @@ class TierStore(AbstractContextManager["TierStore"]):
         """Take tensors as a group without copying what a file already has.
 
         Tensors that still are a file's own bytes (as `from_pretrained` leaves them) are read there.
-        The rest is written once, named by its content.
+        The rest is written once, to a file named by its content, which is removed when neither a
+        group nor a tensor shows it any more.
 
         Args:
             key: as for `put`.

@@ -99,8 +99,12 @@ class Promised:
         return wrong
 
     def begin_with(self, found: dict[str, Name | str]) -> None:
-        """What was found after a power cut will be there after the next one."""
+        """What was found after a power cut will be there after the next one, but for weights that
+        nothing refers to."""
         self._may = {key: [name] for key, name in found.items() if not isinstance(name, str)}
+        for key in self._may:
+            if key.startswith(WEIGHTS):
+                self._may[key].append(None)
 
 
 # Work ---------------------------------------------------------------------------------------------
@@ -171,6 +175,9 @@ class Worker:
         self._tell("begin", weights, self._registered, number)
         self._store.register(self._registered, tensors)
         self._tell("sure", weights)
+        # From here on they may go: with the group that lies in their file, or when a store is
+        # closed in which nothing does.
+        self._tell("begin", weights, self._registered, None)
         self._durable[self._registered] = number
 
     def _edit(self) -> None:

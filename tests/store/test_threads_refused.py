@@ -45,7 +45,7 @@ def test_store_without_threads_leaves_none(device: str, disk_dir: Path) -> None:
                 store = open_store(disk_dir, device=device)
             except RuntimeError as error:
                 assert "can't start new thread" in str(error)
-                assert threads_of_stores() == before, "at once, not when garbage is collected"
+                assert threads_of_stores() <= before, "at once, not when garbage is collected"
                 assert open_files() == files
                 continue
         break
@@ -54,4 +54,4 @@ def test_store_without_threads_leaves_none(device: str, disk_dir: Path) -> None:
         assert threads_of_stores() - before == set(started), "the control"
         store.put("k", torch.arange(3.0))
         assert torch.equal(store.get("k").cpu(), torch.arange(3.0))
-    assert threads_of_stores() == before
+    assert threads_of_stores() <= before

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
+from torch import nn
 
 from tierstore.adapters.codecs.memory import address_of
 from tierstore.adapters.codecs.plain import assign
+from tierstore.system.views import blocks_of
 from tierstore.torch_private import version_of
+
+OFTEN = 2
+"""How often a buffer is stored by its content before it counts as one that every use changes, such
+as a cache of keys and values, or running statistics."""
 
 
 class Binding:
@@ -15,7 +23,8 @@ class Binding:
     `user` is the use during which it shows leased memory, one of them if there are `others`.
     `edited` tells whether somebody gave it other memory or wrote to it by a torch operation since
     it was brought home. (Writes that torch does not count, such as to `tensor.data`, show in the
-    pages of the home: see `WriteWatch`.)
+    pages of the home: see `WriteWatch`.) `times_stored` counts how often it was stored anew; once
+    it is `changing`, its home is memory in which nobody notices such writes.
 
     All of this runs for every tensor in every step, between computations that fill the processor's
     caches: what counts is how few objects are touched.
@@ -24,11 +33,13 @@ class Binding:
     __slots__ = (
         "_address",
         "_shown_at",
+        "changing",
         "home",
         "key",
         "name",
         "others",
         "tensor",
+        "times_stored",
         "user",
         "version",
     )
@@ -38,6 +49,8 @@ class Binding:
         self.name = name
         self.user: object = None
         self.others: set[object] | None = None
+        self.changing = False
+        self.times_stored = 0
         self.move_to(key, home)
 
     def move_to(self, key: str, home: torch.Tensor) -> None:
@@ -47,6 +60,17 @@ class Binding:
         self._address = address_of(home)
         if self.user is None:
             self._bring_home()
+
+    def is_in_place(self, value: torch.Tensor) -> bool:
+        """Whether a value lies in the memory of the home, in its form."""
+        home = self.home
+        return (
+            address_of(value) == self._address
+            and value.shape == home.shape
+            and value.stride() == home.stride()
+            and value.dtype is home.dtype
+            and not value.is_conj()
+        )
 
     def _bring_home(self) -> None:
         assign(self.tensor, self.home)
@@ -141,3 +165,22 @@ class Binding:
             # frozen weights too, where the gradient of an input goes through them.
             torch.autograd.graph.increment_version(self.tensor)
             self.version = version_of(self.tensor)
+
+
+def note_changes(
+    edited: Iterable[Binding], members: Iterable[Binding], values: Mapping[str, torch.Tensor]
+) -> None:
+    """Tensors of a group with these `values` were edited: see which are changing all the time.
+
+    Buffers may be, and what shares memory with them. Parameters are edited by somebody, once.
+    """
+    often = set()
+    for binding in edited:
+        binding.times_stored += 1
+        if binding.times_stored > OFTEN and not isinstance(binding.tensor, nn.Parameter):
+            often.add(binding.name)
+    if often:
+        blocks = [{view.name for view in block.views} for block, _ in blocks_of(values)]
+        together = {name for names in blocks if names & often for name in names}
+        for binding in members:
+            binding.changing = binding.changing or binding.name in together

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from enum import Enum, auto
 
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import Binding
+from tierstore.adapters.bindings import Binding, note_changes
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.contents import tensors_of
@@ -30,6 +31,17 @@ from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace, WriteWatch
 
 Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Kind(Enum):
+    """How a group is stored: by its content, in the order of use or not, or as what changes all
+    the time, and maybe is in its place already."""
+
+    WEIGHTS = auto()
+    ROUTED = auto()
+    CHANGING = auto()
+    IN_PLACE = auto()
+
 
 _renewals = itertools.count(1)
 
@@ -85,6 +97,7 @@ class WeightGroups:
         self.running: set[object] = set()  # uses of slices
         self._slices: dict[int, tuple[str, list[str]]] = {}  # of what, by the id of its binding
         self._routed: set[int] = set()  # the ids of tensors in groups that data choose
+        self._changing: set[str] = set()  # keys of groups that are stored as changing
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
         self._watched: list[Binding] = []
@@ -106,7 +119,8 @@ class WeightGroups:
         for plan in bar(plans, self.prefix, "groups"):
             key = unused(f"{self.prefix}/{plan.name}", names)
             kept.note(plan.tensors)
-            homes = self._put(key, plan.tensors, space, routed=plan.routed)
+            kind = Kind.ROUTED if plan.routed else Kind.WEIGHTS
+            homes = self._put(key, plan.tensors, space, kind=kind)
             members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
             self._members[key] = members
             self._bindings.update({id(binding.tensor): binding for binding in members})
@@ -125,14 +139,18 @@ class WeightGroups:
         tensors: Mapping[str, torch.Tensor],
         space: AddressSpace | None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
-        *,
-        routed: bool = False,
+        kind: Kind = Kind.WEIGHTS,
     ) -> dict[str, torch.Tensor]:
         """Put a group into the store. Returns what its tensors show while away."""
         self.groups[key] = list(tensors)  # first: what is interrupted is discarded in the end
-        order = UseOrder.ROUTED if routed else UseOrder.LEARNED
+        engine = engine_of(self.store)
         try:
-            homes = engine_of(self.store).groups.register(key, tensors, space, casts, order)
+            if kind in (Kind.CHANGING, Kind.IN_PLACE):
+                cast = {name: t.to(casts.get(name, t.dtype)) for name, t in tensors.items()}
+                homes = engine.mutable_groups.put(key, cast, in_place=kind is Kind.IN_PLACE)
+            else:
+                order = UseOrder.ROUTED if kind is Kind.ROUTED else UseOrder.LEARNED
+                homes = engine.groups.register(key, tensors, space, casts, order)
             if self._in_ram.issuperset(tensors):
                 self.store.keep(key)
         except BaseException:
@@ -163,7 +181,7 @@ class WeightGroups:
         names = [f"{binding.name}[{i}]" for i in range(len(binding.home))]
         for name, part in zip(names, binding.home, strict=True):
             if f"{binding.key}/{name}" not in self.groups:
-                self._put(f"{binding.key}/{name}", {name: part}, space, routed=True)
+                self._put(f"{binding.key}/{name}", {name: part}, space, kind=Kind.ROUTED)
         return [f"{binding.key}/{name}" for name in names]
 
     def refuse_what_never_fits(self, cutting: Cutting, units: list[Unit]) -> None:
@@ -253,9 +271,10 @@ class WeightGroups:
     def renew_written(self) -> None:
         """Store the groups anew that were written to since the last time."""
         if self._watch is None:  # it looks at all that was written since there are these homes
-            self._watched = list(self._bindings.values())
+            self._watched = [b for b in self._bindings.values() if not b.changing]
             self._watch = _watch_of(self._watched)
         written = [self._watched[i] for i in self._watch.written()]
+        written += [b for b in self._bindings.values() if b.changing]  # which nobody watches
         if written:
             self.renew(written)
 
@@ -266,7 +285,9 @@ class WeightGroups:
         """
         members = [b for key in keys for b in self._members.get(key, ())]
         written = {members[i] for i in _watch_of(members).written()}
-        edited = [b for b in members if b.edited or (b in written and b.user is None)]
+        edited = [
+            b for b in members if b.edited or ((b in written or b.changing) and b.user is None)
+        ]
         if edited and self._renewing.acquire(blocking=False):
             try:
                 self.renew(edited)
@@ -290,9 +311,12 @@ class WeightGroups:
                         continue  # they are in use: noticed again before the next one
                     # Aliases: on another thread, the tensors may show leased memory soon.
                     values = {b.name: b.tensor.detach() for b in members}
+                if id(members[0].tensor) not in self._routed:
+                    note_changes([b for b in members if b in edited], members, values)
                 self._store_anew(keys[0], members, values)
                 for key in keys[1:]:
                     self._members.pop(key, None)
+                    self._changing.discard(key)
                     self.store.discard(key)
                     del self.groups[key]
             self._freed.give_back()
@@ -360,32 +384,46 @@ class WeightGroups:
         space: AddressSpace | None = None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
     ) -> None:
-        """Replace a group by one of these values, which are taken out of the dict."""
-        named = (f"{old.partition('~')[0]}~{number}" for number in _renewals)
-        key = next(key for key in named if key not in self.groups)
-        routed = id(members[0].tensor) in self._routed
-        homes = self._put(key, values, space, casts, routed=routed)
-        values.clear()
+        """Replace a group by one of these values, which are taken out of the dict; by two if some
+        of its tensors are changing, and others are not."""
+        changing = [b for b in members if b.changing]
+        steady = [b for b in members if not b.changing]
+        moved: dict[str, list[Binding]] = {}
+        homes: dict[str, torch.Tensor] = {}
+        for part in filter(None, (changing, steady)):
+            own = {b.name: values.pop(b.name) for b in part}
+            kind = Kind.ROUTED if id(part[0].tensor) in self._routed else Kind.WEIGHTS
+            if part is changing:
+                at_home = old in self._changing and not casts
+                at_home = at_home and all(b.is_in_place(own[b.name]) for b in part)
+                kind = Kind.IN_PLACE if at_home else Kind.CHANGING
+            key = old if kind is Kind.IN_PLACE else _renewed(old, self.groups)
+            homes |= self._put(key, own, space, casts, kind)
+            moved[key] = part
+        self._changing.update(key for key, part in moved.items() if part is changing)
         try:
-            self._move_members(old, key, members, homes)
+            self._move_members(old, moved, homes)
         except BaseException:  # when some show the one group, and some the other: do it again
-            self._move_members(old, key, members, homes)
+            self._move_members(old, moved, homes)
             raise
         self._freed.add(sum(map(tensor_bytes, homes.values())))
-        self.store.discard(old)
-        del self.groups[old]
+        if old not in moved:
+            self._changing.discard(old)
+            self.store.discard(old)
+            del self.groups[old]
 
     def _move_members(
-        self, old: str, new: str, members: list[Binding], homes: dict[str, torch.Tensor]
+        self, old: str, moved: Mapping[str, list[Binding]], homes: Mapping[str, torch.Tensor]
     ) -> None:
-        """Let the tensors be in another group. May be repeated if interrupted."""
+        """Let the tensors be in other groups. May be repeated if interrupted."""
         self._watch = None
         with self.lock:
             self.renewals += 1
-            for binding in members:
-                binding.move_to(new, homes[binding.name])
-            self._members[new] = members
             self._members.pop(old, None)
+            for key, members in moved.items():
+                for binding in members:
+                    binding.move_to(key, homes[binding.name])
+                self._members[key] = members
 
     # The end -----------------------------------------------------------------------------------
 
@@ -415,3 +453,9 @@ class WeightGroups:
                 if key in self.store:
                     self.store.discard(key)
         self.groups.clear()
+
+
+def _renewed(key: str, taken: Collection[str]) -> str:
+    """A key for what takes the place of a group."""
+    names = (f"{key.partition('~')[0]}~{number}" for number in _renewals)
+    return next(name for name in names if name not in taken)

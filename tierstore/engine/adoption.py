@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -38,6 +39,35 @@ CASTS = "casts/"
 """Objects under this prefix tell the content of what was cast from a checkpoint's bytes, so that it
 is found again without those being read."""
 
+CONTENT = "content"
+"""The name of the one tensor in objects under `CASTS`."""
+
+
+class ObjectReference:
+    """Keeps an object file of the store's: see `ObjectReferences`. It ends with its last user.
+
+    Weights that were derived from a checkpoint keep the `note` that tells of them.
+    """
+
+    __slots__ = ("__weakref__", "key", "note")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.note: ObjectReference | None = None
+
+
+@dataclass(frozen=True)
+class KeptObject:
+    """An object file that is there for as long as the `reference` is; None: for good."""
+
+    path: str
+    stored: StoredObject
+    reference: ObjectReference | None = None
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Its tensors as copy-on-write maps, which keep the file, too."""
+        return object_views(self.path, self.stored, self.reference)
+
 
 @dataclass(frozen=True)
 class Unadopted:
@@ -68,7 +98,8 @@ class Unadopted:
         }
 
 
-WriteOnce = Callable[[Unadopted], tuple[str, StoredObject]]
+WriteOnce = Callable[[Unadopted], KeptObject]
+ReferenceTo = Callable[[str], ObjectReference | None]
 
 
 @dataclass(frozen=True)
@@ -110,9 +141,10 @@ def adopt(
     space: AddressSpace,
     write_once: WriteOnce,
     casts: Mapping[str, torch.dtype],
+    reference_to: ReferenceTo,
 ) -> Adoption:
     """Find the file bytes behind each tensor; have `write_once` put the rest into a file, and what
-    is to be cast."""
+    is to be cast. `reference_to` keeps the file at a path, if that is an object of the store's."""
     found = {name: _file_tensor(name, tensor, space) for name, tensor in tensors.items()}
     rest = {
         name: tensor.detach()
@@ -123,7 +155,7 @@ def adopt(
         _take_what_overlaps(tensors, rest)
     in_files = [file for name, file in found.items() if file is not None and name not in rest]
     stamps = {path: stamp_of(path) for path in {t.extent.path for t in in_files}}
-    homes = _maps_of(in_files)
+    homes = _maps_of(in_files, reference_to)
     for path, stamp in stamps.items():
         if stamp_of(path) != stamp:
             raise StaleCheckpointError(
@@ -137,13 +169,13 @@ def adopt(
     end = placement.end
     if rest:
         derivation = _derivation([found[name] for name in rest], casts) if casts else None
-        path, stored = write_once(Unadopted(rest, casts, derivation))
-        written = stored.source(path, end)
-        specs += stored.packing.specs(end)
+        kept = write_once(Unadopted(rest, casts, derivation))
+        written = kept.stored.source(kept.path, end)
+        specs += kept.stored.packing.specs(end)
         segments, moves = segments + written.segments, moves + written.moves
         checks = written.checks
-        end += stored.packing.nbytes
-        homes.update(object_views(path, stored))
+        end += kept.stored.packing.nbytes
+        homes.update(kept.views())
     by_name = {spec.name: spec for spec in specs}
     spec = group_of("", [by_name[name] for name in tensors], end)
     return Adoption(spec, Source(segments, moves, checks), homes, stamps)
@@ -184,7 +216,7 @@ def derivation_of(
     return None if derived is None else hashlib.sha256((derived + made).encode()).hexdigest()[:32]
 
 
-def _maps_of(found: list[FileTensor]) -> dict[str, torch.Tensor]:
+def _maps_of(found: list[FileTensor], reference_to: ReferenceTo) -> dict[str, torch.Tensor]:
     """The tensors as copy-on-write maps of their files that nobody else has.
 
     A page that is written to is copied, and the copy stays as long as the map. These go when the
@@ -193,6 +225,7 @@ def _maps_of(found: list[FileTensor]) -> dict[str, torch.Tensor]:
     homes = {}
     for path, start, stop, members in file_ranges(found):
         mapped = map_file(path, start, stop - start)
+        _keep_while_mapped(mapped, reference_to(path))
         for block in _overlapping(members):
             first = block[0].extent.offset
             specs = [placed(tensor, tensor.extent.offset - first) for tensor in block]
@@ -246,16 +279,29 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     return hashlib.sha256(json.dumps(sorted(description)).encode()).hexdigest()[:32]
 
 
-def object_views(path: str, stored: StoredObject) -> dict[str, torch.Tensor]:
-    """The tensors of an object file as copy-on-write maps of it."""
+def object_views(
+    path: str, stored: StoredObject, reference: ObjectReference | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of an object file as copy-on-write maps of it, which keep the `reference`."""
     packing = stored.packing
     if not packing.dense_nbytes:
         return {v.name: _empty(v) for b in packing.blocks for v in b.views}
     mapped = map_file(path, stored.data_start, packing.dense_nbytes)
+    _keep_while_mapped(mapped, reference)
     views = {}
     for block, dense in zip(packing.blocks, packing.dense, strict=True):
         views.update(show_block(block.views, mapped, dense))
     return views
+
+
+def _keep_while_mapped(mapped: memoryview, reference: ObjectReference | None) -> None:
+    """Keep a reference until the last tensor that shows the memory has gone."""
+    if reference is not None:
+        weakref.finalize(mapped, _nothing, reference).atexit = False
+
+
+def _nothing(_: ObjectReference) -> None:
+    """The reference ends with the finalizer that has it."""
 
 
 def _empty(view: TensorSpec) -> torch.Tensor:

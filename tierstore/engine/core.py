@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from tierstore.engine.measurements import Measurements
+from tierstore.engine.object_references import ObjectReferences
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import Demand, LeaseRecord, Request, RequestKind, WaitQueue
@@ -38,7 +39,7 @@ from tierstore.model.errors import (
     UnknownKeyError,
 )
 from tierstore.model.groups import NO_GROUP, GroupId
-from tierstore.model.locks import RLock, may_wait
+from tierstore.model.locks import RLock, inside, may_wait
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.observe.event_log import EventLog
@@ -81,6 +82,7 @@ class Core:
         self.measurements = Measurements()
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
+        self.references = ObjectReferences(self)
         self._begin_planning()
         self.queue = WaitQueue(self._ready, partial(_is_idle, self), self._refuse_the_hopeless)
         self.directory = ObjectDirectory(settings.disk_dir)
@@ -107,6 +109,7 @@ class Core:
         on_device = self.device.type != "cpu"
         self.planner = planner_for(budgets, policy, timed_by_device=on_device)
         self.events = EventLog(budgets, policy, timed_by_device=on_device)
+        self._instructed: list[Instruction] = []  # to make room, and not handed out yet
 
     def _recover(self) -> None:
         """Know the groups that the directory holds."""
@@ -117,6 +120,8 @@ class Core:
             self.tell(events.Registered(group, spec.nbytes))
             self.tiers.disk.add_file(stored.key)
             self.current[stored.key] = group
+        self.references.found(self.current)
+        self.deliver(self.references.make_room(0))
         budget, held = self.planner.budgets[Tier.DISK], self.planner.used[Tier.DISK]
         if budget is not None and held > budget:
             raise BudgetError(
@@ -201,11 +206,19 @@ class Core:
         """Tell the planner what happened, and see that what it instructs is done."""
         self.deliver(self.handled(event))
 
-    def handled(self, event: events.Event) -> list[Instruction]:
-        """Tell the planner what happened. Returns its instructions, for `deliver`."""
+    def handled(self, event: events.Event, *, make_room: bool = True) -> list[Instruction]:
+        """Tell the planner what happened. Returns its instructions, for `deliver`.
+
+        Before that, object files that nothing refers to make room on disk, if they are to.
+        """
+        if make_room:  # noted first: if the planner raises, they are handed out the next time
+            self._instructed += self.references.make_room_before(event)
         now = time.monotonic()
         instructions = self.planner.handle(event, now)
         self.events.note(now, event, instructions)
+        if make_room:
+            instructions = self._instructed + instructions
+            self._instructed = []
         return instructions
 
     def deliver(self, instructions: list[Instruction]) -> None:
@@ -389,6 +402,10 @@ def refuse_to_wait_for_itself(core: Core, request: Request) -> None:
 
 def refuse_beyond_the_disk(core: Core, key: str, nbytes: int) -> None:
     """Raise BudgetError if so many bytes more are not allowed on disk."""
+    if inside():  # part of a transaction
+        core.deliver(core.references.make_room(nbytes))
+    else:
+        core.references.make_room_now(nbytes)
     budget = core.planner.budgets[Tier.DISK]
     if budget is not None and core.planner.used[Tier.DISK] + nbytes > budget:
         advice = "raise disk_budget, or discard groups that are not needed"

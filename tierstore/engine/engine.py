@@ -105,6 +105,7 @@ class Engine:
         core.check_process()
         check_may_wait()
         try:
+            core.references.remove_before_end()
             self._begin_to_close()
             self.saves.flush_before_end()
         finally:

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 
 from tierstore.engine.adoption import (
+    KeptObject,
     Unadopted,
     adopt,
     checkpoint_groups,
-    object_views,
     stamp_of,
 )
 from tierstore.engine.checkpoints import CheckpointFile
@@ -25,7 +25,6 @@ from tierstore.engine.transaction import transaction
 from tierstore.model import events
 from tierstore.model.groups import FileTensor, GroupId, GroupSpec, Source
 from tierstore.model.locks import inside
-from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
 from tierstore.system.files import FileStamp
@@ -144,7 +143,8 @@ class Groups:
         core.check_open()
         core.refuse_duplicate(key)
         write_once = partial(self._write_once, routed=use_order is UseOrder.ROUTED)
-        adoption = adopt(tensors, space or AddressSpace(), write_once, casts)
+        reference_to = core.references.of_path
+        adoption = adopt(tensors, space or AddressSpace(), write_once, casts, reference_to)
         files = core.tiers.disk.files
         held = {path: files.hold(path, stamp) for path, stamp in adoption.stamps.items()}
         found = self._shared({key: FileGroup(adoption.spec, adoption.source, held)})
@@ -179,6 +179,7 @@ class Groups:
                 single=single,
                 files={path: held[path] for path in source.paths if path in held},
                 order=order,
+                references=core.references.of_source(source),
                 backed=True,
                 use_order=use_order,
                 shared=shared,
@@ -195,20 +196,20 @@ class Groups:
         )
         core.current[key] = group
 
-    def _write_once(self, wanted: Unadopted, *, routed: bool) -> tuple[str, StoredObject]:
+    def _write_once(self, wanted: Unadopted, *, routed: bool) -> KeptObject:
         """The object file with exactly these tensors: found by their content, or written.
 
         What is `routed` may be all experts of a layer, and never be in memory as a whole.
         """
         found = self._made.find(wanted.derivation)
-        if found is not None and wanted.is_as(found[1]):
+        if found is not None and wanted.is_as(found.stored):
             return found
         return self._made.keep(wanted.derivation, wanted.values(), of_any_size=routed)
 
     def made_before(self, derivation: str | None) -> dict[str, torch.Tensor] | None:
         """What was kept for this derivation (see `derivation_of`), as maps of its file."""
         found = self._made.find(derivation)
-        return None if found is None else object_views(*found)
+        return None if found is None else found.views()
 
     def keep_made(
         self, derivation: str | None, tensors: Mapping[str, torch.Tensor]
@@ -217,7 +218,7 @@ class Groups:
 
         They belong to no group: whoever registers them later finds them in their file.
         """
-        return object_views(*self._made.keep(derivation, tensors, of_any_size=True))
+        return self._made.keep(derivation, tensors, of_any_size=True).views()
 
     def fetched(
         self, file: CheckpointFile, tensors: Sequence[FileTensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tierstore.engine.object_references import is_made
 from tierstore.system.objects import check_key
 
 _PREFIX = "activation/"
@@ -23,3 +24,5 @@ def check_callers_key(key: str) -> None:
     """Raise TypeError or ValueError if it cannot be a caller's key."""
     if _OF_THE_STORE.fullmatch(check_key(key)):
         raise ValueError(f"{key!r} is a name for saved activations: use another key")
+    if is_made(key):
+        raise ValueError(f"{key!r} is a name for weights by their content: use another key")

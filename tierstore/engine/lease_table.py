@@ -103,7 +103,7 @@ class LeaseTable:
         core.observer.released(record, mark)
         core.mover.look()
         for measured in core.measurements.take():
-            core.handled(measured)
+            core.handled(measured, make_room=False)
         core.tell(events.Released(group, access, permanent))
         if access is not Access.TAKE or key in core.current:
             return None

@@ -159,14 +159,15 @@ class Leases:
         """Insist on a group that cannot be leased at once."""
         core = self.core
         if isinstance(core.planner.error_of(group), ServiceLostError):
-            core.handled(events.ErrorReported(group))  # of a prefetch; it may be back by now
+            # Of a prefetch; it may be back by now.
+            core.handled(events.ErrorReported(group), make_room=False)
         state = core.planner.state_of(group)
         instructions = core.handled(events.Demanded(group))
         request.group = group
         if not request.met:
             met = "hit" if state is State.PRESENT else "late" if state else "miss"
             core.observer.asked(request, met)
-        if state is not State.PRESENT:  # otherwise nothing has to move
+        if instructions or state is not State.PRESENT:  # otherwise nothing has to move
             core.deliver(instructions)
 
     def _grant(self, request: Request, group: GroupId, demanded: bool) -> Lease:

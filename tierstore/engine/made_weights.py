@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from tierstore.engine.adoption import CASTS, WEIGHTS, content_hash, object_views
+from tierstore.engine.adoption import (
+    CASTS,
+    CONTENT,
+    WEIGHTS,
+    KeptObject,
+    ObjectReference,
+    content_hash,
+)
 from tierstore.engine.core import Core, refuse_beyond_the_disk
 from tierstore.engine.puts import Puts
 from tierstore.engine.saves import Saves
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
-from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import hop
 from tierstore.system.maps import nameless_file_memory
@@ -34,23 +40,20 @@ from tierstore.tiers.entry import GroupEntry
 if TYPE_CHECKING:  # it needs a package that not every installation has
     from tierstore.tiers.service_link import ServiceLink
 
-CONTENT = "content"
-"""The name of the one tensor in objects under `CASTS`."""
-
 Values = Mapping[str, torch.Tensor]
 
 
 class Objects(Protocol):
     """Object files that are written once."""
 
-    def has(self, key: str) -> bool:
-        """Whether there is one of this key."""
-
-    def put_once(self, key: str, tensors: Values, *, of_any_size: bool = False) -> None:
+    def put_once(self, key: str, tensors: Values, *, of_any_size: bool = False) -> KeptObject:
         """Write one, unless it is there. `of_any_size`: it may be larger than host memory."""
 
-    def stored(self, key: str) -> tuple[str, StoredObject]:
-        """The path of one that is there, and what it holds."""
+    def stored(self, key: str) -> KeptObject | None:
+        """One that is there; None if there is none."""
+
+    def note_derived(self, weights: KeptObject, note: KeptObject) -> None:
+        """Weights were derived from a checkpoint, as a note tells a later start."""
 
 
 class MadeWeights:
@@ -59,26 +62,30 @@ class MadeWeights:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
 
-    def keep(
-        self, derivation: str | None, values: Values, *, of_any_size: bool
-    ) -> tuple[str, StoredObject]:
+    def keep(self, derivation: str | None, values: Values, *, of_any_size: bool) -> KeptObject:
         """The object file with exactly these tensors. It is found again by `derivation`."""
         content = content_hash(values)
-        key = WEIGHTS + content
-        self._objects.put_once(key, values, of_any_size=of_any_size)
+        weights = self._objects.put_once(WEIGHTS + content, values, of_any_size=of_any_size)
         if derivation is not None:
             told = torch.frombuffer(bytearray.fromhex(content), dtype=torch.uint8)
-            self._objects.put_once(CASTS + derivation, {CONTENT: told})
-        return self._objects.stored(key)
+            note = self._objects.put_once(CASTS + derivation, {CONTENT: told})
+            self._objects.note_derived(weights, note)
+        return weights
 
-    def find(self, derivation: str | None) -> tuple[str, StoredObject] | None:
+    def find(self, derivation: str | None) -> KeptObject | None:
         """The object file of what was made of the same bytes before; None if there is none."""
-        objects, key = self._objects, f"{CASTS}{derivation}"
-        if derivation is None or not objects.has(key):
+        note = None if derivation is None else self._objects.stored(f"{CASTS}{derivation}")
+        if note is None:
             return None
-        told = object_views(*objects.stored(key)).get(CONTENT)
-        content = "" if told is None else bytes(told.tolist()).hex()
-        return objects.stored(WEIGHTS + content) if objects.has(WEIGHTS + content) else None
+        told = note.views().get(CONTENT)
+        weights = None if told is None else self._objects.stored(_weights_told(told))
+        if weights is not None:
+            self._objects.note_derived(weights, note)
+        return weights
+
+
+def _weights_told(content: torch.Tensor) -> str:
+    return WEIGHTS + bytes(content.tolist()).hex()
 
 
 class OwnObjects:
@@ -90,12 +97,14 @@ class OwnObjects:
         self._saves = saves
 
     def has(self, key: str) -> bool:
+        """Whether there is one of this key."""
         return key in self.core.current
 
-    def put_once(self, key: str, tensors: Values, *, of_any_size: bool = False) -> None:
+    def put_once(self, key: str, tensors: Values, *, of_any_size: bool = False) -> KeptObject:
+        reference = self.core.references.hold(key)
         if key in self.core.current:
             self._offload(key)
-            return
+            return self._kept(reference)
         budget = self.core.planner.budgets[Tier.HOST]
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if of_any_size and budget is not None and nbytes > budget:
@@ -104,6 +113,7 @@ class OwnObjects:
             self._puts.put(key, tensors, durable=True)
         self._saves.flush_key(key)
         self._offload(key)
+        return self._kept(reference)
 
     @transaction
     def _offload(self, key: str) -> None:
@@ -111,15 +121,25 @@ class OwnObjects:
         self.core.check_open()
         self.core.tell(events.Offloaded(self.core.lookup(key)))
 
-    def stored(self, key: str) -> tuple[str, StoredObject]:
+    def stored(self, key: str) -> KeptObject | None:
+        reference = self.core.references.hold_if_there(key)
+        return None if reference is None else self._kept(reference)
+
+    def _kept(self, reference: ObjectReference) -> KeptObject:
+        key = reference.key
         self._saves.flush_key(key)  # another thread may have put it, or a write may have failed
         path = self.core.directory.path_of(key)
-        return path, intact_object(path)
+        return KeptObject(path, intact_object(path), reference)
+
+    @transaction
+    def note_derived(self, weights: KeptObject, note: KeptObject) -> None:
+        assert weights.reference is not None and note.reference is not None, "they are our own"
+        self.core.references.note_derived(weights.reference, note.reference)
 
     def write(self, key: str, tensors: Values) -> None:
         """Put a group on disk that need not fit into memory: by way of a file without a name.
 
-        Raises what `put` raises.
+        Unless somebody refers to it, it goes when its room is wanted. Raises what `put` raises.
         """
         core = self.core
         packing, blocks = packed(key, tensors)
@@ -142,6 +162,7 @@ class OwnObjects:
         core.mover.add(entry)
         core.tell(events.Registered(entry.group, entry.spec.nbytes))
         core.current[key] = entry.group
+        core.references.know(key)
 
 
 class ServiceObjects:
@@ -150,12 +171,9 @@ class ServiceObjects:
     def __init__(self, link: ServiceLink) -> None:
         self._link = link
 
-    def has(self, key: str) -> bool:
-        return self._link.find(key)
-
-    def put_once(self, key: str, tensors: Values, *, of_any_size: bool = False) -> None:
+    def put_once(self, key: str, tensors: Values, *, of_any_size: bool = False) -> KeptObject:
         if self._link.find(key):
-            return
+            return self._kept(key)
         packing, blocks = packed(key, tensors)
 
         def data() -> Iterator[memoryview]:
@@ -167,7 +185,14 @@ class ServiceObjects:
             yield memoryview(bytes(max(packing.nbytes, 1) - here))
 
         self._link.upload(key, packing.specs(), max(packing.nbytes, 1), data())
+        return self._kept(key)
 
-    def stored(self, key: str) -> tuple[str, StoredObject]:
+    def stored(self, key: str) -> KeptObject | None:
+        return self._kept(key) if self._link.find(key) else None
+
+    def _kept(self, key: str) -> KeptObject:
         path = os.path.join(self._link.directory(), OBJECTS, object_name(key))
-        return path, intact_object(path)
+        return KeptObject(path, intact_object(path))
+
+    def note_derived(self, weights: KeptObject, note: KeptObject) -> None:
+        """The service finds out by itself."""

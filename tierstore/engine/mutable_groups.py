@@ -32,7 +32,7 @@ from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.records import State
-from tierstore.system.views import laid_out, packed
+from tierstore.system.views import laid_out, packed, show_block
 from tierstore.tiers.entry import GroupEntry
 
 
@@ -96,6 +96,33 @@ class MutableGroups:
         core.mover.add(entry)
         core.tell(events.Registered(entry.group, entry.spec.nbytes, use_order=UseOrder.ANNOUNCED))
         core.current[key] = entry.group
+
+    def put(
+        self, key: str, tensors: Mapping[str, torch.Tensor], *, in_place: bool
+    ) -> dict[str, torch.Tensor]:
+        """Store copies of tensors that others change all the time: as a group that is never
+        durable, in place of the one of before. Returns what they are while away.
+
+        That is the same tensors if they are `in_place`: if they are what was returned before. Else
+        they are copied to memory in a file without a name, which costs no RAM.
+        Raises what `put` raises.
+        """
+        self.core.check_open()
+        homes = dict(tensors) if in_place else self._in_file_memory(key, tensors)
+        self._puts.put(key, homes, durable=False)
+        return homes
+
+    def _in_file_memory(
+        self, key: str, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        packing, blocks = packed(key, tensors)
+        memory = self._groups.file_memory(max(packing.nbytes, 1))
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        homes = {}
+        for block, at in zip(packing.blocks, packing.offsets, strict=True):
+            whole[at : at + block.nbytes].copy_(blocks[block.name])
+            homes.update(show_block(block.views, memory, at))
+        return homes
 
     # Leases in host memory -----------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ class Saves:
     def _dirty_keys(self) -> list[str]:
         """The keys of which something else is on disk than there should be."""
         core = self.core
+        core.collect_garbage()
         unsaved = {key: None for key, group in core.current.items() if self._is_dirty(group)}
         return list(unsaved | dict.fromkeys(core.tiers.disk.removing()))
 

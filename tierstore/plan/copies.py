@@ -129,6 +129,12 @@ class CopyTable:
                     advice = LARGER_ARENA
                 raise BudgetError(group.key, name, nbytes, pool.limit, advice)
 
+    def largest_in_memory(self) -> int:
+        """Bytes of the largest group that no persistent tier has room for yet."""
+        groups = self.groups.values()
+        only = (g.nbytes for g in groups if not any(tier.persistent for tier in g.copies))
+        return max(only, default=0)
+
     def can_ever_hold(self, group: GroupRecord) -> bool:
         """Whether a group is within all budgets on its way to the top."""
         pools = self.way_up(group, self.top)

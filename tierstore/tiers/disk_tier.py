@@ -77,7 +77,7 @@ class DiskTier:
     def drop(self, entry: GroupEntry) -> None:
         """An object file stays until its key is written anew or removed; but not what was fetched
         from an object store, and can be again."""
-        entry.source, entry.files = None, {}
+        entry.source, entry.files, entry.references = None, {}, ()
         if entry.cached is not None:
             cached, entry.cached = entry.cached, None
             self.workers.submit(URGENT, cached.remove)

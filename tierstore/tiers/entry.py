@@ -62,7 +62,8 @@ class GroupEntry:
     had the stamps in `verified`. Of a `mutable` group, the spilled copy always lies in the same
     `spill_extent`, where it can be viewed. `backed`, `use_order` and `sticky` are what the
     planner was told of it. What is `shared` is leased of a service, which reads it. What lies in an
-    object store is `remote`; its copy on disk is `cached`, under the name `cache_key`.
+    object store is `remote`; its copy on disk is `cached`, under the name `cache_key`. Object files
+    that `source` reads stay for as long as its `references`.
     """
 
     group: GroupId
@@ -86,6 +87,7 @@ class GroupEntry:
     shared: SharedGroup | None = None
     remote: RemoteSource | None = None
     cached: CachedCopy | None = None
+    references: tuple[object, ...] = ()
     cache_key: str = ""
 
     @property

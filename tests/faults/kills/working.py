@@ -154,6 +154,9 @@ class Worker:
             for key in store
             if self._is_mine(key)
         }
+        for key in self.known:
+            if key.startswith(WEIGHTS):
+                self._may_go(key)
         self._things: list[tuple[int, Callable[[], None]]] = [
             (8, self.put),
             (2, self.put_for_now),
@@ -190,6 +193,11 @@ class Worker:
             key = f"{self.which}/group {self.random.randrange(KEYS * self.life.plan.threads)}"
             if self._is_mine(key):
                 return key
+
+    def _may_go(self, weights: str) -> None:
+        """Weights may go from now on: with the group in their file, or at the end of this life."""
+        number = next(self.life.numbers)
+        self.life.tell("begin", number, LOSE, weights, None, "register")
 
     def _known_key(self, *, changes: bool = False) -> str | None:
         keys = [key for key, known in self.known.items() if known.changes or not changes]
@@ -271,6 +279,7 @@ class Worker:
         weights = WEIGHTS + content_hash(group)
         with self.life.doing("register", WRITE, weights, value):
             homes = self.store.register(f"adopted/{value[0]}", group)
+        self._may_go(weights)
         self._compare_values(weights, value, homes)
         if self._is_mine(key := f"adopted/{value[0]}"):
             # It lies in the file of its weights until it is changed; then in one of its own.
