@@ -62,6 +62,9 @@ class ServiceLink:
         if self._wire is None or self._wire.lost is not None:
             again = self._wire is not None
             self._wire = Wire(self.path, self.listener, private=self.private)
+            if self._closed:  # meanwhile: `stop` may not have seen this wire
+                self._wire.end("the store was closed")
+                raise ClosedError("the store was closed while it connected")
             if again:
                 logger.info("connected again to the service at %s", self.path)
                 # What is leased and idle was of another arena, beside the budget of this one.
@@ -189,13 +192,11 @@ class ServiceLink:
     def stop(self) -> None:
         """Ask for nothing any more: whoever waits for an answer gets ServiceLostError, and whoever
         asks from now on ClosedError. What is leased stays leased until `close`."""
-        wire = exclusively(self._connecting, self._closed_now)
+        # Without a lock: a thread that connects, or sends a file, may wait for a stopped service.
+        self._closed = True
+        wire = self._wire
         if wire is not None:
             wire.end("the store was closed")
-
-    def _closed_now(self) -> Wire | None:
-        self._closed = True
-        return self._wire
 
     def close(self) -> None:
         """End the connection: all leases are given back."""
