@@ -25,6 +25,7 @@ from tierstore.model.tiers import Tier
 from tierstore.plan.planner import NEXT_USE_OF_ALL
 from tierstore.service.allowances import allowances
 from tierstore.service.connection import Connection, Waiting, printable
+from tierstore.service.file_thread import FileThread
 from tierstore.service.shared_groups import SharedGroups
 from tierstore.system.files import close_quietly
 from tierstore.tiers.shared_memory import SharedArena
@@ -79,6 +80,7 @@ class Server:
         self._to_share_out = False
         self._changed = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._file_threads: set[FileThread] = set()  # of workers that are gone, which may hang
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -149,7 +151,8 @@ class Server:
         connection.alarm = self._loop.call_later(
             HELLO_SECONDS, connection.drop, "it has not said hello"
         )
-        if len(self.connections) > WORKERS:
+        hung = sum(thread.running for thread in self._file_threads)
+        if len(self.connections) + hung > WORKERS:
             connection.drop(f"it has {WORKERS} workers already")
             return
 
@@ -196,6 +199,8 @@ class Server:
         """A connection is over; what it had was given back."""
         self.connections.pop(connection.number, None)
         self.leases.end_stream(connection.number)
+        self._file_threads.add(connection.file_thread)
+        self._file_threads = {thread for thread in self._file_threads if thread.running}
         if connection.name:
             self.changed()
         if not self.stopping:
@@ -277,6 +282,7 @@ class Server:
         """Name who holds what others wait for, and refuse what nobody can give."""
         now = time.monotonic()
         for connection in list(self.connections.values()):
+            connection.check_connected()
             since = connection.unfinished
             if since is not None and now - since > UNFINISHED_SECONDS:
                 connection.drop("the rest of a message does not come")
