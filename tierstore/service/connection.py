@@ -465,8 +465,7 @@ class Connection:
         for waiting in self.waiting.values():
             waiting.task.cancel()
         self.waiting.clear()
-        for group in self.groups.values():
-            self.server.groups.leave(group)
+        self.server.leave(self.groups.values())
         self.groups.clear()
         self._inbox.clear()
         self._unread.clear()
