@@ -51,7 +51,7 @@ LOOK_SECONDS = 1.0
 UNFINISHED_SECONDS = 10.0
 """Seconds in which a message must have come as a whole."""
 
-LEFT_AT_ONCE = 500
+LEFT_AT_ONCE = 100
 """Groups of workers that are gone which are left in one turn of the event loop, at most."""
 
 HOPELESS_SECONDS = 60.0
