@@ -47,6 +47,7 @@ WATCHED = (
     "tests/model/test_stored_objects.py",
     "tests/plan/",
     "tests/store/test_checkpoint_files.py",
+    "tests/store/test_every_dtype.py",
     "tests/store/test_readable_again.py",
     "tests/tiers/test_directory.py::test_a_damaged_object",
     "tests/tiers/test_directory.py::test_nobody_else_may_look",

@@ -17,7 +17,7 @@ from tierstore import TierStore
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tierstore"
 
-MOST_METHODS = 28
+MOST_METHODS = 29
 MOST_LINES = 400
 MOST_PUBLIC_NAMES = 25
 

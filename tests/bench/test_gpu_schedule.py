@@ -102,6 +102,7 @@ def test_schedule_line_that_dies_is_missed_and_others_run(
     assert log(tmp_path) == [], "a fault is a result"
 
 
+@pytest.mark.full("waits for a line that hangs")
 def test_schedule_line_that_hangs_is_missed_and_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,3 +194,14 @@ def test_no_nesting_is_too_deep_and_none_is_without_end() -> None:
     found.end()
     with pytest.raises(RefusedError, match="too much to read"):
         scanner(deep(MOST_SKIPPED // 2 + 1)).skip()
+
+
+@pytest.mark.parametrize("number", [0, 17, 2**63 - 1])
+def test_scanner_number_is_read(number: int) -> None:
+    assert scanner(str(number)).number() == number
+
+
+@pytest.mark.parametrize("raw", ["-1", '"1"', str(2**63), ""])
+def test_scanner_other_number_is_refused(raw: str) -> None:
+    with pytest.raises(RefusedError, match="no whole number at byte"):
+        scanner(raw).number()

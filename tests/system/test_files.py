@@ -28,6 +28,7 @@ from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.file_table import MAX_OPEN_FILES, FileTable
 from tierstore.system.files import (
     DataFile,
+    close_quietly,
     direct_alignment,
     parts,
     pieces,
@@ -406,7 +407,9 @@ def test_a_file_that_was_passed_is_read_by_its_descriptors(path: str, direct: bo
             os.close(descriptor)
         past_the_cache = []
     os.unlink(path)  # nobody opens it by its name
-    passed = DataFile.passed("as they call it", cached, next(iter(past_the_cache), None))
+    passed = DataFile.passed(
+        "as they call it", cached, next(iter(past_the_cache), None), close_quietly
+    )
     assert passed.descriptors == (cached, *past_the_cache)
     assert passed.direct == bool(past_the_cache)
     assert read(passed, PAGE, 9) == content(SIZE)[PAGE : PAGE + 9]

@@ -107,6 +107,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.full("every bomb, in a process of its own")
 @pytest.mark.timeout(300)
 def test_a_small_pickle_takes_no_time_and_no_memory() -> None:
     rows = [line.split("|") for line in output_of("-c", READ, timeout=120).splitlines()]

@@ -1,7 +1,8 @@
 """One worker of a service: what it has sent, registered, leased, and waits for.
 
 Everything here happens on the thread of the event loop, which never waits: neither for a worker
-that does not read (what it should read is kept, up to a limit; then it is let go), nor for a disk.
+that does not read (what it should read is kept, up to a limit; then it is let go), nor for a disk,
+nor for the file system of what a worker passes (see `FileThread`).
 A worker that talks nonsense is let go, with what it had. But what it has leased, it may still be
 looking at, and is not told that it must not: that comes back when it hangs up, or its process ends.
 """
@@ -13,19 +14,22 @@ import contextlib
 import logging
 import os
 import re
+import select
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError, TierStoreError
+from tierstore.service.file_thread import FileThread
 from tierstore.service.passed_files import PassedFiles
 from tierstore.service.shared_groups import ServedGroup
 from tierstore.service.uploads import Upload
-from tierstore.system.files import close_quietly
+from tierstore.system.file_table import HeldFile
 from tierstore.wire import messages
 from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
 
@@ -106,7 +110,8 @@ class Connection:
         self._inbox: deque[Any] = deque()
         self._unread: deque[memoryview] = deque()
         self._unread_bytes = 0
-        self._files = PassedFiles()
+        self.file_thread = FileThread()
+        self._files = PassedFiles(self.file_thread)
         self._times: Counter[int] = Counter()  # how often each group was registered
         self._upload: Upload | None = None
         self._busy = False  # at something that takes long: no other message is looked at
@@ -118,7 +123,7 @@ class Connection:
             # Its children may have the socket, too: it is over when the process is.
             self._loop.add_reader(self._process, lambda: self.close("it ended"))
         self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.Open: self._files.open,
+            messages.Open: self._open,
             messages.CloseFile: self._files.close,
             messages.Register: self._register,
             messages.Forget: self._forget,
@@ -145,8 +150,7 @@ class Connection:
             self.close(error.strerror or str(error))
             return
         if self.let_go or not data:
-            for descriptor in passed:
-                close_quietly(descriptor)
+            self._files.drop(passed)
             if not data:
                 self.close("it closed the connection")
             return
@@ -163,7 +167,7 @@ class Connection:
 
     def _work(self) -> None:
         """Do what the messages that have come ask for, one by one."""
-        try:
+        with self._failing():
             while self._inbox and not (self._busy or self.let_go or self.closed):
                 message = self._inbox.popleft()
                 if isinstance(message, messages.Hello):
@@ -174,6 +178,12 @@ class Connection:
                 elif not self.name:
                     raise NonsenseError(f"it begins with a {type(message).__name__}")
                 self._handlers[type(message)](message)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Let the worker go if handling its message fails."""
+        try:
+            yield
         except NonsenseError as error:
             self.drop(str(error))
         except Exception as error:  # of ours: nobody is to wait for an answer that never comes
@@ -259,7 +269,44 @@ class Connection:
             return
         self._loop.remove_writer(self.socket)
 
+    # Work that takes long ----------------------------------------------------------------------
+
+    def _take_time(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await work that another thread does. Until it is done, nothing else that the worker sends
+        is looked at."""
+        self._busy = True
+        self.unfinished = None
+        self._loop.remove_reader(self.socket)
+        self.server.keep(self._loop.create_task(self._awaited(work)))
+
+    async def _awaited(self, work: Coroutine[Any, Any, None]) -> None:
+        with self._failing():
+            await work
+        self._busy = False
+        if self.closed:
+            return
+        if self._incoming.unfinished and not self.let_go:
+            self.unfinished = time.monotonic()
+        self._loop.add_reader(self.socket, self._readable)
+        self._work()
+
+    def check_connected(self) -> None:
+        """Close a connection that the worker has closed, if nothing is read that would say so."""
+        if self._busy and not self.closed:
+            ended = select.poll()
+            ended.register(self.socket, 0)  # POLLHUP is always reported
+            if ended.poll(0):
+                self.close("it closed the connection")
+
     # Files and groups --------------------------------------------------------------------------
+
+    def _open(self, message: messages.Open) -> None:
+        self._take_time(self._examine(self._files.open(message)))
+
+    async def _examine(self, examined: Future[list[HeldFile]]) -> None:
+        files = await asyncio.wrap_future(examined)
+        if not (self.closed or self.let_go):
+            self._files.add(files)
 
     def _register(self, message: messages.Register) -> None:
         if len(self.groups) + len(message.groups) > GROUPS:
@@ -372,24 +419,16 @@ class Connection:
         if self._upload is not None:
             raise NonsenseError("it hands over two objects at once")
         self._upload = Upload(self.server.engine, message)
-        self._take_time(message.request, self._upload.begin)
+        self._take_time(self._in_thread(message.request, self._upload.begin))
 
     def _take_part(self, message: messages.Part) -> None:
         upload = self._upload
         if upload is None or upload.request != message.request:
             return  # it has failed, and the worker was told
-        self._take_time(message.request, lambda: upload.take(message.data))
-
-    def _take_time(self, request: int, action: Callable[[], bool]) -> None:
-        """Do what may take long on another thread. If it gives True, the worker is told it is done;
-        until then, nothing else that it sends is looked at."""
-        self._busy = True
-        self.unfinished = None
-        self._loop.remove_reader(self.socket)
-        task = self._loop.create_task(self._in_thread(request, action))
-        self.server.keep(task)
+        self._take_time(self._in_thread(message.request, lambda: upload.take(message.data)))
 
     async def _in_thread(self, request: int, action: Callable[[], bool]) -> None:
+        """Do a part of an upload. If it gives True, the worker is told that it is done."""
         try:
             done = await self._loop.run_in_executor(None, action)
         except Exception as error:  # whatever it was: the worker waits to be told
@@ -400,13 +439,6 @@ class Connection:
                 self.send(messages.Done(request))
                 if self._upload is not None and self._upload.complete:
                     self._upload = None
-        self._busy = False
-        if self.closed:
-            return
-        if self._incoming.unfinished and not self.let_go:
-            self.unfinished = time.monotonic()
-        self._loop.add_reader(self.socket, self._readable)
-        self._work()
 
     # The end -----------------------------------------------------------------------------------
 
@@ -433,8 +465,7 @@ class Connection:
         for waiting in self.waiting.values():
             waiting.task.cancel()
         self.waiting.clear()
-        for group in self.groups.values():
-            self.server.groups.leave(group)
+        self.server.leave(self.groups.values())
         self.groups.clear()
         self._inbox.clear()
         self._unread.clear()

@@ -12,7 +12,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -25,7 +26,8 @@ from tierstore.model.tiers import Tier
 from tierstore.plan.planner import NEXT_USE_OF_ALL
 from tierstore.service.allowances import allowances
 from tierstore.service.connection import Connection, Waiting, printable
-from tierstore.service.shared_groups import SharedGroups
+from tierstore.service.file_thread import FileThread
+from tierstore.service.shared_groups import ServedGroup, SharedGroups
 from tierstore.system.files import close_quietly
 from tierstore.tiers.shared_memory import SharedArena
 from tierstore.wire import messages
@@ -48,6 +50,9 @@ LOOK_SECONDS = 1.0
 
 UNFINISHED_SECONDS = 10.0
 """Seconds in which a message must have come as a whole."""
+
+LEFT_AT_ONCE = 100
+"""Groups of workers that are gone which are left in one turn of the event loop, at most."""
 
 HOPELESS_SECONDS = 60.0
 """Seconds without any change after which the longest wait is refused: nobody gives anything back.
@@ -74,11 +79,13 @@ class Server:
         self._listening = listening
         self._budget = settings.tiers.budgets[Tier.HOST] or 0
         self._numbers = 0
+        self._leaving: deque[ServedGroup] = deque()  # of workers that are gone
         self._reclaimed = 0.0
         self._to_reclaim = False
         self._to_share_out = False
         self._changed = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._file_threads: set[FileThread] = set()  # of workers that are gone, which may hang
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -149,7 +156,8 @@ class Server:
         connection.alarm = self._loop.call_later(
             HELLO_SECONDS, connection.drop, "it has not said hello"
         )
-        if len(self.connections) > WORKERS:
+        hung = sum(thread.running for thread in self._file_threads)
+        if len(self.connections) + hung > WORKERS:
             connection.drop(f"it has {WORKERS} workers already")
             return
 
@@ -196,6 +204,8 @@ class Server:
         """A connection is over; what it had was given back."""
         self.connections.pop(connection.number, None)
         self.leases.end_stream(connection.number)
+        self._file_threads.add(connection.file_thread)
+        self._file_threads = {thread for thread in self._file_threads if thread.running}
         if connection.name:
             self.changed()
         if not self.stopping:
@@ -212,6 +222,26 @@ class Server:
             )
         elif not connection.visitor:
             log.warning("process %d was let go: %s", connection.pid, why)
+
+    def leave(self, groups: Iterable[ServedGroup]) -> None:
+        """A worker that had groups registered is served no more. Others are, while this goes on:
+        until its turn, a group counts as registered, also if the worker registers it again."""
+        if self.stopping:
+            return  # nothing is leased any more
+        waiting = bool(self._leaving)
+        self._leaving += groups
+        if not waiting:
+            self._leave_some()
+
+    def _leave_some(self) -> None:
+        if self.stopping:
+            return
+        for _ in range(min(LEFT_AT_ONCE, len(self._leaving))):
+            self.groups.leave(self._leaving.popleft())
+        if self._leaving:
+            self._loop.call_soon(self._leave_some)
+        else:
+            self.share_out_soon()
 
     # Sharing -----------------------------------------------------------------------------------
 
@@ -277,6 +307,7 @@ class Server:
         """Name who holds what others wait for, and refuse what nobody can give."""
         now = time.monotonic()
         for connection in list(self.connections.values()):
+            connection.check_connected()
             since = connection.unfinished
             if since is not None and now - since > UNFINISHED_SECONDS:
                 connection.drop("the rest of a message does not come")

@@ -17,7 +17,7 @@ import dataclasses
 import errno
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tierstore.model.errors import DiskFullError, TransferError, TruncatedFileError
@@ -96,10 +96,11 @@ class DataFile:
     """A file open for reading. Closed when the last reference goes."""
 
     _direct: int | None
+    _close: Callable[[int], None]
 
     def __init__(self, path: str, *, follow_links: bool) -> None:
         flags = _READ if follow_links else _READ | os.O_NOFOLLOW
-        self._take(path, os.open(path, flags), None)
+        self._take(path, os.open(path, flags), None, close_quietly)
         if direct_alignment(self._cached) == 0:
             return
         with contextlib.suppress(OSError):  # the file system may know no direct reads
@@ -109,14 +110,19 @@ class DataFile:
                 self._direct = None
 
     @classmethod
-    def passed(cls, path: str, cached: int, direct: int | None) -> DataFile:
+    def passed(
+        cls, path: str, cached: int, direct: int | None, close: Callable[[int], None]
+    ) -> DataFile:
         """A file that another process has opened, and calls `path`: its descriptors to read through
-        the page cache, and past it. Closes them in the end."""
+        the page cache, and past it. In the end, any thread calls `close` with each of them."""
         file = cls.__new__(cls)
-        file._take(path, cached, direct)
+        file._take(path, cached, direct, close)
         return file
 
-    def _take(self, path: str, cached: int, direct: int | None) -> None:
+    def _take(
+        self, path: str, cached: int, direct: int | None, close: Callable[[int], None]
+    ) -> None:
+        self._close = close
         self.path = path
         self._cached = cached
         self._direct = direct
@@ -131,7 +137,7 @@ class DataFile:
     def __del__(self) -> None:
         for descriptor in (getattr(self, "_cached", None), getattr(self, "_direct", None)):
             if descriptor is not None:
-                close_quietly(descriptor)
+                self._close(descriptor)
 
     @property
     def direct(self) -> bool:

@@ -80,8 +80,6 @@ class ObjectDirectory:
     """
 
     def __init__(self, disk_dir: str | Path, *, lasting: bool = True) -> None:
-        if not os.fspath(disk_dir):
-            raise ValueError("disk_dir is empty: name a directory, '.' for the current one")
         self.path = os.path.abspath(disk_dir)
         self._lasting = lasting
         self._explained = functools.partial(transfer_errors, path=self.path)

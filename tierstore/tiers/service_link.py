@@ -57,17 +57,25 @@ class ServiceLink:
         return exclusively(self._connecting, self._connected)
 
     def _connected(self) -> Wire:
-        if self._closed:
-            raise ClosedError("the store is closed: connect again")
+        self._check_open()
         if self._wire is None or self._wire.lost is not None:
             again = self._wire is not None
             self._wire = Wire(self.path, self.listener, private=self.private)
+            try:
+                self._check_open()
+            except ClosedError:  # since then: `stop` may not have seen this wire
+                self._wire.close()
+                raise
             if again:
                 logger.info("connected again to the service at %s", self.path)
                 # What is leased and idle was of another arena, beside the budget of this one.
                 self.listener.reclaim()
             self.listener.allowance(self._wire.welcome.allowance)
         return self._wire
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed: connect again")
 
     def listen(self, allowance: Callable[[int], None], reclaim: Callable[[], None]) -> None:
         """Have these told what the service says unasked (see `Listener`), and connect.
@@ -189,13 +197,11 @@ class ServiceLink:
     def stop(self) -> None:
         """Ask for nothing any more: whoever waits for an answer gets ServiceLostError, and whoever
         asks from now on ClosedError. What is leased stays leased until `close`."""
-        wire = exclusively(self._connecting, self._closed_now)
+        # Without a lock: a thread that connects, or sends a file, may wait for a stopped service.
+        self._closed = True
+        wire = self._wire
         if wire is not None:
             wire.end("the store was closed")
-
-    def _closed_now(self) -> Wire | None:
-        self._closed = True
-        return self._wire
 
     def close(self) -> None:
         """End the connection: all leases are given back."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import socket
 import sys
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -42,6 +44,9 @@ HELLO_SECONDS = 60.0
 
 PING_SECONDS = 1.0
 """Seconds after which who waits for an answer asks whether the messages arrive."""
+
+FULL_SECONDS = 0.1
+"""Seconds between checks, while the service reads nothing, whether the connection has ended."""
 
 UNFINISHED_SECONDS = 10.0
 """Seconds in which a message must have come as a whole, where somebody waits for one."""
@@ -179,13 +184,30 @@ class Wire:
             raise ServiceLostError(self.path, str(error)) from error
 
     def _send(self, message: Message, descriptors: Sequence[int]) -> None:
+        self._check_connected()
+        data = memoryview(self._outgoing.encoded(message))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))
+        beside = [rights] if descriptors else []
+        while data:
+            try:
+                sent = self._socket.sendmsg([data], beside, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_for_room()
+            else:
+                data, beside = data[sent:], []
+
+    def _wait_for_room(self) -> None:
+        """Wait until the service reads on. Raises ServiceLostError once the connection has ended:
+        a service that is stopped reads nothing, and `close` must not wait for it."""
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        while not room.poll(FULL_SECONDS * 1000):
+            self._check_connected()
+        self._check_connected()
+
+    def _check_connected(self) -> None:
         if self.lost is not None:
             raise ServiceLostError(self.path, self.lost)
-        data = self._outgoing.encoded(message)
-        if descriptors:
-            sent = socket.send_fds(self._socket, [data], list(descriptors))
-            data = data[sent:]
-        self._socket.sendall(data)
 
     def _expect_the_rest(self) -> None:
         since = self._unfinished
@@ -292,10 +314,12 @@ class Wire:
                 self.release(message.request)  # whoever asked for it does not wait any more
 
     def end(self, why: str) -> None:
-        """The connection is over: whoever waits is told why."""
-        with self._sending:
-            if self.lost is None:
-                self.lost = why
+        """End the connection: whoever waits for an answer, or for room to send, is told why.
+
+        Takes no lock: a thread that waits for room has `_sending`.
+        """
+        if self.lost is None:
+            self.lost = why
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)  # nobody reads on; the service keeps leases
         for future in list(self._waiting.values()):
