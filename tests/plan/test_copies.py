@@ -17,6 +17,19 @@ def test_a_new_planner_holds_nothing_and_has_nothing_to_do() -> None:
     assert told(planner) == []
 
 
+def test_largest_in_memory_leaves_out_groups_on_disk() -> None:
+    planner = planner_of(20)
+    assert planner.table.largest_in_memory() == 0
+    put(planner, "a", 5)
+    put(planner, "b", 3)
+    register(planner, "c", 8)
+    assert planner.table.largest_in_memory() == 5
+    planner.discard("a")
+    assert planner.table.largest_in_memory() == 3
+    planner.discard("b")
+    assert planner.table.largest_in_memory() == 0
+
+
 def test_the_peak_is_the_most_that_was_ever_there() -> None:
     planner = planner_of(10)
     put(planner, "a", 5)
