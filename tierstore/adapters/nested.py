@@ -68,10 +68,10 @@ def _with_tensors(
 def _give(container: Any, items: Mapping[Any, Any]) -> None:
     """Have a list, a mapping or a record have other items."""
     for key, item in items.items():
-        if is_record(container):
-            object.__setattr__(container, key, item)  # it may be frozen
-        else:
+        if isinstance(container, (list, MutableMapping)):  # which a record may be, too
             container[key] = item
+        else:
+            object.__setattr__(container, key, item)  # it may be frozen
 
 
 class _Rebuilding:
