@@ -117,4 +117,4 @@ def test_service_ends_while_a_file_hangs(tmp_path: Path, file: HungFile):
         file.hangs()
         file.send(raw)
         raw.send(m.Ping())
-        wait_until(lambda: any(c._busy for c in service.server.connections.values()))
+        wait_until(lambda: any(c.busy for c in service.server.connections.values()))

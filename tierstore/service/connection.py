@@ -114,7 +114,7 @@ class Connection:
         self._files = PassedFiles(self.file_thread)
         self._times: Counter[int] = Counter()  # how often each group was registered
         self._upload: Upload | None = None
-        self._busy = False  # at something that takes long: no other message is looked at
+        self.busy = False  # at something that takes long: no other message is looked at
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.socket, self._readable)
         self._process: int | None = None
@@ -168,7 +168,7 @@ class Connection:
     def _work(self) -> None:
         """Do what the messages that have come ask for, one by one."""
         with self._failing():
-            while self._inbox and not (self._busy or self.let_go or self.closed):
+            while self._inbox and not (self.busy or self.let_go or self.closed):
                 message = self._inbox.popleft()
                 if isinstance(message, messages.Hello):
                     self._greet(message)
@@ -274,7 +274,7 @@ class Connection:
     def _take_time(self, work: Coroutine[Any, Any, None]) -> None:
         """Await work that another thread does. Until it is done, nothing else that the worker sends
         is looked at."""
-        self._busy = True
+        self.busy = True
         self.unfinished = None
         self._loop.remove_reader(self.socket)
         self.server.keep(self._loop.create_task(self._awaited(work)))
@@ -282,7 +282,7 @@ class Connection:
     async def _awaited(self, work: Coroutine[Any, Any, None]) -> None:
         with self._failing():
             await work
-        self._busy = False
+        self.busy = False
         if self.closed:
             return
         if self._incoming.unfinished and not self.let_go:
@@ -292,7 +292,7 @@ class Connection:
 
     def check_connected(self) -> None:
         """Close a connection that the worker has closed, if nothing is read that would say so."""
-        if self._busy and not self.closed:
+        if self.busy and not self.closed:
             ended = select.poll()
             ended.register(self.socket, 0)  # POLLHUP is always reported
             if ended.poll(0):
