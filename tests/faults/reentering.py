@@ -103,7 +103,7 @@ class Signalling:
     """Has something done by the handler of a signal that comes there. A context manager."""
 
     def __init__(self, act: Callable[[str], None]) -> None:
-        self.sent = self.handled = 0
+        self.sent = self.handled = self.passed = 0
         self._act = act
         self._handling = False
         self._where = ""
@@ -118,7 +118,8 @@ class Signalling:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.handled += 1
-        if self._handling:  # what was held back meanwhile
+        if self._handling:  # it was held back meanwhile
+            self.passed += 1
             return
         self._handling = True
         tracing = sys.gettrace()

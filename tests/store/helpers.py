@@ -47,6 +47,8 @@ def pages(value: float, count: int = 1) -> torch.Tensor:
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor's elements in logical order. Equal bits: equal values, NaN or not."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if plain.dtype is torch.float4_e2m1fn_x2:  # which torch 2.8 cannot copy
+        plain = plain.view(torch.uint8)
     row = torch.empty(plain.numel(), dtype=plain.dtype).copy_(plain.reshape(-1))
     return row.view(torch.uint8).numpy().tobytes()
 

@@ -39,7 +39,7 @@ from tierstore.model.errors import (
     UnknownKeyError,
 )
 from tierstore.model.groups import NO_GROUP, GroupId
-from tierstore.model.locks import RLock, inside, may_wait
+from tierstore.model.locks import RLock, held_here, inside, may_wait
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.observe.event_log import EventLog
@@ -459,7 +459,12 @@ class TransferReports:
 
     def removed_if_open(self) -> None:
         """`removed`, unless nobody has the store any more."""
-        if (core := self._core()) is not None:
+        core = self._core()
+        if core is None:
+            return
+        if held_here(core.lock):  # the file went before the transaction that removes it was over
+            core.queue.changed()
+        else:
             core.reports.removed()
 
 

@@ -59,6 +59,11 @@ def inside() -> bool:
     return section is not None and section._is_owned()
 
 
+def held_here(lock: Any) -> bool:
+    """Whether this thread has an RLock."""
+    return bool(lock._is_owned())
+
+
 def serve(job: Callable[[], None]) -> None:
     """Run what a thread of a store does: it must never wait for what only such threads do."""
     _here.serves = True

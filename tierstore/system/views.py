@@ -133,7 +133,7 @@ def show_one(spec: TensorSpec, memory: Any) -> torch.Tensor:
 def clone_all(spec: GroupSpec, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies that share no memory with `views`, but among themselves where `views` do."""
     if spec.simple:  # as almost all are: a copy of each is all there is to do
-        return {tensor.name: views[tensor.name].clone() for tensor in spec.tensors}
+        return {tensor.name: _clone(views[tensor.name]) for tensor in spec.tensors}
     blocks = blocks_of(views)
     copies: dict[str, torch.Tensor] = {}
     for block, source in blocks:
@@ -141,6 +141,13 @@ def clone_all(spec: GroupSpec, views: Mapping[str, torch.Tensor]) -> dict[str, t
         for view in block.views:
             copies[view.name] = view_one(view, memory, view.offset)
     return {tensor.name: copies[tensor.name] for tensor in spec.tensors}
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    """Clone a tensor of any dtype: torch before 2.9 cannot copy float4 as such."""
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        return tensor.view(torch.uint8).clone().view(tensor.dtype)
+    return tensor.clone()
 
 
 def byte_view(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
