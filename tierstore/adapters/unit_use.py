@@ -47,6 +47,8 @@ class StandIn:
         self.name = name
         self.run: Callable[[StandIn, Any, Any], Any] | None = run
         self.kind = type(module)
+        self._of_class: Any = None
+        self._method: Any = None
         self.replaced: Any = module.__dict__.get(name)
         while isinstance(self.replaced, StandIn) and self.replaced.gone:
             self.replaced = self.replaced.replaced
@@ -64,8 +66,18 @@ class StandIn:
     def original(self) -> Callable[..., Any]:
         """The method as plain Python would find it now: what it stands in front of in the module's
         dictionary, or the method of the class that the module has, as that class has it."""
-        found: Callable[..., Any] | None = self.replaced
-        return method_of_class(self.module, self.name) if found is None else found
+        if self.replaced is not None:
+            replaced: Callable[..., Any] = self.replaced
+            return replaced
+        # torch.compile traces this comparison, but no walk through the bases of a class.
+        if getattr(type(self.module), self.name, None) is not self._of_class:
+            self._look_up()
+        method: Callable[..., Any] = self._method
+        return method
+
+    def _look_up(self) -> None:
+        self._of_class = getattr(type(self.module), self.name, None)
+        self._method = method_of_class(self.module, self.name)
 
     @property
     def ordinary(self) -> Callable[..., Any]:

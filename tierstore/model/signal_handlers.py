@@ -12,6 +12,7 @@ SIGINT's own handler stays: it raises KeyboardInterrupt, which a section survive
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import contextlib
 import os
 import signal
 import sys
@@ -121,8 +122,12 @@ def let_go(held: Iterable[HeldHandler]) -> None:
         for each in held:
             each.put_back()
     finally:
-        due = list(arrived)  # not in the sections that they have themselves, one in the other
-        arrived.clear()
+        # All of them first, so that they do not run in each other's sections. One by one: a handler
+        # that comes in between takes what is left, and nothing runs twice.
+        due: list[tuple[int, Handler]] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                due.append(arrived.popleft())
         _run(due, sys._getframe(1))
 
 
