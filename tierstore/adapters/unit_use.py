@@ -172,8 +172,9 @@ def method_of_class(owner: Any, name: str) -> Callable[..., Any]:
 
 
 def same(value: Any) -> Any:
-    """The value itself: what a pickle calls to get it."""
-    return value
+    """Return the value itself, for pickles, or the model that a `CopiedAs` stands for in a shallow
+    copy."""
+    return value.shallow() if type(value) is CopiedAs else value
 
 
 class CopiedAs:
@@ -191,6 +192,10 @@ class CopiedAs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return same, (self._pickled(),)
+
+    def shallow(self) -> Any:
+        """Return a copy that shares the weights, as a pickle would have them."""
+        return self._pickled()
 
 
 def has_method(module: nn.Module, name: str) -> bool:
