@@ -477,8 +477,10 @@ def check_at_end() -> None:
     if _library is None:
         return
     assert not forget_unmapped(), "registered memory was unmapped"
-    if registered_bytes():
-        gc.collect()  # it may be in a cycle
+    ends = time.monotonic() + 10
+    while registered_bytes() and time.monotonic() < ends:
+        gc.collect()  # it may be in a cycle, or dropped by a thread that is about to end
+        time.sleep(0.02)
     assert not registered_bytes(), "memory is still registered"
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.accelerator import same
-
 
 def parameter_bytes(module: nn.Module, *, trained: bool = False) -> int:
     """Bytes of all parameters (or those that are trained), tied ones once."""
@@ -26,6 +24,9 @@ def assert_same(
     Of tensors, the device may be another, unless it must be the same, too. If a `device` is given,
     it has computed what was found, and the CPU what is expected: `accelerator.same` compares.
     """
+    from tests.accelerator import same  # not at import: it loads the accelerator, after which
+    # no process may fork and go backward.
+
     again = functools.partial(assert_same, same_device=same_device, device=device)
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor), where
