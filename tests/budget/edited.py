@@ -88,7 +88,7 @@ def edited(how: str, checkpoint: Path, disk_dir: str) -> dict[str, Any]:
     model, other = mapped(checkpoint), checkpoint.with_name(OTHER)
     offload: Any = dispatch_model
     if "group offload" in how:
-        import_module("diffusers.hooks")
+        import_module("diffusers.pipelines.pipeline_utils")  # which enabling imports, with hooks
         offload = enable_group_offload
     with torch.no_grad(), TierStore(BUDGET, disk_dir, device="cpu") as store:
         with AnonymousPeak() as peak:

@@ -320,6 +320,18 @@ int unpin_in_place(void* data) {
 int register_host(void* data, int64_t size) { return refused(pin_in_place(data, size)); }
 int unregister_host(void* data) { return refused(unpin_in_place(data)); }
 
+// Unregisters what is left, so that one test that leaves some does not fail those after it.
+void unregister_all() {
+  std::vector<void*> left;
+  {
+    Lock lock(state().mutex);
+    for (auto& [_, block] : state().blocks) {
+      if (!block->chunk && block->device < 0) left.push_back(block->data);
+    }
+  }
+  for (void* data : left) unpin_in_place(data);
+}
+
 // As if memory that was unmapped had been unregistered before.
 int64_t forget_unmapped() {
   Lock lock(state().mutex);

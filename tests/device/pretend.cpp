@@ -177,6 +177,7 @@ bool pretend_is_capturing(int index) {
 }
 int pretend_get_last_error() { return std::exchange(last_error, 0); }
 int64_t pretend_forget_unmapped() { return forget_unmapped(); }
+void pretend_unregister_all() { unregister_all(); }
 bool pretend_watches_maps() { return watches_maps; }
 int pretend_register_host(void* data, int64_t size) { return register_host(data, size); }
 int pretend_unregister_host(void* data) { return unregister_host(data); }

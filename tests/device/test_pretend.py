@@ -399,7 +399,7 @@ def test_unregistering_what_a_copy_still_uses_is_noticed(device: ModuleType) -> 
 CHANGES = {
     "munmap": lambda libc, address: libc.munmap(address, 8192),
     "mmap": lambda libc, address: libc.mmap(address, 8192, *ANONYMOUS, -1, 0),
-    "mremap": lambda libc, address: libc.mremap(address, 8192, 4096, 0),
+    "mremap": lambda libc, address: libc.mremap(address, 8192, 4096, 0, None),
     "madvise": lambda libc, address: libc.madvise(address, 8192, mmap.MADV_DONTNEED),
 }
 ANONYMOUS = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10)
@@ -1061,6 +1061,16 @@ def capture(device: ModuleType, side: torch.Stream) -> Iterator[torch.Stream]:
             device.end_capture()
 
 
+def register_and_unregister() -> None:
+    memory = torch.ones(1)
+    try:
+        pretend.register_host(memory.data_ptr(), memory.nbytes)
+    except RuntimeError:
+        pretend.cudart().cudaGetLastError()  # else the next launch raises it
+        raise
+    pretend.unregister_host(memory.data_ptr())
+
+
 HOST_WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "stream": lambda x: torch.accelerator.current_stream().synchronize(),
     "other stream": lambda x: torch.Stream(device="pretend:0").synchronize(),
@@ -1072,7 +1082,7 @@ HOST_WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "copy": lambda x: x.cpu(),
     "nonzero": lambda x: x.nonzero(),
     "cache": lambda x: torch.accelerator.empty_cache(),
-    "registering": lambda x: pretend.register_host(x.new_ones(1, device="cpu").data_ptr(), 4),
+    "registering": lambda x: register_and_unregister(),
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,11 @@ class Attentions(nn.Module):
         return x
 
 
+def pages_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the pages that tensors take at the most."""
+    return sum(-(-tensor.nbytes // 4096) * 4096 for tensor in tensors)
+
+
 def nbytes_of(model: nn.Module) -> int:
     return sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
 
@@ -159,7 +165,8 @@ def test_caches_in_buffers_stay_right_and_off_the_disk(device: str, tmp_path: Pa
             if step == 5:
                 settled, used = weights_on_disk(store), sum(store.stats().used_bytes.values())
         assert weights_on_disk(store) == settled  # no content was written since
-        assert sum(store.stats().used_bytes.values()) <= used + 4096
+        # Weights may be in RAM and on disk, or on disk alone.
+        assert sum(store.stats().used_bytes.values()) <= used + pages_of(model.parameters())
         with torch.no_grad():
             for each in (model, reference):  # as a new prompt begins; torch does not count it
                 each.layers[1].keys.data.zero_()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.accelerator import ACCELERATOR
 from tests.faults.crowds import Throng, Watch
 from tests.faults.values import Torn, fill, group, tag_for, tag_of
 from tests.helpers.engine import core_of
@@ -33,7 +34,7 @@ STEPS = 25  # of each thread in a round
 
 
 @pytest.mark.full("eight threads on the CPU see each kind of disorder", keep=["8-cpu"])
-@pytest.mark.long("eight threads see each kind of disorder", keep=["8-cpu", "8-pretend"])
+@pytest.mark.long("eight threads see each kind of disorder", keep=["8-cpu", f"8-{ACCELERATOR}"])
 @on_both
 @pytest.mark.parametrize("threads", [8, 64])
 @pytest.mark.timeout(14400)

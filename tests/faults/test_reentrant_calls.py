@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator import ACCELERATOR
 from tests.faults.interrupting import at_call
 from tests.faults.reentering import (
     Calls,
@@ -142,7 +143,7 @@ def assert_unharmed(scene: Scene, calls: Calls, neighbour: Neighbour) -> None:
 @on_both
 @pytest.mark.full(
     "calls of an accelerator differ in the end of a lease and in copies",
-    keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", "pretend-update"],
+    keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", f"{ACCELERATOR}-update"],
 )
 @pytest.mark.timeout(4 * 3600)
 def test_a_finalizers_call_works_or_is_told(device: str, name: str, quick_dir: Path) -> None:
@@ -162,7 +163,7 @@ def test_a_finalizers_call_works_or_is_told(device: str, name: str, quick_dir: P
 @on_both
 @pytest.mark.full(
     "calls of an accelerator differ in the end of a lease and in copies",
-    keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", "cpu-training", "pretend-update"],
+    keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", "cpu-training", f"{ACCELERATOR}-update"],
 )
 @pytest.mark.timeout(4 * 3600)
 def test_a_signal_handlers_call_works(device: str, name: str, quick_dir: Path) -> None:

@@ -70,7 +70,9 @@ def test_disk_dir_link_is_followed(below: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("below", ["", "store"])
 def test_disk_dir_dangling_link_raises(below: str, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("unmounted")
-    with pytest.raises(TransferError, match=r"link is a link to unmounted, which does not exist"):
+    with pytest.raises(
+        TransferError, match=r"link is a link to \S*unmounted, which does not exist"
+    ):
         TierStore(BUDGET, tmp_path / "link" / below, device="cpu")
     assert os.listdir(tmp_path) == ["link"]
 

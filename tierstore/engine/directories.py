@@ -45,10 +45,10 @@ def resolved_directory(path: str | os.PathLike[str]) -> str:
     wanted = there = os.path.abspath(os.path.expanduser(text))
     while not os.path.lexists(there):
         there = os.path.dirname(there)
-    if not os.path.exists(there):
+    if os.path.islink(there) and not os.path.exists(there):
         raise TransferError(
             f"{wanted} cannot be a store's directory: {there} is a link to "
-            f"{os.readlink(there)}, which does not exist; mount that disk, or pass another "
+            f"{os.path.realpath(there)}, which does not exist; mount that disk, or pass another "
             "disk_dir",
             path=wanted,
         )
