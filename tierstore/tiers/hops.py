@@ -84,7 +84,7 @@ class DeviceToHost:
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         src, dst, down = entry.slots[self.src], entry.slots[self.dst], self._device.down
-        memory = self._host.arena.fill(dst)
+        memory = self._host.memory_of(entry)
         dst.wait()
         for event in [*src.pending, entry.arrival]:
             if event is not None:
