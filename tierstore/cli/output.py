@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import compress
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -148,17 +149,19 @@ def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
         columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
         cells = [[row[i] for i in kept] for row in cells]
     gaps = _GAP * (len(columns) - 1)
+    wanted = list(widths)
     _narrow(widths, columns, console.width - gaps)
     # Where even that is too wide, the terminal shall wrap lines: rich would leave columns out.
     console.width = max(console.width, sum(widths) + gaps)
     ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
     title = [column.title for column in columns]
     console.file.write(_line(console, columns, widths, title, ["bold"] * len(columns)))
+    narrowed = [width < full for width, full in zip(widths, wanted, strict=True)]
     for row in cells:
-        fits = (_width(cell) <= width for cell, width in zip(row, widths, strict=True))
-        if not all(fits):
-            row = [words.shorten(c, w, ellipsis, _width) for c, w in zip(row, widths, strict=True)]
-        console.file.write(_line(console, columns, widths, row, [_STYLES.get(c, "") for c in row]))
+        for i in compress(range(len(row)), narrowed):
+            row[i] = words.shorten(row[i], widths[i], ellipsis, _width)
+        styles = [_STYLES.get(cell, "") for cell in row]
+        console.file.write(_line(console, columns, widths, row, styles))
 
 
 def _width(text: str) -> int:
@@ -178,8 +181,8 @@ def _line(
     """One line of a table. A library for tables takes ten times as long for many rows."""
     padded = []
     for column, width, cell in zip(columns, widths, cells, strict=True):
-        space = " " * (width - _width(cell))
-        padded.append(space + cell if column.right else cell + space)
+        room = width if cell.isascii() else width - _width(cell) + len(cell)
+        padded.append(cell.rjust(room) if column.right else cell.ljust(room))
     if not any(styles):
         return (" " * _GAP).join(padded).rstrip() + "\n"
     from rich.text import Text

@@ -30,6 +30,7 @@ from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
 from tierstore.model.objects import StoredObject
+from tierstore.system.collector import paused
 from tierstore.system.locking import is_locked
 from tierstore.system.objects import (
     LOCK,
@@ -222,7 +223,7 @@ def survey(directory: str) -> Contents:
     """Look through a store's directory."""
     contents = Contents(directory)
     with opened_store(directory) as root:
-        with system_failures(f"reading {directory}"):
+        with system_failures(f"reading {directory}"), paused():
             _walk(contents, root)
             room = os.fstatvfs(root)
         contents.free = room.f_bavail * room.f_frsize
