@@ -125,6 +125,9 @@ class MemoryTier:
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         slot = entry.slots[self.tier]
+        return slot.while_locked(lambda: self._view(entry, slot))
+
+    def _view(self, entry: GroupEntry, slot: Slot) -> dict[str, torch.Tensor]:
         if slot.views is None:
             assert slot.memory is not None
             offsets, again = self._offsets(entry.spec), self.left.storages_of(entry.group)

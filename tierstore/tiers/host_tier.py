@@ -73,6 +73,7 @@ class HostTier(MemoryTier):
         """The tensors of a group's copy, or of the room for one, for somebody who may write to
         them: nobody else is given the same tensors. Waits for the device to be done with it."""
         slot, memory = self._room(entry)
+        slot.while_locked(lambda: setattr(slot, "exposed", True))
         slot.wait()
         return view_all(entry.spec, memory, _offsets(entry.spec))
 
