@@ -289,6 +289,21 @@ def test_spare_locked_pages_give_way_to_a_large_slot(
     assert arena._memory.used() == 0
 
 
+@pytest.mark.filterwarnings("ignore:CUDA could not page-lock")
+def test_spare_pageable_pages_give_way_to_a_large_slot(
+    arena: RegisteredArena, driver: Driver
+) -> None:
+    driver.limit = 0
+    kept = sparse(arena)
+    assert arena._memory.used() == BUDGET
+    large = filled(arena, 2 * MIB, 7)
+    assert large.slab is None
+    assert arena.peak_held == BUDGET
+    assert arena._memory.used() <= BUDGET
+    assert not driver.locked
+    assert all(slot.memory is not None for slot in kept)
+
+
 def test_slab_that_somebody_looks_at_stays_locked(
     arena: RegisteredArena, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -215,9 +215,8 @@ class RegisteredMemory:
         try:
             self._check(result)
         except RuntimeError as error:
-            registration.registering = False
+            registration.registering = False  # an ordinary map, which counts all the same
             leave_to_forks(address, nbytes, True)
-            del _live[address]  # an ordinary map
             self._warn(nbytes, error)
         return buffer, registration
 
