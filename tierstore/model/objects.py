@@ -38,7 +38,7 @@ from tierstore.model.header import (
     parse_header,
     shown,
 )
-from tierstore.model.scanning import TEXT, Scanner
+from tierstore.model.scanning import READ_AT_ONCE, TEXT, Scanner
 
 MAX_KEY_BYTES = 1024
 
@@ -144,7 +144,7 @@ def _views(text: str) -> dict[str, list[TensorSpec]]:
     """The tensors that look at each block, exactly as `build_header` writes them."""
     raw = text.encode()
     by_block: dict[str, list[TensorSpec]] = {}
-    if b"\\" not in raw and _USUAL_VIEWS.fullmatch(raw):
+    if len(raw) <= READ_AT_ONCE and b"\\" not in raw and _USUAL_VIEWS.fullmatch(raw):
         rows = _VIEW.findall(raw)
         if len({name for name, *_ in rows}) == len(rows):
             for name, block, *layout in rows:

@@ -29,6 +29,9 @@ _SCALAR = re.compile(rb'[^"\[\]{},: \t\n\r]++')
 _PAIR = rb'"([^"\\\x00-\x1f]*+)":' + TEXT
 _PAIRS = re.compile(rb"\{(?:%b(?:,%b){0,63}+)?+\}" % (_PAIR, _PAIR))
 _PAIR_OF = re.compile(_PAIR)
+READ_AT_ONCE = 64 << 10
+"""Bytes of an object that may be read at once: what is built of more is built piece by piece."""
+
 _SPACES = b" " * PAGE
 _decoder = json.JSONDecoder()
 _SHORT = 1000
@@ -132,7 +135,7 @@ class Scanner:
         """An object of texts, as most write it, read at once. None, and nothing is read, if the
         next value is anything else, or may be too much."""
         found = _PAIRS.match(self._raw, self._at)
-        if found is None:
+        if found is None or found.end() - self._at > READ_AT_ONCE:
             return None
         pairs = _PAIR_OF.findall(self._raw, self._at, found.end())
         try:
