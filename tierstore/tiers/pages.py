@@ -200,6 +200,12 @@ class RecycledPages:
         weakref.finalize(buffer, self._come_back, room).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
+    @property
+    def waiting(self) -> int:
+        """Bytes of memory that wait for a slot."""
+        rooms = sum(room.spare_small() + room.spare_huge() for room in self._waiting)
+        return rooms + sum(slab.spare_small() for slab in self._slabs)
+
     def leave(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]] | None) -> None:
         """Memory of a slot is somebody else's: these parts of it, and the pages of others go back
         to the system. With None, it is ours again, before it is let go of."""
