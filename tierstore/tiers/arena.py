@@ -25,7 +25,7 @@ from tierstore.tiers.pages import RecycledPages
 from tierstore.tiers.pinned import RegisteredMemory, RegisteredSlab, pinned_memory
 
 if TYPE_CHECKING:
-    from tierstore.tiers.slot_views import SlotViews
+    from tierstore.tiers.slot_views import LookedAt, SlotViews
 
 T = TypeVar("T")
 
@@ -62,6 +62,16 @@ class Slot:
     def is_seen(self) -> bool:
         """Whether anybody else may have a view of the memory."""
         return self.exposed or (self.views is not None and self.views.are_looked_at())
+
+    def end_views(self) -> LookedAt | None:
+        """Forget the tensors of the group. Returns what somebody still looks at, if he does."""
+        return self.while_locked(self._end_views)
+
+    def _end_views(self) -> LookedAt | None:
+        views, self.views = self.views, None
+        looked_at = None if views is None else views.end()
+        self.exposed = self.exposed or looked_at is not None
+        return looked_at
 
     def bytes(self) -> memoryview:
         """The memory of a host slot."""
@@ -196,11 +206,11 @@ class Arena:
         slot.memory = memory = self._made(slot)
         self.made += 1
         self.bytes_held += slot.nbytes
-        self.peak_held = max(self.peak_held, self._bytes_there())
+        self.peak_held = max(self.peak_held, self.bytes_there())
         return memory
 
-    def _bytes_there(self) -> int:
-        """Bytes of memory that exist now."""
+    def bytes_there(self) -> int:
+        """Bytes of memory that exist now, those that slots share and none has included."""
         return self.bytes_held
 
     def _made(self, slot: Slot) -> torch.Tensor:
@@ -287,7 +297,7 @@ class RegisteredArena(Arena):
     def _give(self, slot: Slot, keep: bool) -> None:
         super()._give(slot, keep and not (slot.slab is not None and slot.slab.unlocked))
 
-    def _bytes_there(self) -> int:
+    def bytes_there(self) -> int:
         return self._memory.used()
 
 

@@ -150,8 +150,7 @@ class MemoryTier:
         """Give a slot back by `give`: now, or when nobody looks at it any more."""
         self.left.collect()
         slot = entry.slots.pop(self.tier)
-        views, slot.views = slot.views, None
-        looked_at = None if views is None else views.end()
+        looked_at = slot.end_views()
         if looked_at is None or self._closed:  # of a closed tier, nothing is used again
             give(slot)
             return
