@@ -122,6 +122,14 @@ def test_finetuning(tmp_path: Path) -> None:
 
 @pytest.mark.pretend_only("itself")
 @WHOLE_BENCHMARK
+def test_small_groups(tmp_path: Path) -> None:
+    text = run("small_groups", tmp_path)
+    assert "wrong values with 64 MiB (0)" in text
+    assert "wrong values with 2 GiB (0)" in text
+    assert {"opened", "`ls`", "`df`"} <= cells(text).keys()
+
+
+@WHOLE_BENCHMARK
 def test_queueing(tmp_path: Path) -> None:
     text = run("queueing", tmp_path)
     for tensors in ("1", "12"):

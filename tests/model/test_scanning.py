@@ -205,3 +205,71 @@ def test_scanner_number_is_read(number: int) -> None:
 def test_scanner_other_number_is_refused(raw: str) -> None:
     with pytest.raises(RefusedError, match="no whole number at byte"):
         scanner(raw).number()
+
+
+# Objects of texts, read at once -------------------------------------------------------------------
+
+
+def one_by_one(raw: bytes) -> dict[str, str]:
+    """An object of texts, as it is read where it is not read at once."""
+    read = scanner(raw)
+    found = {name: read.text() for name in read.members(100)}
+    read.end()
+    return found
+
+
+@given(st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=9), st.booleans())
+def test_texts_read_at_once_are_those_read_one_by_one(
+    texts: dict[str, str], ascii_only: bool
+) -> None:
+    try:
+        raw = json.dumps(texts, ensure_ascii=ascii_only, separators=(",", ":")).encode()
+        json.dumps(texts, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return
+    assert one_by_one(raw) == texts
+    read = scanner(raw)
+    found = read.texts(100)
+    assert found == texts or (found is None and b"\\" in raw)
+    if found is None:
+        assert read.sees(b"{"), "nothing was read"
+    else:
+        read.end()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a":"1","a":"2"}',
+        b'{"a":1}',
+        b'{"a":"1"',
+        b'{"a":"1",}',
+        rb'{"a":"\ud83d"}',
+        rb'{"a":"\x41"}',
+        b'{"a":"\xff"}',
+        b'{"a" : "1"}',
+        b'{"a":"' + b"b" * 70_000 + b'"}',
+        b"{" + b",".join(b'"%d":""' % i for i in range(70)) + b"}",
+    ],
+)
+def test_texts_that_need_a_closer_look_are_not_read_at_once(raw: bytes) -> None:
+    read = scanner(raw)
+    assert read.texts(1000) is None
+    assert read.sees(b"{"), "nothing was read"
+
+
+def test_texts_are_no_more_than_may_be() -> None:
+    assert scanner(b'{"a":"1","b":"2"}').texts(2) == {"a": "1", "b": "2"}
+    assert scanner(b'{"a":"1","b":"2"}').texts(1) is None
+
+
+@pytest.mark.parametrize("spaces", [0, 1, 4096, 4097, 10_000])
+@pytest.mark.parametrize("rest", [b"", b"x", b"\n"])
+def test_end_is_after_spaces_only(spaces: int, rest: bytes) -> None:
+    read = scanner(b"[]" + b" " * spaces + rest)
+    assert read.numbers(1) == ()
+    if rest == b"x":
+        with pytest.raises(RefusedError, match="something follows its end"):
+            read.end()
+    else:
+        read.end()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tierstore.model import objects
 from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import Block, Packing, TensorSpec, pack
 from tierstore.model.header import LENGTH_BYTES, Header, build_header, digest, parse_header
@@ -99,3 +100,31 @@ def test_a_block_is_what_its_only_tensor_is() -> None:
 def test_every_block_is_looked_at_and_every_tensor_looks_at_one() -> None:
     assert "looks at no block" in refused(w=["t", "F32", [2, 3], [3, 1], 0])
     assert "looks at no block" in refused(more=["nothing", "F32", [1], [1], 0])
+
+
+NAMES = ("w", "a.b", "\u00e9", 'say "w"', "back\\slash", "two\nlines")
+
+
+@pytest.mark.parametrize("count", [1, 6, 64, 65])
+def test_views_read_at_once_are_those_read_one_by_one(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first in range(len(NAMES)):
+        names = [f"{NAMES[(first + i) % 6]}{i // 6 or ''}" for i in range(count)]
+        packing = pack(Block(n, "F32", (2, 3), 24, (spec(n, (2, 3), (3, 1)),)) for n in names)
+        raw = build_header(KEY, packing, [digest(name.encode()) for name in names])
+        found = parse_header(raw[8:], len(raw) + packing.dense_nbytes, "m.st")
+        at_once = decode_object(found, "m.st")
+        assert at_once.packing == packing
+        with monkeypatch.context() as patch:
+            patch.setattr(objects, "READ_AT_ONCE", 0)
+            assert decode_object(found, "m.st") == at_once
+
+
+def test_views_of_one_name_are_refused_also_at_once() -> None:
+    found = header()
+    text = found.metadata["tierstore.views"]
+    twice = text[:-1] + "," + text[1:]
+    changed = Header(found.entries, {**found.metadata, "tierstore.views": twice}, 0, "")
+    with pytest.raises(CorruptDataError, match="a name occurs twice"):
+        decode_object(changed, "m.st")

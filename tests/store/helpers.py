@@ -130,6 +130,7 @@ def assert_sound(store: TierStore) -> None:
             budget = core_of(store).planner.budgets[driver.tier]
             assert budget is not None
             assert arena.bytes_held <= budget, f"{name} holds {arena.bytes_held} of {budget}"
+            assert arena.bytes_there() <= budget, f"{name} has {arena.bytes_there()} of {budget}"
             assert arena.peak_held <= budget, f"{name} held {arena.peak_held} of {budget}"
 
 

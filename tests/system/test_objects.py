@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tierstore.model.errors import (
     TierStoreError,
     TransferError,
 )
+from tierstore.model.groups import Block, TensorSpec, pack
 from tierstore.system.objects import (
     MAX_KEY_BYTES,
     check_key,
@@ -235,3 +238,85 @@ def test_a_file_that_cannot_be_opened_has_no_size_and_no_time(store: Path) -> No
     with failing("open", errno.EACCES, ".safetensors"):
         [found] = find_objects(store)
     assert (found.nbytes, found.modified) == (0, 0.0)
+
+
+# Many objects -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowded(disk_dir: Path) -> list[str]:
+    """Keys of 40 objects, all in one of a store's directories, by the names of the files."""
+    keys = (f"k{i}" for i in itertools.count())
+    same = itertools.islice((key for key in keys if object_name(key).startswith("00/")), 40)
+    directory = ObjectDirectory(disk_dir, lasting=False)
+    found = sorted(same, key=object_name)
+    for key in found:
+        directory.write(key, packing(), data_of(OLD), single=False)
+    directory.close()
+    return found
+
+
+def test_objects_of_one_directory_come_in_order(crowded: list[str], disk_dir: Path) -> None:
+    damaged, gone, link = (object_file(disk_dir, crowded[i]) for i in (3, 17, 39))
+    damaged.write_bytes(damaged.read_bytes()[:4000])
+    gone.unlink()
+    link.unlink()
+    link.symlink_to(damaged)
+    found = list(find_objects(disk_dir))
+    assert [each.path for each in found] == [
+        str(object_file(disk_dir, key)) for key in crowded if key != crowded[17]
+    ]
+    errors = {
+        crowded.index(key)
+        for key, each in zip([k for k in crowded if k != crowded[17]], found, strict=True)
+        if each.error is not None
+    }
+    assert errors == {3, 39}
+    assert found[0].stored is not None and found[0].stored.key == crowded[0]
+
+
+def test_object_that_vanishes_meanwhile_is_passed_over(crowded: list[str], disk_dir: Path) -> None:
+    objects_found = find_objects(disk_dir)
+    first = next(objects_found)
+    assert first.stored is not None
+    for key in crowded[36:]:
+        object_file(disk_dir, key).unlink()
+    found = [each.stored.key for each in objects_found if each.stored is not None]
+    assert found[:30] == crowded[1:31]
+    assert set(found) <= set(crowded)
+
+
+def test_header_of_a_page_is_read_at_once(crowded: list[str], disk_dir: Path) -> None:
+    with system_call("pread") as calls:
+        assert len(list(find_objects(disk_dir))) == len(crowded)
+    assert len(calls) == len(crowded)
+
+
+def test_headers_of_one_directory_are_fetched_at_the_same_time(
+    crowded: list[str], disk_dir: Path
+) -> None:
+    """A disk that is slow to answer is asked for several."""
+    several = threading.Barrier(3)  # whoever is alone waits in vain
+
+    def meet(call: Call) -> bool:
+        several.wait(30)
+        return False
+
+    first = {object_file(disk_dir, crowded[i]).name for i in (0, 16, 32)}
+    with system_call(
+        "stat", fails_with=errno.EIO, when=lambda call: call.args[0] in first and meet(call)
+    ):
+        assert len(list(find_objects(disk_dir))) == len(crowded)
+
+
+def test_long_header_is_read_to_its_end(disk_dir: Path) -> None:
+    names = [f"{'x' * 200}{i}" for i in range(40)]
+    blocks = [Block(n, "F32", (2,), 8, (TensorSpec(n, "F32", (2,), (1,), 0),)) for n in names]
+    long = pack(blocks)
+    directory = ObjectDirectory(disk_dir)
+    data = memoryview(bytearray(long.nbytes))
+    stored = directory.write("long", long, data, single=False)
+    directory.close()
+    assert stored.data_start > 4 * 4096
+    [found] = find_objects(disk_dir)
+    assert found.stored == stored

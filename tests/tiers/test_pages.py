@@ -71,7 +71,8 @@ def churn(
         memory = allocate(nbytes)
         assert memory.dtype == torch.uint8
         assert memory.numel() == nbytes
-        assert memory.data_ptr() % HUGE_PAGE == 0 or allocate is fresh_memory
+        wanted = PAGE if nbytes < HUGE_PAGE or allocate is fresh_memory else HUGE_PAGE
+        assert memory.data_ptr() % wanted == 0
         memory.fill_(turn % 251)
         live.append((memory, turn % 251))
         after_each()

@@ -127,8 +127,9 @@ def test_the_machine_notices_a_fault(fault: str) -> None:
             if fault == "gives back too much":
                 super().give_back(offset, nbytes + PAGE)
             else:
-                self._free.append((offset, round_up(nbytes, PAGE)))
-                self._free.sort()
+                self._free.runs.append((offset, round_up(nbytes, PAGE)))
+                self._free.runs.sort()
+                self._free.longest = self._end
 
     class FaultyMachine(SpillMachine):
         kind = Faulty

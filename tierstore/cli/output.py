@@ -17,12 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TextIO
+from itertools import compress
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from tierstore.cli import words
 from tierstore.model.urls import without_secrets
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SCHEMA = 1
 
@@ -128,17 +132,14 @@ class Column:
 
 def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
     """Print a table to stdout. Cells are plain text: nothing in them is taken for markup."""
-    from rich.cells import cell_len
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.file.isatty():  # rich takes some pipes for terminals: FORCE_COLOR
         console.width = 10_000  # a file or another program gets whole names
     cells = [[words.printable(column.cell(row)) for column in columns] for row in rows]
     widths = [
-        max([cell_len(column.title), *(cell_len(row[i]) for row in cells)])
+        max([_width(column.title), *(_width(row[i]) for row in cells)])
         for i, column in enumerate(columns)
     ]
     kept = _kept(widths, columns, console.width)
@@ -148,25 +149,49 @@ def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
         columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
         cells = [[row[i] for i in kept] for row in cells]
     gaps = _GAP * (len(columns) - 1)
+    wanted = list(widths)
     _narrow(widths, columns, console.width - gaps)
     # Where even that is too wide, the terminal shall wrap lines: rich would leave columns out.
     console.width = max(console.width, sum(widths) + gaps)
     ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
-    for column, width in zip(columns, widths, strict=True):
-        table.add_column(
-            Text(column.title),
-            justify="right" if column.right else "left",
-            no_wrap=True,
-            min_width=width,
-        )
+    title = [column.title for column in columns]
+    console.file.write(_line(console, columns, widths, title, ["bold"] * len(columns)))
+    narrowed = [width < full for width, full in zip(widths, wanted, strict=True)]
     for row in cells:
-        shown = (words.shorten(c, w, ellipsis, cell_len) for c, w in zip(row, widths, strict=True))
-        table.add_row(*(Text(text, style=_STYLES.get(text, "")) for text in shown))
+        for i in compress(range(len(row)), narrowed):
+            row[i] = words.shorten(row[i], widths[i], ellipsis, _width)
+        styles = [_STYLES.get(cell, "") for cell in row]
+        console.file.write(_line(console, columns, widths, row, styles))
+
+
+def _width(text: str) -> int:
+    """The columns that a text takes in a terminal."""
+    from rich.cells import cell_len
+
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def _line(
+    console: Console,
+    columns: Sequence[Column],
+    widths: Sequence[int],
+    cells: Sequence[str],
+    styles: Sequence[str],
+) -> str:
+    """One line of a table. A library for tables takes ten times as long for many rows."""
+    padded = []
+    for column, width, cell in zip(columns, widths, cells, strict=True):
+        room = width if cell.isascii() else width - _width(cell) + len(cell)
+        padded.append(cell.rjust(room) if column.right else cell.ljust(room))
+    if not any(styles):
+        return (" " * _GAP).join(padded).rstrip() + "\n"
+    from rich.text import Text
+
+    line = Text(" " * _GAP).join(Text(c, style) for c, style in zip(padded, styles, strict=True))
+    line.rstrip()
     with console.capture() as drawn:
-        console.print(table, soft_wrap=False)
-    lines = [line.rstrip() for line in drawn.get().splitlines()]  # rich fills each one up
-    console.file.write("".join(f"{line}\n" for line in lines))
+        console.print(line, soft_wrap=True)
+    return drawn.get()
 
 
 def _kept(widths: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:

@@ -12,6 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from tierstore.cli.directories import (
     items_below,
     items_in,
     look_at,
+    opened_below,
     opened_parent,
     opened_store,
 )
@@ -28,6 +30,7 @@ from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
 from tierstore.model.objects import StoredObject
+from tierstore.system.collector import paused
 from tierstore.system.locking import is_locked
 from tierstore.system.objects import (
     LOCK,
@@ -37,9 +40,12 @@ from tierstore.system.objects import (
     READ,
     SHARD_NAME,
     TEMPORARY,
+    FetchedHeader,
     check_key,
+    fetch_header,
+    fetch_headers,
+    fetching,
     object_name,
-    read_object,
 )
 from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
 
@@ -217,7 +223,7 @@ def survey(directory: str) -> Contents:
     """Look through a store's directory."""
     contents = Contents(directory)
     with opened_store(directory) as root:
-        with system_failures(f"reading {directory}"):
+        with system_failures(f"reading {directory}"), paused():
             _walk(contents, root)
             room = os.fstatvfs(root)
         contents.free = room.f_bavail * room.f_frsize
@@ -244,17 +250,30 @@ def _walk(contents: Contents, root: int) -> None:
 
 
 def _walk_objects(contents: Contents, root: int) -> None:
-    for objects, shard, item in items_below(root, OBJECTS):
-        if item.kind != "directory" or not SHARD_NAME.fullmatch(shard):
+    with fetching() as pool:
+        for objects, shard, item in items_below(root, OBJECTS):
+            if item.kind != "directory" or not SHARD_NAME.fullmatch(shard):
+                contents.stray.append(item)
+                continue
+            contents.own(item)
+            with opened_below(objects, shard) as descriptor:
+                if descriptor is not None:
+                    _walk_shard(contents, descriptor, item.name, pool)
+
+
+def _walk_shard(contents: Contents, shard: int, name: str, pool: ThreadPoolExecutor) -> None:
+    items: dict[str, Item] = {}
+    for leaf, item in items_in(shard, f"{name}/"):
+        if item.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
             contents.stray.append(item)
-            continue
-        contents.own(item)
-        for descriptor, leaf, found in items_below(objects, shard, f"{OBJECTS}/"):
-            if found.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
-                contents.stray.append(found)
-            elif group := _read_group(contents.directory, descriptor, found):
-                contents.own(found)
-                contents.groups.append(group)
+        else:
+            items[leaf] = item
+    path = os.path.join(contents.directory, name)
+    headers = fetch_headers(shard, path, list(items), pool)
+    for item, header in zip(items.values(), headers, strict=True):
+        if group := _group_in(shard, item, header):
+            contents.own(item)
+            contents.groups.append(group)
 
 
 def find_group(directory: str, key: str, root: int | None = None) -> Group | None:
@@ -289,8 +308,13 @@ def existing_groups(directory: str, keys: Iterable[str], root: int | None = None
 
 def _read_group(directory: str, shard: int, item: Item) -> Group | None:
     path = os.path.join(directory, item.name)
+    return _group_in(shard, item, fetch_header(path, shard, os.path.basename(path)))
+
+
+def _group_in(shard: int, item: Item, header: FetchedHeader) -> Group | None:
+    path = header.path
     try:
-        found = read_object(path, shard, os.path.basename(path))
+        found = header.found()
     except FileNotFoundError:
         return None
     except TransferError as error:

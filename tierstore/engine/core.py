@@ -41,10 +41,12 @@ from tierstore.model.errors import (
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.locks import RLock, held_here, inside, may_wait
 from tierstore.model.moves import Copy, Instruction
+from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access, Tier
 from tierstore.observe.event_log import EventLog
 from tierstore.observe.observer import Observer
 from tierstore.plan.planner import planner_for
+from tierstore.system.collector import paused
 from tierstore.system.objects import object_name
 from tierstore.system.streams import is_captured
 from tierstore.tiers.assembly import build
@@ -113,13 +115,16 @@ class Core:
 
     def _recover(self) -> None:
         """Know the groups that the directory holds."""
-        for stored in self.directory.objects():
-            group, spec = GroupId(stored.key, 0), stored.spec()
-            source = stored.source(self.directory.path_of(stored.key))
-            self.mover.add(GroupEntry(group, spec, source, stored.packing, single=stored.single))
-            self.tell(events.Registered(group, spec.nbytes))
-            self.tiers.disk.add_file(stored.key)
-            self.current[stored.key] = group
+        instructions: list[Instruction] = []
+        with paused():
+            entries = [self._recovered(stored) for stored in self.directory.objects()]
+            self.mover.add(*entries)
+            for entry in entries:
+                group = entry.group
+                instructions += self.handled(events.Registered(group, entry.spec.nbytes))
+                self.tiers.disk.add_file(group.key)
+                self.current[group.key] = group
+        self.deliver(instructions)
         self.references.found(self.current)
         self.deliver(self.references.make_room(0))
         budget, held = self.planner.budgets[Tier.DISK], self.planner.used[Tier.DISK]
@@ -131,6 +136,11 @@ class Core:
                 budget,
                 "raise disk_budget, or remove groups with tierstore-inspect rm",
             )
+
+    def _recovered(self, stored: StoredObject) -> GroupEntry:
+        source = stored.source(self.directory.path_of(stored.key))
+        group = GroupId(stored.key, 0)
+        return GroupEntry(group, stored.spec(), source, stored.packing, single=stored.single)
 
     # Keys and groups ---------------------------------------------------------------------------
 

@@ -136,6 +136,9 @@ def parse_header(raw: bytes, file_size: int, path: str, *, most: int = MAX_TENSO
 def _metadata(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> dict[str, str]:
     if not scanner.sees(b"{"):
         refuse("__metadata__ must map strings to strings")
+    usual = scanner.texts(MAX_METADATA)
+    if usual is not None:
+        return usual
     found = {}
     for name in scanner.members(MAX_METADATA):
         if not scanner.sees(b'"'):

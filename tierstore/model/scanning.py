@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from tierstore.model.sizes import PAGE
+
 MOST_SKIPPED = 100_000
 """Brackets and texts in a value that nobody wants to know."""
 
@@ -24,6 +26,16 @@ _NEXT = re.compile(rb"[ \t\n\r]*+([,}])")
 _NUMBERS = re.compile(rb"\[([0-9, \t\n\r]*+)\]")
 _NUMBER = re.compile(rb"[ \t\n\r]*+(0|[1-9][0-9]{0,18}+)[ \t\n\r]*+")
 _SCALAR = re.compile(rb'[^"\[\]{},: \t\n\r]++')
+_PAIR = rb'"([^"\\\x00-\x1f]*+)":' + TEXT
+_PAIRS = re.compile(rb"\{(?:%b(?:,%b){0,63}+)?+\}" % (_PAIR, _PAIR))
+_PAIR_OF = re.compile(_PAIR)
+READ_AT_ONCE = 64 << 10
+"""Bytes of an object that may be read at once: what is built of more is built piece by piece."""
+
+_SPACES = b" " * PAGE
+_decoder = json.JSONDecoder()
+_SHORT = 1000
+"""Bytes of a text above which it is not copied to be decoded."""
 _DULL = re.compile(rb'[^"\[\]{}]*+')
 
 
@@ -63,6 +75,9 @@ class Scanner:
 
     def end(self) -> None:
         """Nothing but spaces may follow."""
+        left = len(self._raw) - self._at
+        if left <= PAGE and self._raw.endswith(_SPACES[:left]):
+            self._at = len(self._raw)  # as we pad headers
         self.match(_SPACE)
         if self._at != len(self._raw):
             self._refuse(f"it is no JSON: something follows its end, at byte {self._at}")
@@ -77,7 +92,9 @@ class Scanner:
     def decoded(self, start: int, stop: int) -> str:
         """The text whose inside, between the quotes, are these bytes."""
         try:
-            text = str(memoryview(self._raw)[start:stop], "utf-8")  # may be long: no copy
+            short = stop - start <= _SHORT
+            inside = self._raw[start:stop] if short else memoryview(self._raw)[start:stop]
+            text = str(inside, "utf-8")
             if "\\" in text:
                 text = str(json.loads(f'"{text}"'))
                 text.encode()  # half of a pair of surrogates is no text
@@ -113,6 +130,25 @@ class Scanner:
                 self._refuse(f"it is no JSON: ',' or '}}' is missing at byte {self._at}")
             if sign[1] == b"}":
                 return
+
+    def texts(self, most: int) -> dict[str, str] | None:
+        """An object of texts, as most write it, read at once. None, and nothing is read, if the
+        next value is anything else, or may be too much."""
+        found = _PAIRS.match(self._raw, self._at)
+        if found is None or found.end() - self._at > READ_AT_ONCE:
+            return None
+        pairs = _PAIR_OF.findall(self._raw, self._at, found.end())
+        try:
+            texts = {
+                name.decode(): _unescaped(text) if b"\\" in text else text.decode()
+                for name, text in pairs
+            }
+        except ValueError:
+            return None
+        if not len(texts) == len(pairs) <= most:
+            return None
+        self._at = found.end()
+        return texts
 
     def numbers(self, most: int) -> tuple[int, ...] | None:
         """A list of whole numbers from 0 to 2**63 - 1; None if the next value is something else."""
@@ -156,3 +192,10 @@ class Scanner:
                 return
             self.match(_DULL)
         self._refuse(f"it is no JSON, or too much to read, at byte {self._at}")
+
+
+def _unescaped(text: bytes) -> str:
+    """A text with escapes. Raises ValueError."""
+    value = _decoder.raw_decode(f'"{text.decode()}"')[0]
+    value.encode()  # half of a pair of surrogates is no text
+    return str(value)

@@ -19,6 +19,52 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = c_void_p
 libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
 libc.munmap.argtypes = [c_void_p, c_size_t]
+libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
+
+PRIVATE_MEMORY = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MOST_MAPS = "/proc/sys/vm/max_map_count"
+_MAPS = "/proc/self/maps"
+_MAPS_BY_DEFAULT = 65_530
+
+
+class TooManyMapsError(OSError):
+    """The process has so many memory maps that the others in it need those that are left."""
+
+
+class MapLimit:
+    """Leaves a quarter of the maps that a process may have to whoever else is in it: a process
+    without any gets no thread and no memory."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self._usable = (_most_maps() if most is None else most) * 3 // 4
+        self._unseen = 0  # maps that may be made before somebody looks how many there are
+
+    def count(self, maps: int) -> None:
+        """So many maps are about to be made. Raises TooManyMapsError if these are too many."""
+        self._unseen -= maps  # not exact where threads meet: half of what is left is a reserve
+        if self._unseen >= 0:
+            return
+        with open(_MAPS, "rb") as lines:
+            left = self._usable - sum(1 for _ in lines)
+        if left < maps:
+            raise TooManyMapsError(
+                errno.ENOMEM,
+                f"this process has {self._usable - left:,} memory maps, and {_MOST_MAPS} allows "
+                "few more: raise it (sysctl vm.max_map_count), or use fewer, larger groups",
+            )
+        self._unseen = left // 2
+
+
+def _most_maps() -> int:
+    try:
+        with open(_MOST_MAPS) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return _MAPS_BY_DEFAULT
+
+
+map_limit = MapLimit()
+"""Whoever makes maps, as many as there are groups, counts them here."""
 
 
 def anonymous_file(directory: str) -> int:
@@ -49,7 +95,8 @@ def map_open_file(
     maps hold a descriptor each: a process would run out of those long before it does of maps.
     Python takes it for writable in any case: who may not write to it by its `protection` must not.
     """
-    found = _mapped(None, nbytes, protection, flags, descriptor, offset)
+    map_limit.count(1)
+    found = map_pages(None, nbytes, protection, flags, descriptor, offset)
     return _seen(found, nbytes, keeps)
 
 
@@ -59,10 +106,10 @@ def map_beginning(
     """A map, as `map_open_file` makes it, of the first bytes of a file, at an address that is a
     multiple of `alignment`: pages larger than the usual ones can be mapped nowhere else."""
     reserved = nbytes + alignment
-    start = _mapped(None, reserved, _NO_ACCESS, _RESERVE, -1, 0)
+    start = map_pages(None, reserved, _NO_ACCESS, _RESERVE, -1, 0)
     address = -(-start // alignment) * alignment
     try:
-        _mapped(address, nbytes, protection, flags | _MAP_FIXED, descriptor, 0)
+        map_pages(address, nbytes, protection, flags | _MAP_FIXED, descriptor, 0)
     except BaseException:
         libc.munmap(start, reserved)
         raise
@@ -74,13 +121,20 @@ def map_beginning(
     return _seen(address, nbytes, None)
 
 
-def _mapped(
-    address: int | None, nbytes: int, protection: int, flags: int, descriptor: int, offset: int
+def map_pages(
+    address: int | None,
+    nbytes: int,
+    protection: int,
+    flags: int,
+    descriptor: int = -1,
+    offset: int = 0,
 ) -> int:
+    """Map whole pages, of no file where there is no `descriptor`. Returns the address. Raises
+    OSError."""
     found = libc.mmap(address, nbytes, protection, flags, descriptor, offset)
     if found in (None, FAILED):
         number = ctypes.get_errno() or errno.ENOMEM
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, f"{os.strerror(number)}: could not map {nbytes:,} bytes")
     return int(found)
 
 

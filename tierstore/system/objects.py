@@ -13,7 +13,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from tierstore.model.header import (
     parse_header,
 )
 from tierstore.model.objects import MAX_KEY_BYTES, StoredObject, decode_object
+from tierstore.model.sizes import PAGE
 from tierstore.system.files import close_quietly, read_fully, transfer_error, transfer_errors
 
 STORE_FORMAT = 1
@@ -42,6 +44,10 @@ MAX_MARKER_BYTES = 65536
 OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of whoever looks, not of what is looked at."""
 OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_FETCHING_THREADS = 8
+_AT_ONCE = 16
+"""Headers that one thread fetches before it says so."""
+
 SHARD_NAME = re.compile(r"[0-9a-f]{2}")
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -77,12 +83,90 @@ class FoundObject:
 def read_header(descriptor: int, path: str) -> tuple[Header, bytes]:
     """Read and validate the safetensors header of an open file."""
     size = os.fstat(descriptor).st_size
-    prefix = read_fully(descriptor, LENGTH_BYTES, 0)
-    length = header_length(prefix, size, path)
-    raw = read_fully(descriptor, length, LENGTH_BYTES)
+    raw = _header_bytes(descriptor, path, size)
+    return parse_header(raw, size, path), raw
+
+
+def _header_bytes(descriptor: int, path: str, size: int) -> bytes:
+    """The header of an open file of `size` bytes, without its length: as a rule, in one read."""
+    first = read_fully(descriptor, min(PAGE, size), 0)
+    length = header_length(first[:LENGTH_BYTES], size, path)
+    raw = first[LENGTH_BYTES : LENGTH_BYTES + length]
+    if len(raw) < length:
+        raw = read_fully(descriptor, length, LENGTH_BYTES)
     if len(raw) != length:
         raise InvalidHeaderError(f"{path} ends inside its header: save it again", path=path)
-    return parse_header(raw, size, path), raw
+    return raw
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedHeader:
+    """The header of an object file as it lies there, or why it could not be read."""
+
+    path: str
+    nbytes: int
+    modified: float
+    raw: bytes
+    error: OSError | TransferError | None = None
+
+    def found(self) -> FoundObject:
+        """What the object file holds. Errors of the file are told in the result, not raised.
+
+        Raises FileNotFoundError if it has just vanished, and TransferError if this process could
+        not look into any file: that says nothing about this one.
+        """
+        path = self.path
+        try:
+            if self.error is not None:
+                raise self.error
+            return FoundObject(path, self.nbytes, self.modified, self._stored())
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            failed = transfer_error(error, "opening", key=None, path=path)
+            if error.errno in OF_THE_PROCESS:
+                raise failed from error
+            return FoundObject(path, self.nbytes, self.modified, None, failed)
+        except TransferError as error:
+            return FoundObject(path, self.nbytes, self.modified, None, error)
+
+    def _stored(self) -> StoredObject:
+        path = self.path
+        header = parse_header(self.raw, self.nbytes, path)
+        stored = decode_object(header, path)
+        if not header_is_intact(self.raw, header):
+            raise CorruptDataError(
+                f"{path} (key {stored.key!r}) has a header that does not match its checksum: "
+                "remove it with tierstore-inspect rm, and put the group again",
+                key=stored.key,
+                path=path,
+                expected=header.metadata.get(HEADER_SUM),
+                found=digest(self.raw),
+            )
+        if not path.endswith(os.sep + object_name(stored.key)):
+            raise CorruptDataError(
+                f"{path} says it has key {stored.key!r}, whose file has another name: it was "
+                "copied or renamed; remove it",
+                key=stored.key,
+                path=path,
+            )
+        return stored
+
+
+def fetch_header(path: str, dir_fd: int | None = None, name: str | None = None) -> FetchedHeader:
+    """Read the header of one object file. Never raises an error of the system."""
+    descriptor = None
+    nbytes, modified = 0, 0.0
+    try:
+        descriptor = _descriptor(path, dir_fd, name)
+        status = os.fstat(descriptor)
+        nbytes, modified = status.st_size, status.st_mtime
+        return FetchedHeader(path, nbytes, modified, _header_bytes(descriptor, path, nbytes))
+    except (OSError, TransferError) as error:
+        return FetchedHeader(path, nbytes, modified, b"", error)
+    finally:
+        if descriptor is not None:
+            close_quietly(descriptor)
 
 
 def _descriptor(path: str, dir_fd: int | None, name: str | None) -> int:
@@ -94,48 +178,33 @@ def _descriptor(path: str, dir_fd: int | None, name: str | None) -> int:
 
 
 def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -> FoundObject:
-    """Look into one object file. Errors of the file are told in the result, not raised.
+    """Look into one object file. Returns and raises what `FetchedHeader.found` does."""
+    return fetch_header(path, dir_fd, name).found()
 
-    Raises FileNotFoundError if it has just vanished, and TransferError if this process cannot look
-    into any file now: that says nothing about this one.
+
+def fetch_headers(
+    directory: int, path: str, names: Sequence[str], pool: ThreadPoolExecutor
+) -> Iterator[FetchedHeader]:
+    """The headers of files in an open directory that lies at `path`, in the order of `names`.
+
+    The disk has many requests at once: the time is that of a header only where all are in the page
+    cache.
     """
-    descriptor = None
-    nbytes, modified = 0, 0.0
-    try:
-        descriptor = _descriptor(path, dir_fd, name)
-        status = os.fstat(descriptor)
-        nbytes, modified = status.st_size, status.st_mtime
-        header, raw = read_header(descriptor, path)
-        stored = decode_object(header, path)
-        if not header_is_intact(raw, header):
-            raise CorruptDataError(
-                f"{path} (key {stored.key!r}) has a header that does not match its checksum: "
-                "remove it with tierstore-inspect rm, and put the group again",
-                key=stored.key,
-                path=path,
-                expected=header.metadata.get(HEADER_SUM),
-                found=digest(raw),
-            )
-        if os.path.join(*Path(path).parts[-2:]) != object_name(stored.key):
-            raise CorruptDataError(
-                f"{path} says it has key {stored.key!r}, whose file has another name: it was "
-                "copied or renamed; remove it",
-                key=stored.key,
-                path=path,
-            )
-        return FoundObject(path, nbytes, modified, stored)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        failed = transfer_error(error, "opening", key=None, path=path)
-        if error.errno in OF_THE_PROCESS:
-            raise failed from error
-        return FoundObject(path, nbytes, modified, None, failed)
-    except TransferError as error:
-        return FoundObject(path, nbytes, modified, None, error)
-    finally:
-        if descriptor is not None:
-            close_quietly(descriptor)
+
+    def fetch(part: Sequence[str]) -> list[FetchedHeader]:
+        return [fetch_header(f"{path}/{name}", directory, name) for name in part]
+
+    if len(names) <= _AT_ONCE:
+        yield from fetch(names)
+        return
+    parts = [names[i : i + _AT_ONCE] for i in range(0, len(names), _AT_ONCE)]
+    for fetched in pool.map(fetch, parts):
+        yield from fetched
+
+
+def fetching() -> ThreadPoolExecutor:
+    """Threads for `fetch_headers`; those that are needed start when they are."""
+    return ThreadPoolExecutor(_FETCHING_THREADS, "tierstore-headers")
 
 
 def intact_object(path: str) -> StoredObject:
@@ -152,28 +221,32 @@ def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
     Raises TransferError if a part of it cannot be listed: what is there must not seem to be gone.
     """
     root = os.path.join(disk_dir, OBJECTS)
-    for shard, _ in _listed(root, SHARD_NAME):
-        for name, directory in _listed(os.path.join(root, shard), OBJECT_NAME):
-            with contextlib.suppress(FileNotFoundError):  # replaced or removed while we looked
-                yield read_object(os.path.join(root, shard, name), directory, name)
+    with fetching() as pool, _listed(root, SHARD_NAME) as (shards, _):
+        for shard in shards:
+            path = os.path.join(root, shard)
+            with _listed(path, OBJECT_NAME) as (names, directory):
+                for fetched in fetch_headers(directory, path, names, pool):
+                    with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
+                        yield fetched.found()
 
 
-def _listed(path: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
-    """The names in a directory, each with the directory, which is open until the last.
+@contextlib.contextmanager
+def _listed(path: str, pattern: re.Pattern[str]) -> Iterator[tuple[list[str], int]]:
+    """The names in a directory, in order, and the directory, which is open inside.
 
-    Nothing if it is none, or a link to one. Raises TransferError.
+    No names if it is none, or a link to one. Raises TransferError.
     """
     try:
         directory = os.open(path, READ | os.O_DIRECTORY)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return
-        raise transfer_error(error, "listing", key=None, path=path) from error
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise transfer_error(error, "listing", key=None, path=path) from error
+        yield [], -1
+        return
     try:
         with transfer_errors("listing", path=path):
             names = sorted(filter(pattern.fullmatch, os.listdir(directory)))
-        for name in names:
-            yield name, directory
+        yield names, directory
     finally:
         close_quietly(directory)
 

@@ -15,18 +15,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from tierstore.model.locks import RLock, under
 from tierstore.system.streams import empty_cache, on
 from tierstore.tiers.pages import RecycledPages
-from tierstore.tiers.pinned import RegisteredMemory, pinned_memory
+from tierstore.tiers.pinned import RegisteredMemory, RegisteredSlab, pinned_memory
 
 if TYPE_CHECKING:
-    from tierstore.tiers.slot_views import SlotViews
+    from tierstore.tiers.slot_views import LookedAt, SlotViews
 
+T = TypeVar("T")
 
 Spans = Sequence[tuple[int, int]]
 """Parts of a slot's memory: bytes from the one to the other."""
@@ -40,6 +41,7 @@ class Slot:
     unmakes it, waits for them first. A slot that was given back before it had any memory is not
     `wanted`: it never gets some. `views` are the tensors of the group, once somebody looked at it.
     The last lease ended in `stream` of a device; in `streams` views of it may be used after one.
+    A small page-locked slot is part of a `slab`; callers may have a view of one that is `exposed`.
     """
 
     nbytes: int
@@ -49,6 +51,27 @@ class Slot:
     pending: list[torch.Event] = field(default_factory=list)
     stream: torch.Stream | None = None
     streams: set[torch.Stream] = field(default_factory=set)
+    slab: RegisteredSlab | None = None
+    exposed: bool = False
+
+    def while_locked(self, action: Callable[[], T]) -> T:
+        """Queue device work on the memory, or give others a view of it: for so long, memory that is
+        page-locked stays so."""
+        return action() if self.slab is None else under(self.slab.lock, action)
+
+    def is_seen(self) -> bool:
+        """Whether anybody else may have a view of the memory."""
+        return self.exposed or (self.views is not None and self.views.are_looked_at())
+
+    def end_views(self) -> LookedAt | None:
+        """Forget the tensors of the group. Returns what somebody still looks at, if he does."""
+        return self.while_locked(self._end_views)
+
+    def _end_views(self) -> LookedAt | None:
+        views, self.views = self.views, None
+        looked_at = None if views is None else views.end()
+        self.exposed = self.exposed or looked_at is not None
+        return looked_at
 
     def bytes(self) -> memoryview:
         """The memory of a host slot."""
@@ -183,8 +206,12 @@ class Arena:
         slot.memory = memory = self._made(slot)
         self.made += 1
         self.bytes_held += slot.nbytes
-        self.peak_held = max(self.peak_held, self.bytes_held)
+        self.peak_held = max(self.peak_held, self.bytes_there())
         return memory
+
+    def bytes_there(self) -> int:
+        """Bytes of memory that exist now, those that slots share and none has included."""
+        return self.bytes_held
 
     def _made(self, slot: Slot) -> torch.Tensor:
         with suppress(torch.OutOfMemoryError):
@@ -263,8 +290,15 @@ class RegisteredArena(Arena):
 
     def _made(self, slot: Slot) -> torch.Tensor:
         memory = super()._made(slot)
-        self._memory.keep_for(memory, slot.pending)
+        self._memory.keep_for(memory, slot)
+        slot.slab = self._memory.slab_of(memory)
         return memory
+
+    def _give(self, slot: Slot, keep: bool) -> None:
+        super()._give(slot, keep and not (slot.slab is not None and slot.slab.unlocked))
+
+    def bytes_there(self) -> int:
+        return self._memory.used()
 
 
 def host_arena(budget: int | None, device: torch.device) -> Arena:

@@ -113,14 +113,18 @@ class DeviceTier(MemoryTier):
         for event in slot.look():  # of those who had the room before
             stream.wait_event(event)
         began = self.times.mark(stream)
+        return began, slot.while_locked(lambda: self._queue(slot, stream, lambda: move(places)))
+
+    def _queue(self, slot: Slot, stream: torch.Stream, move: Callable[[], None]) -> Mark:
+        """Queue what moves bytes to a host slot. Returns the mark that ends it."""
         try:
-            on(stream, lambda: move(places))
+            on(stream, move)
             ended = self.times.mark(stream)
             slot.pending.append(ended.event)
         except BaseException:
             stream.synchronize()  # the room may be another's next
             raise
-        return began, ended
+        return ended
 
     def rebuild(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
         """See which slots are in use, after somebody was cut short who changed that.

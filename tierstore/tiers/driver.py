@@ -125,6 +125,9 @@ class MemoryTier:
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         slot = entry.slots[self.tier]
+        return slot.while_locked(lambda: self._view(entry, slot))
+
+    def _view(self, entry: GroupEntry, slot: Slot) -> dict[str, torch.Tensor]:
         if slot.views is None:
             assert slot.memory is not None
             offsets, again = self._offsets(entry.spec), self.left.storages_of(entry.group)
@@ -147,8 +150,7 @@ class MemoryTier:
         """Give a slot back by `give`: now, or when nobody looks at it any more."""
         self.left.collect()
         slot = entry.slots.pop(self.tier)
-        views, slot.views = slot.views, None
-        looked_at = None if views is None else views.end()
+        looked_at = slot.end_views()
         if looked_at is None or self._closed:  # of a closed tier, nothing is used again
             give(slot)
             return

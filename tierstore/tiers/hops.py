@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tierstore.model.tiers import Tier
+from tierstore.observe.device_times import Mark
 from tierstore.system.streams import entered, is_captured, on
 from tierstore.tiers.device_tier import DeviceTier, copy_runs
 from tierstore.tiers.disk_tier import DiskTier
@@ -61,11 +62,16 @@ class HostToDevice:
             up.wait_event(event)
         dst.pending.clear()
         began = self.times.mark(up)
-        try:
-            on(up, lambda: copy_runs(entry.spec, src.memory, memory, up=True))
-        finally:  # if one of them failed, those before it still read the source
-            ended = self.times.mark(up)
-            src.pending.append(ended.event)
+
+        def queue() -> Mark:
+            try:
+                on(up, lambda: copy_runs(entry.spec, src.memory, memory, up=True))
+            finally:  # if one of them failed, those before it still read the source
+                ended = self.times.mark(up)
+                src.pending.append(ended.event)
+            return ended
+
+        ended = src.while_locked(queue)
         entry.arrival = ended.event
         return Copied(entry.spec.nbytes, (began, ended))
 
@@ -84,18 +90,26 @@ class DeviceToHost:
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         src, dst, down = entry.slots[self.src], entry.slots[self.dst], self._device.down
-        memory = self._host.arena.fill(dst)
+        memory = self._host.memory_of(entry)
         dst.wait()
         for event in [*src.pending, entry.arrival]:
             if event is not None:
                 down.wait_event(event)
         began = self.times.mark(down)
+
+        def queue() -> Mark:
+            try:
+                with entered(down):
+                    copy_runs(entry.spec, memory, src.memory, up=False)
+            finally:
+                ended = self.times.mark(down)
+                dst.pending.append(ended.event)
+            return ended
+
         try:
-            with entered(down):
-                copy_runs(entry.spec, memory, src.memory, up=False)
+            ended = dst.while_locked(queue)
         finally:
             # Host memory has arrived when the bytes are there: a save to disk may read them next.
             # And if a part failed, those before it still write there.
-            ended = self.times.mark(down)
-            ended.event.synchronize()
+            dst.wait()
         return Copied(entry.spec.nbytes, (began, ended))

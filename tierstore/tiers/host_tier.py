@@ -8,11 +8,13 @@ from contextlib import suppress
 
 import torch
 
+from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupSpec
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import Mark
 from tierstore.observe.journal import Journal, Span, hop
+from tierstore.system.mapping import TooManyMapsError
 from tierstore.system.views import view_all
 from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier, add_all, copy_all
@@ -50,13 +52,28 @@ class HostTier(MemoryTier):
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
         super().reserve(entry)
         if for_caller and self._device is None:  # page-locking takes too long for `serial`
-            with suppress(MemoryError, OSError):  # who fills it tries again, and is told
-                self.arena.fill(entry.slots[self.tier])
+            with suppress(MemoryError, OSError, BudgetError):  # who fills it tries again, is told
+                self.memory_of(entry)
+
+    def memory_of(self, entry: GroupEntry) -> torch.Tensor:
+        """The memory of the room for a group, made if it must be. May wait for device work.
+
+        Raises BudgetError if the process has too many memory maps for it, or OSError.
+        """
+        try:
+            return self.arena.fill(entry.slots[self.tier])
+        except TooManyMapsError as error:
+            budget = self.capacity or entry.spec.nbytes
+            advice = str(error.strerror)
+            raise BudgetError(
+                entry.group.key, self.tier.name, entry.spec.nbytes, budget, advice
+            ) from error
 
     def view_for_caller(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         """The tensors of a group's copy, or of the room for one, for somebody who may write to
         them: nobody else is given the same tensors. Waits for the device to be done with it."""
         slot, memory = self._room(entry)
+        slot.while_locked(lambda: setattr(slot, "exposed", True))
         slot.wait()
         return view_all(entry.spec, memory, _offsets(entry.spec))
 
@@ -126,7 +143,7 @@ class HostTier(MemoryTier):
         slot = entry.slots[self.tier]
         if slot.memory is not None:
             return slot, slot.memory
-        make = functools.partial(self.arena.fill, slot)
+        make = functools.partial(self.memory_of, entry)
         return slot, self._serial.ask_on(self._makers, make).wait()
 
 

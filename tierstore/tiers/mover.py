@@ -91,11 +91,11 @@ class Mover:
 
     # What is known -----------------------------------------------------------------------------
 
-    def add(self, entry: GroupEntry) -> None:
-        """Make a group known, before any instruction names it."""
-        self._entries[entry.group] = entry
-        name = entry.group.key
-        self._serial.give(lambda: self._names.update((name,)))
+    def add(self, *entries: GroupEntry) -> None:
+        """Make groups known, before any instruction names them."""
+        self._entries.update((entry.group, entry) for entry in entries)
+        names = [entry.group.key for entry in entries]
+        self._serial.give(lambda: self._names.update(names))
 
     def entry(self, key: GroupId) -> GroupEntry:
         """What is known of a group."""

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import mmap
-import os
 import threading
 import time
 import weakref
@@ -31,7 +29,8 @@ from ctypes import c_int, c_size_t, c_void_p
 import torch
 
 from tierstore.model.sizes import PAGE, round_up
-from tierstore.system.mapping import FAILED, libc
+from tierstore.system.mapping import PRIVATE_MEMORY, libc, map_limit, map_pages
+from tierstore.tiers.slabs import Slab, SlabPart
 
 logger = logging.getLogger("tierstore.tiers")
 
@@ -43,6 +42,8 @@ taken."""
 _SMALL_PAGE_COST = 50
 """How much longer it takes to populate small pages than to move huge ones, for each byte."""
 
+_MAPS_OF_A_ROOM = 3  # addresses without memory, huge pages, small ones
+
 _NO_ACCESS = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED = 0x10
@@ -51,7 +52,6 @@ _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 
 libc.mremap.restype = c_void_p
 libc.mremap.argtypes = [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
-libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 
 
 class _Room:
@@ -62,6 +62,7 @@ class _Room:
     """
 
     def __init__(self, whole: int) -> None:
+        map_limit.count(_MAPS_OF_A_ROOM)
         self.floor = _reserve(whole + HUGE_PAGE)
         self.boundary = self.floor + whole
         self.low = self.high = self.begin = self.end = self.boundary
@@ -181,28 +182,29 @@ class RecycledPages:
         self._used = 0  # those of slots
         self._late_views = LateViews(budget, patience)
         self._waiting: list[_Room] = []  # free rooms, and rooms in use with pages to spare
-        self._returned: deque[_Room] = deque()  # rooms that are free, but not yet among those
+        self._slabs: list[Slab] = []
+        self._returned: deque[_Room | SlabPart] = deque()  # free, but not yet among those
         self._closed = False
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 memory at a multiple of 2 MiB, with whatever bytes it last held."""
+        """uint8 memory with whatever bytes it last held: small, of a slab, or at a multiple of
+        2 MiB. Raises OSError."""
         nbytes = round_up(nbytes, PAGE)
-        tail = nbytes % HUGE_PAGE
         with self._lock:
             self._late_views.wait(nbytes, self._used_now)
-            room = self._room_for(nbytes - tail, tail)
-            room.lay_out(nbytes - tail, tail)
-            try:
-                self._furnish(room)
-            except BaseException:
-                room.lay_out(0, 0)
-                raise
+            room = self._part_of_a_slab(nbytes) if nbytes < HUGE_PAGE else self._room(nbytes)
             self._used += nbytes
-            self._forget_rooms_without_pages()
+            self._forget_what_has_no_pages()
         buffer = (ctypes.c_uint8 * nbytes).from_address(room.begin)
         weakref.finalize(buffer, self._come_back, room).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of memory that wait for a slot."""
+        rooms = sum(room.spare_small() + room.spare_huge() for room in self._waiting)
+        return rooms + sum(slab.spare_small() for slab in self._slabs)
 
     def leave(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]] | None) -> None:
         """Memory of a slot is somebody else's: these parts of it, and the pages of others go back
@@ -223,14 +225,15 @@ class RecycledPages:
         with self._lock:
             self._sort_in()
             self._give_up(self.held)
-            self._forget_rooms_without_pages()
+            self._forget_what_has_no_pages()
+            self._slabs.clear()  # those in use go with their last slot
             self._closed = True
         self._close_returned()
 
     def __del__(self) -> None:
         self.close()
 
-    def _come_back(self, room: _Room) -> None:
+    def _come_back(self, room: _Room | SlabPart) -> None:
         # Possibly in the middle of anything, even of `allocate` (garbage collection): no lock.
         self._returned.append(room)
         if self._closed:
@@ -250,9 +253,36 @@ class RecycledPages:
             while True:
                 room = self._returned.popleft()
                 self._used -= room.end - room.begin
+                if isinstance(room, SlabPart):
+                    room.slab.give(room)
+                    continue
                 room.lay_out(0, 0)
                 if room not in self._waiting:
                     self._waiting.append(room)
+
+    def _part_of_a_slab(self, nbytes: int) -> SlabPart:
+        part = next(filter(None, (slab.take(nbytes) for slab in self._slabs)), None)
+        if part is None:
+            map_limit.count(1)
+            self._slabs.append(slab := Slab())
+            part = slab.take(nbytes)
+            assert part is not None
+        lacking = part.lacking()
+        self._give_way(lacking)
+        part.populate()
+        self.held += lacking
+        return part
+
+    def _room(self, nbytes: int) -> _Room:
+        tail = nbytes % HUGE_PAGE
+        room = self._room_for(nbytes - tail, tail)
+        room.lay_out(nbytes - tail, tail)
+        try:
+            self._furnish(room)
+        except BaseException:
+            room.lay_out(0, 0)
+            raise
+        return room
 
     def _room_for(self, whole: int, tail: int) -> _Room:
         free = [room for room in self._waiting if room.is_free_for(whole)]
@@ -269,24 +299,33 @@ class RecycledPages:
             for other in sorted(self._waiting, key=_Room.spare_huge):
                 room.take_from(other)
         lacking = room.lacking_huge() + room.lacking_small()
-        if self._budget is not None:
-            self._give_up(self.held + lacking - self._budget)
+        self._give_way(lacking)
         room.populate()
         self.held += lacking
 
+    def _give_way(self, lacking: int) -> None:
+        """So many bytes are about to be populated: what waits gives way, if there is a budget."""
+        if self._budget is not None:
+            self._give_up(self.held + lacking - self._budget)
+
     def _give_up(self, nbytes: int) -> None:
         """Return at least `nbytes` of the waiting pages to the system, if there are so many."""
-        for spare, give_up in (
-            (_Room.spare_small, _Room.give_up_small),
-            (_Room.spare_huge, _Room.give_up_huge),
+        # The largest first: each time costs a call, and stops the other threads for a moment.
+        small: list[_Room | Slab] = [*self._waiting, *self._slabs] if nbytes > 0 else []
+        for room in sorted(small, key=lambda room: room.spare_small(), reverse=True):
+            nbytes -= self._given(room.give_up_small(max(0, nbytes)))
+        for large in (
+            sorted(self._waiting, key=_Room.spare_huge, reverse=True) if nbytes > 0 else ()
         ):
-            # The largest first: each time costs a call, and stops the other threads for a moment.
-            for room in sorted(self._waiting, key=spare, reverse=True) if nbytes > 0 else ():
-                given = give_up(room, max(0, nbytes))
-                self.held -= given
-                nbytes -= given
+            nbytes -= self._given(large.give_up_huge(max(0, nbytes)))
 
-    def _forget_rooms_without_pages(self) -> None:
+    def _given(self, nbytes: int) -> int:
+        self.held -= nbytes
+        return nbytes
+
+    def _forget_what_has_no_pages(self) -> None:
+        if any(slab.is_empty() for slab in self._slabs):
+            self._slabs = [slab for slab in self._slabs if not slab.is_empty()]
         waiting, self._waiting = self._waiting, []
         for room in waiting:
             if room.spare_huge() or room.spare_small():
@@ -346,12 +385,7 @@ def _vacate(address: int, nbytes: int) -> None:
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int) -> int:
-    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    found = libc.mmap(address, nbytes, protection, flags, -1, 0)
-    if found == FAILED:
-        number = ctypes.get_errno() or errno.ENOMEM
-        raise OSError(number, f"{os.strerror(number)}: could not map {nbytes} bytes of memory")
-    return int(found)
+    return map_pages(address, nbytes, protection, flags | PRIVATE_MEMORY)
 
 
 def _move_huge_page(start: int, address: int) -> bool:

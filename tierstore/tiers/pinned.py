@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -19,16 +20,28 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 
+from tierstore.model.locks import RLock, under
 from tierstore.model.sizes import PAGE
+from tierstore.system.mapping import libc, map_limit
+from tierstore.tiers.free_runs import FreeRuns
 from tierstore.tiers.pages import LateViews, fresh_map, fresh_memory, leave_to_forks, populate
+from tierstore.tiers.slabs import SLAB
 from tierstore.torch_private import forget_last_error
 
 logger = logging.getLogger("tierstore.tiers")
+
+_SLABS = 64
+"""A slab is no more than the budget divided by this, so that its spare pages do not matter."""
+
+_SMALL = 8
+"""So many slots at least share a slab: less than this part of it is lost to the last one."""
 
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; HIP has the same number
 
@@ -36,7 +49,7 @@ _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; HIP has the same numb
 class Registration:
     """Owner of one map that the driver page-locks. All views of the memory keep `buffer`.
 
-    `pending` are events of device work that uses the memory.
+    `pending` are events of device work that uses the memory, by the addresses of slots.
     """
 
     def __init__(
@@ -45,7 +58,7 @@ class Registration:
         self.address = ctypes.addressof(buffer)
         self.nbytes = len(mapped)
         self.maker = maker
-        self.pending: list[torch.Event] = []
+        self.pending: dict[int, list[torch.Event]] = {}
         self.registering = False  # from before the driver is asked: it may have done it
         self._mapped = mapped
         self._pid = os.getpid()
@@ -65,6 +78,56 @@ class Registration:
         if self.registering and not self.maker.unregister(self):
             return
         _live.pop(self.address, None)  # the map goes with the last reference to this owner
+
+
+class RegisteredSlab:
+    """Page-locked memory that many small slots share: one map, and one registration.
+
+    Pages that no slot has stay locked with the others, and count towards the budget. Where it is
+    needed for something else, the slab is unlocked, and gives them back; what its slots hold stays
+    there, in pageable memory. So whoever queues device work on a slot, or lets others see its
+    memory, does so under the `lock`, which keeps the slab as it is for so long.
+    """
+
+    def __init__(self, buffer: ctypes.Array[ctypes.c_uint8], registration: Registration) -> None:
+        self.buffer = buffer
+        self.registration = registration
+        self.free = FreeRuns(registration.nbytes)
+        self.lock = RLock()
+        self.unlocked = False
+        self.users: dict[int, weakref.ref[SlabUser]] = {}  # by the addresses of slots
+
+    def is_seen(self) -> bool:
+        """Whether anybody else may have a view of a slot: of locked memory, as far as he knows."""
+        users = [reference() for reference in self.users.values()]
+        return any(user is not None and user.is_seen() for user in users)
+
+    def give(self, address: int, nbytes: int) -> None:
+        """A slot has gone. Its events stay: others may yet have to wait for them."""
+        self.users.pop(address, None)
+        if self.unlocked:
+            self.registration.nbytes -= nbytes
+            libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
+        else:
+            self.free.give(address - self.registration.address, nbytes)
+
+    def give_up_free(self) -> None:
+        """The memory is pageable from now on, and none of it serves a slot again."""
+        self.unlocked = True
+        address = self.registration.address
+        leave_to_forks(address, len(self.buffer), True)
+        for offset, nbytes in self.free:
+            libc.madvise(address + offset, nbytes, mmap.MADV_DONTNEED)
+        self.registration.nbytes -= self.free.nbytes
+
+
+class SlabUser(Protocol):
+    """A slot, to its slab."""
+
+    pending: list[torch.Event]
+
+    def is_seen(self) -> bool:
+        """Whether anybody else may have a view of its memory."""
 
 
 # Nothing is unmapped when the interpreter ends: the process takes its maps and its registrations
@@ -111,39 +174,132 @@ class RegisteredMemory:
     ) -> None:
         self._cuda = cuda
         self._device = device
+        self._budget = budget
         self._late_views = LateViews(budget)
         self._left = 0  # bytes of slots that are left to views
+        self._slab_bytes = 0 if budget is None else min(SLAB, budget // _SLABS) // PAGE * PAGE
+        self._slabs: list[RegisteredSlab] = []
+        self._parts: dict[int, RegisteredSlab] = {}  # by the addresses of slots
+        self._returned: deque[tuple[RegisteredSlab, int, int]] = deque()
+        self._books = threading.Lock()
         self._warned = False
         self._lock = threading.Lock()
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """uint8 memory of `nbytes` bytes (whole pages), of zeros, page-locked if that is possible.
+        """uint8 memory of `nbytes` bytes (whole pages), page-locked if that is possible: of zeros,
+        or of a slab, with whatever bytes it last held.
 
-        It is unregistered and unmapped when its last view is gone.
+        It is unregistered and unmapped when its last view is gone. Raises OSError.
         """
-        self._late_views.wait(nbytes, self._used)
+        with self._books:
+            if nbytes * _SMALL <= self._slab_bytes:
+                buffer = self._part(nbytes)
+            else:
+                self._make_room(nbytes)
+                buffer, _ = self._registered(nbytes)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _registered(self, nbytes: int) -> tuple[ctypes.Array[ctypes.c_uint8], Registration]:
+        map_limit.count(1)
         mapped = fresh_map(nbytes)
         buffer = (ctypes.c_uint8 * nbytes).from_buffer(mapped)
         registration = Registration(mapped, buffer, self)
         address = registration.address
         _live[address] = registration
-        memory = torch.frombuffer(buffer, dtype=torch.uint8)
         # Populate first: registering huge pages is faster than small ones.
         if not populate(address, nbytes):
-            memory.fill_(0)  # zeroes it a second time
+            torch.frombuffer(buffer, dtype=torch.uint8).fill_(0)  # zeroes it a second time
         leave_to_forks(address, nbytes, False)
         registration.registering = True
         result = self._cuda.cudart().cudaHostRegister(address, nbytes, 0)
         try:
             self._check(result)
         except RuntimeError as error:
-            registration.registering = False
+            registration.registering = False  # an ordinary map, which counts all the same
             leave_to_forks(address, nbytes, True)
-            del _live[address]  # an ordinary map
             self._warn(nbytes, error)
-        return memory
+        return buffer, registration
+
+    # Small slots ---------------------------------------------------------------------------------
+
+    def _part(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+        """Memory for a small slot, of a slab that has room, or of a new one."""
+        self._sort_in()
+        found = self._room_in_a_slab(nbytes)
+        if found is None:
+            self._make_room(nbytes)
+            found = self._room_in_a_slab(nbytes) or self._new_slab(nbytes)
+        slab, offset = found
+        part = (ctypes.c_uint8 * nbytes).from_buffer(slab.buffer, offset)
+        address = ctypes.addressof(part)
+        self._parts[address] = slab
+        weakref.finalize(part, self._come_back, slab, address, nbytes).atexit = False
+        return part
+
+    def _room_in_a_slab(self, nbytes: int) -> tuple[RegisteredSlab, int] | None:
+        for slab in self._slabs:
+            offset = slab.free.take(nbytes)
+            if offset is not None:
+                return slab, offset
+        return None
+
+    def _new_slab(self, nbytes: int) -> tuple[RegisteredSlab, int]:
+        assert self._budget is not None
+        left = (self._budget - self._used()) // PAGE * PAGE
+        slab = RegisteredSlab(*self._registered(max(nbytes, min(self._slab_bytes, left))))
+        self._slabs.append(slab)
+        offset = slab.free.take(nbytes)
+        assert offset is not None
+        return slab, offset
+
+    def _come_back(self, slab: RegisteredSlab, address: int, nbytes: int) -> None:
+        # Possibly in the middle of anything (garbage collection): never waits for a lock.
+        self._returned.append((slab, address, nbytes))
+        if self._books.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._books.release()
+
+    def _sort_in(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                slab, address, nbytes = self._returned.popleft()
+                self._parts.pop(address, None)
+                slab.give(address, nbytes)
+                if slab in self._slabs and slab.free.nbytes == slab.registration.nbytes:
+                    self._slabs.remove(slab)  # it goes with its last reference
+
+    def _make_room(self, nbytes: int) -> None:
+        """Have what slabs do not use give way to `nbytes` bytes, and wait for late views."""
+        for slab in sorted(self._slabs, key=lambda slab: slab.free.nbytes, reverse=True):
+            above = 0 if self._budget is None else self._used() + nbytes - self._budget
+            if above <= 0 or not slab.free.nbytes:
+                break
+            under(slab.lock, functools.partial(self._unlock, slab))
+        self._late_views.wait(nbytes, self._used)
+
+    def _unlock(self, slab: RegisteredSlab) -> None:
+        registration = slab.registration
+        if slab.is_seen() or (registration.registering and not self.unregister(registration)):
+            return
+        registration.registering = False
+        self._slabs.remove(slab)
+        slab.give_up_free()
+
+    def slab_of(self, memory: torch.Tensor) -> RegisteredSlab | None:
+        """The slab of which a slot's memory is a part; None if it is not."""
+        return self._parts.get(memory.data_ptr())
+
+    # Accounts ---------------------------------------------------------------------------------
+
+    def used(self) -> int:
+        """Bytes of memory that exist for slots that are not left, and that slabs have beside."""
+        with self._books:
+            return self._used()
 
     def _used(self) -> int:
+        self._sort_in()
         release_dropped()
         return sum(e.nbytes for e in list(_live.values()) if e.maker is self) - self._left
 
@@ -152,14 +308,22 @@ class RegisteredMemory:
         with self._lock:
             self._left += memory.nbytes if spans is not None else -memory.nbytes
 
-    def keep_for(self, memory: torch.Tensor, pending: list[torch.Event]) -> None:
-        """Let device work use the memory up to the events that are in `pending` when it goes."""
-        registration = _live.get(memory.data_ptr())
+    def keep_for(self, memory: torch.Tensor, user: SlabUser) -> None:
+        """Let device work use the memory up to the events that are pending for its user when it
+        goes."""
+        address = memory.data_ptr()
+        slab = self._parts.get(address)
+        registration = _live.get(address) if slab is None else slab.registration
         if registration is not None:
-            registration.pending = pending
+            registration.pending[address] = user.pending
+        if slab is not None:
+            slab.users[address] = weakref.ref(user)
 
     def close(self) -> None:
         """Release what could not be released when its last view went."""
+        with self._books:
+            self._sort_in()
+            self._slabs.clear()  # each goes with its last slot
         release_dropped()
 
     def unregister(self, registration: Registration) -> bool:
@@ -172,7 +336,7 @@ class RegisteredMemory:
             return False
         try:
             with self._selected():
-                for event in list(registration.pending):
+                for event in chain.from_iterable(map(list, list(registration.pending.values()))):
                     if not event.query():
                         event.synchronize()
                 result = self._cuda.cudart().cudaHostUnregister(registration.address)

@@ -109,7 +109,7 @@ class DiskToHost:
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         slot, key = entry.slots[self.dst], entry.group.key
         with transfer_errors("reading", key=key, path=f"group {key!r}"):
-            self._host.arena.fill(slot)
+            self._host.memory_of(entry)
         slot.wait()
         return Copied(self._reader.read(entry, slot.bytes(), ending))
 

@@ -16,7 +16,6 @@ import functools
 import mmap
 import os
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
@@ -27,6 +26,7 @@ from tierstore.model.locks import RLock, guarded
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.files import WRITE_BLOCK, OpenForWriting, parts, transfer_errors
 from tierstore.system.mapping import anonymous_file, map_open_file
+from tierstore.tiers.free_runs import FreeRuns
 from tierstore.tiers.workers import RunParallel, one_by_one
 
 GROWTH = 64 << 20
@@ -54,7 +54,7 @@ class Spill:
         self._explained = functools.partial(transfer_errors, "spilling to", path=directory)
         with self._explained():
             descriptor = anonymous_file(directory)
-        self._free: list[tuple[int, int]] = []  # (offset, nbytes), by offset, never neighbours
+        self._free = FreeRuns()
         self._left: deque[tuple[int, int]] = deque()  # places that nobody has any more
         self._end = 0  # of the last group
         self._size = 0  # of the file, as far as we made it
@@ -91,10 +91,9 @@ class Spill:
     @guarded
     def _find_room(self, nbytes: int) -> tuple[int, bool]:
         """An offset, and whether it is behind the last group."""
-        for i, (offset, room) in enumerate(self._free):
-            if room >= nbytes:
-                self._free[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
-                return offset, False
+        found = self._free.take(nbytes)
+        if found is not None:
+            return found, False
         offset, self._end = self._end, self._end + nbytes
         return offset, True
 
@@ -139,18 +138,9 @@ class Spill:
     @guarded
     def _give_back(self, offset: int, nbytes: int) -> bool:
         """Keep the books. Returns whether the file is now longer than it need be."""
-        stop = offset + round_up(nbytes, PAGE)
-        i = bisect_left(self._free, (offset, 0))
-        if i < len(self._free) and self._free[i][0] == stop:
-            stop += self._free.pop(i)[1]
-        if i > 0 and sum(self._free[i - 1]) == offset:
-            i -= 1
-            offset = self._free.pop(i)[0]
-        if stop < self._end:
-            self._free.insert(i, (offset, stop - offset))
-            return False
-        self._end = offset
-        return self._size > self._end
+        self._free.give(offset, round_up(nbytes, PAGE))
+        end, self._end = self._end, self._free.cut(self._end)
+        return self._end < end and self._size > self._end
 
     def trim(self) -> int:
         """Give the room behind the last group back to the file system. Returns how many bytes."""
