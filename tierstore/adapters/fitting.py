@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch import nn
 
 from tierstore.adapters.codecs.memory import unique_bytes
-from tierstore.adapters.contents import named_children_of
+from tierstore.adapters.contents import modules_of, named_children_of
 from tierstore.adapters.device_resident import is_resident
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
+from tierstore.adapters.grouping import ATOMIC, Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
@@ -85,7 +85,7 @@ def touched_units(weights: WeightGroups, cutting: Cutting, units: list[Unit]) ->
         largest = max(keys, key=sizes.__getitem__)
         needed = within + sum(sizes[key] for key in keys)
         fits = budget is None or needed + beside <= budget
-        if not _is_called(unit) or not (fits or unit.whole or unit.routed):
+        if not _is_called(unit) or not (fits or _is_atomic(unit)):
             found.add(unit)
             needed = max(within, sizes[largest])
         if budget is not None and needed + beside > budget:
@@ -98,6 +98,12 @@ def touched_units(weights: WeightGroups, cutting: Cutting, units: list[Unit]) ->
 
 def _is_called(unit: Unit) -> bool:
     return has_forward(unit.module) or unit.name == "" or unit.routed
+
+
+def _is_atomic(unit: Unit) -> bool:
+    """Whether one operation, or what was compiled, uses all the weights of a module in it."""
+    atomic = any(isinstance(part, ATOMIC) or is_compiled(part) for part in modules_of(unit.module))
+    return unit.routed or (unit.whole and atomic)
 
 
 def nearest_with_forward(name: str, modules: Mapping[str, nn.Module]) -> nn.Module:

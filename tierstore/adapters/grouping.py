@@ -40,7 +40,7 @@ from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import COMPILED_CALL
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 """Modules that give one operation all their weights, and those of their children."""
 
 
@@ -105,7 +105,7 @@ class Cutting:
 class Unit:
     """A module whose forward needs `tensors` (by full name). `encloses` others while it runs.
 
-    A `whole` one needs all of them at once, those of the modules in it too.
+    They are all those in it if it is `whole`: its forward may use any of them.
 
     Data choose whether a `routed` one runs; or, if it is one with `stacks`, which slices of these
     it uses. They go by the names of its attributes.
@@ -180,7 +180,7 @@ class ModuleBranch:
         """Whether it uses tensors of the modules in it without calling them."""
         module = self.module
         return (
-            isinstance(module, _ATOMIC)
+            isinstance(module, ATOMIC)
             or type(module).__name__ in self._cutting.whole
             or hasattr(module, "parametrizations")
             or _is_adapter(module)

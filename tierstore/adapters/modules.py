@@ -283,7 +283,7 @@ class OffloadedModule:
         entries = (*calls_of(self.root), *self._other_entries)
         self._wrap_run(self.root, self._prefix, entries, before=self._move, after=align)
         if align is None and has_method(self.root, "generate"):
-            # It runs the model many times, and goes on with what it was given and what that returns.
+            # It goes on with what it was given and what the model returned: on one device.
             around = UnitForward(lambda: None, before=self._move, after=self._align)
             self._attachment.stand_in(self.root, "generate", around)
 
