@@ -50,7 +50,7 @@ from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
-from tierstore.adapters.touched import Entry, other_entries
+from tierstore.adapters.touched import ModelEntry, other_entries
 from tierstore.adapters.trained import Merging, Trained, states_follow
 from tierstore.adapters.unit_use import (
     Arguments,
@@ -296,19 +296,18 @@ class OffloadedModule:
         for name in names:
             if has_method(module, name):
                 does = name if name in self._other_entries else FORWARD
-                entry = None if name == COMPILED_CALL else Entry(self, always)
+                entry = None if name == COMPILED_CALL else ModelEntry(self, always)
                 run = functools.partial(self._run, passes, does, entry)
                 self._attachment.stand_in(module, name, UnitForward(run, self.look, **around))
 
-    def _run(self, passes: PassesOf, does: str, entry: Entry | None) -> ModelRun | None:
+    def _run(self, passes: PassesOf, does: str, entry: ModelEntry | None) -> ModelRun | None:
         held = self.weights.held
         if held.run is not None:
             return None
-        if torch.compiler.is_compiling():
-            entry = None
-        touching = None if entry is None else entry.touching(self._attachment.patched)
-        last = self.weights.last_lease
-        return ModelRun(held, last, self._over, passes, does, entry, touching)
+        run = ModelRun(held, self.weights.last_lease, self._over, passes, does)
+        if entry is not None and not torch.compiler.is_compiling():
+            entry.prepare(run, self._attachment.patched)
+        return run
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _over(self) -> None:

@@ -13,13 +13,14 @@ a model is entered, and if that was given weights that were away, in later ones 
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from tierstore.adapters.codecs.memory import OF_THE_FORM
 from tierstore.adapters.contents import modules_of
 from tierstore.adapters.grouping import is_compiled
 from tierstore.adapters.operations import OperationMode, not_looked_at
+from tierstore.adapters.owners import Owner
 from tierstore.adapters.unit_use import (
     Arguments,
     StandIn,
@@ -36,10 +38,8 @@ from tierstore.adapters.unit_use import (
     calls_of,
     run_within,
 )
-from tierstore.adapters.weight_groups import WeightGroups
-from tierstore.adapters.weight_use import UnitWeights, WeightUse
+from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.model.words import first_of
-from tierstore.store import TierStore
 from tierstore.torch_private import COMPILED_CALL
 
 _ENTRY = re.compile(r"(encode|decode)(_\w+)?|get_\w+_features")
@@ -59,7 +59,6 @@ _NEED_NO_ELEMENTS = OF_THE_FORM | {
     "nelement",
     "requires_grad_",
     "size",
-    "storage_offset",
 }
 
 _ADVICE = (
@@ -72,14 +71,6 @@ _NEXT = {
     False: "That is noticed where an operation of torch is given the weight, but not in functions "
     "that are compiled: run them in tierstore.onloaded(module), with the module that has it",
 }
-
-
-class Owner(Protocol):
-    """An offloaded model, as far as this module needs it."""
-
-    root: nn.Module
-    store: TierStore
-    weights: WeightGroups
 
 
 def other_entries(root: nn.Module) -> list[str]:
@@ -97,31 +88,29 @@ def _is_method(root: nn.Module, name: str) -> bool:
 
 
 @dataclass(eq=False)
-class Entry:
+class ModelEntry:
     """A method by which a model, or a part of it, is entered.
 
     With `always`, modules in it need that all operations are looked at. `settled` is as of which
-    change of its methods (`patched`) it is known that nothing else does; -1 as long as it is not.
+    change of its methods it is known that nothing else does; -1 as long as it is not.
     """
 
     owner: Owner
     always: bool
     settled: int = -1
-    patched: int = 0
     _units: dict[tuple[int, ...], UnitWeights] = field(default_factory=dict)
 
-    def touching(self, patched: int) -> Touching | None:
-        """What has to be on during a call of it."""
-        self.patched = patched
-        if self.settled == patched and not self.always:
-            return None
-        return Touching(self.owner, self._units)
+    def prepare(self, run: ModelRun, patched: int) -> None:
+        """Have a call of it look at operations, if that is needed."""
+        touching = None
+        if self.always or self.settled != patched:
+            touching = run.touching = Touching(self.owner, self._units)
+        run.ended = functools.partial(self._ended, touching, patched)
 
-    def over(self, touching: Touching | None, error: BaseException | None) -> None:
-        """A call of it is over; `error` is what it raised."""
+    def _ended(self, touching: Touching | None, patched: int, error: BaseException | None) -> None:
         if error is None:
             if touching is not None and not touching.met:
-                self.settled = self.patched
+                self.settled = patched
         elif _is_of_devices(error) and self.owner.store.device.type != "cpu":
             error.add_note(_ADVICE.format(type(self.owner.root).__name__, _NEXT[touching is None]))
             self.settled = -1

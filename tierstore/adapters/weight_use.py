@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,19 +41,13 @@ from tierstore.observe.passes import FORWARD, ModelPass, PassesOf
 from tierstore.torch_private import hooks_are_allowed, in_backward, version_of
 
 
-class Entry(Protocol):
-    """A method by which a model is entered."""
-
-    def over(self, touching: Any, error: BaseException | None) -> None:
-        """A call of it is over, during which `touching` was on; `error` is what it raised."""
-
-
 @dataclass(eq=False)
 class ModelRun:
     """One call of the whole model: while it goes on, leases may be held from unit to unit.
 
     `over` is called after one that is not inside of another, and that did not raise. It is noted
-    in `passes`, as what it `does`. Meanwhile `touching` is on, and `entry` is told how it ended.
+    in `passes`, as what it `does`. Meanwhile `touching` is on. `ended` is called after any, with
+    what it raised.
     """
 
     held: HeldLease
@@ -61,8 +55,8 @@ class ModelRun:
     over: Callable[[], None]
     passes: PassesOf
     does: str = FORWARD
-    entry: Entry | None = None
     touching: OperationMode | None = None
+    ended: Callable[[BaseException | None], None] | None = None
     _noted: ModelPass | None = None
     _begun: OperationMode | None = None
 
@@ -97,8 +91,8 @@ class ModelRun:
         if begun is not None:
             begun.end()
         if self.held.run is self:
-            if self.entry is not None:
-                self.entry.over(self.touching, sys.exc_info()[1] if failed else None)
+            if self.ended is not None:
+                self.ended(sys.exc_info()[1] if failed else None)
             self.held.let_go()
             self.held.run = None
         self.passes.end(self._noted, failed=failed)
