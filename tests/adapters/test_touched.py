@@ -124,6 +124,19 @@ def test_touched_weights_unnoticed_raise_with_advice(
             assert note.startswith("tierstore: Functional may use a weight without a call")
 
 
+@on_both
+@torch.no_grad()
+def test_part_that_touches_weights_runs_by_itself(device: str, disk_dir: Path) -> None:
+    case = CASES["sharing"]
+    model, x = case.model(), case.given()
+    right = case.model().second(x)
+    with offloaded(dispatch_model, model, disk_dir, device) as store:
+        for _ in range(2):
+            before = store.stats().bytes_read
+            assert torch.equal(model.second(x).cpu(), right)
+            assert store.stats().bytes_read > before
+
+
 # When operations are looked at --------------------------------------------------------------------
 
 
@@ -372,6 +385,15 @@ def test_preloaded_class_larger_than_the_budget_runs(device: str, disk_dir: Path
         for _ in range(2):
             assert torch.equal(model(CASES["functional"].given()).cpu(), expected("functional"))
         assert store.stats().bytes_read >= nbytes_of(model)
+
+
+@needs_accelerator
+@both_ways
+def test_small_buffers_larger_than_the_budget_are_named(offload: Offload, disk_dir: Path) -> None:
+    model = nn.Sequential(*(nn.BatchNorm1d(4096) for _ in range(4)))
+    with open_store(disk_dir, 1 << 16, ACCELERATOR) as store, pytest.raises(BudgetError) as raised:
+        offload(model, store)
+    assert "of Sequential, '0.running_mean', '0.running_var'" in raised.value.__notes__[-1]
 
 
 @both_ways

@@ -61,6 +61,19 @@ class Many(nn.Module):
         return x
 
 
+class Sharing(nn.Module):
+    """Two modules have the same list, and one of them is called by others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Listed(), Listed()
+        self.second.weights = self.first.weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.second(self.first(x))
+        return result
+
+
 class Around(nn.Module):
     """A weight of its own, modules that are called, and one that has more than fits."""
 
@@ -236,6 +249,7 @@ CASES = {
     "list": Case(Listed),
     "dict": Case(Named),
     "many": Case(Many),
+    "sharing": Case(Sharing),
     "around": Case(Around),
     "functional": Case(Functional),
     "contained": Case(Contained),

@@ -107,8 +107,11 @@ def _is_atomic(unit: Unit) -> bool:
 
 
 def nearest_with_forward(name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A module by its name, or the nearest one around it that can be called; else the model."""
-    while name and not has_forward(modules[name]):
+    """A module by its name, or the nearest one around it that can be called; else the model.
+
+    A module that has several names may be among `modules` by another one.
+    """
+    while name and not (name in modules and has_forward(modules[name])):
         name = name.rpartition(".")[0]
     return modules[name]
 

@@ -63,7 +63,8 @@ from tierstore.adapters.unit_use import (
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
-from tierstore.model.errors import LeaseError
+from tierstore.model.errors import BudgetError, LeaseError
+from tierstore.model.words import first_of
 from tierstore.observe.passes import FORWARD, PassesOf
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import (
@@ -224,7 +225,14 @@ class OffloadedModule:
         }
         trained = set(self._trained.ids)
         kept = [tensor for tensor in rest.values() if id(tensor) in trained]
-        self._attachment.keep_on_device(self._prefix, rest, self._cutting.target, kept)
+        try:
+            self._attachment.keep_on_device(self._prefix, rest, self._cutting.target, kept)
+        except BudgetError as error:
+            error.add_note(
+                f"tierstore: of {type(self.root).__name__}, {first_of(list(rest))} stay on the "
+                "device for good: small buffers, and what a device map says"
+            )
+            raise
 
     def _wrap(self, unit: Unit) -> None:
         if owner_of(unit.module) is not self:

@@ -39,6 +39,7 @@ from tierstore.adapters.unit_use import (
     run_within,
 )
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
+from tierstore.model.errors import BudgetError
 from tierstore.model.words import first_of
 from tierstore.torch_private import COMPILED_CALL
 
@@ -199,7 +200,7 @@ class Touching(OperationMode):
         self.met = True
         try:
             begun, result = run_within(WeightUse(self._unit(bindings)), func, args, kwargs)
-        except Exception as error:
+        except BudgetError as error:
             name = getattr(func, "__name__", func)
             told = first_of([binding.name for binding in bindings])
             error.add_note(f"tierstore: {name} was given {told}, needed on the device at once")
