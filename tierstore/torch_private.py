@@ -20,6 +20,7 @@ import torch
 from torch.autograd import profiler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode
 
 # What every operation on tensors passes through, in the innermost place.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -64,6 +65,11 @@ def like(tensor: TensorType, memory: torch.Tensor) -> TensorType:
     other = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
     other.__dict__.update(tensor.__dict__)
     return other
+
+
+def innermost_function_mode() -> object:
+    """The mode for operations on tensors that was begun last on this thread; None without any."""
+    return _get_current_function_mode()
 
 
 def is_conversion(function: Any) -> bool:

@@ -28,12 +28,14 @@ class Attachment:
     `groups` maps keys of the store to the names of the tensors in each. The store forgets these
     groups, and the leases of `resident` end, when `owner` is garbage-collected. No Parameter
     object is ever replaced: a parameter shows other memory (see `tierstore.adapters.codecs`).
+    `patched` counts how often others were found to have patched methods.
     """
 
     def __init__(self, owner: object, store: TierStore) -> None:
         self.groups: dict[str, list[str]] = {}
         self.resident = DeviceResident(store)
         self._store = store
+        self.patched = 0
         self._done: list[Removable] = []
         self._found: list[tuple[dict[str, Any], str, Any, nn.Module, type]] | None = None
         weakref.finalize(owner, _forget, weakref.ref(store), self.groups, self.resident.leases)
@@ -73,6 +75,7 @@ class Attachment:
         if all(d.get(n) is found and type(m) is kind for d, n, found, m, kind in self._found):
             return False
         self._found = None
+        self.patched += 1
         displaced = [d for d in self._done if isinstance(d, StandIn) and d.displaced]
         for before in displaced:
             before.outdated = True  # none of them is in the others' way

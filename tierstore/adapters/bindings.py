@@ -128,6 +128,13 @@ class Binding:
             self.user = next(iter(others))
             others.discard(self.user)
 
+    def is_shown_on(self, thread: int) -> bool:
+        """Whether a use on a thread (or one that tells no thread) has it show leased memory."""
+        if self.user is None:
+            return False
+        users = (self.user, *(self.others or ()))
+        return any(getattr(user, "thread", thread) == thread for user in users)
+
     def value(self, shown: torch.Tensor) -> torch.Tensor:
         """What the tensor is, in memory that nobody uses again: its home if it is in use; else what
         it shows. If it was changed in use, that is known when the use is over."""

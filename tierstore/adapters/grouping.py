@@ -40,8 +40,8 @@ from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import COMPILED_CALL
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules that use the weights of their children without calling them."""
+ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+"""Modules that give one operation all their weights, and those of their children."""
 
 
 ROUTED_BY = frozenset({"top_k_index", "router_indices"})
@@ -105,6 +105,8 @@ class Cutting:
 class Unit:
     """A module whose forward needs `tensors` (by full name). `encloses` others while it runs.
 
+    They are all those in it if it is `whole`: its forward may use any of them.
+
     Data choose whether a `routed` one runs; or, if it is one with `stacks`, which slices of these
     it uses. They go by the names of its attributes.
     """
@@ -115,6 +117,7 @@ class Unit:
     block: bool = False
     encloses: bool = False
     routed: bool = False
+    whole: bool = False
     stacks: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def only(self, wanted: Callable[[str, torch.Tensor], bool]) -> Unit | None:
@@ -139,7 +142,15 @@ def _units_of(
     stacks = branch.stacks if piece.routed else None
     if not stacks:
         return [
-            Unit(branch.name, branch.module, tensors, piece.block, piece.encloses, piece.routed)
+            Unit(
+                branch.name,
+                branch.module,
+                tensors,
+                piece.block,
+                piece.encloses,
+                piece.routed,
+                piece.whole,
+            )
         ]
     own = set(map(id, stacks.values()))
     sliced = {name: tensor for name, tensor in tensors.items() if id(tensor) in own}
@@ -169,7 +180,7 @@ class ModuleBranch:
         """Whether it uses tensors of the modules in it without calling them."""
         module = self.module
         return (
-            isinstance(module, _ATOMIC)
+            isinstance(module, ATOMIC)
             or type(module).__name__ in self._cutting.whole
             or hasattr(module, "parametrizations")
             or _is_adapter(module)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from tierstore.adapters.attachment import Attachment
-from tierstore.adapters.bindings import Binding
 from tierstore.adapters.changing import (
     Conversion,
     Copying,
@@ -39,11 +38,19 @@ from tierstore.adapters.contents import (
     parameters_of,
     tensors_of,
 )
+from tierstore.adapters.fitting import (
+    check_groups,
+    has_forward,
+    nearest_with_forward,
+    touched_units,
+    uses_of,
+)
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.nested import device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
+from tierstore.adapters.touched import ModelEntry, other_entries
 from tierstore.adapters.trained import Merging, Trained, states_follow
 from tierstore.adapters.unit_use import (
     Arguments,
@@ -56,7 +63,8 @@ from tierstore.adapters.unit_use import (
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
 from tierstore.adapters.wrapped import leaf_ids, wrapped_tensors
-from tierstore.model.errors import LeaseError
+from tierstore.model.errors import BudgetError, LeaseError
+from tierstore.model.words import first_of
 from tierstore.observe.passes import FORWARD, PassesOf
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import (
@@ -69,9 +77,6 @@ from tierstore.torch_private import (
 )
 
 logger = logging.getLogger("tierstore.adapters")
-
-OTHER_ENTRIES = ("encode", "decode")
-"""Methods through which a whole model is entered, too (autoencoders have no useful forward)."""
 
 MANY_UNITS = 8
 """A part of a model that has so many is looked at as a whole when it is called by itself."""
@@ -150,15 +155,19 @@ class OffloadedModule:
         units = self._cutting.units(self.root)
         _tell_what_is_compiled_in_parts(self.root, units)
         wrapped = wrapped_tensors(tensors_of(self.root))
-        self.weights.register(*self._plans(units), wrapped)
+        plans, in_ram = self._plans(units)
+        check_groups(self.store, self._cutting, plans, units)
+        self.weights.register(plans, in_ram, wrapped)
         for unit in units:
             for binding in self.weights.bindings(map(id, unit.stacks.values())):
                 self.weights.slices(binding)
         self._keep_the_rest()
-        self.weights.refuse_what_never_fits(self._cutting, units)
-        for unit in units:
+        uses = [use for unit in units for use in uses_of(unit)]
+        self._touched = touched_units(self.weights, self._cutting, uses)
+        self._other_entries = other_entries(self.root)
+        for unit in uses:
             self._wrap(unit)
-        self._wrap_entries({unit.module for unit in units})
+        self._wrap_entries({unit.module for unit in uses})
         self._watch_changes()
         if self._trained.parameters and self.store.device.type != "cpu":
             self._follow_what_is_trained()
@@ -216,7 +225,14 @@ class OffloadedModule:
         }
         trained = set(self._trained.ids)
         kept = [tensor for tensor in rest.values() if id(tensor) in trained]
-        self._attachment.keep_on_device(self._prefix, rest, self._cutting.target, kept)
+        try:
+            self._attachment.keep_on_device(self._prefix, rest, self._cutting.target, kept)
+        except BudgetError as error:
+            error.add_note(
+                f"tierstore: of {type(self.root).__name__}, {first_of(list(rest))} stay on the "
+                "device for good: small buffers, and what a device map says"
+            )
+            raise
 
     def _wrap(self, unit: Unit) -> None:
         if owner_of(unit.module) is not self:
@@ -226,7 +242,8 @@ class OffloadedModule:
             before = experts.announced_after(self._move)
             self._wrap_with(unit, self, functools.partial(ExpertsUse, experts), before)
             return
-        weights = _uses(self, self.weights.bindings(own))
+        bindings = [] if unit in self._touched else self.weights.bindings(own)
+        weights = UnitWeights.of(self.weights, bindings)
         if weights.bindings or self._aligned:
             self._wrap_with(unit, self, functools.partial(WeightUse, weights))
         for other in everyone():
@@ -245,46 +262,60 @@ class OffloadedModule:
         move = before or (self._move if self._aligned else None)
         call = None if self.store.device.type == "cpu" else OnceMore(unit.module, self.store)
         names = calls_of(unit.module)
-        for name in (*names, *OTHER_ENTRIES) if unit.module is self.root else names:
+        for name in (*names, *self._other_entries) if unit.module is self.root else names:
             if has_method(unit.module, name):
                 forward = UnitForward(use, owner.look, before=move, call=call)
                 self._attachment.stand_in(unit.module, name, forward)
 
     def _wrap_entries(self, units: set[nn.Module]) -> None:
-        """Larger parts of the model may be called by themselves: their units run in one run, too,
-        and what changed is looked for once."""
+        """Parts of the model may be called by themselves. The units of a larger one run in one run,
+        too, and what changed is looked for once; so do those of one with weights that come as they
+        are touched."""
         move = self._move if self._aligned else None
-        for name, module in named_modules_of(self.root):
+        named = dict(named_modules_of(self.root))
+        touching = {nearest_with_forward(unit.name, named) for unit in self._touched}
+        for name, module in named.items():
+            large = (
+                module not in units and len(units.intersection(modules_of(module))) >= MANY_UNITS
+            )
             if (
                 module is not self.root
-                and module not in units
                 and owner_of(module) is self
-                and len(units.intersection(modules_of(module))) >= MANY_UNITS
-                and type(module).forward is not nn.Module.forward
+                and (large or module in touching)
+                and has_forward(module)
             ):
                 self._wrap_run(module, f"{self._prefix}/{name}", calls_of(module), before=move)
         # Outside of `forward`, which others may have patched since.
         self._attachment.stand_in(self.root, CALL, self._call_as_it_is)
         align = self._align if self._aligned else None
-        entries = (*calls_of(self.root), *OTHER_ENTRIES)
+        entries = (*calls_of(self.root), *self._other_entries)
         self._wrap_run(self.root, self._prefix, entries, before=self._move, after=align)
+        if align is None and has_method(self.root, "generate"):
+            # It goes on with what it was given and what the model returned: on one device.
+            around = UnitForward(lambda: None, before=self._move, after=self._align)
+            self._attachment.stand_in(self.root, "generate", around)
 
     def _wrap_run(
         self, module: nn.Module, model: str, names: Collection[str], **around: Any
     ) -> None:
         passes = PassesOf(engine_of(self.store).passes, model)
+        parts = set(modules_of(module))
+        always = any(unit.module in parts for unit in self._touched)
         for name in names:
             if has_method(module, name):
-                run = functools.partial(
-                    self._run, passes, name if name in OTHER_ENTRIES else FORWARD
-                )
+                does = name if name in self._other_entries else FORWARD
+                entry = None if name == COMPILED_CALL else ModelEntry(self, always)
+                run = functools.partial(self._run, passes, does, entry)
                 self._attachment.stand_in(module, name, UnitForward(run, self.look, **around))
 
-    def _run(self, passes: PassesOf, does: str) -> ModelRun | None:
+    def _run(self, passes: PassesOf, does: str, entry: ModelEntry | None) -> ModelRun | None:
         held = self.weights.held
         if held.run is not None:
             return None
-        return ModelRun(held, self.weights.last_lease, self._over, passes, does)
+        run = ModelRun(held, self.weights.last_lease, self._over, passes, does)
+        if entry is not None and not torch.compiler.is_compiling():
+            entry.prepare(run, self._attachment.patched)
+        return run
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _over(self) -> None:
@@ -425,11 +456,4 @@ def _refuse_other_ways_to_run(root: nn.Module, device: torch.device) -> None:
 def _use_of(owner: Owner, tensors: set[int]) -> WeightUse | None:
     """A use of those of the tensors (by id) that somebody else offloads, where they are now."""
     bindings = owner.weights.bindings(tensors)
-    return WeightUse(_uses(owner, bindings)) if bindings else None
-
-
-def _uses(owner: Owner, bindings: list[Binding]) -> UnitWeights:
-    on_cpu = owner.store.device.type == "cpu"
-    wrapped = owner.weights.wrapped_of(bindings)
-    parameters = [b.tensor for b in bindings] + [w.tensor for w in wrapped]
-    return UnitWeights(owner.weights, bindings, [] if on_cpu else wrapped, parameters)
+    return WeightUse(UnitWeights.of(owner.weights, bindings)) if bindings else None

@@ -15,7 +15,7 @@ import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
@@ -243,7 +243,7 @@ class UnitForward:
     after: Callable[[Any, Any, Any], Any] | None = None
     call: Callable[[Any, Any, Any], Any] | None = None
 
-    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:  # noqa: C901 - no call more for each unit
         given = args, kwargs
         if self.look is not None:
             self.look()
@@ -267,12 +267,71 @@ class UnitForward:
                 raise
             if not begun:
                 return getattr(method.module, method.name)(*given[0], **given[1])
+        if type(result) is types.GeneratorType:
+            return self._steps(method, result, given)
         return result if self.after is None else self.after(result, *given)
+
+    def _steps(
+        self, method: StandIn, generator: Generator[Any, Any, Any], given: Arguments
+    ) -> Generator[Any, Any, Any]:
+        """Run a generator that the method returned: a use is begun before each of its steps, and
+        ends with it, as whoever iterates may do anything in between."""
+        step: Callable[[Any], Any] = generator.send
+        value: Any = None
+        try:
+            while True:
+                run = functools.partial(_step, step, value)
+                begun, (over, result) = run_within(self.use(), run, (), {}, given)
+                if not begun:
+                    raise RuntimeError(
+                        f"{type(method.module).__name__} was built differently, or made an "
+                        f"ordinary model, while a generator that its {method.name} returned was "
+                        "not at its end: call it anew"
+                    )
+                if over:
+                    return result
+                step, value = generator.send, None
+                try:
+                    value = yield result if self.after is None else self.after(result, *given)
+                except GeneratorExit:
+                    raise
+                except BaseException as error:  # whoever iterates threw it
+                    step, value = generator.throw, error
+        finally:
+            generator.close()
 
     def _goes_on(self, method: StandIn) -> bool:
         """Whether a call came by what was put in front of a stand-in since: to begin anew would
         call that twice. The next one meets the successor first."""
         return method.successor is not None and method.successor.run is self
+
+
+def _step(step: Callable[[Any], Any], value: Any) -> tuple[bool, Any]:
+    """Go on with a generator: whether it is over, and what it returned or yields."""
+    try:
+        return False, step(value)
+    except StopIteration as stop:
+        return True, stop.value
+
+
+def run_within(
+    use: UnitUse | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Arguments | None = None,
+) -> tuple[bool, Any]:
+    """Call a function within a use: (whether that has begun, what it returned)."""
+    if use is None:
+        return True, function(*args, **kwargs)
+    try:
+        if not use.begin():
+            _end(use)
+            return False, (False, None)
+        return True, use.finish(function(*args, **kwargs), given or (args, kwargs))
+    except BaseException:
+        _end(use)
+        raise
 
 
 def _end(use: UnitUse) -> None:

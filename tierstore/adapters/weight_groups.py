@@ -15,16 +15,16 @@ from tierstore.adapters.bindings import Binding, note_changes
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.contents import tensors_of
-from tierstore.adapters.device_resident import is_resident
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
+from tierstore.adapters.grouping import GroupPlan, Unit
 from tierstore.adapters.kept_memory import KeptMemory
+from tierstore.adapters.operations import not_looked_at
 from tierstore.adapters.saved_weights import LastLease
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
 from tierstore.lease import Lease
-from tierstore.model.errors import BudgetError, ClosedError
+from tierstore.model.errors import ClosedError
 from tierstore.model.outline import unused
-from tierstore.model.tiers import Tier, UseOrder
+from tierstore.model.tiers import UseOrder
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
@@ -184,48 +184,12 @@ class WeightGroups:
                 self._put(f"{binding.key}/{name}", {name: part}, space, kind=Kind.ROUTED)
         return [f"{binding.key}/{name}" for name in names]
 
-    def refuse_what_never_fits(self, cutting: Cutting, units: list[Unit]) -> None:
-        """Raise BudgetError if a group has no room beside what stays on the device, or if all
-        groups of a unit, which are there at once, have none on the fastest tier."""
-        reporting = engine_of(self.store).reporting
-        snapshot = {group.key: group.nbytes for group in self.store.snapshot().groups}
-        staying = sum(nbytes for key, nbytes in snapshot.items() if is_resident(key))
-        for tier, budget in reporting.weight_budgets().items():
-            if tier.persistent or budget is None:
-                continue
-            in_slices = {key for key, _ in self._slices.values()}
-            needs = {
-                key: snapshot[key]
-                for key in self.groups
-                if not is_resident(key) and key not in in_slices
-            }
-            if tier is Tier.DEVICE or self.store.device.type == "cpu":
-                needs |= self._needs_of_units(units, needs)
-            key = max(needs, key=lambda k: needs[k], default=None)
-            beside = staying if tier is Tier.DEVICE else 0
-            if key is not None and needs[key] + beside > budget:
-                advice = (
-                    f"raise {reporting.budget_name(tier)} to at least "
-                    f"{needs[key] + beside:,} bytes ("
-                    + (f"{beside:,} are in use there for good; " if beside else "")
-                    + f"{3 * needs[key] + beside:,} for prefetch)"
-                )
-                if cutting.block_limit is None or cutting.block_limit > budget:
-                    advice += ", or cut the model finer with offload_type='leaf_level'"
-                raise BudgetError(key, tier.name, needs[key], budget, advice)
-
-    def _needs_of_units(self, units: list[Unit], nbytes: Mapping[str, int]) -> dict[str, int]:
-        """Bytes of the groups of each unit that has several, by its first group's key."""
-        found: dict[str, int] = {}
-        for unit in units:
-            bindings = self.bindings(map(id, unit.tensors.values()))
-            if unit.stacks:
-                keys = [self._slices[id(b)][1][0] for b in bindings if id(b) in self._slices]
-            else:
-                keys = list({b.key: None for b in bindings})
-            if len(keys) > 1:
-                found[keys[0]] = max(found.get(keys[0], 0), sum(nbytes[key] for key in keys))
-        return found
+    def keys_of(self, unit: Unit) -> list[str]:
+        """The keys of the groups that a unit uses at once, each once."""
+        bindings = self.bindings(map(id, unit.tensors.values()))
+        if unit.stacks:
+            return [self._slices[id(b)][1][0] for b in bindings if id(b) in self._slices]
+        return list({b.key: None for b in bindings})
 
     def tensor_ids(self) -> set[int]:
         """The ids of the tensors in the groups, and of those that consist of them."""
@@ -247,6 +211,15 @@ class WeightGroups:
         with self.lock:
             values = {name: each.value(each.tensor).detach() for name, each in found.items()}
         return values
+
+    def bindings_for(self, tensor: torch.Tensor) -> Iterable[Binding]:
+        """Those of a tensor of the model, or of what it consists of. One that is used in slices,
+        which may be larger than a budget, has none."""
+        found = self._bindings.get(id(tensor))
+        if found is not None:
+            return () if id(found) in self._slices else (found,)
+        wrapped = self._wrapped.get(id(tensor))
+        return () if wrapped is None else self.bindings(map(id, wrapped.leaves.values()))
 
     def bindings(self, tensors: Iterable[int]) -> list[Binding]:
         """Those of the tensors (by id) that are in the groups."""
@@ -303,7 +276,7 @@ class WeightGroups:
     @torch.no_grad()
     def renew(self, edited: list[Binding]) -> None:
         """Store the groups of changed tensors anew; what did not change in them is not written."""
-        with self._renewing:
+        with self._renewing, not_looked_at():
             for keys in self._become_one(edited):
                 members = [b for key in keys for b in self._members.get(key, [])]
                 with self.lock:

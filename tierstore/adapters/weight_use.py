@@ -8,6 +8,8 @@ backward pass through weights that are frozen brings them in again; through othe
 from __future__ import annotations
 
 import functools
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from tierstore.adapters.codecs.memory import (
 )
 from tierstore.adapters.function_contexts import take_out_weights
 from tierstore.adapters.nested import tensors_in
+from tierstore.adapters.operations import OperationMode
 from tierstore.adapters.saved_weights import LastLease, WeightHooks
 from tierstore.adapters.unit_use import Arguments, refuse_backward, refuse_to_go_back
 from tierstore.adapters.weight_groups import HeldLease, WeightGroups
@@ -43,7 +46,8 @@ class ModelRun:
     """One call of the whole model: while it goes on, leases may be held from unit to unit.
 
     `over` is called after one that is not inside of another, and that did not raise. It is noted
-    in `passes`, as what it `does`.
+    in `passes`, as what it `does`. Meanwhile `touching` is on. `ended` is called after any, with
+    what it raised.
     """
 
     held: HeldLease
@@ -51,7 +55,10 @@ class ModelRun:
     over: Callable[[], None]
     passes: PassesOf
     does: str = FORWARD
+    touching: OperationMode | None = None
+    ended: Callable[[BaseException | None], None] | None = None
     _noted: ModelPass | None = None
+    _begun: OperationMode | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> bool:
@@ -61,6 +68,9 @@ class ModelRun:
             if not in_backward():
                 self.last_lease.give_back()  # of a backward that raised
             self._noted = self.passes.begin(self.does)
+            if self.touching is not None:
+                self.touching.begin()
+                self._begun = self.touching
         return True
 
     def finish(self, result: Any, given: Arguments) -> Any:
@@ -77,7 +87,12 @@ class ModelRun:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, *, failed: bool) -> None:
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.end()
         if self.held.run is self:
+            if self.ended is not None:
+                self.ended(sys.exc_info()[1] if failed else None)
             self.held.let_go()
             self.held.run = None
         self.passes.end(self._noted, failed=failed)
@@ -96,6 +111,14 @@ class UnitWeights:
     wrapped: list[WrappedTensor]
     parameters: list[torch.Tensor] = field(default_factory=list)
     _keys: tuple[int, list[str]] = (-1, [])
+
+    @classmethod
+    def of(cls, groups: WeightGroups, bindings: list[Binding]) -> UnitWeights:
+        """What a unit with these tensors needs."""
+        wrapped = groups.wrapped_of(bindings)
+        parameters = [b.tensor for b in bindings] + [w.tensor for w in wrapped]
+        on_cpu = groups.store.device.type == "cpu"
+        return cls(groups, bindings, [] if on_cpu else wrapped, parameters)
 
     def keys(self) -> tuple[int, list[str]]:
         """The groups that the tensors are in, each once, as of which renewal. With the lock."""
@@ -202,10 +225,12 @@ class WeightUse:
         "_viewed",
         "_weights",
         "_with_grad",
+        "thread",
     )
 
     def __init__(self, weights: UnitWeights) -> None:
         self._weights = weights
+        self.thread = 0
         self._leases: list[Lease] = []
         self._viewed = False
         self._hooks: Any = None
@@ -218,6 +243,7 @@ class WeightUse:
 
         False if the model is not cut into these groups any more.
         """
+        self.thread = threading.get_ident()
         self._viewed = torch.is_grad_enabled() and hooks_are_allowed()
         edited = self._show(unless_edited=True)
         if edited:

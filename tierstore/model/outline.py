@@ -177,13 +177,15 @@ def _has_routed(branch: Branch) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """A unit, as far as grouping sees it: the memory that it needs, piece by piece."""
+    """A unit, as far as grouping sees it: the memory that it needs, piece by piece, in the order
+    in which its tensors were registered and, if that is another, in that of their names."""
 
     name: str
     memory: tuple[Hashable, ...]
     block: bool = False
     encloses: bool = False
     routed: bool = False
+    by_name: tuple[Hashable, ...] = ()
 
 
 def need_of(
@@ -195,12 +197,13 @@ def need_of(
 ) -> Need:
     """Return the need of a unit. `memory` maps the names of its tensors to what they show.
 
-    A block's tensors are in use together, so their order is free: it is the one of their names, as
-    in a file. So a block of several groups is in the same ones whether its modules are known or
-    only its files, and a group is contiguous in a file.
+    A unit of several groups is spread over them in the order of its tensors' names, as they are in
+    a file. So it is in the same ones whether its modules are known or only its files, and a group
+    is contiguous in a file.
     """
-    order = sorted(memory) if block else list(memory)
-    return Need(name, tuple(memory[tensor] for tensor in order), block, encloses, routed)
+    by_name = tuple(memory[tensor] for tensor in sorted(memory))
+    registered = by_name if block else tuple(memory.values())
+    return Need(name, registered, block, encloses, routed, by_name)
 
 
 @dataclass
@@ -221,8 +224,8 @@ def portions(
     """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
 
     `nbytes` tells the size of each piece of memory. It is in the group of the first unit that
-    needs it. A block of more than `target` bytes is spread over groups of its own. So is what is
-    routed, however small.
+    needs it. A block of more than `target` bytes is spread over groups of its own. So is a module
+    with more than that beside its largest tensor, and what is routed, however small.
     """
     groups: list[Portion] = []
     routed: list[Portion] = []
@@ -237,9 +240,14 @@ def portions(
             routed += [Portion(unit.name, part, routed=True) for part in parts]
             claimed.update(own)
             continue
-        if unit.block and needed > target and not blocks_per_group:
+        # A module's largest tensor sets how large its group must be: more than that is spread.
+        beside = 0 if unit.block else max((nbytes[piece] for piece in own), default=0)
+        if needed - beside > target and not (unit.block and blocks_per_group):
             name = unit.name or "root"
-            groups += [Portion(name, p) for p in in_portions(own, nbytes.__getitem__, target)]
+            named = [
+                piece for piece in dict.fromkeys(unit.by_name or unit.memory) if piece in set(own)
+            ]
+            groups += [Portion(name, p) for p in in_portions(named, nbytes.__getitem__, target)]
             claimed.update(own)
             of_blocks = None
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 
 class Units(enum.Enum):
@@ -82,6 +82,16 @@ def count(number: int, noun: str) -> str:
     ('1 group', '2 groups')
     """
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def first_of(names: Sequence[str]) -> str:
+    """A few of some names, and how many there are.
+
+    >>> first_of(["a"]), first_of(list("abcde"))
+    ("'a'", "'a', 'b', 'c' and 2 more")
+    """
+    told = ", ".join(map(repr, names[:3]))
+    return f"{told} and {len(names) - 3} more" if len(names) > 3 else told
 
 
 def printable(text: str) -> str:
