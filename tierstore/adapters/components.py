@@ -26,7 +26,7 @@ from tierstore.adapters.other_offloading import mark, refuse_other_offloading, u
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.suspended import SuspendedModel
 from tierstore.adapters.unit_use import method_of_class
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 
 logger = logging.getLogger("tierstore.adapters")
 
@@ -108,6 +108,7 @@ class Component:
             del _components[module]
         unwrap(module, self)
         self._make_ordinary(module)
+        engine_of(self.store).groups.discard_soon(())
 
     @property
     def ordinary(self) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.contents import modules_of, parameters_of
@@ -70,17 +69,25 @@ class Merging:
         return method.original(*args, **kwargs)
 
 
-def states_follow(trained: Trained) -> RemovableHandle:
-    """Have optimizers keep the states of what is trained where it is: they may have loaded them
-    before it came to the device. Until it is removed."""
-    reference = weakref.ref(trained)  # torch knows the hook for good
+class FollowingStates:
+    """Has optimizers keep the states of what is trained where it is: they may have loaded them
+    before it came to the device. Until it is removed, or the model is gone."""
 
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        known = reference()
-        if known is not None and any(_is_elsewhere(optimizer, p) for p in known.parameters):
-            optimizer.load_state_dict(optimizer.state_dict())
+    def __init__(self, trained: Trained) -> None:
+        reference = weakref.ref(trained)  # torch has the hook until it is removed
 
-    return register_optimizer_step_pre_hook(hook)
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            known = reference()
+            if known is not None and any(_is_elsewhere(optimizer, p) for p in known.parameters):
+                optimizer.load_state_dict(optimizer.state_dict())
+
+        handle = register_optimizer_step_pre_hook(hook)
+        self._end = weakref.finalize(trained, handle.remove)
+        self._end.atexit = False
+
+    def remove(self) -> None:
+        """Leave states where they are."""
+        self._end()
 
 
 def _is_elsewhere(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
