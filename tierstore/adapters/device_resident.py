@@ -7,6 +7,7 @@ codec knows their kind: then they lie outside of the store, and its budget is sm
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -56,7 +57,7 @@ class DeviceResident:
     def __init__(self, store: TierStore) -> None:
         self._store = store
         self.share = DeviceShare()
-        self._before: list[tuple[torch.Tensor, torch.device]] = []
+        self._before: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self._wrapped: list[WrappedTensor] = []
         self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._told: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
@@ -64,7 +65,12 @@ class DeviceResident:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those that show the store's memory."""
-        return [tensor for tensor, _ in self._before]
+        return [tensor for tensor, _ in self._places()]
+
+    def _places(self) -> list[tuple[torch.Tensor, torch.device]]:
+        """Those that are not gone, and where they were."""
+        found = [(reference(), device) for reference, device in self._before]
+        return [(tensor, device) for tensor, device in found if tensor is not None]
 
     def told(self, tensor: torch.Tensor) -> torch.Tensor:
         """One of them on the CPU, for a state dict. Whoever writes to that writes to the model, as
@@ -132,7 +138,7 @@ class DeviceResident:
             lease = engine.leases.acquire_permanently(key, Access.UPDATE)
         self.share.leases.append(lease)
         for name, tensor in tensors.items():
-            self._before.append((tensor, tensor.device))
+            self._before.append((weakref.ref(tensor), tensor.device))
             _assign_with_gradient(tensor, over(lease.tensors[name]))
 
     def _keep_outside(self, prefix: str, unknown: Mapping[str, torch.Tensor]) -> None:
@@ -174,7 +180,7 @@ class DeviceResident:
             exchange(*self._swapped.pop())
         while self._wrapped:
             self._wrapped.pop().put_back(self)
-        for tensor, device in self._before:
+        for tensor, device in self._places():
             _assign_with_gradient(tensor, tensor.detach().to(device, copy=True))
         self._before.clear()
         while self.share.leases:

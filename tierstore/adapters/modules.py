@@ -431,5 +431,4 @@ def _use_of(owner: Owner, tensors: set[int]) -> WeightUse | None:
 def _uses(owner: Owner, bindings: list[Binding]) -> UnitWeights:
     on_cpu = owner.store.device.type == "cpu"
     wrapped = owner.weights.wrapped_of(bindings)
-    parameters = [b.tensor for b in bindings] + [w.tensor for w in wrapped]
-    return UnitWeights(owner.weights, bindings, [] if on_cpu else wrapped, parameters)
+    return UnitWeights(owner.weights, bindings, [] if on_cpu else wrapped, wrapped)

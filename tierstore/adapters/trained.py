@@ -31,7 +31,12 @@ class Trained:
         self._root = root
         self._recomputing = [module for module in modules_of(root) if recomputes(module)]
         self.known = False
-        self.parameters: list[nn.Parameter] = []
+        self._references: list[weakref.ref[nn.Parameter]] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are not gone: a parameter that was replaced is not kept for this."""
+        return [found for reference in self._references if (found := reference()) is not None]
 
     def look(self) -> bool:
         """Before a run with gradients enabled: see what is trained now. Returns whether that, or
@@ -40,12 +45,13 @@ class Trained:
         recomputing = [module for module in modules if recomputes(module)]
         parameters = _trained(p for module in modules for p in parameters_of(module, recurse=False))
         same = [*map(id, parameters)] == self.ids and recomputing == self._recomputing
-        self.known, self.parameters, self._recomputing = True, parameters, recomputing
+        self.known, self._recomputing = True, recomputing
+        self._references = list(map(weakref.ref, parameters))
         return not same
 
     def forget(self) -> None:
         """Nothing of it is trained until it is looked at again."""
-        self.known, self.parameters = False, []
+        self.known, self._references = False, []
 
     @property
     def ids(self) -> list[int]:
