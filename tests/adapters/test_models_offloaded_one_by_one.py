@@ -16,6 +16,7 @@ from tests.accelerator import DEVICES, same
 from tests.store.helpers import open_store
 from tierstore import dispatch_model, enable_group_offload
 from tierstore.adapters import components
+from tierstore.adapters.owners import owner_of
 
 
 class Pipe(DiffusionPipeline):
@@ -38,7 +39,7 @@ def small_vae() -> AutoencoderKL:
 def untouched_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which no pipeline was ever given to tierstore."""
     monkeypatch.setattr(DiffusionPipeline, "to", inspect.unwrap(DiffusionPipeline.to))
-    monkeypatch.setitem(components._replaced, DiffusionPipeline, set())
+    monkeypatch.setitem(components.REPLACED_METHODS, DiffusionPipeline, set())
 
 
 @pytest.mark.usefixtures("untouched_class")
@@ -66,8 +67,7 @@ def doubling(seen: list[bool]) -> Callable[[Any], None]:
     """A method of pipelines that changes a weight, and notes whether its model is ordinary."""
 
     def method(pipe: Any) -> None:
-        component = components._components.get(pipe.vae)
-        seen.append(component is None or component.ordinary)
+        seen.append(owner_of(pipe.vae) is None)
         pipe.vae.decoder.conv_out.weight.data.mul_(2)
 
     return method
@@ -90,7 +90,7 @@ def computed(vae: AutoencoderKL) -> torch.Tensor:
 @pytest.mark.usefixtures("untouched_class")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["own", "inherited", "of a later class", "given as a whole"])
-@pytest.mark.parametrize("name", [*components._CHANGES_WEIGHTS, "describe"])
+@pytest.mark.parametrize("name", [*components.CHANGES_WEIGHTS, "describe"])
 @torch.no_grad()
 def test_method_of_pipeline_runs_suspended(
     name: str, way: str, device: str, tmp_path: Path

@@ -30,7 +30,7 @@ from tierstore.store import TierStore, engine_of
 
 logger = logging.getLogger("tierstore.adapters")
 
-_CHANGES_WEIGHTS = (
+CHANGES_WEIGHTS = (
     "load_lora_weights",
     "unload_lora_weights",
     "delete_adapters",
@@ -211,7 +211,7 @@ def component_of(module: nn.Module, store: TierStore) -> Component | None:
     return None if elsewhere else component
 
 
-_replaced: weakref.WeakKeyDictionary[type[Any], set[str]] = weakref.WeakKeyDictionary()
+REPLACED_METHODS: weakref.WeakKeyDictionary[type[Any], set[str]] = weakref.WeakKeyDictionary()
 """The methods of classes that are replaced."""
 
 # A handle is kept by whoever offloads the pipeline.
@@ -276,7 +276,7 @@ def models_in(target: Any) -> dict[str, nn.Module]:
 def suspend_methods(module: nn.Module, by: Component) -> None:
     """Have the methods of a model that change weights run suspended, those for which this is not
     done yet."""
-    for name in _CHANGES_WEIGHTS:
+    for name in CHANGES_WEIGHTS:
         method = getattr(module, name, None)
         if inspect.ismethod(method):
             object.__setattr__(module, name, SuspendingMethod(by, name, method))
@@ -284,7 +284,7 @@ def suspend_methods(module: nn.Module, by: Component) -> None:
 
 def unwrap(module: nn.Module, by: Component) -> None:
     """Give the model its own methods back."""
-    for name in _CHANGES_WEIGHTS:
+    for name in CHANGES_WEIGHTS:
         method = module.__dict__.get(name)
         if isinstance(method, SuspendingMethod) and method.by is by:
             method.remove()
@@ -300,7 +300,7 @@ def follow_pipelines(base: type[Any]) -> None:
     They are replaced on their classes: when a model is offloaded, nobody knows which pipelines have
     it, or will. For a pipeline with no offloaded model they do what they did.
     """
-    replaced = _replaced.setdefault(base, set())
+    replaced = REPLACED_METHODS.setdefault(base, set())
     if "__init_subclass__" in replaced:
         return
     replaced.add("__init_subclass__")
@@ -327,11 +327,11 @@ def _follow_later_ones(base: type[Any]) -> None:
 
 
 def _follow(kind: type[Any]) -> None:
-    for name in ("to", *_CHANGES_WEIGHTS):
+    for name in ("to", *CHANGES_WEIGHTS):
         defining = next((each for each in kind.__mro__ if name in vars(each)), None)
         if defining is None or not inspect.isfunction(vars(defining)[name]):
             continue
-        replaced = _replaced.setdefault(defining, set())
+        replaced = REPLACED_METHODS.setdefault(defining, set())
         if name not in replaced:
             replaced.add(name)
             setattr(defining, name, _around(vars(defining)[name], name))
