@@ -44,6 +44,11 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def keep_found(tensor: torch.Tensor) -> None:
+    """Let Python keep a tensor that a weak reference has found, also if only autograd had it."""
+    tensor._fix_weakref()  # type: ignore[attr-defined]
+
+
 def uncounted(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """At its end, the version counter of a tensor is set back to what it was."""
     return _unsafe_preserve_version_counter(tensor)

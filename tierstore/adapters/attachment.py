@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tierstore.adapters.device_resident import DeviceResident
+from tierstore.adapters.device_resident import DeviceResident, DeviceShare, is_resident
 from tierstore.adapters.unit_use import StandIn
-from tierstore.lease import Lease
 from tierstore.store import TierStore, engine_of
 
 
@@ -26,7 +25,7 @@ class Attachment:
     """What was done to the modules of one model, until `detach`.
 
     `groups` maps keys of the store to the names of the tensors in each. The store forgets these
-    groups, and the leases of `resident` end, when `owner` is garbage-collected. No Parameter
+    groups, and what `resident` takes is given back, when `owner` is garbage-collected. No Parameter
     object is ever replaced: a parameter shows other memory (see `tierstore.adapters.codecs`).
     `patched` counts how often others were found to have patched methods.
     """
@@ -38,7 +37,7 @@ class Attachment:
         self.patched = 0
         self._done: list[Removable] = []
         self._found: list[tuple[dict[str, Any], str, Any, nn.Module, type]] | None = None
-        weakref.finalize(owner, _forget, weakref.ref(store), self.groups, self.resident.leases)
+        weakref.finalize(owner, _forget, weakref.ref(store), self.groups, self.resident.share)
 
     def add(self, done: Removable) -> None:
         """Something was done that `detach` is to undo."""
@@ -111,11 +110,13 @@ class Attachment:
 
 
 def _forget(
-    store: weakref.ref[TierStore], groups: dict[str, list[str]], leases: list[Lease]
+    store: weakref.ref[TierStore], groups: dict[str, list[str]], share: DeviceShare
 ) -> None:
     """A model was garbage-collected: its groups are of no use to anybody."""
-    for lease in leases:
-        lease.abandon()
     alive = store()
+    resident = [key for key in groups if is_resident(key)]
     if alive is not None:
-        engine_of(alive).groups.discard_soon(groups)
+        engine_of(alive).groups.discard_soon(groups.keys() - resident)
+    share.give_back_soon(alive)
+    if alive is not None:
+        engine_of(alive).groups.discard_next(resident)

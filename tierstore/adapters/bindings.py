@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from tierstore.adapters.codecs.memory import address_of
 from tierstore.adapters.codecs.plain import assign
 from tierstore.system.views import blocks_of
-from tierstore.torch_private import version_of
+from tierstore.torch_private import keep_found, version_of
 
 OFTEN = 2
 """How often a buffer is stored by its content before it counts as one that every use changes, such
@@ -26,32 +27,61 @@ class Binding:
     pages of the home: see `WriteWatch`.) `times_stored` counts how often it was stored anew; once
     it is `changing`, its home is memory in which nobody notices such writes.
 
+    It does not keep the tensor alive: a parameter that was deleted or replaced goes at once, as in
+    plain torch, and nobody sees what `tensor` is from then on: another with its home. `number` is
+    the tensor's id, which others may have then. `alone` says that it is such another.
+
     All of this runs for every tensor in every step, between computations that fill the processor's
     caches: what counts is how few objects are touched.
     """
 
     __slots__ = (
         "_address",
+        "_reference",
         "_shown_at",
+        "alone",
         "changing",
         "home",
         "key",
         "name",
+        "number",
         "others",
-        "tensor",
         "times_stored",
         "user",
         "version",
     )
 
     def __init__(self, tensor: torch.Tensor, key: str, name: str, home: torch.Tensor) -> None:
-        self.tensor = tensor
+        self._reference: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self.alone = False
+        self.number = id(tensor)
         self.name = name
         self.user: object = None
         self.others: set[object] | None = None
         self.changing = False
         self.times_stored = 0
         self.move_to(key, home)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor of the model, or another with its home if that is gone."""
+        found = self._reference()
+        if found is None:
+            return self._in_its_place()
+        keep_found(found)
+        return found
+
+    def _in_its_place(self) -> torch.Tensor:
+        placed = self.home.detach()
+        self._reference = lambda: placed
+        self.alone = True
+        self.version = version_of(placed)
+        return placed
+
+    @property
+    def alive(self) -> bool:
+        """Whether the model's tensor is not gone."""
+        return not self.alone and self._reference() is not None
 
     def move_to(self, key: str, home: torch.Tensor) -> None:
         """The tensor is in group `key` from now on, and away."""
@@ -73,8 +103,9 @@ class Binding:
         )
 
     def _bring_home(self) -> None:
-        assign(self.tensor, self.home)
-        self.version = version_of(self.tensor)
+        tensor = self.tensor
+        assign(tensor, self.home)
+        self.version = version_of(tensor)
 
     @property
     def edited(self) -> bool:
@@ -84,7 +115,8 @@ class Binding:
     @property
     def was_given_memory(self) -> bool:
         """Whether somebody gave it other memory, which is not empty."""
-        return self.tensor.numel() > 0 and address_of(self.tensor) != self._address
+        tensor = self.tensor
+        return tensor.numel() > 0 and address_of(tensor) != self._address
 
     def _is_as(self, expected: torch.Tensor) -> bool:
         """Whether it shows its home, unchanged, in the form of `expected`."""
@@ -107,8 +139,9 @@ class Binding:
             return False
         self._shown_at = address_of(leased)
         self.user = use  # before anything is shown: wherever this ends, put_back undoes it
-        assign(self.tensor, leased)
-        self.version = version_of(self.tensor)
+        tensor = self.tensor
+        assign(tensor, leased)
+        self.version = version_of(tensor)
         return True
 
     def put_back(self, use: object, *, with_grad: bool) -> None:
@@ -156,22 +189,23 @@ class Binding:
         self.version = -1
 
     def _put_back(self, with_grad: bool) -> None:
-        if address_of(self.tensor) not in (self._shown_at, self._address):
+        tensor = self.tensor
+        if address_of(tensor) not in (self._shown_at, self._address):
             # The forward itself gave it other memory: the tensor keeps that, on the CPU.
-            self.give(self.tensor.detach().cpu())
+            self.give(tensor.detach().cpu())
             return
-        if version_of(self.tensor) != self.version:
+        if version_of(tensor) != self.version:
             # The forward itself changed it. The home is where the change is kept, and noticed.
-            self.home.copy_(self.tensor.detach())
-            assign(self.tensor, self.home)
+            self.home.copy_(tensor.detach())
+            assign(tensor, self.home)
             self.version = -1
             return
         self._bring_home()
-        if with_grad and not self.tensor.is_inference():
+        if with_grad and not tensor.is_inference():
             # What autograd saved shows memory that is used again: a backward must raise. It saves
             # frozen weights too, where the gradient of an input goes through them.
-            torch.autograd.graph.increment_version(self.tensor)
-            self.version = version_of(self.tensor)
+            torch.autograd.graph.increment_version(tensor)
+            self.version = version_of(tensor)
 
 
 def note_changes(

@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -26,11 +26,11 @@ from tierstore.adapters.other_offloading import mark, refuse_other_offloading, u
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.suspended import SuspendedModel
 from tierstore.adapters.unit_use import method_of_class
-from tierstore.store import TierStore
+from tierstore.store import TierStore, engine_of
 
 logger = logging.getLogger("tierstore.adapters")
 
-_CHANGES_WEIGHTS = (
+CHANGES_WEIGHTS = (
     "load_lora_weights",
     "unload_lora_weights",
     "delete_adapters",
@@ -90,7 +90,7 @@ class Component:
             raise
         self._users[user] = None
         _components[module] = self
-        wrap_changes(module, self)
+        suspend_methods(module, self)
 
     def leave(self, user: Any | None) -> None:
         """A pipeline has no use for it any more, or is gone."""
@@ -108,6 +108,7 @@ class Component:
             del _components[module]
         unwrap(module, self)
         self._make_ordinary(module)
+        engine_of(self.store).groups.discard_soon(())
 
     @property
     def ordinary(self) -> bool:
@@ -162,8 +163,8 @@ class Component:
         self._offloaded = weakref.ref(offloaded)
         mark(module, self.store.device)
         if (diffusers := sys.modules.get("diffusers")) is not None:
-            # A pipeline that has this model need not be offloaded itself, and passes over it, too.
-            _convert_what_is_offloaded(diffusers.DiffusionPipeline)
+            # A pipeline that has this model need not be offloaded itself.
+            follow_pipelines(diffusers.DiffusionPipeline)
         logger.info(
             "%s: %d groups, %d bytes of weights; %d bytes written",
             self._prefix,
@@ -208,6 +209,13 @@ def component_of(module: nn.Module, store: TierStore) -> Component | None:
         component.end()
         return None
     return None if elsewhere else component
+
+
+REPLACED_METHODS: weakref.WeakKeyDictionary[type[Any], set[str]] = weakref.WeakKeyDictionary()
+"""The methods of classes that are replaced."""
+
+# A handle is kept by whoever offloads the pipeline.
+_handles: weakref.WeakKeyDictionary[Any, weakref.ref[Suspending]] = weakref.WeakKeyDictionary()
 
 
 class Suspending(Protocol):
@@ -265,40 +273,112 @@ def models_in(target: Any) -> dict[str, nn.Module]:
     return {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
 
 
-def wrap_changes(owner: Any, by: Suspending) -> None:
-    """Have the methods that change weights run suspended, those for which this is not done yet."""
-    for name in _CHANGES_WEIGHTS:
-        method = getattr(owner, name, None)
+def suspend_methods(module: nn.Module, by: Component) -> None:
+    """Have the methods of a model that change weights run suspended, those for which this is not
+    done yet."""
+    for name in CHANGES_WEIGHTS:
+        method = getattr(module, name, None)
         if inspect.ismethod(method):
-            object.__setattr__(owner, name, SuspendingMethod(by, name, method))
-    for kind in () if isinstance(owner, nn.Module) else type(owner).__mro__:
-        if "to" in vars(kind):
-            _convert_what_is_offloaded(kind)
-            break
+            object.__setattr__(module, name, SuspendingMethod(by, name, method))
 
 
-def unwrap(owner: Any, by: Suspending) -> None:
-    """Give the owner its own methods back."""
-    for name in _CHANGES_WEIGHTS:
-        method = owner.__dict__.get(name)
+def unwrap(module: nn.Module, by: Component) -> None:
+    """Give the model its own methods back."""
+    for name in CHANGES_WEIGHTS:
+        method = module.__dict__.get(name)
         if isinstance(method, SuspendingMethod) and method.by is by:
             method.remove()
 
 
-@functools.cache
-def _convert_what_is_offloaded(kind: type[Any]) -> None:
-    """Have `to` of pipelines of a kind, which passes over models that are offloaded, give them its
-    dtype, too: of any pipeline that has them. `from_pipe` makes others, and casts those."""
-    original = kind.to
+# Methods of pipelines -------------------------------------------------------------------------
+
+
+def follow_pipelines(base: type[Any]) -> None:
+    """Have methods of all pipelines of a kind, and of kinds derived from it, also later, see to
+    what is offloaded of their models, whoever offloads that.
+
+    They are replaced on their classes: when a model is offloaded, nobody knows which pipelines have
+    it, or will. For a pipeline with no offloaded model they do what they did.
+    """
+    replaced = REPLACED_METHODS.setdefault(base, set())
+    if "__init_subclass__" in replaced:
+        return
+    replaced.add("__init_subclass__")
+    _follow_later_ones(base)
+    pending = [base]
+    while pending:
+        kind = pending.pop()
+        _follow(kind)
+        pending += kind.__subclasses__()
+
+
+def _follow_later_ones(base: type[Any]) -> None:
+    """Have kinds followed that are derived from one, when they are made."""
+    own = vars(base).get("__init_subclass__")
+
+    def followed(kind: type[Any], /, **kwargs: Any) -> None:
+        if own is None:
+            super(base, kind).__init_subclass__(**kwargs)
+        else:
+            own.__func__(kind, **kwargs)
+        _follow(kind)
+
+    base.__init_subclass__ = classmethod(followed)  # type: ignore[assignment]
+
+
+def _follow(kind: type[Any]) -> None:
+    for name in ("to", *CHANGES_WEIGHTS):
+        defining = next((each for each in kind.__mro__ if name in vars(each)), None)
+        if defining is None or not inspect.isfunction(vars(defining)[name]):
+            continue
+        replaced = REPLACED_METHODS.setdefault(defining, set())
+        if name not in replaced:
+            replaced.add(name)
+            setattr(defining, name, _around(vars(defining)[name], name))
+
+
+def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """What a method of pipelines is replaced by."""
+    run = _converted if name == "to" else _suspended
 
     @functools.wraps(original)
-    def to(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(pipe, *args, **kwargs)
-        models = models_in(pipe).values()
-        for given in (*args, *kwargs.values()):
-            for model in models if isinstance(given, torch.dtype) else ():
-                if owner_of(model) is not None:
-                    model.to(given)
-        return result
+    def method(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(functools.partial(original, pipe), pipe, *args, **kwargs)
 
-    kind.to = to
+    return method
+
+
+def _suspended(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a method while all that is offloaded of a pipeline is suspended."""
+    with ExitStack() as stack:
+        handle = _handles.get(pipe)
+        if handle is not None and (by := handle()) is not None:
+            stack.enter_context(by.suspended())
+        for model in models_in(pipe).values():
+            if (component := _components.get(model)) is not None:
+                stack.enter_context(component.suspended())
+        return method(*args, **kwargs)
+
+
+def _converted(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `to`, which passes over models that are offloaded, and give them its dtype, too.
+    `from_pipe` makes other pipelines, and casts those."""
+    result = method(*args, **kwargs)
+    models = models_in(pipe).values()
+    for given in (*args, *kwargs.values()):
+        for model in models if isinstance(given, torch.dtype) else ():
+            if owner_of(model) is not None:
+                model.to(given)
+    return result
+
+
+def suspend_methods_of_pipeline(pipe: Any, by: Suspending) -> None:
+    """Have the methods of a pipeline that change weights or models run while `by` is suspended,
+    until `leave_pipeline`: models that it gets are offloaded, too."""
+    _handles[pipe] = weakref.ref(by)
+    _follow(type(pipe))
+
+
+def leave_pipeline(pipe: Any) -> None:
+    """Its methods see to its models only."""
+    _handles.pop(pipe, None)

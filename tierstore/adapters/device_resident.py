@@ -7,7 +7,9 @@ codec knows their kind: then they lie outside of the store, and its budget is sm
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -31,22 +33,44 @@ def is_resident(key: str) -> bool:
     return key.endswith("/resident")
 
 
+@dataclass(eq=False)
+class DeviceShare:
+    """A model's part of the fastest tier: leases, and bytes `outside` of the store.
+
+    It does not keep the model alive, whose end it outlives.
+    """
+
+    leases: list[Lease] = field(default_factory=list)
+    outside: int = 0
+
+    def give_back_soon(self, store: TierStore | None) -> None:
+        """The model is gone, and maybe the store. For finalizers, which may run anywhere."""
+        for lease in self.leases:
+            lease.abandon()
+        if store is not None and self.outside:
+            engine_of(store).device_memory.count_inside_again_soon(self.outside)
+
+
 class DeviceResident:
-    """Tensors on the device of a store, and where they were before."""
+    """Tensors on the device of a store, and where they were before. `share` is what they take."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
-        self._before: list[tuple[torch.Tensor, torch.device]] = []
+        self.share = DeviceShare()
+        self._before: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self._wrapped: list[WrappedTensor] = []
         self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._outside = 0
         self._told: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        self.leases: list[Lease] = []
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those that show the store's memory."""
-        return [tensor for tensor, _ in self._before]
+        return [tensor for tensor, _ in self._places()]
+
+    def _places(self) -> list[tuple[torch.Tensor, torch.device]]:
+        """Those that are not gone, and where they were."""
+        found = [(reference(), device) for reference, device in self._before]
+        return [(tensor, device) for tensor, device in found if tensor is not None]
 
     def told(self, tensor: torch.Tensor) -> torch.Tensor:
         """One of them on the CPU, for a state dict. Whoever writes to that writes to the model, as
@@ -112,9 +136,9 @@ class DeviceResident:
         else:
             self._store.put(key, tensors, durable=False)
             lease = engine.leases.acquire_permanently(key, Access.UPDATE)
-        self.leases.append(lease)
+        self.share.leases.append(lease)
         for name, tensor in tensors.items():
-            self._before.append((tensor, tensor.device))
+            self._before.append((weakref.ref(tensor), tensor.device))
             _assign_with_gradient(tensor, over(lease.tensors[name]))
 
     def _keep_outside(self, prefix: str, unknown: Mapping[str, torch.Tensor]) -> None:
@@ -140,7 +164,7 @@ class DeviceResident:
     def _count_outside(self, nbytes: int) -> None:
         if nbytes:
             engine_of(self._store).device_memory.count_outside(nbytes)
-            self._outside += nbytes
+            self.share.outside += nbytes
 
     def _swap(self, tensor: torch.Tensor) -> None:
         moved = tensor.detach().to(self._store.device)
@@ -156,12 +180,12 @@ class DeviceResident:
             exchange(*self._swapped.pop())
         while self._wrapped:
             self._wrapped.pop().put_back(self)
-        for tensor, device in self._before:
+        for tensor, device in self._places():
             _assign_with_gradient(tensor, tensor.detach().to(device, copy=True))
         self._before.clear()
-        while self.leases:
-            self.leases.pop().release()
-        outside, self._outside = self._outside, 0
+        while self.share.leases:
+            self.share.leases.pop().release()
+        outside, self.share.outside = self.share.outside, 0
         if outside:
             engine_of(self._store).device_memory.count_outside(-outside)
 

@@ -19,9 +19,9 @@ from torch import nn
 from tierstore.adapters.components import (
     Component,
     component_of,
+    leave_pipeline,
     models_in,
-    unwrap,
-    wrap_changes,
+    suspend_methods_of_pipeline,
 )
 from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.engine.settings import resolve_device
@@ -103,10 +103,9 @@ class OffloadHandle:
         """
         self._enabled = False
         target = self._target()
-        if target is not None:
-            if _handles.get(target) is self:
-                del _handles[target]
-            unwrap(target, self)
+        if target is not None and _handles.get(target) is self:
+            del _handles[target]
+            leave_pipeline(target)
         self._leave(self._parts, {})
         self._parts.clear()
 
@@ -179,7 +178,7 @@ class OffloadHandle:
         self._enabled = True
         _handles[target] = self
         if not isinstance(target, nn.Module):
-            wrap_changes(target, self)
+            suspend_methods_of_pipeline(target, self)
 
     def _leave(self, parts: dict[str, Component], but: dict[str, Component]) -> None:
         for part in parts.values():

@@ -37,7 +37,7 @@ from tierstore.adapters.other_offloading import refuse_other_offloading
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
 from tierstore.model.errors import DeviceError
-from tierstore.store import TierStore, check_store
+from tierstore.store import TierStore, check_store, engine_of
 
 logger = logging.getLogger("tierstore.adapters")
 
@@ -333,6 +333,7 @@ def undispatch(model: ModuleType) -> ModuleType:
             "dispatch_model"
         )
     owner.disable()
+    engine_of(owner.store).groups.discard_soon(())
     return model
 
 

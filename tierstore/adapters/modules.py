@@ -51,7 +51,7 @@ from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
 from tierstore.adapters.touched import ModelEntry, other_entries
-from tierstore.adapters.trained import Merging, Trained, states_follow
+from tierstore.adapters.trained import FollowingStates, Merging, Trained
 from tierstore.adapters.unit_use import (
     Arguments,
     StandIn,
@@ -173,7 +173,7 @@ class OffloadedModule:
             self._follow_what_is_trained()
 
     def _follow_what_is_trained(self) -> None:
-        self._attachment.add(states_follow(self._trained))
+        self._attachment.add(FollowingStates(self._trained))
         for module in modules_of(self.root):
             if owner_of(module) is self and has_method(module, "merge"):  # peft's adapters
                 self._attachment.stand_in(module, "merge", Merging(self._trained, self))

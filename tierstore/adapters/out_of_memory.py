@@ -11,6 +11,7 @@ others see their error as it was raised, with a note.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ class OnceMore:
     def __init__(self, module: nn.Module, store: TierStore) -> None:
         self._module = module
         self._store = store
-        self._own = tuple(tensors_of(module))
+        self._own = list(map(weakref.ref, tensors_of(module)))
 
     def __call__(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -44,7 +45,8 @@ class OnceMore:
         """What the method returns; its OutOfMemoryError if it runs out of memory again."""
         if torch.is_grad_enabled() or self._module.training:
             return self._told(method, args, kwargs)
-        watched = [*self._own, *_tensors_among(args), *_tensors_among(kwargs.values())]
+        own = [tensor for reference in self._own if (tensor := reference()) is not None]
+        watched = [*own, *_tensors_among(args), *_tensors_among(kwargs.values())]
         versions = [version_of(tensor) for tensor in watched]
         random = _RandomState(self._store.device)
         try:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.contents import modules_of, parameters_of
@@ -32,7 +31,12 @@ class Trained:
         self._root = root
         self._recomputing = [module for module in modules_of(root) if recomputes(module)]
         self.known = False
-        self.parameters: list[nn.Parameter] = []
+        self._references: list[weakref.ref[nn.Parameter]] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are not gone: a parameter that was replaced is not kept for this."""
+        return [found for reference in self._references if (found := reference()) is not None]
 
     def look(self) -> bool:
         """Before a run with gradients enabled: see what is trained now. Returns whether that, or
@@ -41,12 +45,13 @@ class Trained:
         recomputing = [module for module in modules if recomputes(module)]
         parameters = _trained(p for module in modules for p in parameters_of(module, recurse=False))
         same = [*map(id, parameters)] == self.ids and recomputing == self._recomputing
-        self.known, self.parameters, self._recomputing = True, parameters, recomputing
+        self.known, self._recomputing = True, recomputing
+        self._references = list(map(weakref.ref, parameters))
         return not same
 
     def forget(self) -> None:
         """Nothing of it is trained until it is looked at again."""
-        self.known, self.parameters = False, []
+        self.known, self._references = False, []
 
     @property
     def ids(self) -> list[int]:
@@ -70,17 +75,25 @@ class Merging:
         return method.original(*args, **kwargs)
 
 
-def states_follow(trained: Trained) -> RemovableHandle:
-    """Have optimizers keep the states of what is trained where it is: they may have loaded them
-    before it came to the device. Until it is removed."""
-    reference = weakref.ref(trained)  # torch knows the hook for good
+class FollowingStates:
+    """Has optimizers keep the states of what is trained where it is: they may have loaded them
+    before it came to the device. Until it is removed, or the model is gone."""
 
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        known = reference()
-        if known is not None and any(_is_elsewhere(optimizer, p) for p in known.parameters):
-            optimizer.load_state_dict(optimizer.state_dict())
+    def __init__(self, trained: Trained) -> None:
+        reference = weakref.ref(trained)  # torch has the hook until it is removed
 
-    return register_optimizer_step_pre_hook(hook)
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            known = reference()
+            if known is not None and any(_is_elsewhere(optimizer, p) for p in known.parameters):
+                optimizer.load_state_dict(optimizer.state_dict())
+
+        handle = register_optimizer_step_pre_hook(hook)
+        self._end = weakref.finalize(trained, handle.remove)
+        self._end.atexit = False
+
+    def remove(self) -> None:
+        """Leave states where they are."""
+        self._end()
 
 
 def _is_elsewhere(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:

@@ -123,7 +123,7 @@ class WeightGroups:
             homes = self._put(key, plan.tensors, space, kind=kind)
             members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
             self._members[key] = members
-            self._bindings.update({id(binding.tensor): binding for binding in members})
+            self._bindings.update({binding.number: binding for binding in members})
             if plan.routed:
                 self._routed.update(map(id, plan.tensors.values()))
             self._freed.add(sum(map(tensor_bytes, homes.values())))
@@ -193,7 +193,8 @@ class WeightGroups:
 
     def tensor_ids(self) -> set[int]:
         """The ids of the tensors in the groups, and of those that consist of them."""
-        return self._bindings.keys() | self._wrapped.keys()
+        alive = {number for number, binding in self._bindings.items() if binding.alive}
+        return alive | self._wrapped.keys()
 
     @property
     def wrapped(self) -> Mapping[int, WrappedTensor]:
@@ -202,7 +203,7 @@ class WeightGroups:
 
     def wrapped_of(self, bindings: Iterable[Binding]) -> list[WrappedTensor]:
         """Those that consist of some of these tensors."""
-        own = {id(binding.tensor) for binding in bindings}
+        own = {binding.number for binding in bindings}
         return [w for w in self._wrapped.values() if any(id(t) in own for t in w.leaves.values())]
 
     def values_of(self, wrapped: WrappedTensor) -> dict[str, torch.Tensor]:
@@ -223,7 +224,8 @@ class WeightGroups:
 
     def bindings(self, tensors: Iterable[int]) -> list[Binding]:
         """Those of the tensors (by id) that are in the groups."""
-        return [self._bindings[each] for each in tensors if each in self._bindings]
+        found = [self._bindings[each] for each in tensors if each in self._bindings]
+        return [binding for binding in found if binding.alive]
 
     def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
         """Those of a part of the model, each once."""
@@ -284,7 +286,7 @@ class WeightGroups:
                         continue  # they are in use: noticed again before the next one
                     # Aliases: on another thread, the tensors may show leased memory soon.
                     values = {b.name: b.tensor.detach() for b in members}
-                if id(members[0].tensor) not in self._routed:
+                if members[0].number not in self._routed:
                     note_changes([b for b in members if b in edited], members, values)
                 self._store_anew(keys[0], members, values)
                 for key in keys[1:]:
@@ -298,10 +300,10 @@ class WeightGroups:
         """The groups of edited tensors. Where one was given memory that a tensor of another group
         shows (`a.data = b.data`), both are one group from now on: they stay tied."""
         sets = {key: [key] for key in dict.fromkeys(binding.key for binding in edited)}
-        given = [b for b in edited if b.was_given_memory and id(b.tensor) not in self._routed]
+        given = [b for b in edited if b.was_given_memory and b.number not in self._routed]
         spans = [(address_of(b.tensor), address_of(b.tensor) + span(b.tensor), b) for b in given]
         for other in self._bindings.values() if spans else ():
-            if other.user is not None or id(other.tensor) in self._routed:
+            if other.user is not None or other.number in self._routed:
                 continue
             start = address_of(other.tensor)
             stop = start + span(other.tensor)
@@ -323,7 +325,7 @@ class WeightGroups:
             for key in bar(list(self._members), "Converting", "groups"):
                 members = self._members[key]
                 values = {
-                    b.name: b.tensor if id(b.tensor) in parts else change(b.tensor) for b in members
+                    b.name: b.tensor if b.number in parts else change(b.tensor) for b in members
                 }
                 if any(values[b.name] is not b.tensor for b in members):
                     self._store_anew(key, members, values)
@@ -340,9 +342,9 @@ class WeightGroups:
             for key in bar(list(self._members), "Converting", "groups"):
                 members = self._members[key]
                 casts = {
-                    b.name: dtypes[id(b.tensor)]
+                    b.name: dtypes[b.number]
                     for b in members
-                    if dtypes.get(id(b.tensor), b.tensor.dtype) is not b.tensor.dtype
+                    if dtypes.get(b.number, b.tensor.dtype) is not b.tensor.dtype
                 }
                 if casts:
                     values = {b.name: b.tensor.detach() for b in members}
@@ -365,7 +367,7 @@ class WeightGroups:
         homes: dict[str, torch.Tensor] = {}
         for part in filter(None, (changing, steady)):
             own = {b.name: values.pop(b.name) for b in part}
-            kind = Kind.ROUTED if id(part[0].tensor) in self._routed else Kind.WEIGHTS
+            kind = Kind.ROUTED if part[0].number in self._routed else Kind.WEIGHTS
             if part is changing:
                 at_home = old in self._changing and not casts
                 at_home = at_home and all(b.is_in_place(own[b.name]) for b in part)

@@ -103,22 +103,21 @@ class UnitWeights:
     """What one unit needs of a model's groups while it runs: the tensors of `bindings`.
 
     Those of `wrapped` consist of some of these, and have to say that they are on an accelerator.
-    `parameters` are the model's own tensors, which say whether they want gradients.
+    `wrappers` are all that consist of some.
     """
 
     groups: WeightGroups
     bindings: list[Binding]
     wrapped: list[WrappedTensor]
-    parameters: list[torch.Tensor] = field(default_factory=list)
+    wrappers: list[WrappedTensor] = field(default_factory=list)
     _keys: tuple[int, list[str]] = (-1, [])
 
     @classmethod
     def of(cls, groups: WeightGroups, bindings: list[Binding]) -> UnitWeights:
         """What a unit with these tensors needs."""
         wrapped = groups.wrapped_of(bindings)
-        parameters = [b.tensor for b in bindings] + [w.tensor for w in wrapped]
         on_cpu = groups.store.device.type == "cpu"
-        return cls(groups, bindings, [] if on_cpu else wrapped, parameters)
+        return cls(groups, bindings, [] if on_cpu else wrapped, wrapped)
 
     def keys(self) -> tuple[int, list[str]]:
         """The groups that the tensors are in, each once, as of which renewal. With the lock."""
@@ -126,6 +125,11 @@ class UnitWeights:
             keys = dict.fromkeys(binding.key for binding in self.bindings)
             self._keys = self.groups.renewals, list(keys)
         return self._keys
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The model's own tensors, which say whether they want gradients."""
+        return [b.tensor for b in self.bindings] + [w.tensor for w in self.wrappers]
 
     @functools.cached_property
     def of_bitsandbytes(self) -> bool:

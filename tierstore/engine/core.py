@@ -24,10 +24,11 @@ from functools import partial
 
 import torch
 
+from tierstore.engine.idle_memory import IdleMemory
 from tierstore.engine.measurements import Measurements
 from tierstore.engine.object_references import ObjectReferences
 from tierstore.engine.settings import Settings
-from tierstore.engine.transaction import transaction
+from tierstore.engine.transaction import transact_if_free, transaction
 from tierstore.engine.wait_queue import Demand, LeaseRecord, Request, RequestKind, WaitQueue
 from tierstore.model import events
 from tierstore.model.errors import (
@@ -94,6 +95,7 @@ class Core:
         except BaseException:
             self.directory.close()
             raise
+        self.idle_memory = IdleMemory(self.tiers)
         self.finalizer = weakref.finalize(self, _shut_down, self.mover, self.directory, self._pid)
         try:
             device = self.tiers.device
@@ -236,9 +238,14 @@ class Core:
 
         What is over at once makes the planner instruct more, until nothing is.
         """
+        idle = self.idle_memory
         while instructions:
+            if not idle.wanted:
+                idle.note(instructions)
             over = self.mover.accept(instructions)
             instructions = [more for copy, error in over for more in self.ended_copy(copy, error)]
+        if not idle.wanted:
+            idle.give_back()
         self.observer.level(self.planner.used)
         self.queue.changed()
 
@@ -298,6 +305,15 @@ class Core:
         while self.deferred:
             self.deferred[0]()
             self.deferred.popleft()
+        self.idle_memory.collect()
+
+    def collect_garbage_if_free(self) -> None:
+        """Do what finalizers have left now, if that does not wait; else the next transaction does.
+
+        For finalizers, on any thread and without the lock.
+        """
+        if not (self.forked() or self.closing or self.ended() or is_captured(self.device)):
+            transact_if_free(self, self.collect_garbage)
 
     def wait_for_removal(self, removal: Future[None]) -> None:
         """Wait until a file is removed, and wake who flushes: they wait for it, too.

@@ -72,9 +72,23 @@ class DeviceMemory:
                 "more are" if nbytes > 0 else "fewer are",
             )
 
+    def count_inside_again_soon(self, nbytes: int) -> None:
+        """So many bytes fewer are used outside of the store. For finalizers: see `discard_soon`."""
+        counted = [nbytes]
+
+        def count() -> None:
+            if counted:  # if it is cut short, the budget stays smaller, and is never too large
+                self._change_outside(-counted.pop())
+
+        self.core.deferred.append(count)
+        self.core.collect_garbage_if_free()
+
     @transaction
     def _count_outside(self, nbytes: int) -> int | None:
-        """The new budget; None for a store that has ended."""
+        return self._change_outside(nbytes)
+
+    def _change_outside(self, nbytes: int) -> int | None:
+        """The new budget; None for a store that has ended. As part of a transaction."""
         core = self.core
         if core.ended():
             return None

@@ -311,9 +311,15 @@ class Groups:
         return disk.remove(key, core.newest(), durable)
 
     def discard_soon(self, keys: Iterable[str]) -> None:
-        """Forget groups taken by `register` at the next transaction. For finalizers, which may run
-        anywhere, so that nothing can be done at once."""
+        """Forget groups taken by `register`, and give their memory back, once a model is gone: at
+        once, or at the next transaction. For finalizers, which may run in the middle of one."""
+        self.discard_next(keys)
+        self.core.collect_garbage_if_free()
+
+    def discard_next(self, keys: Iterable[str]) -> None:
+        """`discard_soon`, but at the next transaction: tensors that are about to go show these."""
         self.core.deferred.extend(partial(self.forget_generation, key) for key in keys)
+        self.core.deferred.append(self.core.idle_memory.give_back)
 
     def forget_generation(self, key: str) -> None:
         """Forget a group that has no file of its own, if it is there; as part of a transaction."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from tierstore.model.errors import ReentrantCallError, TierStoreError
-from tierstore.model.locks import inside, under
+from tierstore.model.locks import if_free, inside, under
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,24 +56,30 @@ def transaction(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[
     @functools.wraps(method)
     def whole(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         core = self.core
-
-        def locked() -> T:
-            if core.dirty:
-                core.rebuild()
-            core.dirty = True
-            try:
-                result = method(self, *args, **kwargs)
-            except ReentrantCallError:
-                raise
-            except TierStoreError:
-                core.dirty = False
-                raise
-            core.dirty = False
-            return result
-
         if inside():
             raise ReentrantCallError
         core.check_process()
-        return under(core.lock, locked)
+        return under(core.lock, functools.partial(_locked, core, method, self, *args, **kwargs))
 
     return whole
+
+
+def transact_if_free(core: Transactional, action: Callable[[], object]) -> None:
+    """Do something as a transaction, or nothing if that would have to wait. For finalizers."""
+    if not inside():
+        if_free(core.lock, functools.partial(_locked, core, action), 0.0)
+
+
+def _locked(core: Transactional, action: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    if core.dirty:
+        core.rebuild()
+    core.dirty = True
+    try:
+        result = action(*args, **kwargs)
+    except ReentrantCallError:
+        raise
+    except TierStoreError:
+        core.dirty = False
+        raise
+    core.dirty = False
+    return result

@@ -229,17 +229,18 @@ class Arena:
         idle = self._idle
         return under(self._lock, lambda: sum(size * len(same) for size, same in idle.items()))
 
-    def give_back_idle(self) -> None:
-        """Unmake every idle slot, for others to have the memory.
+    def give_back_idle(self, *, reclaim: bool = True) -> None:
+        """Unmake every idle slot, for others to have the memory: at once, if it is to `reclaim`.
 
         Waits for the device work that still uses them.
         """
-        under(self._making, self._unmake_idle)
+        under(self._making, functools.partial(self._unmake_idle, reclaim=reclaim))
 
-    def _unmake_idle(self) -> None:
+    def _unmake_idle(self, *, reclaim: bool = True) -> None:
         under(self._lock, self._condemn_idle)
         self._unmake_condemned()
-        self._reclaim()
+        if reclaim:
+            self._reclaim()
 
     def _condemn_idle(self) -> None:
         for nbytes, idle in self._idle.items():
@@ -309,7 +310,7 @@ def host_arena(budget: int | None, device: torch.device) -> Arena:
     """
     if device.type == "cpu":
         pages = RecycledPages(budget)
-        arena = Arena(budget, pages.allocate, close=pages.close)
+        arena = Arena(budget, pages.allocate, close=pages.close, reclaim=pages.give_back)
         arena.when_left = pages.leave
         return arena
     module = torch.get_device_module(device)

@@ -76,6 +76,10 @@ class DeviceTier(MemoryTier):
             entry.arrival = None
         self._drop(entry, functools.partial(self._give, keep=not entry.mutable))
 
+    def give_back_idle(self) -> None:
+        """Give memory back that no group has, to this process: torch keeps it for its own use."""
+        self.arena.give_back_idle(reclaim=False)
+
     def leave(self, slot: Slot, spans: Spans) -> None:
         self._use_longer(slot)
         super().leave(slot, spans)

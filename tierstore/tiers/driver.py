@@ -158,6 +158,10 @@ class MemoryTier:
         end = functools.partial(self.end_left, slot)
         self.left.add(LeftSlot(slot, entry.group, looked_at, end), self.tier.name)
 
+    def collect_left(self) -> None:
+        """Give back what was left to views that are gone."""
+        self.left.collect()
+
     def leave(self, slot: Slot, spans: Spans) -> None:
         """The slot is none of the tier's from now on; somebody looks at these parts of it."""
         self.arena.leave(slot, spans)

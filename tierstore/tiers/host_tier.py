@@ -20,7 +20,7 @@ from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier, add_all, copy_all
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.workers import SerialExecutor, Workers
+from tierstore.tiers.workers import EARLY, SerialExecutor, Workers
 
 UP, DOWN = hop(Tier.HOST, Tier.DEVICE), hop(Tier.DEVICE, Tier.HOST)
 
@@ -68,6 +68,14 @@ class HostTier(MemoryTier):
             raise BudgetError(
                 entry.group.key, self.tier.name, entry.spec.nbytes, budget, advice
             ) from error
+
+    def give_back_idle(self) -> None:
+        """Give memory back that no group has, once what was dropped before is in the books."""
+        give_back = functools.partial(self._makers.submit, EARLY, self.arena.give_back_idle)
+        self._serial.give(give_back)
+
+    def collect_left(self) -> None:
+        self._serial.give(self.left.collect)
 
     def view_for_caller(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         """The tensors of a group's copy, or of the room for one, for somebody who may write to

@@ -220,12 +220,17 @@ class RecycledPages:
                 libc.madvise(start + at, begin - at, mmap.MADV_DONTNEED)
             at = max(at, end)
 
-    def close(self) -> None:
-        """Give waiting pages back to the system: now, and those in use once they come back."""
+    def give_back(self) -> None:
+        """Give waiting pages back to the system."""
         with self._lock:
             self._sort_in()
             self._give_up(self.held)
             self._forget_what_has_no_pages()
+
+    def close(self) -> None:
+        """Give waiting pages back to the system: now, and those in use once they come back."""
+        self.give_back()
+        with self._lock:
             self._slabs.clear()  # those in use go with their last slot
             self._closed = True
         self._close_returned()

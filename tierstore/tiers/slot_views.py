@@ -118,15 +118,15 @@ class LeftSlots:
     """The slots of one tier that are left to views, until nobody looks at them."""
 
     def __init__(self) -> None:
-        self._slots: list[LeftSlot] = []
+        self.slots: list[LeftSlot] = []
         self._told = False
 
     def __iter__(self) -> Iterator[Slot]:
-        return iter([left.slot for left in self._slots])
+        return iter([left.slot for left in self.slots])
 
     def add(self, left: LeftSlot, tier: str) -> None:
         """A slot is left. The first time, that is logged."""
-        self._slots.append(left)
+        self.slots.append(left)
         if not self._told:
             self._told = True
             names = ", ".join(left.looked_at.storages) or "its tensors"
@@ -142,29 +142,29 @@ class LeftSlots:
 
     def collect(self) -> None:
         """End those that nobody looks at any more."""
-        if self._slots:
-            for left in [left for left in self._slots if left.looked_at.token() is None]:
-                self._slots.remove(left)
+        if self.slots:
+            for left in [left for left in self.slots if left.looked_at.token() is None]:
+                self.slots.remove(left)
                 left.end()
 
     def storages_of(self, group: GroupId) -> dict[str, torch.UntypedStorage]:
         """The storages with bytes of a group that somebody looks at, by tensor."""
-        if not self._slots:
+        if not self.slots:
             return {}
-        mine = [left for left in self._slots if left.group == group]
+        mine = [left for left in self.slots if left.group == group]
         known = [item for left in mine for item in left.looked_at.storages.items()]
         found = {name: reference() for name, reference in known}
         return {name: storage for name, storage in found.items() if storage is not None}
 
     def forget(self, group: GroupId) -> None:
         """The group has other bytes from now on: its storages are not shown again."""
-        for number, left in enumerate(self._slots):
+        for number, left in enumerate(self.slots):
             if left.group == group:
                 looked_at = LookedAt(left.looked_at.token, {})
-                self._slots[number] = LeftSlot(left.slot, group, looked_at, left.end)
+                self.slots[number] = LeftSlot(left.slot, group, looked_at, left.end)
 
     def close(self) -> None:
         """Let go of all of them: their memory goes with the last view."""
         for slot in self:
             slot.memory = None
-        self._slots.clear()
+        self.slots.clear()

@@ -206,8 +206,11 @@ class Gradients:
             parameter = self._weights.parameters[name]
             if parameter.grad is not None:
                 parameter.grad = own_copy(parameter.grad)
+        self._shown.clear()  # nobody looks at the buffer any more
+        self._stored.clear()
         if self.buffer is not None:
             self.buffer.discard()
+            self.buffer = None
 
 
 def _empty_gradient(parameter: nn.Parameter) -> torch.Tensor:

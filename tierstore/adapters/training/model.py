@@ -388,6 +388,8 @@ class OffloadModel(nn.Module):
         self._gradient_streamer.stop()
         self.put_away()
         self._attachment.resident.give_back()
+        engine_of(self.store).groups.discard_soon(self._attachment.groups)
+        self._attachment.groups.clear()
         for weights in bar(self._groups, "Giving parameters back", "groups"):
             weights.move_out()
             for parameter in weights.parameters.values():

@@ -21,6 +21,7 @@ from tierstore.adapters.codecs.memory import (
     Geometry,
     address_of,
     geometry_of,
+    span,
     storage_id_of,
     tensor_bytes,
 )
@@ -95,6 +96,15 @@ class Weights:
             self._versions[name] = version_of(parameter)
         self.lease = None
         lease.end()
+
+    def given(self) -> dict[int, torch.Tensor]:
+        """The other memory that somebody gave to parameters, by their ids."""
+        memory = {name: memory_of(parameter) for name, parameter in self.parameters.items()}
+        return {
+            id(self.parameters[name]): each
+            for name, each in memory.items()
+            if address_of(each) != address_of(self.buffer.tensors[name])
+        }
 
     def take_what_was_given(self) -> None:
         """Somebody may have given a parameter other memory (`parameter.data = ...`): keep that."""
@@ -356,9 +366,10 @@ class WeightStreamer:
     def put_away(self) -> None:
         """A pass is over, or another begins: nothing is on the device, and everything is what it
         shows."""
-        for weights in self.groups:
-            if not weights.users:
-                weights.take_what_was_given()
+        idle = [weights for weights in self.groups if not weights.users]
+        self._refuse_ties({n: memory for w in idle for n, memory in w.given().items()})
+        for weights in idle:
+            weights.take_what_was_given()
         with self._lock:
             self.give_back()
             self._slice = -1
@@ -369,6 +380,28 @@ class WeightStreamer:
             if self._sliced:
                 self.store.offload(weights.buffer.key)
             weights.buffer.put_away()
+
+    def _refuse_ties(self, given: dict[int, torch.Tensor]) -> None:
+        """Raise RuntimeError if what parameters were given is memory of others, too: each has its
+        own place in the store, and changes of one would not be seen in the other."""
+        if not given:
+            return
+        parts = []
+        for weights in self.groups:
+            for name, parameter in weights.parameters.items():
+                memory = given.get(id(parameter), weights.buffer.tensors[name])
+                parts.append((address_of(memory), span(memory), name, id(parameter) in given))
+        end, last, last_given = 0, "", False
+        for start, nbytes, name, is_given in sorted(parts):
+            if start < end and nbytes and (is_given or last_given):
+                raise RuntimeError(
+                    f"{last} and {name} show the same memory since one was given that of the other "
+                    "(parameter.data = other.data): a model in training on a store keeps them "
+                    "apart. Tie them before OffloadModel(module, store), or give one of them a "
+                    "copy (parameter.data = other.data.clone())"
+                )
+            if start + nbytes > end:
+                end, last, last_given = start + nbytes, name, is_given
 
     def watch_frozen(self) -> None:
         """What is frozen no more, or was changed, is part of the training state from now on."""
