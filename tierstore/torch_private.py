@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -47,6 +48,23 @@ def version_of(tensor: torch.Tensor) -> int:
 def keep_found(tensor: torch.Tensor) -> None:
     """Let Python keep a tensor that a weak reference has found, also if only autograd had it."""
     tensor._fix_weakref()  # type: ignore[attr-defined]
+
+
+_SWAP = torch.utils.swap_tensors
+_SWAP_OF_ANY = types.FunctionType(
+    _SWAP.__code__,
+    {**_SWAP.__globals__, "weakref": types.SimpleNamespace(getweakrefs=lambda tensor: [])},
+    argdefs=_SWAP.__defaults__,
+)
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensors be each other, also those that something refers to weakly.
+
+    `torch.utils.swap_tensors` refuses them, as such a reference then leads to other contents. That
+    is what bindings want: theirs are to the object.
+    """
+    _SWAP_OF_ANY(one, other)
 
 
 def uncounted(tensor: torch.Tensor) -> AbstractContextManager[None]:

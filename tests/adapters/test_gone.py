@@ -145,7 +145,7 @@ def drop(models: list[Any]) -> None:
 def test_a_model_that_is_gone_leaves_nothing(
     make: Callable[[TierStore], list[Any]], store: TierStore
 ) -> None:
-    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    hooks = set(torch_optimizer._global_optimizer_pre_hooks)
     threads = threading.active_count()
     before = store.stats().budget_bytes
     models = make(store)
@@ -159,7 +159,7 @@ def test_a_model_that_is_gone_leaves_nothing(
     wait_until(lambda: not used_in_host(store), "a group is kept")
     assert not store.keys()
     assert store.stats().budget_bytes == before
-    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+    assert set(torch_optimizer._global_optimizer_pre_hooks) <= hooks  # others may go, too
     assert threading.active_count() <= threads
     assert torch.equal(run(dispatched(store)[0]), run(build()))
 

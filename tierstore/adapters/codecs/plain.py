@@ -10,7 +10,7 @@ import torch
 from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.system.views import NAMES, set_over
-from tierstore.torch_private import like
+from tierstore.torch_private import like, swap
 
 
 class PlainCodec:
@@ -47,7 +47,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value
     except RuntimeError:
         # Some accelerators outside of torch allow this only between tensors of their own.
-        torch.utils.swap_tensors(tensor, like(tensor, value))
+        swap(tensor, like(tensor, value))
 
 
 def replace_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -73,7 +73,8 @@ def make_ordinary(tensor: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def make_inference(tensor: torch.Tensor, *, requires_grad: bool) -> None:
-    """Let a tensor be as if made in inference mode, if nothing else refers to it weakly."""
+    """Let a tensor be as if made in inference mode, unless torch refuses that, as it does where a
+    view has it."""
     with contextlib.suppress(RuntimeError):
         _swap(tensor, requires_grad=requires_grad)
 
@@ -85,4 +86,4 @@ def _swap(tensor: torch.Tensor, *, requires_grad: bool) -> None:
     set_over(alike, tensor.untyped_storage(), offset, size, stride)
     if isinstance(tensor, torch.nn.Parameter):
         alike = torch.nn.Parameter(alike, requires_grad=requires_grad)
-    torch.utils.swap_tensors(tensor, alike)
+    swap(tensor, alike)

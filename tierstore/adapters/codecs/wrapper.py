@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tierstore.torch_private import swap
+
 
 class WrapperCodec:
     """What a wrapper says of itself."""
@@ -60,4 +62,4 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Let two tensors be each other; both stay the same objects. For those without plain memory,
     of which no other can be shown. To exchange them again undoes it."""
-    torch.utils.swap_tensors(tensor, other)
+    swap(tensor, other)
