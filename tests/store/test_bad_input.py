@@ -1205,6 +1205,27 @@ def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Pat
     store.close()
 
 
+@on_both
+def test_lease_lost_in_a_cycle_refuses_nobody(device: str, disk_dir: Path) -> None:
+    """An error and the frames that it came through are such a cycle. Leases that are kept are the
+    control."""
+    store = full_store(disk_dir, device)
+    gc.disable()
+    try:
+        cycle: list[Any] = [store.acquire("a"), store.acquire("b")]
+        assert all(lease.tensors for lease in cycle)  # else they may have been lost on their way
+        with pytest.raises(BudgetError):
+            store.get("c")
+        cycle.append(cycle)
+        del cycle
+        with pytest.warns(ResourceWarning):
+            assert_group(store.get("c"), pages(ord("c"), 2))
+    finally:
+        gc.enable()
+    assert_at_rest(store)
+    store.close()
+
+
 def test_an_interrupt_while_waiting_leaves_nothing(disk_dir: Path) -> None:
     store = full_store(disk_dir)
     taken, may_go = threading.Event(), threading.Event()

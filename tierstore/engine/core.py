@@ -12,6 +12,7 @@ transaction was cut short, whatever the planner believed by then is forgotten.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import threading
@@ -272,7 +273,15 @@ class Core:
         return request.access is not Access.READ and planner.leased_permanently(group)
 
     def _refuse_the_hopeless(self, request: Request, held: set[GroupId]) -> None:
-        """Raise: whoever could give the room (or the group) back is waiting too."""
+        """Raise: whoever could give the room (or the group) back is waiting too.
+
+        But not if that was garbage: leases that only a cycle of objects had, as an error and the
+        frames that it came through may be.
+        """
+        gc.collect()
+        if self.deferred:
+            self.collect_garbage()
+            return  # whom that helps was woken
         if request.group in held:
             raise LeaseError(
                 f"group {request.key!r} is leased by callers that all wait for something: release "

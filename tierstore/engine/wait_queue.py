@@ -124,8 +124,8 @@ class WaitQueue:
     `ready` tells whether to try again can make a difference for a request; `idle`, whether nothing
     is on its way, but for room that callers fill, or will when they are not `interrupted` any more.
     `refuse` raises for a request that can never be met, given the versions that are held: leased,
-    or being put into room that was granted. Only who holds something is refused: others just came
-    at a bad moment.
+    or being put into room that was granted; or it finds some that nobody has any more. Only who
+    holds something is refused: others just came at a bad moment.
     """
 
     def __init__(
