@@ -20,6 +20,8 @@ from tests.activations.helpers import (
     plain_gradients,
     random_matrices,
 )
+from tests.helpers.engine import core_of
+from tierstore.model.tiers import Tier
 
 pytestmark = pytest.mark.full(
     "devices differ in what test_training_steps.py does on both", keep="any device"
@@ -121,7 +123,7 @@ def test_many_uses_of_one_tensor_are_one_copy(device: str, disk_dir: Path) -> No
         activations = store.stats().activations
         assert activations.shipped_bytes == BYTES
         assert activations.deduplicated_bytes >= 7 * BYTES
-        assert store.stats().peak_bytes["HOST"] == BYTES
+        assert core_of(store).planner.peak[Tier.HOST] == BYTES
 
 
 @on_both
