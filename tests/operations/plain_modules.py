@@ -210,41 +210,20 @@ def pruned_for_good(model: Any) -> None:
     prune.remove(model.layers[2], "weight")
 
 
-BEFORE: dict[str, Any] = {
-    "devices": ("cpu",),
-    "note": "computed before the module runs, from memory that is outside of the budget",
-}
+BEFORE = "computed before the module runs, from memory that is outside of the budget"
 
 
-@changing("`prune` that is not permanent, on the CPU", **BEFORE)
+@changing("`prune` that is not permanent", note=BEFORE)
 def pruned(model: Any) -> None:
     prune.l1_unstructured(model.layers[2], "weight", amount=0.5)
 
 
-@changing("`torch.nn.utils.weight_norm`, `spectral_norm`: the old ones, on the CPU", **BEFORE)
+@changing("`torch.nn.utils.weight_norm`, `spectral_norm`: the old ones", note=BEFORE)
 def old_norms(model: Any) -> None:
     torch.manual_seed(3)
     nn.utils.weight_norm(model.layers[2])
     model.layers[2].weight_g.data.mul_(2)
     nn.utils.spectral_norm(model.layers[4])
-
-
-@EDITING.row(
-    "`prune` that is not permanent, the old `weight_norm` and `spectral_norm`",
-    refusal=Refusal(
-        RuntimeError,
-        "same device",
-        "their hooks compute a weight before those that it is made of are there: use "
-        "`torch.nn.utils.parametrizations`, or make the pruning permanent first",
-    ),
-    devices=(ACCELERATOR,),
-)
-def pruned_on_an_accelerator(actions: Actions) -> None:
-    model = dispatched(actions)
-    with actions.on_the_cpu(model):
-        prune.identity(model.layers[2], "weight")
-    actions.compute(lambda: result(model.layers[4:], actions.device))
-    result(model, actions.device)
 
 
 @EDITING.row("`requires_grad_(False)`, `zero_grad()`, `share_memory()`")

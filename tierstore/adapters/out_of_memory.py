@@ -45,8 +45,7 @@ class OnceMore:
         """What the method returns; its OutOfMemoryError if it runs out of memory again."""
         if torch.is_grad_enabled() or self._module.training:
             return self._told(method, args, kwargs)
-        own = [tensor for reference in self._own if (tensor := reference()) is not None]
-        watched = [*own, *_tensors_among(args), *_tensors_among(kwargs.values())]
+        watched = [*self._existing(), *_tensors_among(args), *_tensors_among(kwargs.values())]
         versions = [version_of(tensor) for tensor in watched]
         random = _RandomState(self._store.device)
         try:
@@ -72,6 +71,12 @@ class OnceMore:
         )
         random.restore()
         return self._told(method, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _existing(self) -> list[torch.Tensor]:
+        """The module's tensors. (torch.compile takes a weak reference for what it refers to.)"""
+        found = (reference() for reference in self._own)
+        return [tensor for tensor in found if tensor is not None]
 
     def _told(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
