@@ -617,18 +617,26 @@ def test_an_interrupt_in_the_middle_leaves_the_model_as_it_was(
     assert state_of(model) != before
 
 
-def test_a_weak_reference_to_a_weight_on_meta_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_weak_reference_to_a_meta_weight_stays_one_to_the_weight(tmp_path: Path) -> None:
     path = write(tmp_path)
     model = on_meta(lambda: nn.Linear(3, 5))
     held = weakref.ref(model.bias)
+    load_weights(model, path, strict=True)
+    assert held() is model.bias
+    assert not model.bias.is_meta
+
+
+def test_load_refuses_a_meta_weight_that_a_computation_saved(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    model = on_meta(lambda: nn.Linear(3, 5))
+    result = model.weight * model.weight
     before = state_of(model)
-    with pytest.raises(RuntimeError, match=r"'bias' cannot get its value.*weak reference"):
+    with pytest.raises(RuntimeError, match=r"'weight' cannot get its value.*saved it"):
         load_weights(model, path, strict=True)
     assert state_of(model) == before
-    assert held() is model.bias
-    del held
+    del result
     load_weights(model, path, strict=True)
-    assert not model.bias.is_meta
+    assert not model.weight.is_meta
 
 
 # Buffers that no checkpoint holds ----------------------------------------------------------------

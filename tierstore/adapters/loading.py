@@ -334,7 +334,6 @@ def _assign_all(values: list[Value]) -> None:
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
-            f"{before[-1].name!r} cannot get its value, as something else refers to it (a weak "
-            "reference, or a computation that saved it): load the weights as soon as the model is "
-            "built"
+            f"{before[-1].name!r} cannot get its value, as a computation has saved it: load the "
+            "weights as soon as the model is built"
         ) from error
