@@ -91,6 +91,17 @@ def test_a_header_that_ends_while_it_is_read_is_no_header(store: Path) -> None:
     os.close(descriptor)
 
 
+def test_header_of_an_open_file_is_that_of_its_object(store: Path) -> None:
+    path = object_file(store, KEY)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        header, raw = read_header(descriptor, str(path))
+    finally:
+        os.close(descriptor)
+    assert header.metadata and raw.startswith(b"{")
+    assert path.read_bytes()[8:].startswith(raw)
+
+
 def failing(name: str, number: int, part: str) -> AbstractContextManager[list[Call]]:
     """Inside, a system call on a path that ends with `part` fails."""
 
