@@ -214,8 +214,9 @@ def component_of(module: nn.Module, store: TierStore) -> Component | None:
 REPLACED_METHODS: weakref.WeakKeyDictionary[type[Any], set[str]] = weakref.WeakKeyDictionary()
 """The methods of classes that are replaced."""
 
-# A handle is kept by whoever offloads the pipeline.
-_handles: weakref.WeakKeyDictionary[Any, weakref.ref[Suspending]] = weakref.WeakKeyDictionary()
+# A handle does not hold its target, so that an entry goes with it.
+handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The handles of pipelines and models that were offloaded as a whole; each is `Suspending`."""
 
 
 class Suspending(Protocol):
@@ -308,7 +309,7 @@ def follow_pipelines(base: type[Any]) -> None:
     pending = [base]
     while pending:
         kind = pending.pop()
-        _follow(kind)
+        follow_methods(kind)
         pending += kind.__subclasses__()
 
 
@@ -321,12 +322,14 @@ def _follow_later_ones(base: type[Any]) -> None:
             super(base, kind).__init_subclass__(**kwargs)
         else:
             own.__func__(kind, **kwargs)
-        _follow(kind)
+        follow_methods(kind)
 
     base.__init_subclass__ = classmethod(followed)  # type: ignore[assignment]
 
 
-def _follow(kind: type[Any]) -> None:
+def follow_methods(kind: type[Any]) -> None:
+    """Have the methods of pipelines of one kind run while what is offloaded of them is suspended:
+    those that change weights or models. `to` gives offloaded models its dtype."""
     for name in ("to", *CHANGES_WEIGHTS):
         defining = next((each for each in kind.__mro__ if name in vars(each)), None)
         if defining is None or not inspect.isfunction(vars(defining)[name]):
@@ -338,7 +341,7 @@ def _follow(kind: type[Any]) -> None:
 
 
 def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """What a method of pipelines is replaced by."""
+    """Return the replacement of a method of pipelines."""
     run = _converted if name == "to" else _suspended
 
     @functools.wraps(original)
@@ -351,8 +354,8 @@ def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _suspended(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a method while all that is offloaded of a pipeline is suspended."""
     with ExitStack() as stack:
-        handle = _handles.get(pipe)
-        if handle is not None and (by := handle()) is not None:
+        by: Suspending | None = handles.get(pipe)
+        if by is not None:
             stack.enter_context(by.suspended())
         for model in models_in(pipe).values():
             if (component := _components.get(model)) is not None:
@@ -370,15 +373,3 @@ def _converted(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any)
             if owner_of(model) is not None:
                 model.to(given)
     return result
-
-
-def suspend_methods_of_pipeline(pipe: Any, by: Suspending) -> None:
-    """Have the methods of a pipeline that change weights or models run while `by` is suspended,
-    until `leave_pipeline`: models that it gets are offloaded, too."""
-    _handles[pipe] = weakref.ref(by)
-    _follow(type(pipe))
-
-
-def leave_pipeline(pipe: Any) -> None:
-    """Its methods see to its models only."""
-    _handles.pop(pipe, None)

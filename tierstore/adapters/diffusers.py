@@ -19,9 +19,9 @@ from torch import nn
 from tierstore.adapters.components import (
     Component,
     component_of,
-    leave_pipeline,
+    follow_methods,
+    handles,
     models_in,
-    suspend_methods_of_pipeline,
 )
 from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.engine.settings import resolve_device
@@ -40,8 +40,6 @@ _REPLACED = {
 }
 _HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 
-# A handle does not hold its target, so that an entry goes with it.
-_handles: weakref.WeakKeyDictionary[Any, OffloadHandle] = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -103,9 +101,8 @@ class OffloadHandle:
         """
         self._enabled = False
         target = self._target()
-        if target is not None and _handles.get(target) is self:
-            del _handles[target]
-            leave_pipeline(target)
+        if target is not None and handles.get(target) is self:
+            del handles[target]
         self._leave(self._parts, {})
         self._parts.clear()
 
@@ -176,9 +173,9 @@ class OffloadHandle:
             raise
         self._leave(before, self._parts)
         self._enabled = True
-        _handles[target] = self
+        handles[target] = self
         if not isinstance(target, nn.Module):
-            suspend_methods_of_pipeline(target, self)
+            follow_methods(type(target))
 
     def _leave(self, parts: dict[str, Component], but: dict[str, Component]) -> None:
         for part in parts.values():
@@ -253,7 +250,7 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
             f"a {type(target).__name__} cannot be offloaded: pass a diffusers pipeline or a module"
         )
     chosen, _ = _models(target, settings)  # errors are found before anything is undone
-    before = _handles.get(target)
+    before: OffloadHandle | None = handles.get(target)
     if before is None:
         warn_of_little_memory(chosen.values())
         return OffloadHandle(target, store, settings)
