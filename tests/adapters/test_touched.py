@@ -351,7 +351,7 @@ def test_generator_of_a_forward_is_driven_as_a_plain_one(device: str, disk_dir: 
             next(steps)
 
 
-# What never fits ----------------------------------------------------------------------------------
+# Weights that never fit ---------------------------------------------------------------------------
 
 
 class Pair(nn.Module):

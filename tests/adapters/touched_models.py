@@ -270,7 +270,7 @@ LIBRARIES = {
 
 @functools.cache
 def expected(name: str) -> torch.Tensor:
-    """What a plain model computes."""
+    """Return the output of the plain model."""
     case = {**CASES, **LIBRARIES}[name]
     with torch.no_grad():
         return case.run(case.model(), case.given())

@@ -1,4 +1,4 @@
-"""What users do with a pipeline gives the same if its models were offloaded one by one."""
+"""Operations on a pipeline give the same if its models were offloaded one by one."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_memory_that_differs_has_a_map_each() -> None:
 
 @pytest.mark.parametrize("seed", range(by_lane(2, 10, 100)))
 def test_slabs_hold_what_they_count(seed: int) -> None:
-    """What is held is what slots have and what waits for one, and never above the budget."""
+    """The bytes held are those of slots and of spare pages, never above the budget."""
     rng, budget = random.Random(seed), 8 * MIB
     pages = RecycledPages(budget)
     live: list[torch.Tensor] = []

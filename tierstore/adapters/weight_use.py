@@ -114,7 +114,7 @@ class UnitWeights:
 
     @classmethod
     def of(cls, groups: WeightGroups, bindings: list[Binding]) -> UnitWeights:
-        """What a unit with these tensors needs."""
+        """Return the weights of a unit with these tensors."""
         wrapped = groups.wrapped_of(bindings)
         on_cpu = groups.store.device.type == "cpu"
         return cls(groups, bindings, [] if on_cpu else wrapped, wrapped)
