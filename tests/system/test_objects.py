@@ -28,7 +28,6 @@ from tierstore.system.objects import (
     find_objects,
     intact_object,
     object_name,
-    read_header,
     read_marker,
     read_object,
 )
@@ -82,24 +81,11 @@ def test_the_error_of_an_object_is_raised_where_it_must_be_intact(store: Path) -
 def test_a_header_that_ends_while_it_is_read_is_no_header(store: Path) -> None:
     """The file shrinks after its size was taken."""
     path = object_file(store, KEY)
-    descriptor = os.open(path, os.O_RDONLY)
     with (
         system_call("fstat", after=lambda: os.truncate(path, 1000)),
         pytest.raises(InvalidHeaderError, match="ends inside its header"),
     ):
-        read_header(descriptor, str(path))
-    os.close(descriptor)
-
-
-def test_header_of_an_open_file_is_that_of_its_object(store: Path) -> None:
-    path = object_file(store, KEY)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        header, raw = read_header(descriptor, str(path))
-    finally:
-        os.close(descriptor)
-    assert header.metadata and raw.startswith(b"{")
-    assert path.read_bytes()[8:].startswith(raw)
+        intact_object(str(path))
 
 
 def failing(name: str, number: int, part: str) -> AbstractContextManager[list[Call]]:

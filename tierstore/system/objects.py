@@ -27,7 +27,6 @@ from tierstore.model.errors import (
 from tierstore.model.header import (
     HEADER_SUM,
     LENGTH_BYTES,
-    Header,
     check_text,
     digest,
     header_is_intact,
@@ -78,13 +77,6 @@ class FoundObject:
     modified: float
     stored: StoredObject | None
     error: TransferError | None = None
-
-
-def read_header(descriptor: int, path: str) -> tuple[Header, bytes]:
-    """Read and validate the safetensors header of an open file."""
-    size = os.fstat(descriptor).st_size
-    raw = _header_bytes(descriptor, path, size)
-    return parse_header(raw, size, path), raw
 
 
 def _header_bytes(descriptor: int, path: str, size: int) -> bytes:
