@@ -116,7 +116,7 @@ def test_who_cannot_look_does_not_say_that_anything_is_wrong_with_an_object(
 
 
 def test_an_object_that_vanishes_is_passed_over(store: Path) -> None:
-    with failing("stat", errno.ENOENT, ".safetensors"):
+    with failing("open", errno.ENOENT, ".safetensors"):
         assert list(find_objects(store)) == []
         with pytest.raises(FileNotFoundError):
             read_object(str(object_file(store, KEY)))
@@ -142,7 +142,7 @@ def test_a_shard_that_cannot_be_opened_is_not_taken_for_an_empty_one(
 def test_a_shard_that_cannot_be_listed_is_not_taken_for_an_empty_one(store: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with (
-        system_call("listdir", fails_with=errno.EIO),
+        system_call("scandir", fails_with=errno.EIO),
         pytest.raises(TransferError, match=r"listing .* failed"),
     ):
         list(find_objects(store))
@@ -231,12 +231,6 @@ def test_the_format_is_what_other_versions_look_for(store: Path) -> None:
     assert header["__metadata__"]["tierstore.key"] == KEY
 
 
-def test_a_file_that_cannot_be_opened_has_no_size_and_no_time(store: Path) -> None:
-    with failing("open", errno.EACCES, ".safetensors"):
-        [found] = find_objects(store)
-    assert (found.nbytes, found.modified) == (0, 0.0)
-
-
 # Many objects -------------------------------------------------------------------------------------
 
 
@@ -283,27 +277,75 @@ def test_object_that_vanishes_meanwhile_is_passed_over(crowded: list[str], disk_
     assert set(found) <= set(crowded)
 
 
-def test_header_of_a_page_is_read_at_once(crowded: list[str], disk_dir: Path) -> None:
-    with system_call("pread") as calls:
+def cached(call: Call) -> int:
+    """A read of the page cache alone, where the page cache has everything."""
+    descriptor, (room,), offset, _ = call.args
+    data = os.pread(descriptor, len(room), offset)
+    room[: len(data)] = data
+    return len(data)
+
+
+def test_cached_headers_take_four_system_calls_each(crowded: list[str], disk_dir: Path) -> None:
+    """Beside those for the directory they are in."""
+    with (
+        system_call("preadv", answer=cached) as reads,
+        system_call("open") as opened,
+        system_call("fstat") as looked_at,
+        system_call("close") as closed,
+        system_call("stat") as others,
+    ):
+        found = list(find_objects(disk_dir))
+    assert len(found) == len(crowded) == len(reads)
+    of_files = [call for call in opened if str(call.args[0]).endswith(".safetensors")]
+    assert len(of_files) == len(looked_at) == len(crowded)
+    assert len(closed) <= len(crowded) + 2 and others == []
+
+
+def test_cached_headers_are_read_by_the_caller(crowded: list[str], disk_dir: Path) -> None:
+    readers = []
+
+    def read(call: Call) -> int:
+        readers.append(threading.current_thread())
+        return cached(call)
+
+    with system_call("preadv", answer=read):
         assert len(list(find_objects(disk_dir))) == len(crowded)
-    assert len(calls) == len(crowded)
+    assert set(readers) == {threading.current_thread()}
 
 
-def test_headers_of_one_directory_are_fetched_at_the_same_time(
-    crowded: list[str], disk_dir: Path
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO])
+def test_headers_on_disk_are_read_at_the_same_time(
+    number: int, crowded: list[str], disk_dir: Path
 ) -> None:
-    """A disk that is slow to answer is asked for several."""
+    """A disk that is slow to answer is asked for several, and for each header once."""
     several = threading.Barrier(3)  # whoever is alone waits in vain
-
-    def meet(call: Call) -> bool:
-        several.wait(30)
-        return False
-
     first = {object_file(disk_dir, crowded[i]).name for i in (0, 16, 32)}
-    with system_call(
-        "stat", fails_with=errno.EIO, when=lambda call: call.args[0] in first and meet(call)
+
+    def meet(call: Call) -> int:
+        if os.path.basename(str(call.path)) in first:
+            several.wait(30)
+        return call.go_on()
+
+    with (
+        system_call("preadv", fails_with=number) as asked,
+        system_call("pread", answer=meet) as reads,
     ):
         assert len(list(find_objects(disk_dir))) == len(crowded)
+    assert len(asked) == 1 and len(reads) == len(crowded)
+
+
+def test_file_that_takes_an_objects_place_is_refused(crowded: list[str], disk_dir: Path) -> None:
+    """It was a regular file when the directory was listed."""
+    path = object_file(disk_dir, crowded[5])
+
+    def plant() -> None:
+        path.unlink()
+        os.mkfifo(path)
+
+    with system_call("open", before=plant, when=lambda call: call.args[0] == path.name):
+        found = list(find_objects(disk_dir))
+    assert [each.path for each in found if each.error is not None] == [str(path)]
+    assert "is no regular file" in str(found[5].error)
 
 
 def test_long_header_is_read_to_its_end(disk_dir: Path) -> None:

@@ -12,8 +12,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierstore.cli.output import Code, Failure, system_failure, system_failures
 from tierstore.model.errors import TierStoreError
@@ -24,17 +23,16 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _ADVICE = "Give the directory that the store was opened with (its disk_dir)."
-_KINDS = (
-    (stat.S_ISREG, "file"),
-    (stat.S_ISDIR, "directory"),
-    (stat.S_ISLNK, "link"),
-    (stat.S_ISFIFO, "fifo"),
-    (stat.S_ISSOCK, "socket"),
-)
+_KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "link",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFSOCK: "socket",
+}
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """Something in the directory. `name` is its path from there; `inode` tells it from a successor.
 
     Only regular files count bytes. `mode` is who may do what with it, as `chmod` takes it.
@@ -84,7 +82,12 @@ def look_at(parent: int, leaf: str, name: str) -> Item | None:
         status = os.stat(leaf, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    kind = next((kind for test, kind in _KINDS if test(status.st_mode)), "device")
+    return item_of(status, name)
+
+
+def item_of(status: os.stat_result, name: str) -> Item:
+    """Something with this status."""
+    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "device")
     nbytes = status.st_size if kind == "file" else 0
     mode = stat.S_IMODE(status.st_mode)
     return Item(name, kind, nbytes, status.st_mtime, status.st_ino, mode)

@@ -26,13 +26,17 @@ from tierstore.cli.report import (
 )
 from tierstore.model.groups import TensorSpec, contiguous_stride
 from tierstore.model.objects import StoredObject
+from tierstore.system.collector import paused
 
 # ls -----------------------------------------------------------------------------------------------
 
 
+_NUMBERS = re.compile(r"([0-9]{1,18})")
+
+
 def _natural(text: str) -> list[tuple[int, str]]:
     """Sorts layer 2 before layer 10."""
-    parts = re.split(r"([0-9]{1,18})", text)  # text and numbers in turn
+    parts = _NUMBERS.split(text)  # text and numbers in turn
     return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
@@ -59,6 +63,7 @@ _GROUPS = (
 @click.option(
     "--prefix", help="Show only groups whose key begins so.", shell_complete=completing.prefixes
 )
+@paused()
 def list_groups(
     directory: str, sort: str, limit: int | None, prefix: str | None, as_json: bool
 ) -> None:
@@ -73,7 +78,8 @@ def list_groups(
     contents = survey(directory)
     chosen = [g for g in contents.groups if prefix is None or (g.key or "").startswith(prefix)]
     shown = sorted(chosen, key=_SORTING[sort])[:limit]
-    rows = [group_row(directory, group) for group in shown]
+    root = os.path.abspath(directory)
+    rows = [group_row(root, group) for group in shown]
     if as_json:
         print_json(
             {
@@ -176,7 +182,7 @@ def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
             "Put the group again; this removes what is left of it: tierstore-inspect rm",
             Code.DAMAGED,
         )
-    rows, about = _tensor_rows(group.stored), group_row(directory, group)
+    rows, about = _tensor_rows(group.stored), group_row(os.path.abspath(directory), group)
     if as_json:
         print_json({**about, "tensors": rows})
         return

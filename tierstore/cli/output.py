@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import compress
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -137,57 +136,61 @@ def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.file.isatty():  # rich takes some pipes for terminals: FORCE_COLOR
         console.width = 10_000  # a file or another program gets whole names
-    cells = [[words.printable(column.cell(row)) for column in columns] for row in rows]
+    rows = list(rows)
+    table = [[words.printable(column.cell(row)) for row in rows] for column in columns]
     widths = [
-        max([_width(column.title), *(_width(row[i]) for row in cells)])
-        for i, column in enumerate(columns)
+        max([_width(column.title), *map(_width, cells)])
+        for column, cells in zip(columns, table, strict=True)
     ]
     kept = _kept(widths, columns, console.width)
     if len(kept) < len(columns):
         left = ", ".join(column.title for i, column in enumerate(columns) if i not in kept)
         remark(f"No room for {left}: a wider terminal shows that, and --json has it.")
         columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
-        cells = [[row[i] for i in kept] for row in cells]
+        table = [table[i] for i in kept]
     gaps = _GAP * (len(columns) - 1)
     wanted = list(widths)
     _narrow(widths, columns, console.width - gaps)
     # Where even that is too wide, the terminal shall wrap lines: rich would leave columns out.
     console.width = max(console.width, sum(widths) + gaps)
     ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
-    title = [column.title for column in columns]
-    console.file.write(_line(console, columns, widths, title, ["bold"] * len(columns)))
-    narrowed = [width < full for width, full in zip(widths, wanted, strict=True)]
-    for row in cells:
-        for i in compress(range(len(row)), narrowed):
-            row[i] = words.shorten(row[i], widths[i], ellipsis, _width)
-        styles = [_STYLES.get(cell, "") for cell in row]
-        console.file.write(_line(console, columns, widths, row, styles))
+    for i, (width, full) in enumerate(zip(widths, wanted, strict=True)):
+        if width < full:
+            table[i] = [words.shorten(cell, width, ellipsis, _width) for cell in table[i]]
+    aligned = map(_aligned, columns, widths, table)
+    titles, *lines = zip(*aligned, strict=True)
+    write = console.file.write
+    write(_styled(console, titles, ["bold"] * len(columns)))
+    for cells, line in zip(zip(*table, strict=True), lines, strict=True):
+        if _STYLES.keys().isdisjoint(cells):
+            write((" " * _GAP).join(line).rstrip() + "\n")
+        else:
+            write(_styled(console, line, [_STYLES.get(cell, "") for cell in cells]))
 
 
 def _width(text: str) -> int:
     """The columns that a text takes in a terminal."""
+    if text.isascii():
+        return len(text)
     from rich.cells import cell_len
 
-    return len(text) if text.isascii() else cell_len(text)
+    return cell_len(text)
 
 
-def _line(
-    console: Console,
-    columns: Sequence[Column],
-    widths: Sequence[int],
-    cells: Sequence[str],
-    styles: Sequence[str],
-) -> str:
-    """One line of a table. A library for tables takes ten times as long for many rows."""
-    padded = []
-    for column, width, cell in zip(columns, widths, cells, strict=True):
-        room = width if cell.isascii() else width - _width(cell) + len(cell)
-        padded.append(cell.rjust(room) if column.right else cell.ljust(room))
-    if not any(styles):
-        return (" " * _GAP).join(padded).rstrip() + "\n"
+def _aligned(column: Column, width: int, cells: Iterable[str]) -> list[str]:
+    """The title and the cells of a column, padded."""
+    align = str.rjust if column.right else str.ljust
+    return [
+        align(cell, width if cell.isascii() else width - _width(cell) + len(cell))
+        for cell in (column.title, *cells)
+    ]
+
+
+def _styled(console: Console, cells: Iterable[str], styles: Iterable[str]) -> str:
+    """A line of a table. All lines from rich would take ten times as long for many rows."""
     from rich.text import Text
 
-    line = Text(" " * _GAP).join(Text(c, style) for c, style in zip(padded, styles, strict=True))
+    line = Text(" " * _GAP).join(Text(c, style) for c, style in zip(cells, styles, strict=True))
     line.rstrip()
     with console.capture() as drawn:
         console.print(line, soft_wrap=True)

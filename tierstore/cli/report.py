@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from tierstore.cli.directories import (
     Item,
+    item_of,
     items_below,
     items_in,
     look_at,
@@ -29,6 +30,7 @@ from tierstore.cli.output import Code, Document, Failure, system_failures
 from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
+from tierstore.model.header_reader import HeaderReader
 from tierstore.model.objects import StoredObject
 from tierstore.system.collector import paused
 from tierstore.system.locking import is_locked
@@ -42,9 +44,11 @@ from tierstore.system.objects import (
     TEMPORARY,
     FetchedHeader,
     check_key,
+    entries_of,
     fetch_header,
     fetch_headers,
     fetching,
+    is_regular,
     object_name,
 )
 from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
@@ -108,11 +112,6 @@ class Group:
         """Its tensors; none if the header cannot be believed."""
         blocks = self.stored.packing.blocks if self.stored else ()
         return tuple(tensor for block in blocks for tensor in block.views)
-
-    @property
-    def dtypes(self) -> list[str]:
-        """The dtypes of its tensors."""
-        return sorted({tensor.dtype for tensor in self.tensors})
 
 
 @dataclass
@@ -197,15 +196,16 @@ def item_rows(directory: str, items: Iterable[Item]) -> list[Document]:
     return [item_row(directory, item) for item in items]
 
 
-def group_row(directory: str, group: Group) -> Document:
-    """One group in one object."""
+def group_row(root: str, group: Group) -> Document:
+    """One group in one object of the directory at the absolute path `root`."""
+    tensors = group.tensors
     return {
         "key": group.key,
-        "path": path_of(directory, group.item),
+        "path": f"{root}/{group.item.name}",
         "nbytes": group.item.nbytes,
         "modified": group.item.modified,
-        "tensors": len(group.tensors),
-        "dtypes": group.dtypes,
+        "tensors": len(tensors),
+        "dtypes": sorted({tensor.dtype for tensor in tensors}),
         "state": group.state,
         "problem": group.problem and problem_row(group.problem),
     }
@@ -250,6 +250,7 @@ def _walk(contents: Contents, root: int) -> None:
 
 
 def _walk_objects(contents: Contents, root: int) -> None:
+    reader = HeaderReader()
     with fetching() as pool:
         for objects, shard, item in items_below(root, OBJECTS):
             if item.kind != "directory" or not SHARD_NAME.fullmatch(shard):
@@ -258,20 +259,27 @@ def _walk_objects(contents: Contents, root: int) -> None:
             contents.own(item)
             with opened_below(objects, shard) as descriptor:
                 if descriptor is not None:
-                    _walk_shard(contents, descriptor, item.name, pool)
+                    _walk_shard(contents, descriptor, item.name, pool, reader)
 
 
-def _walk_shard(contents: Contents, shard: int, name: str, pool: ThreadPoolExecutor) -> None:
-    items: dict[str, Item] = {}
-    for leaf, item in items_in(shard, f"{name}/"):
-        if item.kind != "file" or not OBJECT_NAME.fullmatch(leaf):
+def _walk_shard(
+    contents: Contents, shard: int, name: str, pool: ThreadPoolExecutor, reader: HeaderReader
+) -> None:
+    objects = []
+    for entry in entries_of(shard):
+        if OBJECT_NAME.fullmatch(entry.name) and is_regular(entry):
+            objects.append(entry)
+        elif item := look_at(shard, entry.name, f"{name}/{entry.name}"):
             contents.stray.append(item)
-        else:
-            items[leaf] = item
-    path = os.path.join(contents.directory, name)
-    headers = fetch_headers(shard, path, list(items), pool)
-    for item, header in zip(items.values(), headers, strict=True):
-        if group := _group_in(shard, item, header):
+    headers = fetch_headers(shard, os.path.join(contents.directory, name), objects, pool)
+    for entry, header in zip(objects, headers, strict=True):
+        at, status = f"{name}/{entry.name}", header.status
+        item = look_at(shard, entry.name, at) if status is None else item_of(status, at)
+        if item is None:
+            continue
+        if item.kind != "file":  # it has just taken the place of one
+            contents.stray.append(item)
+        elif group := _group_in(shard, item, header, reader):
             contents.own(item)
             contents.groups.append(group)
 
@@ -308,13 +316,13 @@ def existing_groups(directory: str, keys: Iterable[str], root: int | None = None
 
 def _read_group(directory: str, shard: int, item: Item) -> Group | None:
     path = os.path.join(directory, item.name)
-    return _group_in(shard, item, fetch_header(path, shard, os.path.basename(path)))
+    return _group_in(shard, item, fetch_header(path, shard, os.path.basename(path)), HeaderReader())
 
 
-def _group_in(shard: int, item: Item, header: FetchedHeader) -> Group | None:
+def _group_in(shard: int, item: Item, header: FetchedHeader, reader: HeaderReader) -> Group | None:
     path = header.path
     try:
-        found = header.found()
+        found = header.found(reader)
     except FileNotFoundError:
         return None
     except TransferError as error:

@@ -85,6 +85,17 @@ class TensorSpec:
         """Bytes from the first element to the last, gaps of the stride included."""
         return span(self.dtype, self.shape, self.stride)
 
+    def moved(self, by: int) -> TensorSpec:
+        """The same tensor, so many bytes further on."""
+        if not by:
+            return self
+        return TensorSpec(self.name, self.dtype, self.shape, self.stride, self.offset + by)
+
+    def renamed(self, old: str, new: str) -> TensorSpec:
+        """The same tensor, with `new` for `old` in its name."""
+        name = self.name.replace(old, new)
+        return TensorSpec(name, self.dtype, self.shape, self.stride, self.offset)
+
 
 def span(dtype: str, shape: Sequence[int], stride: Sequence[int]) -> int:
     """Bytes of storage between the first and the last element, both included."""
@@ -178,9 +189,13 @@ def _covered(tensors: Iterable[TensorSpec]) -> list[tuple[int, int, list[TensorS
 def group_of(key: str, tensors: Iterable[TensorSpec], nbytes: int) -> GroupSpec:
     """A group of `nbytes` packed bytes on the host, in a slot that fits on every tier."""
     tensors = tuple(tensors)
+    return GroupSpec(key, tensors, _slot_nbytes(tensors, nbytes))
+
+
+def _slot_nbytes(tensors: Sequence[TensorSpec], nbytes: int) -> int:
     runs = _device_runs(tensors)
     on_device = runs[-1].device_offset + runs[-1].nbytes if runs else 0
-    return GroupSpec(key, tensors, slot_bytes(max(nbytes, on_device, 1)))
+    return slot_bytes(max(nbytes, on_device, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +334,13 @@ class Block:
     nbytes: int
     views: tuple[TensorSpec, ...]
 
+    def renamed(self, old: str, new: str) -> Block:
+        """The same block, with `new` for `old` in its name and those of its tensors."""
+        views = tuple([view.renamed(old, new) for view in self.views])
+        return Block(self.name.replace(old, new), self.dtype, self.shape, self.nbytes, views)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Packing:
     """Where each block lies in memory (`offsets`, aligned) and in its file (`dense`)."""
 
@@ -334,13 +354,30 @@ class Packing:
         """Bytes of the file's data."""
         return self.dense[-1] + self.blocks[-1].nbytes if self.blocks else 0
 
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Every tensor of a group that holds the packing and nothing else."""
+        return tuple(self.specs())
+
+    @cached_property
+    def slot_nbytes(self) -> int:
+        """Bytes of a slot for such a group, on any tier."""
+        return _slot_nbytes(self.tensors, self.nbytes)
+
     def specs(self, base: int = 0) -> list[TensorSpec]:
         """Every tensor of every block, at its offset in a group that has the packing at `base`."""
         return [
-            TensorSpec(v.name, v.dtype, v.shape, v.stride, base + offset + v.offset)
+            view.moved(base + offset)
             for block, offset in zip(self.blocks, self.offsets, strict=True)
-            for v in block.views
+            for view in block.views
         ]
+
+    def renamed(self, old: str, new: str) -> Packing:
+        """The same layout, with `new` for `old` in the names of the blocks and tensors."""
+        blocks = tuple([block.renamed(old, new) for block in self.blocks])
+        renamed = Packing(blocks, self.offsets, self.dense, self.nbytes)
+        renamed.__dict__["slot_nbytes"] = self.slot_nbytes  # whatever the names are
+        return renamed
 
     def moves(self, base: int = 0) -> tuple[Move, ...]:
         """What spreads the file's dense bytes to the aligned offsets: last block first."""

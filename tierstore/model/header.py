@@ -281,7 +281,11 @@ def _padded(document: Mapping[str, Any]) -> bytes:
 
 def header_is_intact(raw: bytes, header: Header) -> bool:
     """Whether an object file's header has the checksum that it carries."""
-    claimed = header.metadata.get(HEADER_SUM, "")
+    return has_header_sum(raw, header.metadata.get(HEADER_SUM, ""))
+
+
+def has_header_sum(raw: bytes, claimed: str) -> bool:
+    """Whether a header that carries the checksum `claimed` has that checksum."""
     if len(claimed) != len(NO_SUM) or not claimed.isalnum():
         return False
     field = f'"{HEADER_SUM}":"{claimed}"'.encode()

@@ -20,12 +20,12 @@ from tierstore.model.groups import (
     Source,
     TensorSpec,
     block_of,
-    group_of,
     lay_out,
 )
 from tierstore.model.header import (
     FORMAT,
     FORMAT_KEY,
+    HEADER_SUM,
     KEY,
     LENGTH_BYTES,
     MAX_TENSORS,
@@ -34,6 +34,8 @@ from tierstore.model.header import (
     VIEWS,
     Header,
     build_header,
+    digest,
+    header_is_intact,
     header_length,
     parse_header,
     shown,
@@ -68,7 +70,8 @@ class StoredObject:
 
     def spec(self, key: str | None = None) -> GroupSpec:
         """The group that holds exactly this object."""
-        return group_of(key or self.key, self.packing.specs(), self.packing.nbytes)
+        packing = self.packing
+        return GroupSpec(key or self.key, packing.tensors, packing.slot_nbytes)
 
     def source(self, path: str, base: int = 0) -> Source:
         """How to read the object from the file `path` into offset `base` of a packed group."""
@@ -138,6 +141,25 @@ def decode_object(header: Header, path: str) -> StoredObject:
             path=path,
         ) from error
     return StoredObject(key, packing, digests, header.data_start, SINGLE in metadata)
+
+
+def read_header(raw: bytes, file_size: int, path: str) -> StoredObject:
+    """Read what the header `raw` (without its length) of an object file of `file_size` bytes says.
+
+    Raises InvalidHeaderError, TransferError or CorruptDataError, which say what is wrong with it.
+    """
+    header = parse_header(raw, file_size, path)
+    stored = decode_object(header, path)
+    if not header_is_intact(raw, header):
+        raise CorruptDataError(
+            f"{path} (key {stored.key!r}) has a header that does not match its checksum: "
+            "remove it with tierstore-inspect rm, and put the group again",
+            key=stored.key,
+            path=path,
+            expected=header.metadata.get(HEADER_SUM),
+            found=digest(raw),
+        )
+    return stored
 
 
 def _views(text: str) -> dict[str, list[TensorSpec]]:

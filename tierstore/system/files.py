@@ -258,8 +258,10 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 def close_quietly(descriptor: int) -> None:
     """Close what was only read. If that fails it is closed as well, and nothing is lost."""
-    with contextlib.suppress(OSError):
+    try:  # noqa: SIM105 - in half the time, and a directory has 100,000 files
         os.close(descriptor)
+    except OSError:
+        pass
 
 
 def close_all(descriptors: Iterable[int | None]) -> None:

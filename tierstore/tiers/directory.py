@@ -159,7 +159,7 @@ class ObjectDirectory:
 
     def path_of(self, key: str) -> str:
         """The path of the object file of `key`."""
-        return os.path.join(self.path, OBJECTS, object_name(key))
+        return f"{self.path}/{OBJECTS}/{object_name(key)}"
 
     def stage(
         self,
