@@ -19,7 +19,7 @@ import torch
 from tierstore.adapters.activations import Unpack
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
-from tierstore.adapters.bindings import Binding
+from tierstore.adapters.bindings import Binding, edited_among, put_back_all, show_all
 from tierstore.adapters.codecs.bitsandbytes import is_of_bitsandbytes
 from tierstore.adapters.codecs.memory import (
     Geometry,
@@ -303,18 +303,14 @@ class WeightUse:
     ) -> list[Binding] | None:
         if self._weights.groups.renewals != as_of or self._weights.groups.over:
             return None
-        edited = [
-            binding
-            for binding in self._weights.bindings
-            if not binding.show(self, leased[binding.name], unless_edited=unless_edited)
-        ]
-        if edited:
-            self._put_back()
+        bindings = self._weights.bindings
+        if unless_edited and (edited := edited_among(bindings, leased)):
             return edited
+        show_all(bindings, self, leased)
         for wrapped in self._weights.wrapped:
             wrapped.show(self)
         if self._viewed:
-            self._saved = SavedViews(self._weights.groups, self._weights.bindings, leased)
+            self._saved = SavedViews(self._weights.groups, bindings, leased)
             hooks = WeightHooks(self._saved.pack).hooks
             hooks.__enter__()
             self._hooks = hooks
@@ -324,8 +320,7 @@ class WeightUse:
         for wrapped in self._weights.wrapped:
             wrapped.put_back(self)
         with_grad = not self._viewed and (self._with_grad or torch.is_grad_enabled())
-        for binding in self._weights.bindings:
-            binding.put_back(self, with_grad=with_grad)
+        put_back_all(self._weights.bindings, self, with_grad=with_grad)
 
     def _take_over(self, held: HeldLease, keys: list[str]) -> None:
         """Use the lease that was held if it is the one that is needed; else let it go first."""
