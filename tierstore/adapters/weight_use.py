@@ -103,14 +103,14 @@ class UnitWeights:
     """What one unit needs of a model's groups while it runs: the tensors of `bindings`.
 
     Those of `wrapped` consist of some of these, and have to say that they are on an accelerator.
-    `wrappers` are all that consist of some.
+    `wrappers` are all that consist of some. `known_keys` is what `keys` told the last time.
     """
 
     groups: WeightGroups
     bindings: list[Binding]
     wrapped: list[WrappedTensor]
     wrappers: list[WrappedTensor] = field(default_factory=list)
-    _keys: tuple[int, list[str]] = (-1, [])
+    known_keys: tuple[int, list[str]] = (-1, [])
 
     @classmethod
     def of(cls, groups: WeightGroups, bindings: list[Binding]) -> UnitWeights:
@@ -121,10 +121,10 @@ class UnitWeights:
 
     def keys(self) -> tuple[int, list[str]]:
         """The groups that the tensors are in, each once, as of which renewal. With the lock."""
-        if self._keys[0] != self.groups.renewals:
+        if self.known_keys[0] != self.groups.renewals:
             keys = dict.fromkeys(binding.key for binding in self.bindings)
-            self._keys = self.groups.renewals, list(keys)
-        return self._keys
+            self.known_keys = self.groups.renewals, list(keys)
+        return self.known_keys
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -281,7 +281,9 @@ class WeightUse:
         """Let the tensors show leased memory. Returns those that do not, as they were edited; then
         nor do the others. None if groups were renewed meanwhile."""
         weights, groups, leases = self._weights, self._weights.groups, self._leases
-        as_of, keys = under(groups.lock, weights.keys)
+        as_of, keys = weights.known_keys  # of the latest renewal: found out with the lock
+        if as_of != groups.renewals:
+            as_of, keys = under(groups.lock, weights.keys)
         try:
             if groups.held.lease is not None:
                 self._take_over(groups.held, keys)
