@@ -13,7 +13,7 @@ import ctypes
 import functools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`version_of` each. It calls no function for each, where none is an inference tensor."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
 
 
 def keep_found(tensor: torch.Tensor) -> None:
@@ -133,7 +141,10 @@ def in_derivative() -> bool:
     return any(transform.key().name in ("Grad", "Jvp") for transform in transforms)
 
 
-# Nothing stands around the next three: they are called for each tensor that is made or given back.
+# Nothing stands around the next four: they are called for each use of weights, or each tensor.
+
+stream_of_device: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
+"""The stream of an accelerator, by its number, that is current on this thread."""
 
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """A number that no other storage has as long as this one, or a weak reference to it, is there.
