@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +44,14 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`version_of` each. It calls no function for each, where none is an inference tensor."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
 
 
 def keep_found(tensor: torch.Tensor) -> None:
@@ -132,24 +141,23 @@ def in_derivative() -> bool:
     return any(transform.key().name in ("Grad", "Jvp") for transform in transforms)
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has as long as this one, or a weak reference to it, is there.
+# Nothing stands around the next four: they are called for each use of weights, or each tensor.
 
-    All Python objects of one storage have the same.
-    """
-    number: int = storage._cdata
-    return number
+stream_of_device: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
+"""The stream of an accelerator, by its number, that is current on this thread."""
 
+storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""A number that no other storage has as long as this one, or a weak reference to it, is there.
+
+All Python objects of one storage have the same."""
 
 uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
 """How often a storage is referred to, by its number: by tensors of whatever kind, and by itself as
-an object of Python. Nothing stands around it, as it is asked at the end of each use."""
+an object of Python."""
 
-
-def storage_at(address: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
-    """A storage over memory that is somebody else's, who must keep it for as long."""
-    made: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return made  # type: ignore[no-any-return]
+storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
+"""A storage over memory that is somebody else's, who must keep it for as long: made of an address,
+a device and a number of bytes."""
 
 
 def forget_last_error(cudart: Any) -> None:

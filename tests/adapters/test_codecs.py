@@ -132,8 +132,9 @@ OF_MEMORY = {
     *("__tensor_flatten__", "__tensor_unflatten__", "data_ptr", "set_", "swap_tensors"),
     *("untyped_storage", "storage_offset"),
 }
-HOMES = ("adapters/codecs/", "adapters/activations/")
-"""Saved tensors are kept by storage: what looks after them looks at storages."""
+HOMES = ("adapters/codecs/", "adapters/activations/", "adapters/bindings.py")
+"""Saved tensors are kept by storage: what looks after them looks at storages. Bindings do for all
+tensors of a unit in one loop what a codec does for one."""
 
 
 def uses_of_memory(tree: ast.AST) -> Iterator[int]:

@@ -1,19 +1,23 @@
-"""Modules that share a group share its lease, and it is in nobody's way."""
+"""What a unit costs beside its computing: few calls, and a lease that is in nobody's way."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
+from tests.accelerator import on_both
 from tests.helpers.tensors import parameter_bytes
-from tierstore import TierStore, enable_group_offload
+from tierstore import TierStore, dispatch_model, enable_group_offload
 
 LAYERS = 20
 STEPS = 3
@@ -118,3 +122,55 @@ def test_between_two_layers_of_a_group_all_of_the_memory_can_be_had(
         for _ in range(STEPS):
             assert torch.equal(model(x), expected)
         assert store.stats().peak_bytes["HOST"] == budget
+
+
+class Layer(nn.Module):
+    """A block with so many pairs of tensors, of which it uses the first only."""
+
+    def __init__(self, pairs: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(pairs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.parts[0].weight)
+
+
+def calls_of_functions(run: Callable[[], object]) -> int:
+    """How many functions that are written in Python are called on this thread."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def calls_for_each_layer(pairs: int, device: str, tmp_path: Path) -> float:
+    """Beyond those of the plain model, once all weights are where they are used."""
+    model = nn.Sequential(*[Layer(pairs) for _ in range(LAYERS)]).eval()
+    x = torch.randn(2, 16)
+    plain = calls_of_functions(lambda: model(x))
+    options: Any = {} if device == "cpu" else {"device_budget": "64MB"}
+    with TierStore("64MB", tmp_path / f"store-{pairs}", device=device, **options) as store:
+        dispatch_model(model, store)
+        for _ in range(8):
+            model(x)
+        assert store.stats().bytes_read > 0
+        fewest = min(calls_of_functions(lambda: model(x)) for _ in range(8))
+    return (fewest - plain) / LAYERS
+
+
+@on_both
+@torch.no_grad()
+def test_unit_takes_as_many_calls_with_many_tensors_as_with_few(
+    device: str, tmp_path: Path
+) -> None:
+    few, many = (calls_for_each_layer(pairs, device, tmp_path) for pairs in (2, 16))
+    assert 10 < many < (100 if device == "cpu" else 150)
+    assert many < few + 10

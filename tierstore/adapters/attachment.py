@@ -71,7 +71,10 @@ class Attachment:
         """
         if self._found is None:
             self._found = list(self._attributes())
-        if all(d.get(n) is found and type(m) is kind for d, n, found, m, kind in self._found):
+        for attributes, name, found, module, kind in self._found:
+            if attributes.get(name) is not found or type(module) is not kind:
+                break
+        else:
             return False
         self._found = None
         self.patched += 1

@@ -53,6 +53,7 @@ class Binding:
 
     def __init__(self, tensor: torch.Tensor, key: str, name: str, home: torch.Tensor) -> None:
         self._reference: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+        self._shown_at = 0
         self.alone = False
         self.number = id(tensor)
         self.name = name
@@ -110,50 +111,13 @@ class Binding:
     @property
     def edited(self) -> bool:
         """Whether it is away and not what it was."""
-        return self.user is None and not self._is_as(self.home)
+        return bool(edited_among((self,), {self.name: self.home}))
 
     @property
     def was_given_memory(self) -> bool:
         """Whether somebody gave it other memory, which is not empty."""
         tensor = self.tensor
         return tensor.numel() > 0 and address_of(tensor) != self._address
-
-    def _is_as(self, expected: torch.Tensor) -> bool:
-        """Whether it shows its home, unchanged, in the form of `expected`."""
-        tensor = self.tensor
-        return (
-            address_of(tensor) == self._address
-            and version_of(tensor) == self.version
-            and tensor.shape == expected.shape
-            and tensor.stride() == expected.stride()
-            and tensor.dtype is expected.dtype
-            and not tensor.is_conj()
-        )
-
-    def show(self, use: object, leased: torch.Tensor, *, unless_edited: bool) -> bool:
-        """Let the tensor show the leased bytes while `use` lasts. False if it was edited."""
-        if self.user is not None:
-            self.others = {use} if self.others is None else {*self.others, use}
-            return True
-        if unless_edited and not self._is_as(leased):
-            return False
-        self._shown_at = address_of(leased)
-        self.user = use  # before anything is shown: wherever this ends, put_back undoes it
-        tensor = self.tensor
-        assign(tensor, leased)
-        self.version = version_of(tensor)
-        return True
-
-    def put_back(self, use: object, *, with_grad: bool) -> None:
-        """Let it show its home again, when the last use ends. May be repeated if interrupted.
-
-        `with_grad` tells whether autograd may have saved it.
-        """
-        if self.others:
-            self._leave_to_others(use, self.others)
-        if self.user is use:
-            self._put_back(with_grad)
-            self.user = None
 
     def _leave_to_others(self, use: object, others: set[object]) -> None:
         others.discard(use)
@@ -188,24 +152,114 @@ class Binding:
         assign(self.tensor, value)
         self.version = -1
 
-    def _put_back(self, with_grad: bool) -> None:
-        tensor = self.tensor
+    def _keep_change(self, tensor: torch.Tensor) -> None:
+        """The forward itself gave the tensor other memory, which it keeps, on the CPU; or changed
+        it: the home is where that is kept, and noticed."""
         if address_of(tensor) not in (self._shown_at, self._address):
-            # The forward itself gave it other memory: the tensor keeps that, on the CPU.
             self.give(tensor.detach().cpu())
             return
-        if version_of(tensor) != self.version:
-            # The forward itself changed it. The home is where the change is kept, and noticed.
-            self.home.copy_(tensor.detach())
-            assign(tensor, self.home)
-            self.version = -1
-            return
-        self._bring_home()
+        self.home.copy_(tensor.detach())
+        assign(tensor, self.home)
+        self.version = -1
+
+
+# Note: what every use of a unit does to each of its tensors, in loops that call nothing that is
+# written in Python. A block has twenty tensors, and each such call costs what a kernel does.
+
+
+def edited_among(
+    bindings: Iterable[Binding], expected: Mapping[str, torch.Tensor]
+) -> list[Binding]:
+    """Those that are away and do not show their homes, unchanged, in the form of the tensors
+    `expected` by their names."""
+    edited = []
+    for binding in bindings:
+        if binding.user is not None:
+            continue
+        tensor = binding._reference()
+        if tensor is None:
+            tensor = binding.tensor
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # see `keep_found`
+        try:
+            version = tensor._version
+        except RuntimeError:  # of inference: see `version_of`
+            version = 0
+        form = expected[binding.name]
+        if (
+            tensor.data_ptr() != binding._address
+            or version != binding.version
+            or tensor.shape != form.shape
+            or tensor.stride() != form.stride()
+            or tensor.dtype is not form.dtype
+            or tensor.is_conj()
+        ):
+            edited.append(binding)
+    return edited
+
+
+def show_all(bindings: Iterable[Binding], use: object, leased: Mapping[str, torch.Tensor]) -> None:
+    """Let tensors show the leased bytes, by their names, while `use` lasts."""
+    for binding in bindings:
+        if binding.user is not None:
+            binding.others = {use} if binding.others is None else {*binding.others, use}
+            continue
+        value = leased[binding.name]
+        tensor = binding._reference()
+        if tensor is None:
+            tensor = binding.tensor
+        tensor._fix_weakref()  # type: ignore[attr-defined]
+        binding._shown_at = value.data_ptr()
+        binding.user = use  # before anything is shown: wherever this ends, put_back_all undoes it
+        try:
+            tensor.data = value
+        except RuntimeError:
+            assign(tensor, value)
+        try:
+            binding.version = tensor._version
+        except RuntimeError:
+            binding.version = 0
+
+
+def put_back_all(  # noqa: C901 - no call more for each tensor
+    bindings: Iterable[Binding], use: object, *, with_grad: bool
+) -> None:
+    """Let tensors show their homes again, when their last use ends. To be repeated if interrupted.
+
+    `with_grad` tells whether autograd may have saved them.
+    """
+    for binding in bindings:
+        if binding.others:
+            binding._leave_to_others(use, binding.others)
+        if binding.user is not use:
+            continue
+        tensor = binding._reference()
+        if tensor is None:
+            tensor = binding.tensor
+        tensor._fix_weakref()  # type: ignore[attr-defined]
+        try:
+            version = tensor._version
+        except RuntimeError:
+            version = 0
+        address = tensor.data_ptr()
+        if version != binding.version or (
+            address != binding._shown_at and address != binding._address
+        ):
+            binding._keep_change(tensor)
+            binding.user = None
+            continue
+        try:
+            tensor.data = binding.home
+        except RuntimeError:
+            assign(tensor, binding.home)
         if with_grad and not tensor.is_inference():
             # What autograd saved shows memory that is used again: a backward must raise. It saves
             # frozen weights too, where the gradient of an input goes through them.
             torch.autograd.graph.increment_version(tensor)
-            self.version = version_of(tensor)
+        try:
+            binding.version = tensor._version
+        except RuntimeError:
+            binding.version = 0
+        binding.user = None
 
 
 def note_changes(

@@ -46,7 +46,7 @@ from tierstore.adapters.fitting import (
     uses_of,
 )
 from tierstore.adapters.grouping import Cutting, GroupPlan, Unit, is_compiled
-from tierstore.adapters.nested import device_of, to_device
+from tierstore.adapters.nested import are_there, device_of, to_device
 from tierstore.adapters.out_of_memory import OnceMore
 from tierstore.adapters.owners import Owner, around, disown, everyone, others_tensors, own, owner_of
 from tierstore.adapters.routed import ExpertsUse, experts_of
@@ -385,7 +385,7 @@ class OffloadedModule:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _move(self, args: Any, kwargs: Any) -> Arguments:
         device = self.store.device
-        if device.type == "cpu":
+        if device.type == "cpu" or are_there(args, kwargs, device):
             return args, kwargs
         return to_device(args, device), to_device(kwargs, device, self._skip)
 

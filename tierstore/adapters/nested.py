@@ -19,6 +19,19 @@ def to_device(value: Any, device: torch.device, skip: frozenset[str] = frozenset
     return with_tensors(value, moved, skip)
 
 
+def are_there(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
+    """Whether arguments are seen at a glance to be no tensors elsewhere. Those of a unit are looked
+    at before each run, and nearly always come from another one."""
+    for item in (*args, *kwargs.values()):
+        kind = type(item)
+        if kind is torch.Tensor:
+            if item.device != device:
+                return False
+        elif kind not in _LEAVES:
+            return False
+    return True
+
+
 def with_tensors(
     value: Any, change: Callable[[torch.Tensor], torch.Tensor], skip: frozenset[str] = frozenset()
 ) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import Binding
+from tierstore.adapters.bindings import Binding, show_all
 from tierstore.adapters.contents import modules_of
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.weight_groups import WeightGroups
@@ -73,8 +73,7 @@ def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
             try:
                 with lock:
                     _refuse_if_busy(bindings)
-                    for b in bindings:
-                        b.show(use, lease.tensors[b.name], unless_edited=False)
+                    show_all(bindings, use, lease.tensors)
                     for each in wrapped:
                         each.show(use)
                 yield

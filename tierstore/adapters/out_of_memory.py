@@ -23,7 +23,7 @@ from tierstore.adapters.unit_use import StandIn
 from tierstore.model.tiers import Tier
 from tierstore.model.words import size
 from tierstore.store import TierStore, engine_of
-from tierstore.torch_private import has_forward_hooks, version_of
+from tierstore.torch_private import has_forward_hooks, versions_of
 
 logger = logging.getLogger("tierstore.adapters")
 
@@ -46,12 +46,12 @@ class OnceMore:
         if torch.is_grad_enabled() or self._module.training:
             return self._told(method, args, kwargs)
         watched = [*self._existing(), *_tensors_among(args), *_tensors_among(kwargs.values())]
-        versions = [version_of(tensor) for tensor in watched]
+        versions = versions_of(watched)
         random = _RandomState(self._store.device)
         try:
             return method(*args, **kwargs)
         except torch.OutOfMemoryError as error:
-            as_before = versions == [version_of(tensor) for tensor in watched]
+            as_before = versions == versions_of(watched)
             if not as_before or not self._may_run_again(error, args, kwargs):
                 self._advise(error)
                 raise
@@ -75,7 +75,7 @@ class OnceMore:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _existing(self) -> list[torch.Tensor]:
         """The module's tensors. (torch.compile takes a weak reference for what it refers to.)"""
-        found = (reference() for reference in self._own)
+        found = [reference() for reference in self._own]
         return [tensor for tensor in found if tensor is not None]
 
     def _told(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:

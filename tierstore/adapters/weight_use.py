@@ -19,7 +19,7 @@ import torch
 from tierstore.adapters.activations import Unpack
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
-from tierstore.adapters.bindings import Binding
+from tierstore.adapters.bindings import Binding, edited_among, put_back_all, show_all
 from tierstore.adapters.codecs.bitsandbytes import is_of_bitsandbytes
 from tierstore.adapters.codecs.memory import (
     Geometry,
@@ -103,14 +103,14 @@ class UnitWeights:
     """What one unit needs of a model's groups while it runs: the tensors of `bindings`.
 
     Those of `wrapped` consist of some of these, and have to say that they are on an accelerator.
-    `wrappers` are all that consist of some.
+    `wrappers` are all that consist of some. `known_keys` is what `keys` told the last time.
     """
 
     groups: WeightGroups
     bindings: list[Binding]
     wrapped: list[WrappedTensor]
     wrappers: list[WrappedTensor] = field(default_factory=list)
-    _keys: tuple[int, list[str]] = (-1, [])
+    known_keys: tuple[int, list[str]] = (-1, [])
 
     @classmethod
     def of(cls, groups: WeightGroups, bindings: list[Binding]) -> UnitWeights:
@@ -121,10 +121,10 @@ class UnitWeights:
 
     def keys(self) -> tuple[int, list[str]]:
         """The groups that the tensors are in, each once, as of which renewal. With the lock."""
-        if self._keys[0] != self.groups.renewals:
+        if self.known_keys[0] != self.groups.renewals:
             keys = dict.fromkeys(binding.key for binding in self.bindings)
-            self._keys = self.groups.renewals, list(keys)
-        return self._keys
+            self.known_keys = self.groups.renewals, list(keys)
+        return self.known_keys
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -281,7 +281,9 @@ class WeightUse:
         """Let the tensors show leased memory. Returns those that do not, as they were edited; then
         nor do the others. None if groups were renewed meanwhile."""
         weights, groups, leases = self._weights, self._weights.groups, self._leases
-        as_of, keys = under(groups.lock, weights.keys)
+        as_of, keys = weights.known_keys  # of the latest renewal: found out with the lock
+        if as_of != groups.renewals:
+            as_of, keys = under(groups.lock, weights.keys)
         try:
             if groups.held.lease is not None:
                 self._take_over(groups.held, keys)
@@ -303,18 +305,14 @@ class WeightUse:
     ) -> list[Binding] | None:
         if self._weights.groups.renewals != as_of or self._weights.groups.over:
             return None
-        edited = [
-            binding
-            for binding in self._weights.bindings
-            if not binding.show(self, leased[binding.name], unless_edited=unless_edited)
-        ]
-        if edited:
-            self._put_back()
+        bindings = self._weights.bindings
+        if unless_edited and (edited := edited_among(bindings, leased)):
             return edited
+        show_all(bindings, self, leased)
         for wrapped in self._weights.wrapped:
             wrapped.show(self)
         if self._viewed:
-            self._saved = SavedViews(self._weights.groups, self._weights.bindings, leased)
+            self._saved = SavedViews(self._weights.groups, bindings, leased)
             hooks = WeightHooks(self._saved.pack).hooks
             hooks.__enter__()
             self._hooks = hooks
@@ -324,8 +322,7 @@ class WeightUse:
         for wrapped in self._weights.wrapped:
             wrapped.put_back(self)
         with_grad = not self._viewed and (self._with_grad or torch.is_grad_enabled())
-        for binding in self._weights.bindings:
-            binding.put_back(self, with_grad=with_grad)
+        put_back_all(self._weights.bindings, self, with_grad=with_grad)
 
     def _take_over(self, held: HeldLease, keys: list[str]) -> None:
         """Use the lease that was held if it is the one that is needed; else let it go first."""

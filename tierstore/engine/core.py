@@ -56,6 +56,7 @@ from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.workers import Future
+from tierstore.torch_private import stream_of_device
 
 
 class Core:
@@ -205,7 +206,7 @@ class Core:
         """The stream of the caller's device work; None on the CPU."""
         if self.device.type == "cpu":
             return None
-        return torch.accelerator.current_stream(self.device)
+        return stream_of_device(self.device.index)
 
     @staticmethod
     def order_after_arrival(entry: GroupEntry, stream: torch.Stream | None) -> None:

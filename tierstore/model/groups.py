@@ -133,6 +133,11 @@ class GroupSpec:
     nbytes: int
 
     @cached_property
+    def bytes_of_tensors(self) -> tuple[int, ...]:
+        """The bytes of each tensor."""
+        return tuple(t.nbytes for t in self.tensors)
+
+    @cached_property
     def simple(self) -> bool:
         """Whether every tensor has bytes of its own, all of them, in C order."""
         return len(_covered(self.tensors)) == len(self.tensors) and all(

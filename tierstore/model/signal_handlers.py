@@ -92,7 +92,9 @@ def hold(inside: Callable[[], bool], *, nested: bool) -> list[HeldHandler]:
     global _handled, _next_look
     now = time.monotonic()
     if now >= _next_look:
-        _handled = [number for number in _SIGNALS if _is_callers(_handler_of(number))]
+        # Most signals have no handler of Python's: that is told without a call.
+        callers = [number for number in _SIGNALS if callable(_handler_of(number))]
+        _handled = [number for number in callers if _is_callers(_handler_of(number))]
         _next_look = now + _LOOK_EVERY
     held: list[HeldHandler] = []
     for number in _handled:

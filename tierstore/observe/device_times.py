@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.model.locks import RLock, under
+from tierstore.torch_private import stream_of_device
 
 _LOOK_AT = 64
 
@@ -53,7 +54,7 @@ class DeviceTimes:
         asked = time.monotonic()
         # `blocking`: who waits for it should sleep. (torch 2.13 takes the option and ignores it.)
         event = torch.Event(self.device, enable_timing=True, blocking=True)
-        stream = stream or torch.accelerator.current_stream(self.device)
+        stream = stream or stream_of_device(self.device.index)
         event.record(stream)
         return Mark(event, asked, stream)
 

@@ -179,7 +179,7 @@ class Movement:
 
     def tidy(self, group: GroupRecord) -> None:
         """Let go of what is unwanted or forgotten and no longer in use."""
-        if not group.forgotten and not any(copy.unwanted for copy in group.copies.values()):
+        if not group.forgotten and not any([copy.unwanted for copy in group.copies.values()]):
             return
         copies = self._copies
         for tier in list(group.copies):

@@ -69,7 +69,10 @@ class GroupRecord:
 
     def valid_elsewhere(self, tier: Tier) -> bool:
         """Whether the copy on `tier` could go without losing the group."""
-        return any(other is not tier and self.present(other) for other in self.copies)
+        for other, copy in self.copies.items():
+            if other is not tier and copy.state is State.PRESENT:
+                return True
+        return False
 
     def moving(self) -> bool:
         """Whether any transfer reads or writes any of its copies."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -33,14 +32,14 @@ def is_captured(device: torch.device) -> bool:
     """Whether what this thread tells the device now goes into a graph instead of being done."""
     if device.type == "cpu":
         return False
-    ask = getattr(_module(device.type), "is_current_stream_capturing", None)
+    ask = _question_of(device.type)
     return ask is not None and bool(ask())
 
 
 @functools.cache
-def _module(kind: str) -> types.ModuleType:
-    module: types.ModuleType = torch.get_device_module(kind)  # takes some microseconds
-    return module
+def _question_of(kind: str) -> Callable[[], bool] | None:
+    module = torch.get_device_module(kind)  # takes some microseconds
+    return getattr(module, "is_current_stream_capturing", None)
 
 
 def entered(stream: torch.Stream) -> torch.Stream:

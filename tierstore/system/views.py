@@ -81,10 +81,12 @@ def lasting_views(
         whole = kept_storage(address, device, memory.nbytes, holder)
         return view_all(spec, memory.new_empty(0).set_(whole), offsets)
     found = {}
-    for t in spec.tensors:
+    # This calls nothing that is written in Python: a group on its way to use has to be fast.
+    for t, nbytes in zip(spec.tensors, spec.bytes_of_tensors, strict=True):
         storage = again.get(t.name)
         if storage is None:
-            storage = kept_storage(address + offsets[t.name], device, t.nbytes, holder)
+            storage = storage_at(address + offsets[t.name], device, nbytes)
+            storage.__dict__["holder"] = holder
         empty = torch.empty(0, dtype=DTYPES[t.dtype], device=device)
         found[t.name] = empty.set_(storage, 0, t.shape, t.stride)
     return found
@@ -94,7 +96,7 @@ def kept_storage(
     address: int, device: torch.device, nbytes: int, holder: object
 ) -> torch.UntypedStorage:
     """A storage over memory that `holder` keeps, which it keeps for as long as it is there."""
-    storage = storage_at(address, device, nbytes)
+    storage: torch.UntypedStorage = storage_at(address, device, nbytes)
     vars(storage)["holder"] = holder
     return storage
 
