@@ -54,9 +54,13 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
-def keep_found(tensor: torch.Tensor) -> None:
-    """Let Python keep a tensor that a weak reference has found, also if only autograd had it."""
-    tensor._fix_weakref()  # type: ignore[attr-defined]
+# Nothing stands around these two: they are called for each tensor of a unit, before and after.
+
+counted_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""`version_of`, of a tensor that is none of inference; of those, it raises RuntimeError."""
+
+keep_found: Callable[[torch.Tensor], None] = torch.Tensor._fix_weakref  # type: ignore[attr-defined]
+"""Let Python keep a tensor that a weak reference has found, also if only autograd had it."""
 
 
 _SWAP = torch.utils.swap_tensors

@@ -249,17 +249,21 @@ def test_one_that_is_slow_is_told() -> None:
 def test_slow_test_without_a_measured_time_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = "import time\ndef test_slow(): time.sleep(0.3)\ndef test_quick(): pass\n"
     gate = (
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import pytest\n"
         "from tools import durations\n"
-        "durations.MOST = 0.2\n"
         "from tools.durations import pytest_configure\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_runtest_logreport(report):\n"
+        "    report.duration = durations.MOST if 'slow' in report.nodeid else 0.0\n"
     )
     tmp_path.joinpath("gate.py").write_text(gate)
-    told = run_pytest(tmp_path, "-p", "gate", tests=slow)
-    assert "test_it.py::test_slow takes 0.3 s" in told
+    told = run_pytest(
+        tmp_path, "-p", "gate", tests="def test_slow(): pass\ndef test_quick(): pass\n"
+    )
+    assert "test_it.py::test_slow takes 15.0 s" in told  # to be set up, to run, to be torn down
     assert "test_it.py::test_quick takes" not in told
     assert "2 passed" in told
 

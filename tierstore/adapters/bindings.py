@@ -11,7 +11,7 @@ from torch import nn
 from tierstore.adapters.codecs.memory import address_of
 from tierstore.adapters.codecs.plain import assign
 from tierstore.system.views import blocks_of
-from tierstore.torch_private import keep_found, version_of
+from tierstore.torch_private import counted_version, keep_found, version_of
 
 OFTEN = 2
 """How often a buffer is stored by its content before it counts as one that every use changes, such
@@ -179,9 +179,9 @@ def edited_among(
         tensor = binding._reference()
         if tensor is None:
             tensor = binding.tensor
-        tensor._fix_weakref()  # type: ignore[attr-defined]  # see `keep_found`
+        keep_found(tensor)
         try:
-            version = tensor._version
+            version = counted_version(tensor)
         except RuntimeError:  # of inference: see `version_of`
             version = 0
         form = expected[binding.name]
@@ -207,7 +207,7 @@ def show_all(bindings: Iterable[Binding], use: object, leased: Mapping[str, torc
         tensor = binding._reference()
         if tensor is None:
             tensor = binding.tensor
-        tensor._fix_weakref()  # type: ignore[attr-defined]
+        keep_found(tensor)
         binding._shown_at = value.data_ptr()
         binding.user = use  # before anything is shown: wherever this ends, put_back_all undoes it
         try:
@@ -215,7 +215,7 @@ def show_all(bindings: Iterable[Binding], use: object, leased: Mapping[str, torc
         except RuntimeError:
             assign(tensor, value)
         try:
-            binding.version = tensor._version
+            binding.version = counted_version(tensor)
         except RuntimeError:
             binding.version = 0
 
@@ -235,9 +235,9 @@ def put_back_all(  # noqa: C901 - no call more for each tensor
         tensor = binding._reference()
         if tensor is None:
             tensor = binding.tensor
-        tensor._fix_weakref()  # type: ignore[attr-defined]
+        keep_found(tensor)
         try:
-            version = tensor._version
+            version = counted_version(tensor)
         except RuntimeError:
             version = 0
         address = tensor.data_ptr()
@@ -256,7 +256,7 @@ def put_back_all(  # noqa: C901 - no call more for each tensor
             # frozen weights too, where the gradient of an input goes through them.
             torch.autograd.graph.increment_version(tensor)
         try:
-            binding.version = tensor._version
+            binding.version = counted_version(tensor)
         except RuntimeError:
             binding.version = 0
         binding.user = None
