@@ -6,6 +6,7 @@ Gates hold the driver up, so that a test sees what goes on beside it. Nothing is
 from __future__ import annotations
 
 import errno
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -256,6 +257,28 @@ def test_slot_given_back_unlocked_is_locked_by_its_next_user(arena: Arena, drive
     assert memory.data_ptr() in driver.locked
 
 
+def test_interrupted_locking_is_not_repeated_and_is_undone(driver: Driver) -> None:
+    """Nobody knows whether the driver has locked the memory: to ask again would be refused."""
+    arena = RegisteredArena(BUDGET, RegisteredMemory(driver, budget=BUDGET))
+    slot, register = provided(arena, BUDGET // 2), driver.register
+
+    def interrupted(address: int, nbytes: int, flags: int) -> int:
+        register(address, nbytes, flags)
+        raise KeyboardInterrupt
+
+    driver.register = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        arena.lock(slot)
+    arena.fill(slot)
+    assert not arena.is_to_lock(slot)
+    assert driver.calls == ["register"]
+    arena.give(slot, keep=False)
+    arena.close()
+    del slot
+    gc.collect()
+    assert driver.calls == ["register", "unregister"]
+
+
 def test_slots_of_one_slab_lock_it_once(arena: Arena, driver: Driver) -> None:
     """Who comes second waits for the first: then his slot is locked, too."""
     slots, gate = [provided(arena, PAGE) for _ in range(2)], Gate()
@@ -269,7 +292,8 @@ def test_slots_of_one_slab_lock_it_once(arena: Arena, driver: Driver) -> None:
     driver.register = held  # type: ignore[method-assign]
     first = start_thread(lambda: arena.lock(slots[0]))
     assert gate.reached.wait(PATIENCE)
-    second = start_thread(lambda: arena.lock(slots[1]))
+    assert arena.is_to_lock(slots[1]), "the driver has not locked it yet"
+    second = start_thread(lambda: arena.fill(slots[1]))
     assert second.is_alive()
     gate.open()
     first.join()

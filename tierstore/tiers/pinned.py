@@ -7,8 +7,8 @@ owner, a `Registration`, which keeps the map. It lets go of the map only when (1
 the memory any more, (2) the device work that uses it is over and (3) the driver has unregistered
 it. Until all of that is so the owner is among `_live`, and stays there if it is interrupted.
 
-Note: locking beside reading. To zero pages and to lock them takes a third as long as a disk takes
-to fill them. So `RegisteredMemory.make` only maps, in microseconds, and memory is locked later, on
+Note: locking beside reading. To zero pages and to lock them may take as long as to fill them from a
+disk. So `RegisteredMemory.make` only maps, in microseconds, and memory is locked later, on
 any thread, while others read into it: reads past the page cache and a driver both find the pages
 that are there, or have the kernel make them, and neither changes a byte of the other's.
 """
@@ -64,8 +64,8 @@ class Registration:
         self.nbytes = len(mapped)
         self.maker = maker
         self.pending: dict[int, list[torch.Event]] = {}
-        self.asked = False  # from before the driver is asked, once
         self.registering = False  # from before the driver is asked: it may have done it
+        self.settled = False  # it is locked, or stays pageable
         self._mapped = mapped
         self._pid = os.getpid()
         self._buffer = weakref.ref(buffer, release_dropped)
@@ -218,13 +218,13 @@ class RegisteredMemory:
         """Whether `lock` has to page-lock a slot's memory."""
         slab = self.slab_of(memory)
         if slab is not None:
-            return not (slab.unlocked or slab.registration.asked)
+            return not (slab.unlocked or slab.registration.settled)
         registration = _live.get(memory.data_ptr())
-        return registration is not None and not registration.asked
+        return registration is not None and not registration.settled
 
     def lock(self, memory: torch.Tensor) -> None:
-        """Page-lock a slot's memory if it is possible, and was not done. Several threads may lock
-        different slots at once, while others read into the same. Leaves its bytes as they are."""
+        """Page-lock a slot's memory if it is possible, and was not done. Leaves its bytes as they
+        are: others may be reading into it. Several threads may lock different slots at once."""
         slab = self.slab_of(memory)
         if slab is not None:
             under(slab.lock, functools.partial(self._lock_slab, slab))
@@ -236,14 +236,17 @@ class RegisteredMemory:
             self._register(slab.registration)
 
     def _register(self, registration: Registration) -> None:
-        if registration.asked:
-            return
+        if not (registration.settled or registration.registering):  # if interrupted, never again
+            self._ask_to_register(registration)
+        registration.settled = True
+
+    def _ask_to_register(self, registration: Registration) -> None:
         address, nbytes = registration.address, registration.nbytes
         # Populate first: registering huge pages is faster than small ones. A kernel that does not
         # know how populates while it locks.
         populate(address, nbytes)
         leave_to_forks(address, nbytes, False)
-        registration.asked = registration.registering = True
+        registration.registering = True
         result = self._cuda.cudart().cudaHostRegister(address, nbytes, 0)
         try:
             self._check(result)
