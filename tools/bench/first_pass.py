@@ -4,12 +4,11 @@
 
 The weights come from one file through page-locked host memory to a device, each for the first
 time. So all host memory is mapped, zeroed and page-locked in this step. The device is the pretend
-accelerator of the tests. Page-locking and the disk are slowed down: a thread that page-locks sleeps
-for as long as a driver would take, and a read, from the page cache, ends when a disk of that speed
-would have ended it.
-Both are as fast as beside an H100, divided by one number, so that the work of this machine (two
-cores that copy, zero and compute) counts for as little as it does there. A second disk is three
-times as fast: it reads more than one thread page-locks.
+accelerator of the tests, which works on a thread of its own. Page-locking and the disk are slowed
+down: a thread that zeroes and page-locks sleeps until a driver would be done, and a read, from the
+page cache, until a disk would be. Both are as fast as beside an H100, divided by one number, so
+that the work of this machine (two cores that copy and compute) counts for as little as it does
+there. A second disk is three times as fast: it reads faster than one thread page-locks.
 
 The model runs with page-locking as it is, with page-locking that takes no time, and with each slot
 page-locked before its read begins, one at a time, as the store did before.
@@ -38,7 +37,7 @@ import tierstore
 from tests.device import pretend
 from tierstore import TierStore
 from tierstore.system.files import DataFile
-from tierstore.tiers.pinned import RegisteredMemory
+from tierstore.tiers.pinned import RegisteredMemory, Registration
 from tools.bench import machine
 from tools.bench.report import Claim, Page
 
@@ -109,18 +108,19 @@ class SlowDisk:
 
 @contextlib.contextmanager
 def page_locking(speed: float) -> Iterator[None]:
-    """Page-locking goes at `speed` bytes per second on each thread."""
-    real = pretend.Runtime.cudaHostRegister
+    """To zero and page-lock memory goes at `speed` bytes per second on each thread."""
+    real = RegisteredMemory._ask_to_register
 
-    def register(address: int, nbytes: int, flags: int) -> int:
-        time.sleep(nbytes / speed)
-        return real(address, nbytes, flags)
+    def register(memory: RegisteredMemory, registration: Registration) -> None:
+        began = time.monotonic()
+        real(memory, registration)
+        time.sleep(max(0.0, began + registration.nbytes / speed - time.monotonic()))
 
-    pretend.Runtime.cudaHostRegister = staticmethod(register)  # type: ignore[method-assign]
+    RegisteredMemory._ask_to_register = register  # type: ignore[method-assign]
     try:
         yield
     finally:
-        pretend.Runtime.cudaHostRegister = staticmethod(real)  # type: ignore[method-assign]
+        RegisteredMemory._ask_to_register = real  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
