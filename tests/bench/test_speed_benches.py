@@ -140,6 +140,16 @@ def test_queueing(tmp_path: Path) -> None:
 
 
 @WHOLE_BENCHMARK
+def test_first_pass(tmp_path: Path) -> None:
+    text = run("first_pass", tmp_path)
+    lines = [line for line in text.splitlines() if line.startswith(("| 1.87", "| 5.61"))]
+    assert len(lines) == 5
+    assert all(number(line.split("|")[3].strip()) > 0 for line in lines)
+    assert "held: slots that were page-locked twice (0)" in text
+    assert "held: slots that were page-locked after the first step (0)" in text
+
+
+@WHOLE_BENCHMARK
 def test_overlap(tmp_path: Path) -> None:
     rows = cells(run("overlap", tmp_path))
     for ratio in ("1", "1.5", "2"):

@@ -98,6 +98,13 @@ def test_memory_for_cuda_is_registered() -> None:
     assert isinstance(host_arena(12 * PAGE, torch.device("cuda", 0)), RegisteredArena)
 
 
+def locked(memory: RegisteredMemory, nbytes: int) -> torch.Tensor:
+    """Memory that is made and page-locked."""
+    made = memory.make(nbytes)
+    memory.lock(made)
+    return made
+
+
 def filled(arena: Arena, *sizes: int) -> list[torch.Tensor]:
     slots = [arena.take(nbytes) for nbytes in sizes]
     memory = [arena.fill(slot) for slot in slots]
@@ -146,7 +153,7 @@ def test_memory_a_driver_does_not_let_go_stays_mapped(
 ) -> None:
     """It is tried again whenever memory is made or dropped."""
     memory = RegisteredMemory(driver)
-    made = memory.make(4 * PAGE)
+    made = locked(memory, 4 * PAGE)
     address, driver.refuses = made.data_ptr(), True
     del made
     assert "stay page-locked" in caplog.text
@@ -177,6 +184,7 @@ def resident(memory: torch.Tensor) -> int:
 def test_memory_is_populated_before_it_is_registered_and_zeroed_once(
     kernel_knows_how: bool, driver: Driver
 ) -> None:
+    """Nobody but the kernel zeroes it: others may be reading into it."""
     filled: list[None] = []
     refused = system_call(
         "madvise",
@@ -184,9 +192,9 @@ def test_memory_is_populated_before_it_is_registered_and_zeroed_once(
         when=lambda call: not kernel_knows_how and call.args[2] == MADV_POPULATE_WRITE,
     )
     with refused, BeforeEach("fill_", lambda: filled.append(None)):
-        memory = RegisteredMemory(driver).make(NBYTES)
-    assert len(filled) == (not kernel_knows_how)
-    assert resident(memory) == NBYTES
+        memory = locked(RegisteredMemory(driver), NBYTES)
+    assert not filled
+    assert resident(memory) == (NBYTES if kernel_knows_how else 0)
     assert driver.locked == {memory.data_ptr(): NBYTES}
     assert not memory.any()
 
@@ -349,11 +357,11 @@ def test_registered_memory_made_in_vain_goes(
 
     monkeypatch.setattr(pretend.Runtime, "cudaHostRegister", staticmethod(interrupted))
     with pytest.raises(KeyboardInterrupt):
-        memory.make(4 * PAGE)
+        locked(memory, 4 * PAGE)
     monkeypatch.undo()
     monkeypatch.setattr(pinned, "populate", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        memory.make(4 * PAGE)
+        locked(memory, 4 * PAGE)
     monkeypatch.undo()
     assert late_pretend.registered_bytes() == 0
     assert late_pretend.registrations() == 1
@@ -365,7 +373,7 @@ def test_registered_memory_whose_release_is_interrupted_goes_later(
     step: str, late_pretend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = RegisteredMemory(late_pretend)
-    made = memory.make(4 * PAGE)
+    made = locked(memory, 4 * PAGE)
     where = RegisteredMemory if step == "unregister" else pinned.Registration
     done = getattr(where, step)
 
@@ -387,7 +395,7 @@ def test_registered_memory_whose_release_is_interrupted_goes_later(
 def test_registered_memory_dropped_in_a_capture_goes_after_it(pretend: Any) -> None:
     """Neither waiting nor unregistering is allowed meanwhile: the graph would be lost."""
     memory = RegisteredMemory(pretend)
-    made = memory.make(4 * PAGE)
+    made = locked(memory, 4 * PAGE)
     with states.captured():
         del made
         assert pretend.registered_bytes() == 4 * PAGE
@@ -400,7 +408,7 @@ def test_a_refused_registration_leaves_no_error_to_a_launch(pretend: Any) -> Non
     memory = RegisteredMemory(pretend)
     pretend.fail_registrations(2)
     with pytest.warns(RuntimeWarning, match="page-lock"):
-        made = memory.make(PAGE)
+        made = locked(memory, PAGE)
     assert not made.is_pinned()
     assert torch.ones(1, device=ACCELERATOR).item() == 1
     with pytest.raises(RuntimeError, match="out of memory"):  # the control
@@ -412,7 +420,7 @@ def test_a_refused_registration_leaves_no_error_to_a_launch(pretend: Any) -> Non
 @pytest.mark.pretend_only("counts")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_that_drops_registered_memory_does_nothing(pretend: Any) -> None:
-    memory = [RegisteredMemory(pretend).make(4 * PAGE)]
+    memory = [locked(RegisteredMemory(pretend), 4 * PAGE)]
     before = pretend.registrations()
     child = os.fork()
     if not child:

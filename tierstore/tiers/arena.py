@@ -99,7 +99,8 @@ class Arena:
     """The slots of one tier, never more than `budget` bytes of them (None: no limit).
 
     `take` and `give` only keep books and never block; `fill` makes the memory, unmaking idle
-    slots before, once `passed` has seen to it that no device work uses them any more. `reclaim` is
+    slots before, once `passed` has seen to it that no device work uses them any more. Whoever reads
+    into a slot calls `provide`, and `lock` beside that, in place of `fill`. `reclaim` is
     called where memory that was unmade is to be had by others at once, `when_left` for memory that
     is left to others (see `leave`), and with None when it comes back. `bytes_held` and `peak_held`
     count memory that exists, `bytes_counted` slots that are in use or idle; `made` and `unmade`,
@@ -191,15 +192,32 @@ class Arena:
             self._unmake(memory)
 
     def fill(self, slot: Slot) -> torch.Tensor:
-        """The slot's memory, made if it must be. May wait for device work.
+        """The slot's memory, made and page-locked if it must be. May wait for device work.
 
         If a device has no memory left, idle slots are unmade and it is tried once more. Raises
         RuntimeError if the slot was given back: whoever asked for it was interrupted.
         """
-        memory = slot.memory
-        return under(self._making, lambda: self._fill(slot)) if memory is None else memory
+        memory = self.provide(slot)
+        if self.is_to_lock(slot):
+            self.lock(slot)
+        return memory
 
-    def _fill(self, slot: Slot) -> torch.Tensor:
+    def provide(self, slot: Slot) -> torch.Tensor:
+        """`fill` without page-locking, which takes long: whoever fills the memory does that beside.
+
+        Until then nobody may copy between it and a device.
+        """
+        memory = slot.memory
+        return under(self._making, lambda: self._provide(slot)) if memory is None else memory
+
+    def is_to_lock(self, slot: Slot) -> bool:
+        """Whether the memory of a slot is to be page-locked, and is not: it is locked once."""
+        return False
+
+    def lock(self, slot: Slot) -> None:
+        """Page-lock the memory of a slot in use. Its bytes may come in meanwhile."""
+
+    def _provide(self, slot: Slot) -> torch.Tensor:
         self._unmake_condemned()
         if not slot.wanted:
             raise RuntimeError("this room was given back before it was filled")
@@ -297,6 +315,14 @@ class RegisteredArena(Arena):
 
     def _give(self, slot: Slot, keep: bool) -> None:
         super()._give(slot, keep and not (slot.slab is not None and slot.slab.unlocked))
+
+    def is_to_lock(self, slot: Slot) -> bool:
+        assert slot.memory is not None
+        return self._memory.is_to_lock(slot.memory)
+
+    def lock(self, slot: Slot) -> None:
+        assert slot.memory is not None
+        self._memory.lock(slot.memory)
 
     def bytes_there(self) -> int:
         return self._memory.used()

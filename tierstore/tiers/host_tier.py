@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -20,7 +20,7 @@ from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier, add_all, copy_all
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.workers import EARLY, SerialExecutor, Workers
+from tierstore.tiers.workers import EARLY, Job, SerialExecutor, Workers
 
 UP, DOWN = hop(Tier.HOST, Tier.DEVICE), hop(Tier.DEVICE, Tier.HOST)
 
@@ -56,12 +56,27 @@ class HostTier(MemoryTier):
                 self.memory_of(entry)
 
     def memory_of(self, entry: GroupEntry) -> torch.Tensor:
-        """The memory of the room for a group, made if it must be. May wait for device work.
+        """The memory of the room for a group, made and page-locked if it must be. May wait for
+        device work.
 
         Raises BudgetError if the process has too many memory maps for it, or OSError.
         """
+        return self._memory_by(self.arena.fill, entry)
+
+    def provide(self, entry: GroupEntry) -> list[Job]:
+        """Make the memory of the room for a group if it must be made, to read into it.
+
+        Returns what is to be done beside that, on any thread: to page-lock it, if it is not locked.
+        May wait, and raises, as `memory_of`.
+        """
+        self._memory_by(self.arena.provide, entry)
+        slot = entry.slots[self.tier]
+        lock = functools.partial(self.arena.lock, slot)
+        return [lock] if self.arena.is_to_lock(slot) else []
+
+    def _memory_by(self, make: Callable[[Slot], torch.Tensor], entry: GroupEntry) -> torch.Tensor:
         try:
-            return self.arena.fill(entry.slots[self.tier])
+            return make(entry.slots[self.tier])
         except TooManyMapsError as error:
             budget = self.capacity or entry.spec.nbytes
             advice = str(error.strerror)
@@ -149,7 +164,7 @@ class HostTier(MemoryTier):
         """The memory of a group, for a caller: made by a thread of ours."""
         self._serial.catch_up()  # a slot that is in the books may be about to be dropped
         slot = entry.slots[self.tier]
-        if slot.memory is not None:
+        if slot.memory is not None and not self.arena.is_to_lock(slot):
             return slot, slot.memory
         make = functools.partial(self.memory_of, entry)
         return slot, self._serial.ask_on(self._makers, make).wait()

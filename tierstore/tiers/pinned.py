@@ -6,6 +6,11 @@ and a kernel launch may fail with an error that it has nothing to do with. So ea
 owner, a `Registration`, which keeps the map. It lets go of the map only when (1) no tensor shows
 the memory any more, (2) the device work that uses it is over and (3) the driver has unregistered
 it. Until all of that is so the owner is among `_live`, and stays there if it is interrupted.
+
+Note: locking beside reading. To zero pages and to lock them may take as long as to fill them from a
+disk. So `RegisteredMemory.make` only maps, in microseconds, and memory is locked later, on
+any thread, while others read into it: reads past the page cache and a driver both find the pages
+that are there, or have the kernel make them, and neither changes a byte of the other's.
 """
 
 from __future__ import annotations
@@ -60,6 +65,7 @@ class Registration:
         self.maker = maker
         self.pending: dict[int, list[torch.Event]] = {}
         self.registering = False  # from before the driver is asked: it may have done it
+        self.settled = False  # it is locked, or stays pageable
         self._mapped = mapped
         self._pid = os.getpid()
         self._buffer = weakref.ref(buffer, release_dropped)
@@ -155,8 +161,9 @@ def release_dropped(
 class RegisteredMemory:
     """Maps of our own that CUDA page-locks: torch's allocator would round to a power of two.
 
-    Where the driver locks no more (it has limits, and low ones under WSL2), memory stays pageable:
-    copies are slower, and right. A warning says so once.
+    Memory is made by `make`, and page-locked by `lock`, once. Where the driver locks no more (it
+    has limits, and low ones under WSL2), memory stays pageable: copies are slower, and right. A
+    warning says so once.
 
     A fork would copy every locked page at once, as a device may write to it: each worker of a
     DataLoader could take the whole budget. So forked processes do not get them.
@@ -186,8 +193,8 @@ class RegisteredMemory:
         self._lock = threading.Lock()
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """uint8 memory of `nbytes` bytes (whole pages), page-locked if that is possible: of zeros,
-        or of a slab, with whatever bytes it last held.
+        """uint8 memory of `nbytes` bytes (whole pages) that `lock` page-locks: of zeros, or of a
+        slab, with whatever bytes it last held.
 
         It is unregistered and unmapped when its last view is gone. Raises OSError.
         """
@@ -196,19 +203,48 @@ class RegisteredMemory:
                 buffer = self._part(nbytes)
             else:
                 self._make_room(nbytes)
-                buffer, _ = self._registered(nbytes)
+                buffer, _ = self._mapped(nbytes)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
-    def _registered(self, nbytes: int) -> tuple[ctypes.Array[ctypes.c_uint8], Registration]:
+    def _mapped(self, nbytes: int) -> tuple[ctypes.Array[ctypes.c_uint8], Registration]:
         map_limit.count(1)
         mapped = fresh_map(nbytes)
         buffer = (ctypes.c_uint8 * nbytes).from_buffer(mapped)
         registration = Registration(mapped, buffer, self)
-        address = registration.address
-        _live[address] = registration
-        # Populate first: registering huge pages is faster than small ones.
-        if not populate(address, nbytes):
-            torch.frombuffer(buffer, dtype=torch.uint8).fill_(0)  # zeroes it a second time
+        _live[registration.address] = registration
+        return buffer, registration
+
+    def is_to_lock(self, memory: torch.Tensor) -> bool:
+        """Whether `lock` has to page-lock a slot's memory."""
+        slab = self.slab_of(memory)
+        if slab is not None:
+            return not (slab.unlocked or slab.registration.settled)
+        registration = _live.get(memory.data_ptr())
+        return registration is not None and not registration.settled
+
+    def lock(self, memory: torch.Tensor) -> None:
+        """Page-lock a slot's memory if it is possible, and was not done. Leaves its bytes as they
+        are: others may be reading into it. Several threads may lock different slots at once."""
+        slab = self.slab_of(memory)
+        if slab is not None:
+            under(slab.lock, functools.partial(self._lock_slab, slab))
+        else:
+            self._register(_live[memory.data_ptr()])
+
+    def _lock_slab(self, slab: RegisteredSlab) -> None:
+        if not slab.unlocked:
+            self._register(slab.registration)
+
+    def _register(self, registration: Registration) -> None:
+        if not (registration.settled or registration.registering):  # if interrupted, never again
+            self._ask_to_register(registration)
+        registration.settled = True
+
+    def _ask_to_register(self, registration: Registration) -> None:
+        address, nbytes = registration.address, registration.nbytes
+        # Populate first: registering huge pages is faster than small ones. A kernel that does not
+        # know how populates while it locks.
+        populate(address, nbytes)
         leave_to_forks(address, nbytes, False)
         registration.registering = True
         result = self._cuda.cudart().cudaHostRegister(address, nbytes, 0)
@@ -218,7 +254,6 @@ class RegisteredMemory:
             registration.registering = False  # an ordinary map, which counts all the same
             leave_to_forks(address, nbytes, True)
             self._warn(nbytes, error)
-        return buffer, registration
 
     # Small slots ---------------------------------------------------------------------------------
 
@@ -246,7 +281,7 @@ class RegisteredMemory:
     def _new_slab(self, nbytes: int) -> tuple[RegisteredSlab, int]:
         assert self._budget is not None
         left = (self._budget - self._used()) // PAGE * PAGE
-        slab = RegisteredSlab(*self._registered(max(nbytes, min(self._slab_bytes, left))))
+        slab = RegisteredSlab(*self._mapped(max(nbytes, min(self._slab_bytes, left))))
         self._slabs.append(slab)
         offset = slab.free.take(nbytes)
         assert offset is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from tierstore.system.files import DataFile, FileStamp, ReadPiece, pieces, trans
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied
 from tierstore.tiers.host_tier import HostTier
-from tierstore.tiers.workers import Workers
+from tierstore.tiers.workers import Job, Workers
 
 
 class DiskReader:
@@ -28,13 +29,19 @@ class DiskReader:
         self._verify = verify
 
     def read(
-        self, entry: GroupEntry, room: memoryview, ending: Callable[[], None] = lambda: None
+        self,
+        entry: GroupEntry,
+        room: memoryview,
+        ending: Callable[[], None] = lambda: None,
+        beside: Iterable[Job] = (),
     ) -> int:
         """Read a group's copy on disk into `room`, on this thread and on others that are idle.
 
         `room` is page-aligned memory of the size of the group's slot. `ending` is told when the
-        last piece is begun. Returns the bytes that were asked for. Raises what is wrong with a
-        file: CorruptDataError, StaleCheckpointError, TruncatedFileError or another TransferError.
+        last piece is begun. The jobs in `beside` are done by the same threads, and begun first;
+        none is under way any more when this returns or raises. Returns the bytes that were asked
+        for. Raises what is wrong with a file: CorruptDataError, StaleCheckpointError,
+        TruncatedFileError or another TransferError.
         """
         source = entry.source
         assert source is not None
@@ -43,7 +50,7 @@ class DiskReader:
             functools.partial(self._read, entry, room, piece, files[piece.path])
             for piece in pieces(source)
         )
-        self.workers.run_parallel(todo, ending)
+        self.workers.run_parallel(chain(beside, todo), ending)
         stamps = self._stamps(entry, files)
         self.check(entry, room, source, stamps)
         return source.nbytes
@@ -109,9 +116,9 @@ class DiskToHost:
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         slot, key = entry.slots[self.dst], entry.group.key
         with transfer_errors("reading", key=key, path=f"group {key!r}"):
-            self._host.memory_of(entry)
+            beside = self._host.provide(entry)
         slot.wait()
-        return Copied(self._reader.read(entry, slot.bytes(), ending))
+        return Copied(self._reader.read(entry, slot.bytes(), ending, beside))
 
 
 def _check_against_first_read(entry: GroupEntry, source: Source, data: memoryview) -> None:
