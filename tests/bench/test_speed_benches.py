@@ -126,6 +126,12 @@ def test_small_groups(tmp_path: Path) -> None:
     text = run("small_groups", tmp_path)
     assert "wrong values with 64 MiB (0)" in text
     assert "wrong values with 2 GiB (0)" in text
+
+
+@pytest.mark.pretend_only("itself")
+@WHOLE_BENCHMARK
+def test_many_files(tmp_path: Path) -> None:
+    text = run("many_files", tmp_path)
     assert {"opened", "`ls`", "`df`"} <= cells(text).keys()
 
 

@@ -1,4 +1,4 @@
-"""A million groups of 100 bytes, and a directory of 100,000 of them
+"""A million groups of 100 bytes in RAM
 
     python tools/bench/small_groups.py [--small] [--dir DIR] [--markdown FILE]
 
@@ -6,23 +6,17 @@ Groups of 25 floats are put that need not outlive the store, into a RAM budget t
 sixty-fourth of them, and into one that has room for half; the rest goes to disk. Each run is a
 process of its own. Told are the seconds, the memory of the process beside the budget's pages, and
 the most memory maps that it had. Then a thousand groups, drawn at random, are read and compared.
-
-Then groups are put that last, the store is opened again, and `tierstore-inspect ls` and `df` list
-it; twice, with a cold page cache (where this process may drop it) and with a warm one.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,13 +27,10 @@ from tools.bench import own_process
 from tools.bench.report import Claim, Page
 
 GROUPS, SMALL_GROUPS = 1_000_000, 2_000
-FILES, SMALL_FILES = 100_000, 500
 BUDGETS = {"64 MiB": 64 << 20, "2 GiB": 2 << 30}
 READ = 1000
 STEPS = 200
 MOST_MAPS = 65_530
-OPENED_WITHIN, LISTED_WITHIN = 8.0, 5.0
-DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def memory() -> int:
@@ -77,49 +68,6 @@ def put_and_read(count: int, budget: int, place: Path) -> dict[str, float]:
     return {"put": put, "read": read, "beside": beside, "maps": most, "wrong": wrong}
 
 
-def fill(count: int, place: Path) -> None:
-    """A directory with so many groups that last."""
-    with TierStore(64 << 20, place / "durable", device="cpu") as store:
-        for number in range(count):
-            store.put(f"k{number}", value(number), durable=True)
-
-
-def opened(place: Path) -> dict[str, float]:
-    """Seconds to open that directory."""
-    began = time.perf_counter()
-    store = TierStore(64 << 20, place / "durable", device="cpu")
-    seconds = time.perf_counter() - began
-    with store:
-        return {"seconds": seconds, "groups": len(store)}
-
-
-def listed(command: str, place: Path) -> float:
-    """Seconds of a command of `tierstore-inspect` on that directory."""
-    words = [sys.executable, "-m", "tierstore.cli", command, str(place / "durable")]
-    began = time.perf_counter()
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
-
-
-def drop_caches() -> bool:
-    """Have the system forget the files that it has in RAM. Returns whether it did."""
-    os.sync()
-    with contextlib.suppress(OSError):
-        DROP_CACHES.write_text("3")
-        return True
-    return False
-
-
-def run(way: str, number: int, place: Path) -> dict[str, float]:
-    """In a process of its own: what `way` says, with that number of groups or bytes."""
-    if way.startswith("put "):
-        return put_and_read(int(way.split()[1]), number, place)
-    if way == "fill":
-        fill(number, place)
-        return {}
-    return opened(place)
-
-
 def in_its_own_process(way: str, number: int, place: Path) -> dict[str, float]:
     return own_process.answer(way, own_process.start(__file__, way, place, number))
 
@@ -133,14 +81,12 @@ def main() -> int:
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        print(json.dumps(run(options.run, options.budget, options.dir)))
+        print(json.dumps(put_and_read(int(options.run), options.budget, options.dir)))
         return 0
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=options.dir) as scratch:
         place = Path(scratch)
         page = Page(__doc__, place, ("torch",))
-        claims = many_groups(SMALL_GROUPS if options.small else GROUPS, place, page)
-        claims += many_files(SMALL_FILES if options.small else FILES, place, page)
-        page.claims(claims)
+        page.claims(many_groups(SMALL_GROUPS if options.small else GROUPS, place, page))
         page.write(options.markdown)
     return 0
 
@@ -149,7 +95,7 @@ def many_groups(count: int, place: Path, page: Page) -> list[Claim]:
     """A table of what many transient groups take."""
     rows, claims = [], []
     for name, budget in BUDGETS.items():
-        found = in_its_own_process(f"put {count}", budget, place)
+        found = in_its_own_process(str(count), budget, place)
         rows.append(
             [
                 name,
@@ -167,25 +113,6 @@ def many_groups(count: int, place: Path, page: Page) -> list[Claim]:
         ]
     columns = ("RAM budget", "groups", "s", "us for each", "bytes beside its page", "most maps")
     page.table((*columns, "us to read one"), rows)
-    return claims
-
-
-def many_files(count: int, place: Path, page: Page) -> list[Claim]:
-    """A table of how long a directory of many groups takes to open and to list."""
-    in_its_own_process("fill", count, place)
-    ways: dict[str, Callable[[], float]] = {
-        "opened": lambda: in_its_own_process("open", 0, place)["seconds"],
-        "`ls`": lambda: listed("ls", place),
-        "`df`": lambda: listed("df", place),
-    }
-    rows, claims = [], []
-    for name, look in ways.items():
-        cold = look() if drop_caches() else None
-        warm = look()
-        rows.append([name, f"{count:,}", "-" if cold is None else f"{cold:.1f}", f"{warm:.1f}"])
-        limit = OPENED_WITHIN if name == "opened" else LISTED_WITHIN
-        claims.append(Claim(f"{name}: seconds, warm", warm, at_most=limit))
-    page.table(("directory", "groups", "s, cold", "s, warm"), rows)
     return claims
 
 
