@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,14 +32,22 @@ from tools.bench.report import Claim, Page
 FILES, SMALL_FILES = 100_000, 500
 OPENED_WITHIN, LISTED_WITHIN = 8.0, 5.0
 TIMES = 3
+WRITERS = 16
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def fill(count: int, place: Path) -> None:
-    """A directory with so many groups that last."""
-    with TierStore(64 << 20, place / "durable", device="cpu") as store:
-        for number in range(count):
+    """A directory with so many groups that last. Several at once: each put waits for the disk."""
+    with (
+        TierStore(64 << 20, place / "durable", device="cpu") as store,
+        ThreadPoolExecutor(WRITERS) as writers,
+    ):
+
+        def put(number: int) -> None:
             store.put(f"k{number}", torch.full((25,), float(number)), durable=True)
+
+        for _ in writers.map(put, range(count)):
+            pass
 
 
 def opened(place: Path) -> dict[str, float]:
