@@ -20,6 +20,7 @@ from tests.service.test_serving import MIB, checkpoint, same
 from tierstore import ServiceLostError, TierStore
 from tierstore.service import sockets
 from tierstore.tiers.service_link import ServiceLink
+from tierstore.wire import messages
 
 RAM = 4 * MIB + 65536
 NOTHING = "weights/" + "0" * 32
@@ -70,6 +71,32 @@ def test_one_line_for_who_comes_and_one_for_who_goes(
     assert re.fullmatch(
         r"worker 1 \(.*\) went: it closed the connection; it was granted \d leases .*", went
     )
+
+
+def test_worker_that_closes_while_it_is_sent_something_has_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """What is sent fails before the end of the connection is read: nobody was let go for that."""
+    caplog.set_level(logging.INFO, logger="tierstore.service")
+    checkpoint(tmp_path / "m.safetensors", groups=3)
+    closed = threading.Event()
+    with serving(tmp_path / "served", RAM) as service:
+        store = service.connect()
+        store.register_checkpoint(tmp_path / "m.safetensors")
+        with store.acquire("w0"):
+            pass
+        (connection,) = service.server.connections.values()
+
+        def send_too_late() -> None:
+            assert closed.wait(30)  # nothing is read meanwhile
+            connection.send(messages.Pong())
+
+        service.loop.call_soon_threadsafe(send_too_late)
+        store.close()
+        closed.set()
+        service.wait_until(lambda: not service.server.connections)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    assert "it closed the connection" in caplog.records[-1].getMessage()
 
 
 def test_an_end_that_nobody_delays_takes_no_time(tmp_path: Path):

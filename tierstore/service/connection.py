@@ -241,7 +241,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
-                self.abandon(error.strerror or str(error))
+                self._end_unread(error)
                 return
             if sent == len(data):
                 return
@@ -265,9 +265,17 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self.abandon(error.strerror or str(error))
+            self._end_unread(error)
             return
         self._loop.remove_writer(self.socket)
+
+    def _end_unread(self, error: OSError) -> None:
+        """Nothing can be sent to the worker any more: mostly it has closed the connection, and what
+        is to be read would say so next."""
+        if self._has_ended():
+            self.close("it closed the connection")
+        else:
+            self.abandon(error.strerror or str(error))
 
     # Work that takes long ----------------------------------------------------------------------
 
@@ -292,11 +300,14 @@ class Connection:
 
     def check_connected(self) -> None:
         """Close a connection that the worker has closed, if nothing is read that would say so."""
-        if self.busy and not self.closed:
-            ended = select.poll()
-            ended.register(self.socket, 0)  # POLLHUP is always reported
-            if ended.poll(0):
-                self.close("it closed the connection")
+        if self.busy and not self.closed and self._has_ended():
+            self.close("it closed the connection")
+
+    def _has_ended(self) -> bool:
+        """Whether the worker has closed the connection, or the system has."""
+        ended = select.poll()
+        ended.register(self.socket, 0)  # POLLHUP is always reported
+        return bool(ended.poll(0))
 
     # Files and groups --------------------------------------------------------------------------
 
