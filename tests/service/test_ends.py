@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from tierstore import ServiceLostError, TierStore
 from tierstore.service import sockets
 from tierstore.tiers.service_link import ServiceLink
 from tierstore.wire import messages
+from tierstore.wire.framing import Outgoing
 
 RAM = 4 * MIB + 65536
 NOTHING = "weights/" + "0" * 32
@@ -97,6 +99,21 @@ def test_worker_that_closes_while_it_is_sent_something_has_gone(
         service.wait_until(lambda: not service.server.connections)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
     assert "it closed the connection" in caplog.records[-1].getMessage()
+
+
+def test_worker_that_closes_without_reading_has_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The system then resets the connection."""
+    caplog.set_level(logging.INFO, logger="tierstore.service")
+    with serving(tmp_path / "served", RAM) as service:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(service.socket)
+            raw.sendall(Outgoing().encoded(messages.Hello(messages.VERSION, "deaf")))
+            service.wait_until(lambda: len(caplog.records) == 1)  # it was welcomed
+        service.wait_until(lambda: not service.server.connections)
+    assert "deaf" in caplog.records[1].getMessage()
+    assert "went: it closed the connection" in caplog.records[1].getMessage()
 
 
 def test_an_end_that_nobody_delays_takes_no_time(tmp_path: Path):

@@ -146,6 +146,9 @@ class Connection:
             )
         except (BlockingIOError, InterruptedError):
             return
+        except ConnectionResetError:  # and has not read all that it was sent
+            self.close("it closed the connection")
+            return
         except OSError as error:
             self.close(error.strerror or str(error))
             return
