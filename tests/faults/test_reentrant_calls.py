@@ -152,8 +152,8 @@ def test_a_finalizers_call_works_or_is_told(device: str, name: str, quick_dir: P
     with Neighbour(store) as neighbour:
         scene, visits = sweep(store, name, by_finalizer(calls.make))
     assert visits > 0
-    assert calls.done.total() + calls.unlucky.total() + calls.refused.total() == visits
     assert_unharmed(scene, calls, neighbour)
+    assert calls.done.total() + calls.unlucky.total() + calls.refused.total() == visits
     if name not in ("forward", "training", "close"):
         assert_at_rest(store)
     store.close()

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.faults.interrupting import at_call
@@ -43,6 +45,7 @@ from tierstore import (
     TierStore,
     TransferError,
 )
+from tierstore.model.locks import under
 from tierstore.model.tiers import HostAccess
 from tierstore.store import engine_of
 
@@ -569,3 +572,26 @@ def test_a_trace_begins_with_what_was_there_when_the_store_was_opened(
                 used[event["name"]].append((event["ts"], event["args"]["used"]))
         assert min(used["HOST"])[1] == 0
         assert min(used["DISK"])[1] == 3 * PAGE
+
+
+@pytest.mark.parametrize("way", ["register", "register_checkpoint", "put and register"])
+def test_key_discarded_by_a_finalizer_may_be_registered_at_once(
+    way: str, disk_dir: Path, tmp_path: Path
+) -> None:
+    """The finalizer runs in the middle of a call: what it discards goes with the next one."""
+    save_file({"k": pages(2)}, tmp_path / "m.safetensors")
+    with open_store(disk_dir) as store:
+        if way == "put and register":
+            store.put("k", pages(1))
+        else:
+            store.register("k", {"w": pages(1)})
+        under(core_of(store).lock, lambda: store.discard("k"))
+        if way == "register_checkpoint":
+            assert store.register_checkpoint(tmp_path / "m.safetensors") == ["k"]
+            assert_group(store.get("k"), pages(2))
+        else:
+            store.register("k", {"w": pages(2)})
+            assert torch.equal(store.get("k")["w"], pages(2))  # type: ignore[call-overload]
+        with pytest.raises(DuplicateKeyError):  # the control
+            store.register("k", {"w": pages(3)})
+        assert_at_rest(store)

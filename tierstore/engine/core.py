@@ -29,7 +29,7 @@ from tierstore.engine.idle_memory import IdleMemory
 from tierstore.engine.measurements import Measurements
 from tierstore.engine.object_references import ObjectReferences
 from tierstore.engine.settings import Settings
-from tierstore.engine.transaction import transact_if_free, transaction
+from tierstore.engine.transaction import transact, transact_if_free, transaction
 from tierstore.engine.wait_queue import Demand, LeaseRecord, Request, RequestKind, WaitQueue
 from tierstore.model import events
 from tierstore.model.errors import (
@@ -167,7 +167,10 @@ class Core:
         return group
 
     def refuse_duplicate(self, key: str) -> None:
-        """Raise DuplicateKeyError if readers see a group of the key."""
+        """Raise DuplicateKeyError if readers see a group of the key, and no finalizer has discarded
+        it in the middle of a transaction: then it goes now."""
+        if self.deferred and not inside():
+            transact(self, self.collect_garbage)
         if key in self.current:
             raise DuplicateKeyError(key)
 

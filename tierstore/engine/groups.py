@@ -110,6 +110,7 @@ class Groups:
     def _know_remote(self, found: Mapping[str, GroupEntry]) -> None:
         core = self.core
         core.check_open()
+        core.collect_garbage()  # what a finalizer has discarded is no duplicate
         for key in found:
             core.refuse_duplicate(key)
         for entry in found.values():
@@ -119,6 +120,7 @@ class Groups:
     def _know_files(self, found: Mapping[str, FileGroup], *, single: bool) -> None:
         core = self.core
         core.check_open()
+        core.collect_garbage()  # what a finalizer has discarded is no duplicate
         for key in found:
             core.refuse_duplicate(key)
         for key, group in found.items():

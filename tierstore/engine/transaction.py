@@ -64,6 +64,12 @@ def transaction(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[
     return whole
 
 
+def transact(core: Transactional, action: Callable[[], object]) -> None:
+    """Do something as a transaction. Raises ReentrantCallError in the middle of another."""
+    core.check_process()
+    under(core.lock, functools.partial(_locked, core, action))
+
+
 def transact_if_free(core: Transactional, action: Callable[[], object]) -> None:
     """Do something as a transaction, or nothing if that would have to wait. For finalizers."""
     if not inside():
