@@ -51,6 +51,8 @@ GROUPS = 1 << 17
 LONGEST_NAME = 200
 """Characters of a worker's name that are kept: those of all workers fit into one report."""
 
+CLOSED = "it closed the connection"
+
 OBJECT_KEY = re.compile(r"(weights|casts)/[0-9a-f]{32}")
 
 
@@ -146,16 +148,13 @@ class Connection:
             )
         except (BlockingIOError, InterruptedError):
             return
-        except ConnectionResetError:  # and has not read all that it was sent
-            self.close("it closed the connection")
-            return
         except OSError as error:
-            self.close(error.strerror or str(error))
+            self.close(_reason(error))
             return
         if self.let_go or not data:
             self._files.drop(passed)
             if not data:
-                self.close("it closed the connection")
+                self.close(CLOSED)
             return
         try:
             self._files.take(passed)
@@ -220,7 +219,7 @@ class Connection:
         self.let_go = True
         self.unfinished = None
         self._stop_serving()
-        if not self.leases:
+        if not self.leases or _has_ended(self.socket):
             self.close(why)
             return
         with contextlib.suppress(OSError):
@@ -244,7 +243,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as error:
-                self._end_unread(error)
+                self.abandon(_reason(error))
                 return
             if sent == len(data):
                 return
@@ -268,17 +267,9 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._end_unread(error)
+            self.abandon(_reason(error))
             return
         self._loop.remove_writer(self.socket)
-
-    def _end_unread(self, error: OSError) -> None:
-        """Nothing can be sent to the worker any more: mostly it has closed the connection, and what
-        is to be read would say so next."""
-        if self._has_ended():
-            self.close("it closed the connection")
-        else:
-            self.abandon(error.strerror or str(error))
 
     # Work that takes long ----------------------------------------------------------------------
 
@@ -303,14 +294,8 @@ class Connection:
 
     def check_connected(self) -> None:
         """Close a connection that the worker has closed, if nothing is read that would say so."""
-        if self.busy and not self.closed and self._has_ended():
-            self.close("it closed the connection")
-
-    def _has_ended(self) -> bool:
-        """Whether the worker has closed the connection, or the system has."""
-        ended = select.poll()
-        ended.register(self.socket, 0)  # POLLHUP is always reported
-        return bool(ended.poll(0))
+        if self.busy and not self.closed and _has_ended(self.socket):
+            self.close(CLOSED)
 
     # Files and groups --------------------------------------------------------------------------
 
@@ -485,6 +470,19 @@ class Connection:
         self._unread.clear()
         self._files.forget()
         self._upload = None
+
+
+def _reason(error: OSError) -> str:
+    """Why nothing can be sent or read. A worker may close a connection before it has read all."""
+    closed = isinstance(error, (BrokenPipeError, ConnectionResetError))
+    return CLOSED if closed else error.strerror or str(error)
+
+
+def _has_ended(connected: socket.socket) -> bool:
+    """Whether the other end of a connection is closed."""
+    ended = select.poll()
+    ended.register(connected, 0)  # POLLHUP is always reported
+    return bool(ended.poll(0))
 
 
 def printable(text: str) -> str:
