@@ -1,4 +1,4 @@
-"""What a unit costs beside its computing: few calls, and a lease that is in nobody's way."""
+"""A use of a unit takes few calls beside its computing, and its lease keeps others from nothing."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_one_line_for_who_comes_and_one_for_who_goes(
 def test_worker_that_closes_while_it_is_sent_something_has_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """What is sent fails before the end of the connection is read: nobody was let go for that."""
+    """A send fails before the service has read that the connection ended: no warning is logged."""
     caplog.set_level(logging.INFO, logger="tierstore.service")
     checkpoint(tmp_path / "m.safetensors", groups=3)
     closed = threading.Event()

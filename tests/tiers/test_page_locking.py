@@ -258,7 +258,7 @@ def test_slot_given_back_unlocked_is_locked_by_its_next_user(arena: Arena, drive
 
 
 def test_interrupted_locking_is_not_repeated_and_is_undone(driver: Driver) -> None:
-    """Nobody knows whether the driver has locked the memory: to ask again would be refused."""
+    """The driver may have locked the memory already, and would then refuse to lock it again."""
     arena = RegisteredArena(BUDGET, RegisteredMemory(driver, budget=BUDGET))
     slot, register = provided(arena, BUDGET // 2), driver.register
 
@@ -280,7 +280,7 @@ def test_interrupted_locking_is_not_repeated_and_is_undone(driver: Driver) -> No
 
 
 def test_slots_of_one_slab_lock_it_once(arena: Arena, driver: Driver) -> None:
-    """Who comes second waits for the first: then his slot is locked, too."""
+    """The second caller waits for the first; the slab, and so both slots, is locked by then."""
     slots, gate = [provided(arena, PAGE) for _ in range(2)], Gate()
     assert slots[0].slab is slots[1].slab is not None
     register = driver.register

@@ -184,7 +184,7 @@ def resident(memory: torch.Tensor) -> int:
 def test_memory_is_populated_before_it_is_registered_and_zeroed_once(
     kernel_knows_how: bool, driver: Driver
 ) -> None:
-    """Nobody but the kernel zeroes it: others may be reading into it."""
+    """Only the kernel zeroes it: a read into it may be under way."""
     filled: list[None] = []
     refused = system_call(
         "madvise",

@@ -84,7 +84,7 @@ class HeaderReader:
         self._layouts: dict[_Texts, StoredObject] = {}
 
     def read(self, raw: bytes, file_size: int, path: str) -> StoredObject:
-        """What `read_header` returns, and raises."""
+        """Return what `read_header` does, and raise the same errors."""
         split = _split(raw)
         if split is None:
             return read_header(raw, file_size, path)

@@ -84,10 +84,6 @@ def run(way: str, number: int, place: Path) -> dict[str, float]:
     return opened(place)
 
 
-def in_its_own_process(way: str, number: int, place: Path) -> dict[str, float]:
-    return own_process.answer(way, own_process.start(__file__, way, place, number))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a little of it: does it run?")
@@ -109,9 +105,9 @@ def main() -> int:
 
 def many_files(count: int, place: Path, page: Page) -> list[Claim]:
     """A table of how long a directory of many groups takes to open and to list."""
-    in_its_own_process("fill", count, place)
+    own_process.measured(__file__, "fill", place, count)
     ways: dict[str, Callable[[], float]] = {
-        "opened": lambda: in_its_own_process("open", 0, place)["seconds"],
+        "opened": lambda: own_process.measured(__file__, "open", place, 0)["seconds"],
         "`ls`": lambda: listed("ls", place),
         "`df`": lambda: listed("df", place),
     }

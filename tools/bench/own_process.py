@@ -32,6 +32,11 @@ def start(
     )
 
 
+def measured(script: str, way: str, place: Path, budget: int) -> dict[str, float]:
+    """What a script prints last of one way, which it runs to the end. Raises SystemExit."""
+    return answer(way, start(script, way, place, budget))
+
+
 def answer(way: str, done: subprocess.CompletedProcess[str]) -> dict[str, float]:
     """What it printed last, as JSON. Raises SystemExit if it failed."""
     if done.returncode:

@@ -68,10 +68,6 @@ def put_and_read(count: int, budget: int, place: Path) -> dict[str, float]:
     return {"put": put, "read": read, "beside": beside, "maps": most, "wrong": wrong}
 
 
-def in_its_own_process(way: str, number: int, place: Path) -> dict[str, float]:
-    return own_process.answer(way, own_process.start(__file__, way, place, number))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a little of it: does it run?")
@@ -95,7 +91,7 @@ def many_groups(count: int, place: Path, page: Page) -> list[Claim]:
     """A table of what many transient groups take."""
     rows, claims = [], []
     for name, budget in BUDGETS.items():
-        found = in_its_own_process(str(count), budget, place)
+        found = own_process.measured(__file__, str(count), place, budget)
         rows.append(
             [
                 name,
