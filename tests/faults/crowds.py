@@ -100,15 +100,19 @@ def switching_often(often: bool) -> Any:
 class Throng:
     """The threads, their store and their history."""
 
-    def __init__(self, seed: int, device: str, directory: Path, threads: int = 64) -> None:
+    def __init__(
+        self, seed: int, device: str, directory: Path, threads: int = 64, least: int | None = None
+    ) -> None:
+        """A store of `least` to 40 pages, or of `least` if that is more."""
         self.random = rng = random.Random(seed)
         options: dict[str, Any] = {}
         if device != "cpu":
             options["device_budget"] = rng.randint(12, 24) * PAGE
         # All groups together have about 50 pages. With room for few of them almost everybody
         # waits, and the more wait, the longer each step takes: so that is for few threads.
-        least = LARGEST if threads <= 16 else 24
-        self.store = open_store(directory, rng.randint(least, 40) * PAGE, device, **options)
+        least = least or (LARGEST if threads <= 16 else 24)
+        nbytes = rng.randint(least, max(least, 40)) * PAGE
+        self.store = open_store(directory, nbytes, device, **options)
         self.history = History()
         self.values: dict[str, int | None] = {key_of(i): None for i in range(KEYS)}
         self.done: Counter[str] = Counter()

@@ -94,8 +94,12 @@ def test_an_error_with_all_that_was_going_on_would_keep_it(
 
 @pytest.mark.full("a search for what happens now and then; the controls below take no luck")
 def test_a_value_that_is_seen_late_is_noticed(tmp_path: Path) -> None:
-    """Now and then a put returns before readers can see what was put."""
-    throng = Throng(1, "cpu", tmp_path / "store", threads=8)
+    """Now and then a put returns before readers can see what was put.
+
+    There is room for everything: what is not shown yet keeps its room, for which a put could be
+    refused first.
+    """
+    throng = Throng(1, "cpu", tmp_path / "store", threads=8, least=200)
     rng, show, late = random.Random(1), engine_of(throng.store).puts.publish, []
 
     def later(*arguments: object) -> None:

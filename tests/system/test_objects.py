@@ -9,6 +9,7 @@ import os
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -22,9 +23,12 @@ from tierstore.model.errors import (
     TransferError,
 )
 from tierstore.model.groups import Block, TensorSpec, pack
+from tierstore.model.header_reader import HeaderReader
 from tierstore.system.objects import (
     MAX_KEY_BYTES,
     check_key,
+    fetch_headers,
+    fetching,
     find_objects,
     intact_object,
     object_name,
@@ -120,6 +124,55 @@ def test_an_object_that_vanishes_is_passed_over(store: Path) -> None:
         assert list(find_objects(store)) == []
         with pytest.raises(FileNotFoundError):
             read_object(str(object_file(store, KEY)))
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_an_object_whose_status_is_not_told_is_told_of(number: int, store: Path) -> None:
+    path = object_file(store, KEY)
+    with system_call("stat", fails_with=number, when=lambda call: call.args[0] == str(path)):
+        found = read_object(str(path))
+    assert found.stored is None
+    assert isinstance(found.error, TransferError)
+    assert os.strerror(number) in str(found.error)
+
+
+class Untyped:
+    """A directory entry of a file system that tells what it is only with the status, and fails."""
+
+    def __init__(self, entry: os.DirEntry[str]) -> None:
+        self.name = entry.name
+
+    def is_file(self, *, follow_symlinks: bool) -> bool:
+        raise OSError(errno.EIO, "no status")
+
+
+def test_an_object_of_a_file_system_without_types_is_found(store: Path) -> None:
+    shard = object_file(store, KEY).parent
+    descriptor = os.open(shard, os.O_RDONLY)
+    try:
+        with os.scandir(shard) as entries, fetching() as pool:
+            untyped = cast("list[os.DirEntry[str]]", [Untyped(entry) for entry in entries])
+            [fetched] = fetch_headers(descriptor, str(shard), untyped, pool)
+    finally:
+        os.close(descriptor)
+    found = fetched.found(HeaderReader())
+    assert found.stored is not None and found.stored.key == KEY
+
+
+def test_one_object_on_disk_is_read_without_threads(store: Path) -> None:
+    readers = []
+
+    def read(call: Call) -> object:
+        readers.append(threading.current_thread())
+        return call.go_on()
+
+    with (
+        system_call("preadv", fails_with=errno.EAGAIN),
+        system_call("pread", answer=read),
+    ):
+        [found] = find_objects(store)
+    assert found.stored is not None and found.stored.key == KEY
+    assert set(readers) == {threading.current_thread()}
 
 
 def test_what_is_no_regular_file_is_not_opened(store: Path) -> None:
