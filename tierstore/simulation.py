@@ -21,11 +21,8 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
 from tierstore.observe.event_log import EventRecord, Handled, replayed
-from tierstore.plan.matching import Numbers
 from tierstore.plan.planner import Planner, planner_for
-from tierstore.plan.policy import policy_named
 from tierstore.plan.records import State
-from tierstore.plan.schedule import LearnedOrder
 
 Way = tuple[Tier, Tier]
 """Where a move goes from, and to."""
@@ -102,8 +99,7 @@ def planner_of(
     prefetch: bool = True,
 ) -> Planner:
     """The planner that `simulate` plays with: it knows the groups, and looks at this clock."""
-    schedule = LearnedOrder() if prefetch else _NoPrefetcher()
-    planner = Planner(budgets, policy_named(policy, schedule, budgets), schedule)
+    planner = planner_for(budgets, policy, foretell=prefetch)
     for key, nbytes in groups.items():
         planner.handle(Registered(GroupId(key, 0), nbytes, backing=True), clock.now)
     return planner
@@ -119,6 +115,20 @@ def play(
     run = SimulatedRun(planner, clock, bandwidth)
     for use in uses:
         run.use(use)
+    return run.outcome()
+
+
+def simulate_together(
+    groups: Mapping[str, int],
+    threads: Sequence[Sequence[Use]],
+    budgets: Mapping[Tier, int | None],
+    *,
+    bandwidth: Mapping[Way, float] | None = None,
+) -> Outcome:
+    """`simulate` with several threads, which compute at the same time, each as if it were alone."""
+    clock = Clock()
+    run = SimulatedRun(planner_of(groups, budgets, clock), clock, bandwidth or {})
+    run.use_together(threads)
     return run.outcome()
 
 
@@ -161,13 +171,6 @@ def first_difference(record: EventRecord) -> Difference | None:
     return None
 
 
-class _NoPrefetcher(LearnedOrder):
-    """A schedule that learns, so that a policy may rank by it, and foretells nothing."""
-
-    def ahead(self, count: int) -> Numbers:
-        return super().ahead(0)
-
-
 class Clock:
     """Says what time it is in a simulated run, in seconds."""
 
@@ -182,6 +185,17 @@ class _Channel:
     bandwidth: float | None
     queue: list[tuple[int, int, Copy]] = field(default_factory=list)
     busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A use that a thread waits for, `since` when, and what it `found`."""
+
+    use: Use
+    group: GroupId
+    since: float
+    found: str
+    thread: int
 
 
 class SimulatedRun:
@@ -225,21 +239,54 @@ class SimulatedRun:
 
     def use(self, use: Use) -> None:
         """Wait for a group, compute with it, and give it back."""
-        planner, asked, group = self._planner, self._clock.now, GroupId(use.key, 0)
-        state = planner.state_of(group)
+        asking = self._ask(use)
+        while not self._try(asking):
+            self._wait_for_a_move()
+        self._pass(use.seconds)
+        self._tell(Released(asking.group, Access.READ))
+
+    def use_together(self, threads: Sequence[Sequence[Use]]) -> None:
+        """The uses of several threads, each of which waits, computes and gives back by itself."""
+        uses = [iter(each) for each in threads]
+        awake = [(self._clock.now, thread) for thread in range(len(threads))]  # a heap
+        waiting: dict[int, _Asking] = {}
+        computing: dict[int, _Asking] = {}
+        while awake or waiting:
+            if awake and (not self._moving or awake[0][0] <= self._moving[0][0]):
+                self._clock.now, thread = heapq.heappop(awake)
+                if thread in computing:
+                    self._tell(Released(computing.pop(thread).group, Access.READ))
+                use = next(uses[thread], None)
+                if use is not None:
+                    waiting[thread] = self._ask(use, thread)
+            else:
+                self._wait_for_a_move()
+            for thread, asking in list(waiting.items()):
+                if self._try(asking):
+                    computing[thread] = waiting.pop(thread)
+                    heapq.heappush(awake, (self._clock.now + asking.use.seconds, thread))
+
+    def _ask(self, use: Use, thread: int = 0) -> _Asking:
+        group = GroupId(use.key, 0)
+        state = self._planner.state_of(group)
         found = {State.PRESENT: "hit", None: "miss"}.get(state, "late")
-        self._tell(Demanded(group))
-        while not planner.leasable(group, Access.READ):
-            error = planner.error_of(group)
+        asking = _Asking(use, group, self._clock.now, found, thread)
+        self._tell(Demanded(group, thread))
+        return asking
+
+    def _try(self, asking: _Asking) -> bool:
+        """Lease the group, if it is there."""
+        group, start = asking.group, self._clock.now
+        if not self._planner.leasable(group, Access.READ):
+            error = self._planner.error_of(group)
             if error is not None:
                 raise error
-            self._wait_for_a_move()
-        self._tell(Leased(group, Access.READ))
-        start = self._clock.now
-        self._served.append(Served(use.key, start, start - asked, self._read, found))
-        self._computed += use.seconds
-        self._pass(use.seconds)
-        self._tell(Released(group, Access.READ))
+            return False
+        self._tell(Leased(group, Access.READ, stream=asking.thread))
+        waited = start - asking.since
+        self._served.append(Served(asking.use.key, start, waited, self._read, asking.found))
+        self._computed += asking.use.seconds
+        return True
 
     def _tell(self, event: Event) -> None:
         for copy in self._planner.handle(event, self._clock.now):

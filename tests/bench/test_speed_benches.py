@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.processes import output_of
 from tools.bench import memory_group
 from tools.bench.memory_group import MemoryGroup
+from tools.bench.models_on_threads import IN_TURN, TOGETHER
 from tools.bench.report import Claim
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +154,17 @@ def test_first_pass(tmp_path: Path) -> None:
     assert all(number(line.split("|")[3].strip()) > 0 for line in lines)
     assert "held: slots that were page-locked twice (0)" in text
     assert "held: slots that were page-locked after the first step (0)" in text
+
+
+@WHOLE_BENCHMARK
+def test_models_on_threads(tmp_path: Path) -> None:
+    text = run("models_on_threads", tmp_path)
+    lines = [line.split("|")[1:] for line in text.splitlines() if line.startswith("| cpu")]
+    assert [cell.strip() for line in lines for cell in line[1:3]] == [
+        word for count in "24" for way in (IN_TURN, TOGETHER) for word in (count, way)
+    ]
+    for line in lines:
+        assert number(line[5].strip()) > 0, "nothing was read: RAM had room for all"
 
 
 @WHOLE_BENCHMARK

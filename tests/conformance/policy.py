@@ -146,7 +146,7 @@ class PolicyConformance(ABC):
         shelf, schedule = self.shelf()
         names = "abcdefgh"
         for name in names:
-            schedule.introduce(name)
+            schedule.known.introduce(name)
         for _ in range(150):
             key = GroupId(rng.choice(names), rng.randrange(2))
             tier = rng.choice(list(TIERS.values()))
@@ -158,7 +158,7 @@ class PolicyConformance(ABC):
                 shelf.policy.used(key)
                 schedule.advance_past(key.key)
             if rng.random() < 0.1:
-                schedule.expect(rng.sample(names, 2))
+                schedule.known.expect(rng.sample(names, 2))
             if rng.random() < 0.05:
-                schedule.forget(rng.choice(names))
+                schedule.known.forget(rng.choice(names))
             shelf.check()

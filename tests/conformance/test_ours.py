@@ -10,6 +10,7 @@ from tests.conformance.policy import PolicyConformance
 from tests.conformance.schedule import ScheduleConformance
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import TIERS, Tier
+from tierstore.plan.known_keys import KnownKeys
 from tierstore.plan.policy import FarthestNextUse, LeastRecentlyUsed, Policy, RankingPolicy
 from tierstore.plan.schedule import LearnedOrder
 
@@ -137,14 +138,24 @@ class CountsBackwards(LearnedOrder):
         return 100 - super().steps_until(key)
 
 
-class ForgetsNobody(LearnedOrder):
+class KeepsKeys(KnownKeys):
     def forget(self, key: str) -> None:
         pass
 
 
-class WaitsInVain(LearnedOrder):
+class ForgetsNobody(LearnedOrder):
+    def __init__(self) -> None:
+        super().__init__(known=KeepsKeys())
+
+
+class Waits(KnownKeys):
     def expect_not(self, key: str) -> None:
         pass
+
+
+class WaitsInVain(LearnedOrder):
+    def __init__(self) -> None:
+        super().__init__(known=Waits())
 
 
 @pytest.mark.parametrize(

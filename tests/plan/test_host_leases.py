@@ -367,9 +367,9 @@ def test_of_what_its_caller_schedules_nothing_is_learned_and_it_is_expected_no_m
     planner, schedule = with_planner(TWO, a=5)
     planner.register("g", 5, use_order=UseOrder.ANNOUNCED)
     planner.expect(["g"])
-    assert schedule.foretold() == 1
+    assert schedule.known.foretold() == 1
     hold(planner, "g")
-    assert schedule.foretold() == 0, "it has come"
+    assert schedule.known.foretold() == 0, "it has come"
     planner.release_on_host("g")
     for _ in range(3):
         hold(planner, "a")
@@ -445,9 +445,9 @@ def test_what_is_put_away_is_not_expected_any_more() -> None:
     planner, schedule = with_planner(TWO, a=5, b=20)
     hold(planner, "b")
     planner.expect(["a"])
-    assert schedule.foretold() == 1
+    assert schedule.known.foretold() == 1
     planner.release_memory("a")
-    assert schedule.foretold() == 0
+    assert schedule.known.foretold() == 0
     planner.release_on_host("b")
     assert planner.instructions() == [], "nobody hopes for it"
 

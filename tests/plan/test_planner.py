@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -122,8 +123,8 @@ def test_without_the_protection_it_does(monkeypatch: pytest.MonkeyPatch) -> None
     def forget_what_is_ahead(planner: Driver) -> None:
         next_missing = planner.prefetcher.next_missing
 
-        def forgetful(dst: Tier, without: bool | None) -> tuple[int, Numbers] | None:
-            found = next_missing(dst, without)
+        def forgetful(dst: Tier, *which: Any) -> tuple[int, Numbers] | None:
+            found = next_missing(dst, *which)
             return None if found is None else (found[0], found[1][:0])
 
         monkeypatch.setattr(planner.prefetcher, "next_missing", forgetful)

@@ -209,7 +209,7 @@ def keeping(present: str, kept: str, nearer: float) -> RankingPolicy:
     """`learned_cycle`, where the groups `kept` should stay in host memory."""
     schedule = LearnedOrder()
     policy = learned_cycle(present, schedule)
-    policy.keep([schedule.number(name) for name in kept], nearer)
+    policy.keep([schedule.known.number(name) for name in kept], nearer)
     return policy
 
 
@@ -239,7 +239,7 @@ def test_what_the_caller_expects_goes_last_the_soonest_last() -> None:
     schedule = LearnedOrder()
     policy = learned_cycle("abcde", schedule)
     assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
-    schedule.expect(["d", "b"])
+    schedule.known.expect(["d", "b"])
     assert names(policy.victims(Tier.HOST, None)) == ["e", "c", "a", "b", "d"]
 
 

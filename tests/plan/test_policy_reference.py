@@ -153,7 +153,7 @@ class Pair:
         self.schedule.advance_past(key.key)
 
     def keep(self, names: Sequence[str], nearer: float) -> None:
-        self.policy.keep([self.schedule.number(name) for name in names], nearer)
+        self.policy.keep([self.schedule.known.number(name) for name in names], nearer)
         self.reference.keep(names, nearer)
 
     def compare(self, tier: Tier, rival: GroupId | None) -> None:

@@ -339,7 +339,7 @@ def looking_at(
     schedule = LearnedOrder() if schedule is None else schedule
     seen = Prefetcher(schedule, {Tier.HOST: budget, Tier.DISK: None})
     for number, nbytes in enumerate(sizes):
-        assert schedule.number(f"g{number}") == number
+        assert schedule.known.number(f"g{number}") == number
         seen.know(number, nbytes)
     for number in there:
         seen.took(number, Tier.HOST)
@@ -433,7 +433,7 @@ def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Prefe
     """`looking_at` a tier of 100 bytes; the caller says that the first groups come next."""
     schedule = LearnedOrder()
     seen = looking_at(sizes, there, 100, schedule)
-    schedule.expect(f"g{number}" for number in range(named))
+    schedule.known.expect(f"g{number}" for number in range(named))
     return seen
 
 
@@ -447,7 +447,7 @@ def test_what_comes_right_after_is_fetched_whatever_that_takes() -> None:
     schedule = LearnedOrder()
     seen = looking_at([60, 1, 1], [0], 100, schedule)
     schedule.advance_past("g0")
-    schedule.expect(["g0"])
+    schedule.known.expect(["g0"])
     assert schedule.ahead(2).tolist() == [0, 1, 2]
     assert fetched(seen) == 1
 
@@ -473,8 +473,8 @@ def test_what_is_hoped_for_in_host_memory_only_goes_no_nearer() -> None:
     schedule = LearnedOrder()
     budgets = {Tier.DEVICE: 10, Tier.HOST: 10, Tier.DISK: None}
     seen = Prefetcher(schedule, budgets)
-    seen.know(schedule.number("g0"), 1)
-    schedule.expect(["g0"])
+    seen.know(schedule.known.number("g0"), 1)
+    schedule.known.expect(["g0"])
     for highest, hoped in ((Tier.HOST, False), (Tier.DEVICE, True)):
         seen.aim(0, highest)
         assert (seen.next_missing(Tier.DEVICE) is not None) == hoped
@@ -485,7 +485,7 @@ def test_who_is_not_known_is_never_missing() -> None:
     """Some of what the schedule expects was never known here, or is gone."""
     schedule = LearnedOrder()
     seen = Prefetcher(schedule, {Tier.HOST: 10, Tier.DISK: None})
-    numbers = [schedule.number(f"g{number}") for number in range(40)]
+    numbers = [schedule.known.number(f"g{number}") for number in range(40)]
     for number in (2, 3):
         seen.know(numbers[number], 8)
     seen.forget(numbers[2])

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tierstore.model.tiers import TIERS, Tier
+from tierstore.plan.known_keys import KnownKeys
 from tierstore.plan.matching import Numbers
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.retention import RetentionSet, Seconds
@@ -25,12 +26,23 @@ from tierstore.plan.schedule import LearnedOrder
 MIB = 1 << 20
 
 
+class ScriptedKeys(KnownKeys):
+    def __init__(self) -> None:
+        super().__init__()
+        self.script: list[int] = []
+
+    def foretold(self) -> int:
+        return len(self.script)
+
+    def named(self) -> Numbers:
+        return np.array(self.script, dtype=np.int64)
+
+
 class Scripted(LearnedOrder):
     """Expects what it is told to: first what the caller `named`, then what was `learned`."""
 
     def __init__(self) -> None:
-        super().__init__(memory=1)
-        self.named: list[int] = []
+        super().__init__(memory=1, known=ScriptedKeys())
         self.learned: list[int] = []
         self.is_learning = False
 
@@ -41,8 +53,10 @@ class Scripted(LearnedOrder):
     def ahead(self, count: int) -> Numbers:
         return np.array(self.named + self.learned[:count], dtype=np.int64)
 
-    def foretold(self) -> int:
-        return len(self.named)
+    @property
+    def named(self) -> list[int]:
+        assert isinstance(self.known, ScriptedKeys)
+        return self.known.script
 
 
 class Rounds(RetentionSet):
@@ -335,7 +349,9 @@ class History:
         """What is expected may be forgotten already, but the caller names what there is."""
         known = list(self.reference.nbytes)
         ever = [*known, *range(12)]
-        self.schedule.named = self.rng.sample(known, min(len(known), self.rng.choice([0, 0, 1, 5])))
+        self.schedule.named[:] = self.rng.sample(
+            known, min(len(known), self.rng.choice([0, 0, 1, 5]))
+        )
         self.schedule.learned = self.rng.choices(ever, k=self.rng.choice([0, 3, 8, 20]))
         self.schedule.is_learning = self.rng.random() < 0.15
 

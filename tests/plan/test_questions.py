@@ -204,7 +204,7 @@ def test_of_what_is_discarded_nothing_is_expected() -> None:
     assert told(planner) == ["gone leaves DISK"]
     register(planner, "a", 5)
     planner.expect(["gone", "a"])
-    assert schedule.foretold() == 1
+    assert schedule.known.foretold() == 1
     assert fetched(planner) == ["a"]
 
 
@@ -214,5 +214,5 @@ def test_a_group_that_was_never_there_is_expected_by_nobody() -> None:
     register(planner, "a", 5)
     with pytest.raises(KeyError):
         planner.expect(["a", "nobody"])
-    assert schedule.foretold() == 0, "nothing has changed"
+    assert schedule.known.foretold() == 0, "nothing has changed"
     assert told(planner) == []

@@ -65,7 +65,7 @@ def test_a_name_is_that_of_its_newest_version() -> None:
     planner.demand(old)
     planner.arrive(old, Tier.DISK, Tier.HOST)
     planner.claim(new, 6)
-    number = schedule.number(new.key)
+    number = schedule.known.number(new.key)
     assert planner.table.numbered[number].id == new
     assert (planner.record(old).number, planner.record(new).number) == (-1, number)
     planner.fill(new)

@@ -260,7 +260,7 @@ def test_what_is_discarded_while_it_is_taken_is_gone_once() -> None:
     assert schedule.steps_until("a") == 1
     planner.demand("a")
     assert planner.lease("a", Access.TAKE)
-    schedule.expect(["a"])
+    schedule.known.expect(["a"])
     planner.discard("a")
     assert schedule.steps_until("a") == float("inf")
     assert told(planner) == []

@@ -174,7 +174,7 @@ def residents_after(uses: Sequence[str], budget: int, beside: int = 0) -> Retent
     for key in uses:
         schedule.advance_past(key)
         residents.passed(computed=1.0, waited=1.0)
-        if length := residents.round_of(schedule.number(key)):
+        if length := residents.round_of(schedule.known.number(key)):
             order = schedule.ahead(length)
             residents.begin_round(order, np.full(len(order), 10), np.ones(len(order)), 10.0)
     return residents
@@ -200,7 +200,7 @@ def test_who_stays_may_go_once_the_loop_is_over() -> None:
         for key in keys:
             order.advance_past(key)
             residents.passed(computed=1.0, waited=1.0)
-            if length := residents.round_of(order.number(key)):
+            if length := residents.round_of(order.known.number(key)):
                 ahead = order.ahead(length)
                 sizes = np.full(len(ahead), 10)
                 residents.begin_round(ahead, sizes, np.ones(len(ahead)), 10.0)

@@ -31,7 +31,7 @@ def routed_loop(order: LearnedOrder, passes: int, uses: dict[str, float], seed: 
 def test_what_data_choose_does_not_disturb_the_order_and_is_never_foretold() -> None:
     order = LearnedOrder()
     for key in ("often", "seldom", "never"):
-        order.introduce(key, UseOrder.ROUTED)
+        order.known.introduce(key, UseOrder.ROUTED)
     routed_loop(order, 40, {"often": 0.5, "seldom": 0.1})
     assert order.trusted
     assert list(order.upcoming(LAYERS)) == [f"layer {i}" for i in range(LAYERS)]
@@ -41,7 +41,7 @@ def test_it_is_expected_as_soon_as_it_was_used_on_average() -> None:
     order = LearnedOrder()
     rates = {"often": 0.5, "seldom": 0.1}
     for key in (*rates, "never"):
-        order.introduce(key, UseOrder.ROUTED)
+        order.known.introduce(key, UseOrder.ROUTED)
     per_use = dict.fromkeys(rates, 0.0)
     for seed in range(200):
         routed_loop(order, 5, rates, seed)
@@ -55,7 +55,7 @@ def test_it_is_expected_as_soon_as_it_was_used_on_average() -> None:
 
 def test_the_rank_of_what_is_not_used_any_more_grows() -> None:
     order = LearnedOrder()
-    order.introduce("expert", UseOrder.ROUTED)
+    order.known.introduce("expert", UseOrder.ROUTED)
     routed_loop(order, 10, {"expert": 1.0})
     before = order.steps_until("expert")
     routed_loop(order, 10, {})
@@ -64,12 +64,12 @@ def test_the_rank_of_what_is_not_used_any_more_grows() -> None:
 
 def test_a_number_that_was_routed_is_not_for_the_next_key() -> None:
     order = LearnedOrder()
-    order.introduce("expert", UseOrder.ROUTED)
-    number = order.number("expert")
+    order.known.introduce("expert", UseOrder.ROUTED)
+    number = order.known.number("expert")
     routed_loop(order, 5, {"expert": 1.0})
-    order.forget("expert")
-    order.introduce("another")
-    assert order.number("another") == number
+    order.known.forget("expert")
+    order.known.introduce("another")
+    assert order.known.number("another") == number
     assert order.steps_until("another") == math.inf
 
 

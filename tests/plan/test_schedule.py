@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.plan.scans import cycle, forward_backward, prompts, two_experts
-from tierstore.plan.schedule import PATIENCE, LearnedOrder
+from tierstore.plan.known_keys import PATIENCE
+from tierstore.plan.schedule import LearnedOrder
 
 
 def learned(uses: Iterable[str], memory: int = 1024) -> LearnedOrder:
@@ -162,7 +163,7 @@ def test_random_uses_are_not_trusted_and_ranked_by_rate() -> None:
 
 def test_expected_keys_come_first_and_in_order() -> None:
     order = learned(cycle(5, 2))
-    order.expect(["g3", "other"])
+    order.known.expect(["g3", "other"])
     assert list(order.upcoming(3)) == ["g3", "other", "g0", "g1", "g2"]
     assert (order.steps_until("g3"), order.steps_until("other")) == (1, 2)
     order.advance_past("g3")
@@ -171,7 +172,7 @@ def test_expected_keys_come_first_and_in_order() -> None:
 
 def test_a_change_of_mind_is_forgotten_after_a_while() -> None:
     order = learned(cycle(5, 2))
-    order.expect(["other"])
+    order.known.expect(["other"])
     for key in cycle(5, PATIENCE // 5):
         order.advance_past(key)
     assert order.steps_until("other") == 1  # not yet: 60 of 64 uses are over
@@ -184,7 +185,7 @@ def test_a_change_of_mind_is_forgotten_after_a_while() -> None:
 def test_the_order_of_registration_is_a_hint_on_the_first_pass_only() -> None:
     order = LearnedOrder()
     for key in "abcde":
-        order.introduce(key)
+        order.known.introduce(key)
     order.advance_past("b")
     assert order.learning
     assert list(order.upcoming(2)) == ["c", "d"]
@@ -196,21 +197,21 @@ def test_the_order_of_registration_is_a_hint_on_the_first_pass_only() -> None:
 
 def test_nothing_is_expected_before_the_first_use() -> None:
     order = LearnedOrder()
-    order.introduce("a")
+    order.known.introduce("a")
     assert list(order.upcoming(3)) == []
 
 
 def test_a_forgotten_key_is_not_waited_for() -> None:
     order = learned(["a", "b"])
-    order.expect(["a"])
-    order.forget("a")
+    order.known.expect(["a"])
+    order.known.forget("a")
     assert list(order.upcoming(3)) == []
 
 
 def test_a_key_is_waited_for_64_uses_and_2_more_for_each_that_comes_before_it() -> None:
     """Expectations are met out of order, too: whoever is far behind has more time."""
     order = LearnedOrder()
-    order.expect(["first", "second", "third"])
+    order.known.expect(["first", "second", "third"])
     for _ in range(32):
         order.come("something else")  # told by the caller, ...
         order.advance_past("something else")  # ... or not: both are uses
@@ -218,16 +219,16 @@ def test_a_key_is_waited_for_64_uses_and_2_more_for_each_that_comes_before_it() 
     left |= {67: ["third"], 68: ["third"], 69: []}
     for number, names in left.items():
         assert list(order.upcoming(0)) == names, number
-        assert order.foretold() == len(names)
+        assert order.known.foretold() == len(names)
         order.come("something else")
 
 
 def test_who_says_it_again_has_the_time_again_and_the_last_place() -> None:
     order = LearnedOrder()
-    order.expect(["a", "b"])
+    order.known.expect(["a", "b"])
     for _ in range(10):
         order.come("something else")
-    order.expect(["a"])
+    order.known.expect(["a"])
     assert list(order.upcoming(0)) == ["b", "a"]
     for _ in range(66):  # 64, and 2 for the one before it
         order.come("something else")
@@ -240,7 +241,7 @@ def test_the_order_of_registration_foretells_four_keys() -> None:
     """A wrong hint costs reads, so there are few; and no more than were asked for."""
     order = LearnedOrder()
     for key in "abcdefgh":
-        order.introduce(key)
+        order.known.introduce(key)
     assert list(order.upcoming(9)) == []
     order.advance_past("b")
     assert list(order.upcoming(9)) == ["c", "d", "e", "f"]
@@ -255,24 +256,26 @@ def test_the_order_of_registration_foretells_four_keys() -> None:
 def test_who_is_registered_again_comes_last_and_who_is_forgotten_is_left_out() -> None:
     order = LearnedOrder()
     for key in "abcdef":
-        order.introduce(key)
+        order.known.introduce(key)
     for key in "cf":
-        order.introduce(key)
+        order.known.introduce(key)
     for key in "bd":
-        order.forget(key)
+        order.known.forget(key)
     order.advance_past("a")
     assert list(order.upcoming(9)) == ["e", "c", "f"]
-    order.forget("f")
-    order.introduce("last")
+    order.known.forget("f")
+    order.known.introduce("last")
     assert list(order.upcoming(9)) == ["e", "c", "last"]
 
 
 def test_of_hints_none_takes_part_in_a_ranking() -> None:
     order = LearnedOrder()
     for key in "ab":
-        order.introduce(key)
+        order.known.introduce(key)
     order.advance_past("a")
-    assert order.ranks(np.array([order.number(key) for key in "ab"])).tolist() == [math.inf] * 2
+    assert (
+        order.ranks(np.array([order.known.number(key) for key in "ab"])).tolist() == [math.inf] * 2
+    )
 
 
 def test_trust_is_lost_with_the_thirteenth_wrong_prediction_in_a_row() -> None:
@@ -318,7 +321,7 @@ def test_two_passes_over_what_is_registered_fit_into_the_memory() -> None:
     keys = [f"g{i}" for i in range(10)]
     small, grown = LearnedOrder(memory=4), LearnedOrder(memory=4)
     for key in keys:
-        grown.introduce(key)
+        grown.known.introduce(key)
     assert not any(right_predictions(small, keys * 10))
     assert all(right_predictions(grown, keys * 10)[11:])
 
@@ -348,8 +351,8 @@ def test_what_is_used_every_tenth_time_on_average_is_expected_in_about_ten_uses(
 
 def test_what_the_caller_expects_may_count_as_farther_and_still_comes_before_all_else() -> None:
     order = learned(cycle(5, 3))
-    order.expect(["g3", "g1", "g4"])
-    numbers = np.array([order.number(f"g{i}") for i in range(5)])
+    order.known.expect(["g3", "g1", "g4"])
+    numbers = np.array([order.known.number(f"g{i}") for i in range(5)])
     ranks = order.ranks(numbers)
     twice = order.farther(ranks, 2.0)
     assert twice[3] == ranks[1], "one use ahead, counted twice, is two uses ahead"
@@ -360,34 +363,34 @@ def test_what_the_caller_expects_may_count_as_farther_and_still_comes_before_all
 
 def test_a_round_is_known_while_the_order_is_and_the_caller_says_nothing_else() -> None:
     order = learned(cycle(5, 3))
-    number = order.number("g4")
+    number = order.known.number("g4")
     assert order.round(number) == 5
-    assert order.round(order.number("never used")) == 0
-    order.expect(["g2"])
+    assert order.round(order.known.number("never used")) == 0
+    order.known.expect(["g2"])
     assert order.round(number) == 0
-    order.expect_not("g2")
+    order.known.expect_not("g2")
     assert order.round(number) == 5
     assert learned(cycle(5, 1)).round(4) == 0
 
 
 def test_a_number_is_given_again_only_when_nothing_of_its_key_is_left() -> None:
     order = learned("aba")
-    numbers = {key: order.number(key) for key in "abc"}
-    order.forget("b")  # it is still in the history
-    order.forget("c")
-    assert order.number("d") == numbers["c"]
-    assert order.number("e") not in numbers.values()
+    numbers = {key: order.known.number(key) for key in "abc"}
+    order.known.forget("b")  # it is still in the history
+    order.known.forget("c")
+    assert order.known.number("d") == numbers["c"]
+    assert order.known.number("e") not in numbers.values()
     assert list(order.upcoming(1)) == ["b"]
-    assert order.number("b") == numbers["b"]
+    assert order.known.number("b") == numbers["b"]
 
 
 @pytest.mark.parametrize("known", [16, 32, 64])
 def test_one_more_key_than_there_was_room_for_is_not_expected(known: int) -> None:
     order = learned(cycle(known, 2))
     assert order.steps_until("g0") == 1
-    number = order.number("one more")
+    number = order.known.number("one more")
     assert order.steps_until("one more") == math.inf
-    ranks = order.ranks(np.array([number, order.number("g1")]))
+    ranks = order.ranks(np.array([number, order.known.number("g1")]))
     assert np.isinf(ranks).tolist() == [True, False]
 
 
@@ -395,9 +398,9 @@ def test_a_rate_decays_the_more_slowly_the_more_keys_there_are_and_ranks_change_
     """Of four keys, in 4 uses to 1 / e; of five, in 8."""
     order = learned([*"bdacacbcdbabcacbdadbcdadacabad"])
     assert (order.trusted, order.learning) == (False, False)
-    numbers = np.array([order.number(key) for key in "abcd"])
+    numbers = np.array([order.known.number(key) for key in "abcd"])
     epoch, before = order.epoch, order.ranks(numbers)
-    order.number("e")
+    order.known.number("e")
     after = order.ranks(numbers)
     assert order.epoch > epoch
     assert before.argsort().tolist() == after.argsort().tolist()
@@ -430,10 +433,10 @@ def test_what_is_expected_or_forgotten_is_news_to_whoever_ranks_by_it() -> None:
         order.advance_past(key)
     seen = {order.epoch}
     for change in (
-        lambda: order.expect(["a"]),
-        lambda: order.expect(["b", "a"]),
-        lambda: order.expect_not("b"),
-        lambda: order.forget("a"),
+        lambda: order.known.expect(["a"]),
+        lambda: order.known.expect(["b", "a"]),
+        lambda: order.known.expect_not("b"),
+        lambda: order.known.forget("a"),
     ):
         change()
         assert order.epoch not in seen
@@ -442,8 +445,8 @@ def test_what_is_expected_or_forgotten_is_news_to_whoever_ranks_by_it() -> None:
 
 def test_what_is_expected_is_ranked_by_its_place() -> None:
     order = LearnedOrder()
-    numbers = np.array([order.number(key) for key in "abc"], dtype=np.int64)
-    order.expect(["c", "a"])
+    numbers = np.array([order.known.number(key) for key in "abc"], dtype=np.int64)
+    order.known.expect(["c", "a"])
     ranks = order.ranks(numbers)
     assert ranks[2] < ranks[0] < ranks[1]
     assert ranks[0] - ranks[2] == 1
@@ -458,6 +461,6 @@ def test_a_rate_that_counts_for_more_is_a_higher_rank() -> None:
     for key in "abcabcabc":
         cycle.advance_past(key)
     for order, key in ((unknown, "g1"), (cycle, "b")):
-        ranks = order.ranks(np.array([order.number(key)], dtype=np.int64))
+        ranks = order.ranks(np.array([order.known.number(key)], dtype=np.int64))
         assert order.farther(ranks, 2.0)[0] > ranks[0] > order.farther(ranks, 0.5)[0]
     assert learning.learning

@@ -17,7 +17,7 @@ from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
-from tierstore.plan.planner import NEXT_USE_OF_ALL, Planner, planner_for
+from tierstore.plan.planner import NEXT_USE_UNFORETOLD, Planner, planner_for
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Workers:
         self, groups: Mapping[str, int], room: int, planner: Planner | None = None, seed: int = 1
     ) -> None:
         budgets = {Tier.HOST: room, Tier.DISK: None}
-        self.planner = planner or planner_for(budgets, NEXT_USE_OF_ALL)
+        self.planner = planner or planner_for(budgets, NEXT_USE_UNFORETOLD)
         self.now = 0.0
         self.missed: Counter[tuple[int, int]] = Counter()
         self.fetched = 0
@@ -91,7 +91,7 @@ class Workers:
         group = GroupId(worker.keys[place], 0)
         if not self.planner.leasable(group, Access.READ):
             self.missed[worker.stream, turn] += 1
-        self.tell(events.Demanded(group))
+        self.tell(events.Demanded(group, worker.stream))
         self.tell(events.Leased(group, Access.READ, stream=worker.stream))
         worker.held.append(group)
         worker.used += 1

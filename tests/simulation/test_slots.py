@@ -163,6 +163,6 @@ def test_equal_blocks_have_slots_of_equal_size_wherever_they_lie_in_their_file()
 def test_of_what_is_not_expected_nobody_knows_how_far_it_is(number: int, farthest: int) -> None:
     schedule = LearnedOrder()
     for key in "ab":
-        schedule.number(key)
+        schedule.known.number(key)
     prefetcher = Prefetcher(schedule, {Tier.HOST: 10, Tier.DISK: None})
     assert not prefetcher.about_as_far(number, farthest)

@@ -101,8 +101,7 @@ class Leases:
     # For a service -------------------------------------------------------------------------------
 
     def try_for(self, key: str, stream: int) -> Lease | None:
-        """A lease to read for whom uses are a `stream` of their own, if the group is there. Waits
-        for nobody."""
+        """A lease to read for the worker of this number, if the group is there. It never waits."""
         return self._requests.attempt_once(self._service_request(key, stream), self._attempt)
 
     async def acquire_for(self, key: str, stream: int, short_of_room: Callable[[], None]) -> Lease:
@@ -119,7 +118,7 @@ class Leases:
 
     @transaction
     def end_stream(self, stream: int) -> None:
-        """Nothing more is used on a stream. Its leases were given back."""
+        """A worker is gone. Its leases were given back."""
         if not self.core.ended():
             self.core.tell(events.StreamEnded(stream))
 
@@ -162,7 +161,7 @@ class Leases:
             # Of a prefetch; it may be back by now.
             core.handled(events.ErrorReported(group), make_room=False)
         state = core.planner.state_of(group)
-        instructions = core.handled(events.Demanded(group))
+        instructions = core.handled(events.Demanded(group, request.stream))
         request.group = group
         if not request.met:
             met = "hit" if state is State.PRESENT else "late" if state else "miss"

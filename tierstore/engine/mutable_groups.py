@@ -162,7 +162,7 @@ class MutableGroups:
         refuse_permanently_leased(core, request)
         if not core.planner.host_leasable(group, purpose):
             return None
-        instructions = core.handled(events.HostLeased(group, purpose))
+        instructions = core.handled(events.HostLeased(group, purpose, request.stream))
         owner = None if purpose is HostAccess.PERMANENT else request.owner
         record = LeaseRecord(
             group, owner, "held", request.since, access=request.access, held=purpose

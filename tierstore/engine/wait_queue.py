@@ -63,7 +63,7 @@ class Request:
 
     `group` is the one that the planner pursues; NO_GROUP if it pursues none. `met` says how an
     acquire was met; `stall` is its wait, which began on an accelerator at `mark`; `record` is of
-    the lease that it got. What is used on one `stream` has an order of its own.
+    the lease that it got. `stream` is who uses one group after another: the thread, or a worker.
     """
 
     key: str
@@ -78,7 +78,7 @@ class Request:
     stall: Span | None = None
     mark: Any = None
     record: LeaseRecord | None = None
-    stream: int = 0
+    stream: int = field(default_factory=threading.get_ident)
     wakeup: AutoResetEvent = field(default_factory=AutoResetEvent)
     listener: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 

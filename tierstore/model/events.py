@@ -89,9 +89,13 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """Somebody insists on the group on the fastest tier, until it is `Leased` or `Withdrawn`."""
+    """Somebody insists on the group on the fastest tier, until it is `Leased` or `Withdrawn`.
+
+    `stream` is the number of a thread, or of whatever else uses one group after another.
+    """
 
     group: GroupId
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,7 @@ class Withdrawn:
 class Leased:
     """The group, which was `leasable`, is lent: one demand is met, if it had to be `demanded`.
 
-    Nobody may wait for the room of what is lent permanently. `stream` says who uses it: each stream
-    has an order of its own.
+    Nobody may wait for the room of what is lent permanently. `stream` is as in `Demanded`.
     """
 
     group: GroupId
@@ -118,7 +121,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """This stream is over: nobody uses anything in its order any more."""
+    """Who went by this number is gone, and nobody else will use groups in the same order."""
 
     stream: int
 
@@ -156,11 +159,12 @@ class HostLeased:
     """The copy in host memory, which was `host_leasable`, is lent to one who demanded it.
 
     If it is to be changed it is the only one then; but copies of it may be made meanwhile, by who
-    knows when it does not change.
+    knows when it does not change. `stream` is as in `Demanded`.
     """
 
     group: GroupId
     purpose: HostAccess
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)

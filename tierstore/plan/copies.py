@@ -66,7 +66,7 @@ class CopyTable:
         key = group.id.key
         self.groups[group.id] = group
         self.newest[key] = group
-        number = self._schedule.number(key)
+        number = self._schedule.known.number(key)
         if number in self.numbered:
             self._unnumber(self.numbered[number])
         group.number = number
@@ -79,7 +79,7 @@ class CopyTable:
         key = group.id.key
         if self.newest.get(key) is group:
             del self.newest[key]
-            self._schedule.forget(key)
+            self._schedule.known.forget(key)
             self._unnumber(group)
 
     def _unnumber(self, group: GroupRecord) -> None:

@@ -31,18 +31,18 @@ class HintEvents:
         for group in groups:
             self._movement.want_again(group)
             self._prefetcher.aim(group.number, highest)
-        self._schedule.expect(group.id.key for group in groups)
+        self._schedule.known.expect(group.id.key for group in groups)
         self._movement.look_ahead = True
         return True
 
     def offloaded(self, event: events.Offloaded) -> bool:
         self._requests.offloads[self._copies.groups[event.group]] = None
-        self._schedule.expect_not(event.group.key)
+        self._schedule.known.expect_not(event.group.key)
         return True
 
     def memory_released(self, event: events.MemoryReleased) -> bool:
         group = self._copies.groups[event.group]
-        self._schedule.expect_not(event.group.key)
+        self._schedule.known.expect_not(event.group.key)
         self._copies.abandon(group)
         for tier, copy in group.copies.items():
             waited_for = self._requests.is_waited_for(group, tier)

@@ -47,7 +47,7 @@ class KnownEvents:
 
     def _introduce(self, group: GroupRecord) -> None:
         if group.use_order is not UseOrder.ANNOUNCED:
-            self._schedule.introduce(group.id.key, group.use_order)
+            self._schedule.known.introduce(group.id.key, group.use_order)
 
     def recovered(self, event: events.Recovered) -> bool:
         groups = [self._add(found) for found in event.groups]

@@ -24,8 +24,13 @@ class Uses:
     _prefetcher: Prefetcher
     _movement: Movement
 
-    def note(self, group: GroupRecord, stream: int = 0) -> None:
-        """A group was lent, to who uses groups in an order of its own."""
+    def asked(self, group: GroupRecord, stream: int) -> None:
+        """This user is about to be lent a group, or waits for it."""
+        if group.use_order is UseOrder.LEARNED:
+            self._prefetcher.asked(group.number, self._schedule.ask(group.id.key, stream))
+
+    def note(self, group: GroupRecord, stream: int) -> None:
+        """A group was lent to this user."""
         prefetcher = self._prefetcher
         self._policy.used(group.id)
         self._movement.look_ahead = True
@@ -33,14 +38,13 @@ class Uses:
             self._schedule.come(group.id.key, stream)
             prefetcher.came(group.number)
             return
-        self._schedule.advance_past(group.id.key, stream)
-        prefetcher.used(group.number)
+        prefetcher.used(group.number, self._schedule.advance_past(group.id.key, stream))
         if prefetcher.choose_retained(group.number):
             retention = prefetcher.retention
             self._policy.keep(retention.staying, retention.nearer)
 
     def ended(self, event: events.StreamEnded) -> bool:
-        """What was learned of a stream is forgotten."""
+        """What was learned of a user is forgotten."""
         self._schedule.end(event.stream)
         return False
 
@@ -53,7 +57,6 @@ class LeaseEvents:
     _requests: Requests
     _movement: Movement
     _uses: Uses
-    _prefetcher: Prefetcher
 
     def claimed(self, event: events.Claimed) -> bool:
         copies = self._copies
@@ -78,12 +81,11 @@ class LeaseEvents:
         self._copies.refuse_what_never_fits(group.id, group.nbytes, way_up)
         demands = self._requests.demands
         demands[group] = demands.get(group, 0) + 1
-        self._asked(group)
+        self._asked(group, event.stream)
         return not group.present(self._copies.top)
 
-    def _asked(self, group: GroupRecord) -> None:
-        if group.use_order is UseOrder.LEARNED:
-            self._prefetcher.asked(group.number)
+    def _asked(self, group: GroupRecord, stream: int) -> None:
+        self._uses.asked(group, stream)
         self._movement.want_again(group)
 
     def withdrawn(self, event: events.Withdrawn) -> bool:
@@ -113,7 +115,7 @@ class LeaseEvents:
         copies, access = self._copies, event.access
         group = copies.groups[event.group]
         if not event.demanded:
-            self._asked(group)
+            self._asked(group, event.stream)
         if access is Access.UPDATE:
             copies.keep_only(group, copies.top)
         group.exclusive = None if access is Access.READ else access
@@ -181,7 +183,7 @@ class HostLeaseEvents:
         copies.leased += event.purpose is not HostAccess.PERMANENT
         if event.purpose is not HostAccess.READ:
             copies.keep_only(group, copies.host)
-        self._uses.note(group)
+        self._uses.note(group, event.stream)
         return True
 
     def released(self, event: events.HostReleased) -> bool:

@@ -103,7 +103,8 @@ class Movement:
             return
         for dst in tiers:
             blocked = None  # the first group that had no room
-            while (found := self._prefetcher.next_missing(dst, blocked)) is not None:
+            stuck: list[int] = []  # what is not on the tier below yet, by streams of uses
+            while (found := self._prefetcher.next_missing(dst, blocked, stuck)) is not None:
                 number, sooner = found
                 group = self._copies.numbered[number]
                 if (
@@ -112,6 +113,8 @@ class Movement:
                     or not self._copies.can_ever_hold(group)
                 ):
                     self._prefetcher.pass_over(number)
+                elif self._prefetcher.several and not group.present(self._copies.below[dst]):
+                    stuck.append(number)
                 elif not self._fetch_one_early(group, dst, sooner):
                     others = dst is self._copies.host and self._copies.shared.limit
                     if blocked is not None or not others:

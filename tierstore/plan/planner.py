@@ -42,16 +42,17 @@ from tierstore.plan.hint_events import HintEvents
 from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.lease_events import HostLeaseEvents, LeaseEvents, Uses
 from tierstore.plan.movement import Fixpoint, Movement
-from tierstore.plan.policy import Policy, RankingPolicy, policy_named
+from tierstore.plan.policy import Policy, policy_named
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import State
 from tierstore.plan.requests import Requests
-from tierstore.plan.schedule import MEMORY, LearnedOrder, Schedule
+from tierstore.plan.schedule import MEMORY, Schedule
 from tierstore.plan.transfer_events import TransferEvents
-from tierstore.plan.use_streams import EarliestNextUse, UseStreams
+from tierstore.plan.use_streams import UseStreams
 
-NEXT_USE_OF_ALL = "next-use-of-all"
-"""The policy of who serves several streams of uses from one memory. No store is given it."""
+NEXT_USE_UNFORETOLD = "next-use-unforetold"
+"""The policy of who serves users that ask for groups early themselves: nothing is fetched early. No
+store is given it."""
 
 
 class Planner:
@@ -92,7 +93,7 @@ class Planner:
         self._movement = movement
         self._fixpoint = Fixpoint(copies, requests, movement)
         known = KnownEvents(copies, requests, movement, schedule, prefetcher)
-        self._leases = leases = LeaseEvents(copies, requests, movement, uses, prefetcher)
+        self._leases = leases = LeaseEvents(copies, requests, movement, uses)
         self._host_leases = host_leases = HostLeaseEvents(copies, requests, movement, uses)
         hints = HintEvents(copies, requests, eviction, movement, schedule, prefetcher)
         transfers = TransferEvents(copies, requests, movement, prefetcher)
@@ -252,18 +253,31 @@ def planner_for(
     *,
     timed_by_device: bool = False,
     memory: int = MEMORY,
+    foretell: bool = True,
 ) -> Planner:
-    """A planner with the policy of this name, and a schedule that remembers `memory` uses.
+    """A planner with the policy of this name, and a schedule that remembers `memory` uses of each
+    stream. Without `foretell`, or with `NEXT_USE_UNFORETOLD`, nothing is fetched early.
 
-    With `NEXT_USE_OF_ALL` it remembers that many of each stream, and nothing is fetched early.
     Raises ValueError for a policy that there is not, and for budgets without memory above something
     persistent.
     """
-    if policy == NEXT_USE_OF_ALL:
-        streams = UseStreams(lambda: planner.prefetcher.now, memory)
-        order = EarliestNextUse(streams, lambda group: planner.copies.groups[group].nbytes)
-        planner = Planner(budgets, RankingPolicy(order, budgets_of(budgets)), streams)
-        return planner
-    schedule = LearnedOrder(memory)
-    ranking = policy_named(policy, schedule, budgets_of(budgets))
-    return Planner(budgets, ranking, schedule, timed_by_device=timed_by_device)
+
+    def in_use(number: int) -> bool:
+        group = planner.copies.numbered.get(number)
+        if group is None:
+            return False
+        requests = planner.requests
+        lent = bool(group.leases) or group.host_lease not in (None, HostAccess.PERMANENT)
+        return lent or group in requests.demands or group in requests.host_demands
+
+    schedule = UseStreams(
+        lambda: planner.prefetcher.now,
+        in_use,
+        lambda: planner.prefetcher.nbytes,
+        memory=memory,
+        foretell=foretell and policy != NEXT_USE_UNFORETOLD,
+    )
+    named = "next-use" if policy == NEXT_USE_UNFORETOLD else policy
+    ranking = policy_named(named, schedule, budgets_of(budgets))
+    planner = Planner(budgets, ranking, schedule, timed_by_device=timed_by_device)
+    return planner

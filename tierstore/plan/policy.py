@@ -10,17 +10,23 @@ import numpy.typing as npt
 
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import TIERS, Tier, in_memory
-from tierstore.plan.schedule import LearnedOrder
+from tierstore.plan.schedule import Schedule
 from tierstore.plan.use_history import Ranks
 
 _UNEXPECTED = 1e12
 """Above the rank of everything that is expected, below infinity."""
 
+_SHARED = 1e11
+"""Added to the rank of what the stream expects that has the most in memory; below `_UNEXPECTED`."""
+
 _FIRST = 1e14
 """Added to the rank of what should go before all others."""
 
 LEAVING = 3
-"""How many copies on the device count as about to leave it."""
+"""How many copies on the device count as about to leave it, ..."""
+LEAVING_OF_SEVERAL = 1
+"""... and how many where several streams of uses share it. Each has some there that pass through:
+the more of what is on the device the host keeps, too, the more has to be read."""
 
 DISK_COSTS = 4.0
 """How many times as long a group takes from disk as from host memory, roughly."""
@@ -77,6 +83,10 @@ class Order(Protocol):
     def out_of_reach(self, rival: GroupId) -> float:
         """What is fetched early may push out what is above this rank."""
 
+    def spared(self, rows: CopyRows) -> npt.NDArray[np.bool_] | None:
+        """Which rows others should give up their copies for, by their share. None: all are of one
+        stream of uses."""
+
     def number(self, group: GroupId) -> int:
         """By which number `stay` tells of a group."""
 
@@ -93,6 +103,9 @@ class LeastRecentlyUsed:
     def out_of_reach(self, rival: GroupId) -> float:
         return -np.inf
 
+    def spared(self, rows: CopyRows) -> npt.NDArray[np.bool_] | None:
+        return None
+
     def number(self, group: GroupId) -> int:
         return -1  # what was used lately stays
 
@@ -101,13 +114,14 @@ class FarthestNextUse:
     """The copy whose next use is farthest ahead goes first (Belady, 1966), by a learned schedule.
 
     Groups that the schedule does not expect go before all others, the least recently used first.
+    Of several streams of uses, the one that has the most in memory gives up first.
     """
 
-    def __init__(self, schedule: LearnedOrder) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._ranks = np.zeros(0)
         self._layout = -1  # of the rows that were ranked
-        self._epoch = -1  # of the schedule at that time
+        self._epoch: object = None  # of the schedule at that time
 
     @property
     def learning(self) -> bool:
@@ -115,10 +129,11 @@ class FarthestNextUse:
 
     def ranks(self, rows: CopyRows) -> Ranks:
         if rows.layout != self._layout:
-            self._layout, self._epoch = rows.layout, -1
+            self._layout, self._epoch = rows.layout, None
             self._ranks = np.zeros(len(rows.touched))
-        if self._epoch != self._schedule.epoch:
-            self._epoch = self._schedule.epoch
+        if self._schedule.several or self._epoch != self._schedule.epoch:
+            # As time passes, all ranks change that are by the earliest use of several streams.
+            self._epoch = None if self._schedule.several else self._schedule.epoch
             outdated = np.arange(len(rows.groups))
         else:
             outdated = np.fromiter(rows.outdated, dtype=np.int64, count=len(rows.outdated))
@@ -141,11 +156,21 @@ class FarthestNextUse:
     def out_of_reach(self, rival: GroupId) -> float:
         if self._schedule.learning:
             return -np.inf
-        number = np.array([self._schedule.number(rival.key)])
+        number = np.array([self._schedule.known.number(rival.key)])
         return float(self._schedule.farther(self._schedule.ranks(number), HARMLESS)[0])
 
+    def spared(self, rows: CopyRows) -> npt.NDArray[np.bool_] | None:
+        if not self._schedule.several:
+            return None
+        numbers, there = rows.number[: len(rows)], np.zeros(len(rows), dtype=np.bool_)
+        for tier in rows.absent:
+            if not tier.persistent:
+                there |= rows.on(tier)
+        spared: npt.NDArray[np.bool_] = self._schedule.spared(numbers[there])[numbers]
+        return spared
+
     def number(self, group: GroupId) -> int:
-        return self._schedule.number(group.key)
+        return self._schedule.known.number(group.key)
 
 
 class CopyRows:
@@ -283,6 +308,17 @@ class RankingPolicy:
         self._nearer = nearer
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
+        spared = self._order.spared(self._rows)
+        leaving = LEAVING if spared is None else LEAVING_OF_SEVERAL
+        found = self._ranked(tier, rival, leaving)
+        if spared is not None:
+            if tier is self._device:  # what the host has, too, is no loss for a stream
+                spared &= ~self._rows.on(self._host)
+            found[~spared] += _SHARED
+        return _descending(self._rows.groups, found)
+
+    def _ranked(self, tier: Tier, rival: GroupId | None, leaving: int) -> Ranks:
+        """By row, how little a copy on `tier` would be missed; -infinity for what must stay."""
         rows = self._rows
         ranks = self._order.ranks(rows)[: len(rows)]
         found = ranks + rows.absent[tier][: len(rows)]
@@ -292,7 +328,7 @@ class RankingPolicy:
         if rival in rows.row:
             found[rows.row[rival]] = -np.inf
         if tier is self._host:
-            settled = self._settled(ranks, self._device)
+            settled = self._settled(ranks, self._device, leaving)
             if self._below:
                 self._miss_less(found, rows.on(self._disk) & self._is_below())
             found[settled] += _FIRST
@@ -300,13 +336,13 @@ class RankingPolicy:
         elif tier is self._device:
             self._miss_less(found, rows.on(self._host))
         elif tier is self._disk and self._below:
-            settled = self._settled(ranks, self._host)
+            settled = self._settled(ranks, self._host, leaving)
             found[settled[self._is_below()[settled]]] += _FIRST
             if isinstance(self._order, FarthestNextUse) and self._order.learning:
                 # What was there before the first pass is needed in it: no prefetch takes its room.
                 unused = ~rows.used[: len(rows)]
                 found[unused] -= _FIRST if rival is None else np.inf
-        return _descending(rows.groups, found)
+        return found
 
     def _miss_less(self, ranks: Ranks, there_too: npt.NDArray[np.bool_]) -> None:
         """Raise the ranks of copies whose groups are on the tier below, too, at less than it costs
@@ -333,12 +369,12 @@ class RankingPolicy:
         farther = self._order.farther(self._rows, ranks[kept], self._nearer)
         ranks[kept] = -np.inf if closed else farther
 
-    def _settled(self, ranks: Ranks, on: Tier | None) -> Rows:
+    def _settled(self, ranks: Ranks, on: Tier | None, leaving: int) -> Rows:
         """What is on this tier, not about to leave it, and safe on disk or below."""
-        if on is None or self._rows.copies[on] <= LEAVING:
+        if on is None or self._rows.copies[on] <= leaving:
             return _NONE
         there = np.flatnonzero(self._rows.on(on))
-        staying: Rows = there[np.argsort(ranks[there])[:-LEAVING]]
+        staying: Rows = there[np.argsort(ranks[there])[:-leaving]]
         return staying.compress(self._rows.saved(staying))
 
 
@@ -364,9 +400,7 @@ def _descending(groups: list[GroupId], ranks: Ranks) -> Iterator[GroupId]:
 POLICIES = ("next-use", "lru")
 
 
-def policy_named(
-    name: str, schedule: LearnedOrder, tiers: Iterable[Tier] = TIERS.values()
-) -> Policy:
+def policy_named(name: str, schedule: Schedule, tiers: Iterable[Tier] = TIERS.values()) -> Policy:
     """The policy of this name, ranking by `schedule` where it ranks by a schedule."""
     if name == "next-use":
         return RankingPolicy(FarthestNextUse(schedule), tiers)

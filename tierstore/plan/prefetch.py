@@ -10,6 +10,10 @@ fetched now.
 Times are measured, not assumed: the computing that follows the use of a group, and the bytes per
 second of each hop, as moving averages. Until they are known, about two groups are fetched ahead.
 
+Where several streams of uses go on beside each other, each has its own time: a use is expected
+after the computing of its own stream before it. What they foretell is looked at in the order of
+these times, as if it were one order.
+
 Hops are looked at one by one. Disk to host needs room in host memory, host to device room on the
 device. As the disk is the slower of the two, its hop looks further ahead all by itself.
 """
@@ -17,34 +21,29 @@ device. As the disk is the slower of the two, its hop looks further ahead all by
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore.model import shares
 from tierstore.model.tiers import Tier, in_memory
+from tierstore.plan.foreseen import NEAR, Foreseen, values_of
+from tierstore.plan.hop_speed import HopSpeed
 from tierstore.plan.matching import Numbers
 from tierstore.plan.pools import Sizes
 from tierstore.plan.retention import RetentionSet
 from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
-"""Uses that are looked ahead at."""
-IN_FLIGHT = 32 << 20
-"""Bytes on their way over one hop that keep it busy, while none of its copies are ending. More
-would only take room earlier."""
+"""Uses that are looked ahead at, of all streams together, ..."""
+LEAST = 50
+"""... and of each at least."""
 AT_ONCE = 4
 """Copies on their way over one hop, however small."""
-NAMED_TIMES = 2
-"""How many times as many bytes may be on their way of what the caller itself says comes."""
 STEADY = 0.1
 """How far, on average, the latest times may be from what was expected."""
-NEAR = 1
-"""A group that is missing and comes within so many uses is fetched in any case."""
 CAUTION = 1.15
 """How much longer than measured a transfer may take, ..."""
 SLACK = 0.5
@@ -52,56 +51,8 @@ SLACK = 0.5
 
 _WEIGHT = 0.25
 _OUTLIER = 4.0
-_REMEMBERED = 0.8
 _SURPRISED = 0.05
 _ROOM = 16
-
-
-@dataclass(slots=True)
-class HopSpeed:
-    """One way between neighbouring tiers: what moves on it now, and how fast it was.
-
-    Of its `copies`, some are `ending`: their last bytes move, and there is room for the next.
-    """
-
-    copies: int = 0
-    ending: int = 0
-    nbytes: int = 0
-    free_at: float = 0.0
-    _bytes: float = 0.0
-    _seconds: float = 0.0
-
-    def begin(self, nbytes: int) -> None:
-        """A copy was instructed."""
-        self.copies += 1
-        self.nbytes += nbytes
-
-    def end(self, nbytes: int) -> None:
-        """A copy is over. `measure` says how long it took, now or later."""
-        self.copies -= 1
-        self.nbytes -= nbytes
-
-    def measure(self, nbytes: int, began: float, ended: float, *, counts: bool = True) -> None:
-        """So many bytes moved between these times. It `counts` unless they moved in vain."""
-        # Copies share the hop: what one took is the time since the one before was done.
-        seconds = ended - max(began, self.free_at)
-        self.free_at = ended
-        if counts and seconds > 0:
-            self._bytes = _REMEMBERED * self._bytes + nbytes
-            self._seconds = _REMEMBERED * self._seconds + seconds
-
-    def most_bytes(self, budget: int | None, *, named: bool) -> float:
-        """Bytes that may be on their way to a tier of `budget` at once, if there are several
-        copies; more if the next one is `named` by the caller."""
-        share = math.inf if budget is None else budget // shares.IN_FLIGHT
-        if named:
-            return NAMED_TIMES * share
-        return share if self.ending == self.copies else min(IN_FLIGHT, share)
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes per second; None before the first measurement."""
-        return self._bytes / self._seconds if self._seconds else None
 
 
 @dataclass
@@ -119,7 +70,7 @@ class Prefetcher:
     Groups go by the numbers of the schedule. `budgets` are the planner's; `now` is the time of the
     latest event, in seconds. Where groups are used on a device that works later than it is told to,
     that time says only how long its caller takes to tell it; then uses are `timed_by_device`, which
-    tells (`ran`) how long it computes.
+    tells (`ran`) how long it computes. A stream goes by its place in the schedule.
     """
 
     def __init__(
@@ -142,7 +93,7 @@ class Prefetcher:
         self.retention = RetentionSet(schedule, budgets[self._host])
         # By number: bytes, seconds of computing after a use, on which tiers it has room, and for
         # how many bytes it should have some, had it time.
-        self._nbytes = np.zeros(_ROOM, dtype=np.int64)
+        self.nbytes = np.zeros(_ROOM, dtype=np.int64)
         self._seconds = np.zeros(_ROOM)
         self._held = {tier: np.zeros(_ROOM, dtype=np.bool_) for tier in self._tiers}
         self._lacking = {tier: np.zeros(_ROOM) for tier in self._tiers}
@@ -153,23 +104,24 @@ class Prefetcher:
         self._known_bytes = 0
         self._on_top = 0
         self._surprise = 1.0  # how far the latest times were from what was expected
-        self._use: _Use | None = None
-        self._asked_since: float | None = None  # when somebody began to wait for a group
+        # By stream: the use that goes on, and since when it waits for a group.
+        self._uses: dict[int, _Use] = {}
+        self._asked_since: dict[int, float] = {}
 
     # Books -------------------------------------------------------------------------------------
 
     def know(self, number: int, nbytes: int, *, shared: bool = False) -> None:
         """A group of `nbytes` bytes is known by this number."""
-        if number >= len(self._nbytes) - 1:  # the last place is nobody's
+        if number >= len(self.nbytes) - 1:  # the last place is nobody's
             more = number  # at least as much again
-            self._nbytes, self._seconds, self._fetchable, self._highest = (
+            self.nbytes, self._seconds, self._fetchable, self._highest = (
                 np.append(array, np.zeros(more, array.dtype))
-                for array in (self._nbytes, self._seconds, self._fetchable, self._highest)
+                for array in (self.nbytes, self._seconds, self._fetchable, self._highest)
             )
             for by_tier in (self._held, self._lacking):
                 for tier, array in by_tier.items():
                     by_tier[tier] = np.append(array, np.zeros(more, array.dtype))
-        self._nbytes[number] = nbytes
+        self.nbytes[number] = nbytes
         self._fetchable[number] = True
         if shared:
             self.sizes.shared.add(number)
@@ -182,15 +134,15 @@ class Prefetcher:
     def forget(self, number: int) -> None:
         """The group is gone, or another now goes by its number."""
         self._known -= 1
-        self._known_bytes -= int(self._nbytes[number])
+        self._known_bytes -= int(self.nbytes[number])
         self.sizes.shared.discard(number)
         for tier in self._tiers:
             self.gave_up(number, tier)
-        self._nbytes[number] = 0
+        self.nbytes[number] = 0
         self._fetchable[number] = False
         self._see(number)
-        if self._use is not None and self._use.number == number:
-            self._use = None
+        for stream in [s for s, use in self._uses.items() if use.number == number]:
+            del self._uses[stream]
         if self._running is not None and self._running.number == number:
             self._running = None
 
@@ -204,7 +156,7 @@ class Prefetcher:
 
     def took_early(self, number: int, tier: Tier) -> None:
         """The group is being copied to `tier` before anybody asked for it."""
-        self._early[tier][number] = int(self._nbytes[number])
+        self._early[tier][number] = int(self.nbytes[number])
 
     def gave_up(self, number: int, tier: Tier) -> None:
         """The group has no room on `tier` any more."""
@@ -229,7 +181,7 @@ class Prefetcher:
     def check(self, nbytes: Mapping[int, int], held: Mapping[Tier, set[int]]) -> None:
         """Assert that these groups are known, with their bytes, and have room on these tiers."""
         assert (self._known, self._known_bytes) == (len(nbytes), sum(nbytes.values()))
-        assert all(self._nbytes[number] == known for number, known in nbytes.items())
+        assert all(self.nbytes[number] == known for number, known in nbytes.items())
         for tier, on_tier in self._held.items():
             assert set(np.flatnonzero(on_tier).tolist()) == held[tier], tier.name
         assert self._on_top == len(held[self._tiers[0]])
@@ -237,19 +189,18 @@ class Prefetcher:
     def _see(self, number: int) -> None:
         """Note where the group is missing: not where it is nearer already."""
         wanted, highest = self._fetchable.item(number), self._highest.item(number)
-        nbytes = max(self._nbytes.item(number), 1)  # it is missing even if it has none
+        nbytes = max(self.nbytes.item(number), 1)  # it is missing even if it has none
         for tier in self._tiers:
             wanted = wanted and not self._held[tier].item(number)
             self._lacking[tier][number] = nbytes if wanted and highest <= tier else 0
 
     # Times -------------------------------------------------------------------------------------
 
-    def asked(self, number: int) -> None:
-        """Somebody asks for a group: the computing after the last use is over."""
+    def asked(self, number: int, stream: int = 0) -> None:
+        """A stream asks for a group: the computing after its last use is over."""
         now = self.now
-        if self._asked_since is None:
-            self._asked_since = now
-        use = self._use
+        self._asked_since.setdefault(stream, now)
+        use = self._uses.get(stream)
         if use is None:
             return
         use.spent += now - use.resumed
@@ -257,7 +208,7 @@ class Prefetcher:
         if use.number != number:
             if not self._timed_by_device:
                 self._learn(use.number, use.spent)
-            self._use = None
+            del self._uses[stream]
 
     def _learn(self, number: int, spent: float) -> None:
         """A use is over: so many seconds of computing followed it."""
@@ -275,20 +226,19 @@ class Prefetcher:
         """The seconds of computing that follow a use."""
         return self._seconds.item(number)
 
-    def used(self, number: int) -> None:
-        """A group was lent: computing goes on."""
+    def used(self, number: int, stream: int = 0) -> None:
+        """A group was lent: the computing of a stream goes on."""
         self.came(number)
-        now = self.now
-        if self._asked_since is not None:
-            if not self._timed_by_device:
-                self.retention.passed(waited=now - self._asked_since)
-            self._asked_since = None
+        now, use = self.now, self._uses.get(stream)
+        asked = self._asked_since.pop(stream, None)
+        if asked is not None and not self._timed_by_device:
+            self.retention.passed(waited=now - asked)
         if number < 0:
-            self._use = None  # nothing is foreseen of an older version
-        elif self._use is None or self._use.number != number:
-            self._use = _Use(number, now)
+            self._uses.pop(stream, None)  # nothing is foreseen of an older version
+        elif use is None or use.number != number:
+            self._uses[stream] = _Use(number, now)
         else:
-            self._use.resumed = now
+            use.resumed = now
 
     def ran(self, number: int, asked: float, began: float) -> None:
         """On the device a use began, for which it had waited since it was `asked` for."""
@@ -307,9 +257,9 @@ class Prefetcher:
         for early in self._early.values():
             early.pop(number, None)
 
-    def _remaining(self) -> float:
+    def _remaining(self, stream: int) -> float:
         """Seconds of computing that are left of the use that goes on."""
-        use = self._use
+        use = self._uses.get(stream)
         if use is None:
             return 0.0
         spent = use.spent + self.now - use.resumed
@@ -322,15 +272,20 @@ class Prefetcher:
         before = (self.retention.staying, self.retention.nearer)
         if length := self.retention.round_of(number):
             order = self._schedule.ahead(length)
-            order = order[order < len(self._nbytes)]
+            order = order[order < len(self.nbytes)]
             for nearer in self._tiers:
                 if nearer < self._host:
                     order = order[~self._held[nearer][order]]
             speed = self.hops[self._way_to[self._host]].bandwidth
             if speed is not None and len(order):
                 self.retention.beside = self.sizes.beside(self._host)
-                self.retention.begin_round(order, self._nbytes[order], self._seconds[order], speed)
+                self.retention.begin_round(order, self.nbytes[order], self._seconds[order], speed)
         return (self.retention.staying, self.retention.nearer) != before
+
+    @property
+    def several(self) -> bool:
+        """Whether several streams of uses go on beside each other."""
+        return self._schedule.several
 
     # The question ------------------------------------------------------------------------------
 
@@ -351,63 +306,116 @@ class Prefetcher:
             math.isfinite(ranks[1]) and self._schedule.farther(ranks[:1], 4.0)[0] >= ranks[1]
         )
 
-    def next_missing(self, dst: Tier, without: bool | None = None) -> tuple[int, Numbers] | None:
+    def next_missing(
+        self, dst: Tier, without: bool | None = None, stuck: Collection[int] = ()
+    ) -> tuple[int, Numbers] | None:
         """The group to copy to `dst` now, if any, and those that are used before it.
 
         None: nothing is missing, or there is time. A group that is nearer than `dst` already is
         not missing. `without`: those that are shared, if it is true, or those that are not, are not
-        to be fetched now.
+        to be fetched now. Nor is what follows in a stream that waits for a `stuck` group.
         """
         hop = self.hops[self._way_to[dst]]
         if hop.copies >= AT_ONCE:
             return None
-        ahead = self._schedule.ahead(WINDOW)
-        if not len(ahead):
-            return None
-        lacking = _of(self._lacking[dst], ahead)
+        foreseen = self._foreseen(dst)
+        ahead = foreseen.numbers
+        lacking = values_of(self._lacking[dst], ahead)
         if without is not None:
             lacking[np.isin(ahead, list(self.sizes.shared)) == without] = 0
-        first = int((lacking > 0).argmax())
-        if not lacking.item(first):
+        if stuck:
+            lacking[foreseen.of_streams_of(stuck)] = 0
+        first = int((lacking > 0).argmax()) if len(ahead) else 0
+        if not len(ahead) or not lacking.item(first):
             return None
         number = ahead.item(first)
-        nbytes, foretold = self._nbytes.item(number), self._schedule.foretold()
-        most = hop.most_bytes(self.sizes.of(dst), named=first < foretold)
+        nbytes, foretold = self.nbytes.item(number), self._schedule.known.foretold()
+        sure = first < foretold + foreseen.sure
+        most = hop.most_bytes(self.sizes.of(dst), named=sure)
         if hop.copies and hop.nbytes + nbytes > most:
             return None
-        if self._is_early_enough(dst, nbytes, first < foretold):
+        if self._is_early_enough(dst, nbytes, sure):
             return None
-        if not self._now_or_never(hop, dst, ahead, first, foretold):
+        if not self._now_or_never(hop, dst, foreseen, first, foretold):
             return None
         return number, ahead[:first]
 
-    def _is_early_enough(self, dst: Tier, nbytes: int, foretold: bool) -> bool:
-        """Whether what was fetched early, and waits to be used, takes all that it may take."""
+    def _foreseen(self, dst: Tier) -> Foreseen:
+        """What the caller named, and what is foretold, soonest first. Of several streams, nothing
+        if they miss nothing on `dst`."""
+        streams = self._schedule.streams(WINDOW) if self._schedule.several else ()
+        if not streams:
+            return Foreseen(self._schedule.ahead(WINDOW))
+        window = max(WINDOW // len(streams), LEAST)
+        streams = [(stream, numbers[:window]) for stream, numbers in streams]
+        named = self._schedule.known.named()
+        merged = np.concatenate([numbers for _, numbers in streams])
+        if not values_of(self._lacking[dst], merged).any() and not len(named):
+            return Foreseen(merged[:0])  # as it is nearly always: all that follows takes time
+        # What a device computes for one stream, it does beside what it computes for the others.
+        slower = len(streams) if self._timed_by_device else 1
+        until, places = [], []
+        for stream, numbers in streams:
+            computing = values_of(self._seconds, numbers)
+            # A use comes after the computing of those before it: the last has no part in that.
+            before = np.concatenate([[self._remaining(stream)], computing])[: len(numbers)]
+            until.append(slower * before.cumsum())
+            places.append(np.full(len(numbers), stream))
+        times = np.concatenate(until)
+        turns = np.concatenate([np.arange(len(numbers)) for _, numbers in streams])
+        # What each stream uses next is near, whatever is known of times: who computes on a device
+        # asks for it long before the device gets there.
+        near = turns < NEAR
+        times[near] = 0.0
+        soonest = np.lexsort((turns, times))[:WINDOW]
+        return Foreseen(
+            np.concatenate([named, merged[soonest]]),
+            np.concatenate([np.zeros(len(named)), times[soonest]]),
+            np.concatenate([np.full(len(named), -1), np.concatenate(places)[soonest]]),
+            int(near.sum()),
+            int(near.sum()),
+        )
+
+    def _is_early_enough(self, dst: Tier, nbytes: int, sure: bool) -> bool:
+        """Whether what was fetched early, and waits to be used, takes all that it may take. That is
+        more for what is `sure` to come next: what the caller named, or one group of each stream."""
         early, budget = self._early[dst], self.sizes.of(dst)
         if not early or budget is None:
             return False
         share = shares.EARLY_IF_STEADY if self._surprise < STEADY else shares.EARLY
-        if foretold:
+        if sure:
             share = shares.EARLY_IF_NAMED
         return sum(early.values()) + nbytes > budget // share
 
     def _now_or_never(
-        self, hop: HopSpeed, dst: Tier, ahead: Numbers, first: int, foretold: int
+        self,
+        hop: HopSpeed,
+        dst: Tier,
+        foreseen: Foreseen,
+        first: int,
+        foretold: int,
     ) -> bool:
+        """Whether the first that is missing must be fetched now."""
+        ahead = foreseen.numbers
         if first < foretold:
             return self._is_within(dst, ahead[: first + 1])
         bandwidth = hop.bandwidth
         if bandwidth is None or self._schedule.learning:
             return self._is_near(dst, ahead[foretold : first + 1])
-        if first - foretold < NEAR:
+        if first - foretold < foreseen.near:
             return True
         # Late is a missing group if the bytes missing up to it, and half of it besides, take longer
         # than the computing before it. Compared as bytes, with few arrays: this is asked with each
         # use and each arrival. What is not missing is never later than the missing group before it.
-        computing = _of(self._seconds, ahead)
-        until_first = self._remaining() + float(computing[:first].sum())
-        computing = computing[first:] * bandwidth
-        coming = _of(self._lacking[dst], ahead[first:])
+        until = foreseen.until
+        if until is None:
+            computing = values_of(self._seconds, ahead)
+            until_first = self._remaining(self._schedule.place) + float(computing[:first].sum())
+            computing = computing[first:] * bandwidth
+        else:
+            until_first = until.item(first)
+            computing = np.diff(until[first:], append=until[-1]) * bandwidth
+        coming = values_of(self._lacking[dst], ahead[first:])
         behind = coming * CAUTION
         behind -= computing
         late = behind.cumsum()
@@ -421,7 +429,7 @@ class Prefetcher:
         budget = self.sizes.of(dst)
         if budget is None or len(numbers) < 2:
             return True
-        return _sum(self._nbytes, numbers, set(numbers.tolist())) <= budget // shares.NAMED_AHEAD
+        return _sum(self.nbytes, numbers, set(numbers.tolist())) <= budget // shares.NAMED_AHEAD
 
     def _is_near(self, dst: Tier, numbers: Numbers) -> bool:
         """Whether the groups are few, and take a small enough share of the tier, or are only one.
@@ -431,7 +439,7 @@ class Prefetcher:
         if len(numbers) < 2:
             return True
         different, budget = set(numbers.tolist()), self.sizes.of(dst)
-        nbytes = _sum(self._nbytes, numbers, different)
+        nbytes = _sum(self.nbytes, numbers, different)
         few = len(different) <= 2 or nbytes * self._known <= 2 * self._known_bytes
         return few and (budget is None or nbytes <= budget // shares.UNTIMED_AHEAD)
 
@@ -440,9 +448,4 @@ def _sum(nbytes: Numbers, numbers: Numbers, different: set[int]) -> int:
     """The bytes of different groups."""
     if len(different) < len(numbers):
         numbers = np.array(list(different))
-    return sum(_of(nbytes, numbers).tolist())
-
-
-def _of(array: npt.NDArray[Any], numbers: Numbers) -> npt.NDArray[Any]:
-    """An array's values at these numbers. Of who never was known, they are those of nobody."""
-    return array.take(numbers, None, None, "clip")
+    return sum(values_of(nbytes, numbers).tolist())

@@ -15,15 +15,17 @@ anew only when one of the two places foretold something else. Then `epoch` chang
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from tierstore.model.tiers import UseOrder
-from tierstore.plan.fallback_orders import RegistrationOrder, RoutedUses, UseRates
+from tierstore.plan.fallback_orders import RoutedUses, UseRates
+from tierstore.plan.known_keys import SOON, KnownKeys
 from tierstore.plan.matching import Numbers
 from tierstore.plan.use_history import Ranks, UseHistory
 
@@ -31,13 +33,8 @@ MEMORY = 8192
 LEARNING_RATE = 0.1
 GUESSED = 0.5  # how much a wrong prediction counts at a place where none came true yet
 TRUSTED = 0.5
-PATIENCE = 64
-"""Uses after which a key that the caller said comes next is no longer waited for."""
 HINTS = 4
 """How many keys the order of registration foretells: a wrong hint costs up to 1.85 x the reads."""
-
-SOON = -1e15
-"""What the caller expects ranks above it by its steps; all other ranks are far above that."""
 
 _ROOM = 16
 
@@ -45,38 +42,45 @@ _NOBODY: Numbers = np.zeros(0, dtype=np.int64)
 
 
 class Schedule(Protocol):
-    """What a planner learns the order of uses with. It numbers the groups, by their keys.
+    """What a planner learns the order of uses with. Groups are numbers, as `known` tells.
 
-    `LearnedOrder` says what each of its methods does, where one order is learned of all uses.
+    `LearnedOrder` says what each of its methods does, where one order is learned of all uses;
+    `UseStreams`, where there may be several. While `several` is true, ranks are seconds.
     """
+
+    known: KnownKeys
+
+    @property
+    def epoch(self) -> object:
+        """Another one when ranks have changed, but not for the key that was just used alone."""
+
+    @property
+    def several(self) -> bool:
+        """Whether several streams of uses go on beside each other."""
+
+    @property
+    def place(self) -> int:
+        """The place of the only order whose uses go on, unless there are `several`."""
 
     @property
     def learning(self) -> bool:
         """Whether nothing has been seen twice yet."""
 
-    def number(self, key: str) -> int:
-        """The number of `key`."""
+    @property
+    def routed(self) -> RoutedUses:
+        """The uses of keys that data choose, of one order."""
 
-    def introduce(self, key: str, order: UseOrder = UseOrder.LEARNED) -> None:
-        """A group is registered."""
+    def ask(self, key: str, stream: int = 0) -> int:
+        """Note that the user `stream` is about to use `key`. Returns the place of its order."""
 
-    def forget(self, key: str) -> None:
-        """A group is gone."""
+    def advance_past(self, key: str, stream: int = 0) -> int:
+        """Note that `key` has just been used by `stream`. Returns the place of its order."""
 
-    def expect(self, keys: Iterable[str]) -> None:
-        """The caller says that these keys come next, in this order."""
-
-    def expect_not(self, key: str) -> None:
-        """The caller does not expect the key any more."""
-
-    def advance_past(self, key: str, stream: int = 0) -> None:
-        """Note that `key` has just been used, in this stream of uses."""
-
-    def come(self, key: str, stream: int = 0) -> None:
-        """Note a use of which no order is learned."""
+    def come(self, key: str, stream: int = 0) -> int:
+        """Note a use of which no order is learned. Returns the place of the user's order."""
 
     def end(self, stream: int) -> None:
-        """A stream is over."""
+        """A user is gone, and what was learned of its uses is of no use any more."""
 
     def round(self, number: int) -> int:
         """After how many uses the group in use comes again; 0 if that is not known."""
@@ -93,8 +97,13 @@ class Schedule(Protocol):
     def ahead(self, count: int) -> Numbers:
         """The numbers of what the caller named, and of `count` others at most, soonest first."""
 
-    def foretold(self) -> int:
-        """How many of them the caller named."""
+    def streams(self, count: int) -> Sequence[tuple[int, Numbers]]:
+        """For each stream that goes on, the place of its order, and the numbers of the uses that
+        it foretells, so many at most."""
+
+    def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        """By number, what a stream expects that does not have the most in memory, if these numbers
+        are in memory."""
 
 
 class LearnedOrder:
@@ -107,26 +116,49 @@ class LearnedOrder:
     came true (wrong guesses count half); keys are then ranked by decayed access rates, or not at
     all (infinity for every key) during the first pass. The memory grows to twice the number of
     registered keys, so that a pass over them fits. `history`, `rates` and `routed` are there to be
-    looked at.
+    looked at. Orders that share `known` number keys alike.
     """
 
-    def __init__(self, memory: int = MEMORY) -> None:
-        self.epoch = 0
+    several = False
+    place = 0
+
+    def __init__(self, memory: int = MEMORY, known: KnownKeys | None = None) -> None:
+        self.known = known = KnownKeys() if known is None else known
         self._memory = memory
-        self._numbers: dict[str, int] = {}
-        self._keys: list[str] = []  # by number
-        self._spare: list[int] = []  # numbers that are nobody's
-        self._kept: set[str] = set()  # keys whose number somebody was told
+        self._epoch = 0
         self.history = UseHistory(_ROOM)
         self.rates = UseRates(_ROOM)
         self.routed = RoutedUses(_ROOM)
+        self.latest: str | None = None  # the key used last
         self._used = 0  # how many uses had a place in the order
-        self._registered = RegistrationOrder()
-        self._latest: str | None = None  # the key used last
         self._tested = False  # whether a prediction came true since the history matches
         self._confidence = 1.0
-        self._hints: Numbers | None = None  # made when somebody asks
-        self._expected: dict[str, int] = {}  # key -> the use by which it must have come
+        self._hints: tuple[int, Numbers] = -1, _NOBODY  # as of which registration
+        known.orders.append(self)
+        for number in range(len(known.keys)):
+            self.begin_number(number)
+        for number in known.routed:
+            self.routed.add(number)
+
+    def copy(self) -> LearnedOrder:
+        """Another order that has learned the same, and knows the same keys."""
+        other = LearnedOrder(self._memory, self.known)
+        other.history, other.rates, other.routed = copy.deepcopy(
+            (self.history, self.rates, self.routed)
+        )
+        other.latest, other._used = self.latest, self._used
+        other._tested, other._confidence = self._tested, self._confidence
+        return other
+
+    def end_all(self) -> None:
+        """Nothing is learned any more: the known keys need not be numbered for this order."""
+        self.known.orders.remove(self)
+        self.known.forget_the_unused()
+
+    @property
+    def epoch(self) -> int:
+        """Grows when ranks change."""
+        return self._epoch + self.known.epoch
 
     @property
     def trusted(self) -> bool:
@@ -140,89 +172,58 @@ class LearnedOrder:
 
     # Keys and their numbers --------------------------------------------------------------------
 
-    def number(self, key: str) -> int:
-        """The number of `key`."""
-        self._kept.add(key)
-        return self._number(key)
-
-    def _number(self, key: str) -> int:
-        found = self._numbers.get(key)
-        if found is not None:
-            return found
-        if self._spare:
-            number = self._spare.pop()
-            self._keys[number] = key
-        else:
-            number = len(self._keys)
-            self._keys.append(key)
-            if number == len(self.history.last):
-                self.history.make_room()
-                self.rates.make_room()
-                self.routed.make_room()
-        self._numbers[key] = number
-        self.rates.clear(number)
-        self.routed.clear(number)
-        span = 2.0 ** math.ceil(math.log2(len(self._numbers)))
+    def begin_number(self, number: int) -> None:
+        """This number is another key's from now on: of its uses nothing is known."""
+        while number >= len(self.history.last):
+            self.history.make_room()
+            self.rates.make_room()
+            self.routed.make_room()
+        self.clear_number(number)
+        span = 2.0 ** math.ceil(math.log2(max(len(self.known.numbers), 1)))
         if span != self.rates.span:
             self.rates.span = span
-            self.epoch += 1
-        return number
+            self._epoch += 1
 
-    def introduce(self, key: str, order: UseOrder = UseOrder.LEARNED) -> None:
-        """A group is registered. What data choose has no place in an order."""
-        if order is UseOrder.ROUTED:
-            self.routed.add(self.number(key))
-            self.epoch += 1
-            return
-        self._hints = None
-        self.number(key)
-        self._registered.add(key)
-
-    def forget(self, key: str) -> None:
-        """A group is gone."""
-        if self._registered.remove(key):
-            self._hints = None
-        self._kept.discard(key)
-        if self._expected.pop(key, None) is not None:
-            self.epoch += 1
-        number = self._numbers.get(key)
-        if number is None:
-            return
+    def clear_number(self, number: int) -> None:
+        """The key of this number is gone. It keeps its places in the history, for now."""
         self.rates.clear(number)
         self.routed.clear(number)
-        if self.history.last[number] < 0:
-            self._spare.append(
-                self._numbers.pop(key)
-            )  # else it has a place in the history, for now
 
-    def expect(self, keys: Iterable[str]) -> None:
-        """The caller says that these keys come next, in this order."""
-        for key in keys:
-            self._number(key)
-            self._expected.pop(key, None)
-            # A caller who changes their mind must not keep the room taken for ever.
-            self._expected[key] = self.rates.clock + PATIENCE + 2 * len(self._expected)
-        self.epoch += 1
+    def route_number(self, number: int) -> None:
+        """Data choose the key of this number."""
+        self.routed.add(number)
 
-    def expect_not(self, key: str) -> None:
-        """The caller does not expect the key any more."""
-        if self._expected.pop(key, None) is not None:
-            self.epoch += 1
+    def remembers(self, number: int) -> bool:
+        """Whether the history has a use of this number."""
+        return bool(self.history.last[number] >= 0)
 
     # Learning ----------------------------------------------------------------------------------
 
-    def advance_past(self, key: str, stream: int = 0) -> None:
+    def ask(self, key: str, stream: int = 0) -> int:
+        """All uses are one order here."""
+        return 0
+
+    def advance_past(self, key: str, stream: int = 0) -> int:
         """Note that `key` has just been used. The uses of all streams are one order here."""
-        again, self._latest, self._hints = key == self._latest, key, None
+        again, self.latest, self._hints = key == self.latest, key, (-1, _NOBODY)
         # First of all, as it may take away this key's number, and the place that matches.
         if self.history.full and not again:
             self._forget_the_oldest()
-        number = self._number(key)
+        number = self.known.number_for_now(key)
         self.rates.count(number)
-        self._come(key)
+        self.known.clock += 1
+        self.known.come(key)
         if not again:
             self._used += 1
             self._learn(number)
+        return 0
+
+    def foresees(self, key: str) -> bool:
+        """Whether this is the key that comes next, or is in use."""
+        number = self.known.numbers.get(key)
+        if key == self.latest or number is None:
+            return key == self.latest
+        return self.history.foretells(self.history.place, number)
 
     def _learn(self, number: int) -> None:
         history = self.history
@@ -235,46 +236,39 @@ class LearnedOrder:
         changed = history.add(number)
         # Where nothing is ranked by places, only the key just used has another rank than before.
         if (self.trusted, self.learning) != before or (self.trusted and changed):
-            self.epoch += 1
+            self._epoch += 1
 
     def end(self, stream: int) -> None:
         """A stream is over. Of one order for all, nothing is forgotten."""
 
-    def come(self, key: str, stream: int = 0) -> None:
+    def come(self, key: str, stream: int = 0) -> int:
         """Note that `key`, which the caller expected or data chose, was used. Of an order, nothing
         is learned from that."""
-        number = self._numbers.get(key)
+        numbers = self.known.numbers
+        number = numbers.get(key)
         if number is not None and self.routed.has(number):
             self.rates.count(number)
-            turn = self._numbers.get(self._latest or "", number)
-            self.routed.count(number, turn, self._used, len(self._numbers))
+            turn = numbers.get(self.latest or "", number)
+            self.routed.count(number, turn, self._used, len(numbers))
         else:
             self.rates.clock += 1
-        self._come(key)
-
-    def _come(self, key: str) -> None:
-        """What was expected has come, or has not come for too long."""
-        now = self.rates.clock
-        over = [k for k, limit in self._expected.items() if k == key or limit < now]
-        for gone in over:
-            self.expect_not(gone)
+        self.known.clock += 1
+        self.known.come(key)
+        return 0
 
     def _forget_the_oldest(self) -> None:
         """Make room, and keep the newest half, or enough for twice the registered keys."""
-        self.history.forget_the_oldest(max(self._memory, 2 * len(self._registered)))
-        self.epoch += 1
-        for key, number in list(self._numbers.items()):
-            unused = self.history.last[number] < 0
-            if unused and key not in self._kept and key not in self._expected:
-                self._spare.append(self._numbers.pop(key))
+        self.history.forget_the_oldest(max(self._memory, 2 * len(self.known.registered)))
+        self._epoch += 1
+        self.known.forget_the_unused()
 
     # Predicting --------------------------------------------------------------------------------
 
     def steps_until(self, key: str) -> float:
         """How many uses ahead `key` is expected; infinity if it is not expected at all."""
-        if key in self._expected:
-            return 1.0 + list(self._expected).index(key)
-        number = self._numbers.get(key)
+        if key in self.known.expected:
+            return 1.0 + list(self.known.expected).index(key)
+        number = self.known.numbers.get(key)
         if number is None or self.learning:
             return math.inf
         if self.trusted:
@@ -284,7 +278,7 @@ class LearnedOrder:
 
     def round(self, number: int) -> int:
         """After how many uses the group in use, `number`, comes again; 0 if that is not known."""
-        if not self.trusted or self._expected:
+        if not self.trusted or self.known.expected:
             return 0
         away = float(self.history.next_places()[number]) - self.history.place
         return int(away) if math.isfinite(away) else 0
@@ -295,24 +289,27 @@ class LearnedOrder:
 
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
+        ranks = self.learned_ranks(numbers)
+        if not self.known.expected:
+            return ranks
+        sooner: Ranks = np.minimum(self.known.soon()[numbers], ranks)
+        return sooner  # than anything that was learned
+
+    def learned_ranks(self, numbers: Numbers) -> Ranks:
+        """`ranks`, whatever the caller expects."""
         if self.trusted:
             following = self.history.next_places()
             ranks = following[numbers]
             if self.routed.any:
                 routed = self.routed.of(numbers)
-                waits = self.routed.waits(numbers[routed], self._used, len(self._numbers))
+                waits = self.routed.waits(numbers[routed], self._used, len(self.known.numbers))
                 turns = following[self.routed.turns(numbers[routed])]
                 ranks[routed] = np.where(np.isinf(turns), self.history.place, turns) + waits
         elif self.learning:
             ranks = np.full(len(numbers), np.inf)
         else:
             ranks = self.rates.ranks(numbers)
-        if not self._expected:
-            return ranks
-        soon = np.full(len(self.history.last), np.inf)
-        soon[self._named()] = SOON + np.arange(1, len(self._expected) + 1)
-        sooner: Ranks = np.minimum(soon[numbers], ranks)  # than anything that was learned
-        return sooner
+        return ranks
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         """The ranks of keys that are used so many times as far ahead."""
@@ -326,28 +323,30 @@ class LearnedOrder:
     def upcoming(self, count: int) -> Iterator[str]:
         """The keys that the caller named, and then at most `count` others, soonest first."""
         for number in self.ahead(count).tolist():
-            yield self._keys[number]
+            yield self.known.keys[number]
 
     def ahead(self, count: int) -> Numbers:
         """`upcoming` as numbers."""
-        learned = self._learned(count)
-        return np.concatenate([self._named(), learned]) if self._expected else learned
+        learned = self.learned(count)
+        return np.concatenate([self.known.named(), learned]) if self.known.expected else learned
 
-    def _named(self) -> Numbers:
-        """The numbers of the keys that the caller expects, in order."""
-        named = [self._numbers[key] for key in self._expected]
-        return np.array(named, dtype=np.int64)
-
-    def _learned(self, count: int) -> Numbers:
+    def learned(self, count: int) -> Numbers:
+        """The numbers of the uses that are expected, so many at most, soonest first."""
         if self.trusted:
             return self.history.following(count)
         if not self.learning:
             return _NOBODY
-        if self._hints is None:
-            following = islice(self._registered.after(self._latest), HINTS)
-            self._hints = np.array([self._numbers[key] for key in following], dtype=np.int64)
-        return self._hints[:count]
+        known = self.known
+        if self._hints[0] != known.registrations:
+            following = islice(known.registered.after(self.latest), HINTS)
+            found = np.array([known.numbers[key] for key in following], dtype=np.int64)
+            self._hints = known.registrations, found
+        return self._hints[1][:count]
 
-    def foretold(self) -> int:
-        """How many of the upcoming keys the caller named."""
-        return len(self._expected)
+    def streams(self, count: int) -> Sequence[tuple[int, Numbers]]:
+        """One, of all uses."""
+        return [(0, self.learned(count))]
+
+    def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        """Nothing: there is nobody to share with."""
+        return np.zeros(len(self.history.last), dtype=np.bool_)

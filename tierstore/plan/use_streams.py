@@ -1,30 +1,47 @@
-"""Several streams of uses, each with an order and a pace of its own, and one ranking for all.
+"""The orders in which groups are used, one for each stream of uses, and one ranking for all.
 
-Where several workers share one memory, the uses of each repeat themselves. One after the other as
-they happen to come, they do not. So each stream is learned by itself, with the seconds that pass
-from one use to the next: the next use of a group is the earliest of all streams, in seconds.
+Where several threads (or workers) use groups at the same time, the uses of each repeat themselves.
+One after the other as they happen to come, they do not. So each stream of uses is learned by
+itself, with the seconds that pass from one use to the next. The next use of a group is the earliest
+of all streams, in seconds.
+
+A stream is no thread. One thread that runs several models in turn makes one stream; so do two
+threads that take turns, and so do ever new threads of a pool. Only uses beside each other have
+streams of their own. So a stream has a *user*, and goes from one to another:
+
+  - A use that the user's own stream did not foresee, and that an idle stream did, goes on with that
+    stream: whoever ran the model before, what was learned of it is there.
+  - A user without a stream goes on with an idle one, best with one that knows the group.
+  - Where no stream is idle, a new one begins. It knows all that was learned by the latest stream
+    that knows the group, and so is at once in the middle of that order.
+
+A stream is idle while the group that it used last is lent to nobody, and nobody waits for the one
+that its user asked for last. That is not enough where leases are short, and two users compute
+between them: then one stream would go to and fro, and foresee nothing. A stream that does is
+*contested*, and stays with its user until it stops.
+
+A stream stops when it is late by a pass over what it uses. Then it has no part in anything, until
+its user goes on. If one stream is left, ranks and hints are those of its order, as if there had
+never been another. A stream is forgotten when the others have made as many uses as one remembers.
 
 To give up what is used last (Belady, 1966) misses the least in all. But what a slow stream has just
 read is used later than anything of a fast one, so that it would always be given up first, and the
-slow stream would read everything again in each pass. So of all streams, the one that holds the most
-gives up first, and of what it holds, what is used last. What several streams use counts for each in
-part, and is not given up for one of them that holds the most.
-
-A stream that stops has no part in this any more once it is late by a pass: what it is expected to
-use recedes by as much as it is late, and makes room for others when it is farther than theirs.
+slow stream would read everything again in each pass. So of all streams, the one that has the most
+in memory gives up first, and of that, what is used last. What several streams use counts for each
+in part, and is not given up for one of them that has the most. A stream that needs less than its
+share never has the most: what it leaves is for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.model.groups import GroupId
-from tierstore.model.tiers import UseOrder
+from tierstore.plan.fallback_orders import RoutedUses
+from tierstore.plan.known_keys import SOON, KnownKeys
 from tierstore.plan.matching import Numbers
-from tierstore.plan.policy import CopyRows
 from tierstore.plan.schedule import MEMORY, LearnedOrder
 from tierstore.plan.use_history import Ranks
 
@@ -34,63 +51,61 @@ PAUSE = 4.0
 """How many times as long as expected these uses may take at most: more of it was a pause."""
 WEIGHT = 0.25
 """How much the latest of these times count."""
+MOST = 64
+"""Streams that there may be. More users share them, as if they took turns."""
+EVEN = 0.96
+"""Streams that have at least this part of what one of them has in memory share evenly: of what they
+have, what is used last goes, whosever it is."""
+SHORT = 4
+"""A turn of fewer uses than this is short."""
+CONTESTED = 6
+"""Surprises from which on a stream is contested. Each short turn after which a use was not foreseen
+counts twice, and each longer turn takes one away."""
 
+_NOBODY: Numbers = np.zeros(0, dtype=np.int64)
 _EXPECTED = 1e11
-"""Seconds above all that are ever expected, and added for what goes before the others."""
-_UNEXPECTED = 1e12
-_ROOM = 16
-_NOBODY = -1
+"""Seconds above all that are ever expected."""
+
+Mask = npt.NDArray[np.bool_]
 
 
 class UseStream:
     """The order of one stream, and its pace. It began at `now`, in seconds, as all times are.
 
-    The order has numbers of its own; `numbers` tells by them which groups they are for all streams,
-    negative for none. `latest` is the time of the latest use.
+    `user` goes on with it, and has `asked` for a key. `place` is its own among all streams.
+    `latest` is the time of the latest use, `used_at` its number among the uses of all streams.
     """
 
-    def __init__(self, memory: int, now: float) -> None:
-        self.order = LearnedOrder(memory)
-        self.numbers = np.full(_ROOM, _NOBODY)
+    def __init__(self, order: LearnedOrder, now: float, user: int = 0, place: int = 0) -> None:
+        self.order = order
+        self.user = user
+        self.place = place
+        self.asked: str | None = None
         self.latest = now
+        self.used_at = 0
+        self.surprises = 0
+        self.turn = 0  # uses since it has this user
         self.seconds_per_use = 0.0
         self._timed_from = now
         self._uses = 0
-        self._in_use: str | None = None
-        self._known = 0
-        self._in_time: Ranks | None = None  # what `times` tells while it is not late
+        self._in_time: tuple[int, Ranks] | None = None  # what `times` tells while it is not late
 
-    def use(self, key: str, number: int, now: float) -> None:
-        """The group of this key, which has this number for all streams, is used."""
-        again, self._in_use = key == self._in_use, key
-        self._know(key, number, UseOrder.LEARNED)
+    def use(self, key: str, now: float) -> None:
+        """The group of this key is used."""
+        again = key == self.order.latest
         self.order.advance_past(key)
-        self.latest, self._in_time = now, None
+        self._used(now)
         if not again:
             self._time(now)
 
-    def use_routed(self, key: str, number: int, now: float) -> None:
-        """The same, of a group that data choose."""
-        self._know(key, number, UseOrder.ROUTED)
+    def use_out_of_order(self, key: str, now: float) -> None:
+        """The same, of a group that data choose, or of which no order is learned."""
         self.order.come(key)
+        self._used(now)
+
+    def _used(self, now: float) -> None:
+        self.turn += 1
         self.latest, self._in_time = now, None
-
-    def _know(self, key: str, number: int, order: UseOrder) -> None:
-        own = self.order.number(key)
-        if own >= len(self.numbers):
-            self.numbers = np.append(self.numbers, np.full(len(self.numbers), _NOBODY))
-        if self.numbers[own] != number:
-            self.order.introduce(key, order)
-            self.numbers[own] = number
-            self._known += 1
-
-    def forget_number(self, key: str, number: int) -> None:
-        """The group is gone."""
-        if (known := self.numbers == number).any():
-            self.numbers[known] = _NOBODY
-            self.order.forget(key)
-            self._in_time = None
-            self._known -= 1
 
     def _time(self, now: float) -> None:
         """A use at `now`, and not of the same group as the one before it."""
@@ -105,32 +120,44 @@ class UseStream:
         if self._uses % TIMED == 1:
             self._timed_from = now
 
+    def knows(self, key: str) -> bool:
+        """Whether it has used this key."""
+        number = self.order.known.numbers.get(key)
+        return number is not None and self.order.remembers(number)
+
     def late(self, now: float) -> float:
         """The seconds by which its next use is late."""
         return max(now - self.latest - self.seconds_per_use, 0.0)
 
-    def stopped(self, now: float) -> bool:
-        """Whether it is late by more than a pass over what it uses, if its pace is known."""
-        return self._uses > 1 and self.late(now) > self._known * self.seconds_per_use
+    def stopped(self, now: float, others: int) -> bool:
+        """Whether it is late by more than a pass over what it uses; or, if its pace is not known,
+        whether the `others` have made more uses than two passes of it."""
+        pace = self.seconds_per_use if self._uses > 1 else 0.0
+        late = self.late(now) if pace else others
+        if not late or (not pace and others <= TIMED):
+            return False
+        groups = int((self.order.history.last >= 0).sum())
+        return late > groups * (pace or 2)
 
     def times(self, now: float) -> Ranks:
-        """By its own numbers, when each group is used next; infinity: nobody knows. What is late
-        is expected after as long as it is late by now."""
-        if self._in_time is None:
+        """By number, when each group is used next; infinity: nobody knows. What is late is expected
+        after as long as it is late by now."""
+        as_of = self.order.known.renumbered
+        if self._in_time is None or self._in_time[0] != as_of:
             # Of one that was never timed, all uses are at hand, but for those that never come.
-            pace = max(self.seconds_per_use, 1e-9)
-            self._in_time = self.latest + pace * self._waits()
-            self._in_time[self.numbers == _NOBODY] = np.inf
-        late = self.late(now)
-        return self._in_time + 2 * late if late else self._in_time
+            times = self.latest + max(self.seconds_per_use, 1e-9) * self._waits()
+            self._in_time = as_of, times
+        late, times = self.late(now), self._in_time[1]
+        return times + 2 * late if late else times
 
     def _waits(self) -> Ranks:
-        """By its own numbers, after how many uses each is used next. Where no order is known, that
-        is told by access rates: in the first pass, a group comes again after a pass that is as long
-        as what was seen of it, or a little longer."""
-        order, numbers = self.order, np.arange(len(self.numbers))
+        """By number, after how many uses each is used next. Where no order is known, that is told
+        by access rates: in the first pass, a group comes again after a pass that is as long as what
+        was seen of it, or a little longer."""
+        order = self.order
+        numbers = np.arange(len(order.history.last))
         if order.trusted:
-            return order.ranks(numbers) - order.history.place
+            return order.learned_ranks(numbers) - order.history.place
         rates = order.rates
         with np.errstate(over="ignore"):
             passed = np.exp(rates.ranks(numbers) + rates.clock / rates.span)
@@ -139,169 +166,263 @@ class UseStream:
 
 
 class UseStreams:
-    """A schedule of several streams: it numbers the groups, and each stream has its own order.
+    """A schedule of several streams. Each remembers the latest uses, `memory` or more.
 
-    It ranks by the seconds, on the `clock`, at which the earliest of them uses a group next. It
-    foretells nothing, and nobody can tell it what comes: who uses groups asks for them early.
+    `clock` tells the seconds. `in_use` tells whether the group of a number is lent, or somebody
+    waits for it; `nbytes`, by number, the bytes of groups. If it does not `foretell`, nothing is
+    fetched early by it: then users ask for groups early.
     """
 
-    learning = False
-
-    def __init__(self, clock: Callable[[], float], memory: int = MEMORY) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        in_use: Callable[[int], bool],
+        nbytes: Callable[[], Numbers],
+        *,
+        memory: int = MEMORY,
+        foretell: bool = True,
+    ) -> None:
         self._clock = clock
+        self._is_lent = in_use
+        self._nbytes = nbytes
         self._memory = memory
-        self._numbers: dict[str, int] = {}
-        self._spare: list[int] = []  # numbers that are nobody's
-        self._routed: set[str] = set()
-        self._streams: dict[int, UseStream] = {}
-        self._looked_at: float | None = None  # when; None: something has changed since
-        self._soonest = np.full(1, np.inf)  # by number, and for nobody
+        self._foretell = foretell
+        self.known = KnownKeys(takes_hints=foretell)
+        self._streams: list[UseStream] = []
+        self._users: dict[int, UseStream] = {}
+        self._uses = 0
+        self._seen: tuple[float, list[UseStream]] | None = None
+        self._soonest: tuple[object, Ranks, npt.NDArray[np.float64]] | None = None
 
-    def number(self, key: str) -> int:
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._spare.pop() if self._spare else len(self._numbers)
-            self._numbers[key] = number
-            self._looked_at = None
-        return number
+    # Which streams there are -------------------------------------------------------------------
 
-    def introduce(self, key: str, order: UseOrder = UseOrder.LEARNED) -> None:
-        self.number(key)
-        if order is UseOrder.ROUTED:
-            self._routed.add(key)
+    def ask(self, key: str, stream: int = 0) -> int:
+        """Note that a user is about to use `key`. Returns the place of its stream."""
+        one = self._users.get(stream)
+        if one is None or len(self._streams) > 1:
+            one = self._of(key, stream)
+        one.asked = key
+        return one.place
 
-    def forget(self, key: str) -> None:
-        number = self._numbers.pop(key, None)
-        if number is None:
-            return
-        self._spare.append(number)
-        self._routed.discard(key)
-        for stream in self._streams.values():
-            stream.forget_number(key, number)
-        self._looked_at = None
+    def advance_past(self, key: str, stream: int = 0) -> int:
+        """Note that `key` has just been used, by this user."""
+        one = self._users.get(stream)
+        if one is None or len(self._streams) > 1:
+            one = self._of(key, stream)
+        one.asked = None
+        one.use(key, self._clock())
+        return self._note(one)
 
-    def advance_past(self, key: str, stream: int = 0) -> None:
-        number = self._numbers.get(key)
-        if number is not None:  # else it is an older version, of a group that is gone
-            self._stream(stream).use(key, number, self._clock())
+    def come(self, key: str, stream: int = 0) -> int:
+        """Note a use of which no order is learned."""
+        one = self._users.get(stream) or self._newest()
+        one.use_out_of_order(key, self._clock())
+        return self._note(one)
 
-    def come(self, key: str, stream: int = 0) -> None:
-        if key in self._routed:
-            self._stream(stream).use_routed(key, self._numbers[key], self._clock())
-
-    def _stream(self, stream: int) -> UseStream:
-        self._looked_at = None
-        found = self._streams.get(stream)
-        if found is None:
-            found = self._streams[stream] = UseStream(self._memory, self._clock())
-        return found
+    def _note(self, one: UseStream) -> int:
+        self._uses += 1
+        one.used_at = self._uses
+        self._seen = self._soonest = None
+        return one.place
 
     def end(self, stream: int) -> None:
-        self._streams.pop(stream, None)
-        self._looked_at = None
+        """A user is gone, and what was learned of its uses is of no use any more."""
+        one = self._users.get(stream)
+        if one is not None:
+            self._drop(one)
 
-    def expect(self, keys: Iterable[str]) -> None:
-        """Hints are of one order, and here are several."""
+    def _of(self, key: str, user: int) -> UseStream:
+        """The stream with which a user goes on, who uses this key."""
+        own = self._users.get(user)
+        if own is not None and own.order.foresees(key):
+            return own
+        idle = [one for one in self._streams if one is not own and self._is_idle(one)]
+        foreseen = next((one for one in idle if one.order.foresees(key)), None)
+        if foreseen is not None:
+            return self._hand_over(foreseen, user, own, surprised=False)
+        if own is not None:
+            return own
+        if idle:
+            one = max(idle, key=lambda one: (one.knows(key), one.used_at))
+            return self._hand_over(one, user, None, surprised=True)
+        return self._begin(key, user)
 
-    def expect_not(self, key: str) -> None:
-        """Nothing was expected."""
+    def _is_idle(self, one: UseStream) -> bool:
+        numbers = self.known.numbers
+        for key in (one.asked, one.order.latest):
+            if key in numbers and self._is_lent(numbers[key]):
+                return False
+        return one.surprises < CONTESTED or one.stopped(self._clock(), self._uses - one.used_at)
 
-    def foretold(self) -> int:
-        return 0
+    def _hand_over(
+        self, one: UseStream, user: int, own: UseStream | None, *, surprised: bool
+    ) -> UseStream:
+        """A user goes on with a stream that was another's, or nobody's, and leaves its `own`."""
+        if one.stopped(self._clock(), self._uses - one.used_at):
+            one.surprises = 0
+        elif one.turn >= SHORT:
+            one.surprises = max(one.surprises - 1, 0)
+        elif surprised:
+            one.surprises += 2
+        one.turn = 0
+        self._users = {u: s for u, s in self._users.items() if s not in (one, own)}
+        self._users[user] = one
+        one.user = user
+        return one
 
-    def ahead(self, count: int) -> Numbers:
-        return np.zeros(0, dtype=np.int64)
+    def _begin(self, key: str, user: int) -> UseStream:
+        """A new stream, as none is idle. It begins with what was learned by the latest one that
+        knows the key."""
+        for one in list(self._streams):
+            if self._uses - one.used_at > self._memory:
+                self._drop(one)
+        like = max(self._streams, key=lambda one: (one.knows(key), one.used_at), default=None)
+        if like is not None and len(self._streams) >= MOST:
+            return self._hand_over(like, user, None, surprised=True)
+        if like is not None and like.knows(key):
+            order = like.order.copy()
+        else:
+            order = LearnedOrder(self._memory, self.known)
+        places = {one.place for one in self._streams}
+        place = next(place for place in range(MOST) if place not in places)
+        one = UseStream(order, self._clock(), user, place)
+        one.used_at = self._uses
+        self._streams.append(one)
+        self._users[user] = one
+        self._seen = self._soonest = None
+        return one
+
+    def _drop(self, one: UseStream) -> None:
+        self._streams.remove(one)
+        self._users = {user: s for user, s in self._users.items() if s is not one}
+        one.order.end_all()
+        self._seen = self._soonest = None
+
+    def _newest(self) -> UseStream:
+        """The stream of the latest use."""
+        if not self._streams:
+            return self._begin("", 0)
+        return max(self._streams, key=lambda one: one.used_at)
+
+    def _going(self) -> list[UseStream]:
+        """The streams that go on now; if none does, the one of the latest use."""
+        now = self._clock()
+        if self._seen is None or self._seen[0] != now:
+            going = self._streams
+            if len(going) > 1:
+                going = [s for s in going if not s.stopped(now, self._uses - s.used_at)]
+            self._seen = now, going or [self._newest()]
+        return self._seen[1]
+
+    @property
+    def several(self) -> bool:
+        """Whether several streams go on."""
+        return len(self._streams) > 1 and len(self._going()) > 1
+
+    @property
+    def place(self) -> int:
+        """The place of the only stream that goes on."""
+        return self._first.place
+
+    @property
+    def _first(self) -> UseStream:
+        """The only stream that goes on, or one of several."""
+        return self._streams[0] if len(self._streams) == 1 else self._going()[0]
+
+    def _only(self) -> LearnedOrder | None:
+        """The order of the only stream that goes on; None if there are several."""
+        if len(self._streams) == 1:  # as it is nearly always: then nobody has stopped
+            return self._streams[0].order
+        going = self._going()
+        return going[0].order if len(going) == 1 else None
+
+    # Predicting --------------------------------------------------------------------------------
+
+    @property
+    def learning(self) -> bool:
+        """Whether nothing has been seen twice yet: there are hints, and no ranks."""
+        if not self._foretell:
+            return False
+        only = self._only()
+        return all(s.order.learning for s in self._going()) if only is None else only.learning
+
+    @property
+    def epoch(self) -> object:
+        """Another one when ranks have changed, but not for the key that was just used alone."""
+        order = self._first.order
+        return id(order), order.epoch
+
+    @property
+    def routed(self) -> RoutedUses:
+        """The uses of keys that data choose, of the stream that goes on."""
+        return self._first.order.routed
 
     def round(self, number: int) -> int:
-        return 0
+        """After how many uses the group in use comes again; 0 if that is not known."""
+        only = self._only() if self._foretell else None
+        return 0 if only is None else only.round(number)
 
     def repeats(self, length: int) -> bool:
-        return False
+        """Whether the next uses, so many, are expected to be what the latest ones were."""
+        only = self._only() if self._foretell else None
+        return only is not None and only.repeats(length)
 
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next; infinity: not expected."""
-        self._look()
-        ranks: Ranks = self._soonest[numbers]
-        return ranks
+        only = self._only()
+        if only is not None:
+            return only.ranks(numbers)
+        ranks: Ranks = self._look()[0][numbers]
+        if not self.known.expected:
+            return ranks
+        sooner: Ranks = np.minimum(self.known.soon()[numbers], ranks)
+        return sooner
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
+        """The ranks of keys that are used so many times as far ahead."""
+        only = self._only()
+        if only is not None:
+            return only.farther(ranks, times)
         now = self._clock()
-        return now + times * (ranks - now)
+        farther = now + times * (ranks - now)
+        return np.where(ranks < SOON / 2, SOON + times * (ranks - SOON), farther)
 
-    def spared(self, held: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
-        """By number, which groups a stream expects that does not hold the most, if so many bytes
-        are `held` of each number."""
-        self._look()
-        nobody = len(self._soonest) - 1
-        spared = np.zeros(nobody + 1, dtype=np.bool_)
-        if not self._streams:
-            return spared
-        used, lengths, stopped = self._used_by_streams, self._lengths, self._stopped
-        users = np.bincount(used, np.repeat(~stopped, lengths), len(spared))
-        each = np.zeros(len(spared))
-        each[: len(held[:nobody])] = held[:nobody]
-        each /= np.maximum(users, 1)
-        shares = np.add.reduceat(each[used], np.cumsum(lengths) - lengths)
-        shares[stopped] = -1.0
-        spares = (shares < shares.max() * (1 - 1e-9)) & ~stopped
-        spared[:] = np.bincount(used, np.repeat(spares, lengths), len(spared))
+    def ahead(self, count: int) -> Numbers:
+        """The numbers of what the caller named, and of `count` others at most. Of several streams,
+        those of one come after those of another: see `streams`."""
+        if not self._foretell:
+            return _NOBODY
+        only = self._only()
+        if only is not None:
+            return only.ahead(count)
+        return np.concatenate(
+            [self.known.named(), *(numbers for _, numbers in self.streams(count))]
+        )
+
+    def streams(self, count: int) -> Sequence[tuple[int, Numbers]]:
+        """For each stream that goes on, its place, and the numbers of the uses that it foretells,
+        so many at most."""
+        if not self._foretell:
+            return []
+        return [(one.place, one.order.learned(count)) for one in self._going()]
+
+    def spared(self, numbers: Numbers) -> Mask:
+        """By number, what a stream expects that does not have the most bytes in memory, if these
+        numbers are in memory."""
+        expect = self._look()[1]
+        held = np.zeros(expect.shape[1])
+        held[numbers] = self._nbytes()[numbers]
+        shares = expect @ (held / np.maximum(expect.sum(axis=0), 1))
+        spares = shares < shares.max() * EVEN
+        spared: Mask = expect[spares].any(axis=0)
         return spared
 
-    def _look(self) -> None:
-        """See when each group is used next, and who uses which."""
-        now, nobody = self._clock(), len(self._numbers) + len(self._spare)
-        if self._looked_at == now:
-            return
-        self._looked_at = now
-        self._soonest = np.full(nobody + 1, np.inf)
-        streams = list(self._streams.values())
-        if not streams:
-            return
-        times = np.concatenate([stream.times(now) for stream in streams])
-        used = np.concatenate([stream.numbers for stream in streams])
-        used = np.where(times > _EXPECTED, nobody, used)
-        np.minimum.at(self._soonest, used, times)
-        self._soonest[nobody] = np.inf
-        self._used_by_streams = used
-        self._lengths = np.array([len(stream.numbers) for stream in streams])
-        self._stopped = np.array([stream.stopped(now) for stream in streams])
-
-
-class EarliestNextUse:
-    """The copy whose next use by any stream is farthest ahead goes first, of the stream that holds
-    the most bytes in memory; before it what no stream expects, the least recently used first.
-
-    `nbytes` tells the bytes of a group.
-    """
-
-    def __init__(self, schedule: UseStreams, nbytes: Callable[[GroupId], int]) -> None:
-        self._schedule = schedule
-        self._nbytes_of = nbytes
-        self._nbytes = np.zeros(_ROOM)  # by number
-
-    def ranks(self, rows: CopyRows) -> Ranks:
-        count = len(rows)
-        rows.outdated.clear()
-        numbers, there = rows.number[:count], np.zeros(count, dtype=np.bool_)
-        for tier in rows.absent:
-            if not tier.persistent:
-                there |= rows.on(tier)
-        held = np.zeros_like(self._nbytes)
-        here = numbers[there]
-        held[here] = self._nbytes[here]
-        ranks = self._schedule.ranks(numbers)
-        ranks[~self._schedule.spared(held)[numbers]] += _EXPECTED
-        return np.where(np.isinf(ranks), _UNEXPECTED - rows.touched[:count], ranks)
-
-    def farther(self, rows: CopyRows, ranks: Ranks, times: float) -> Ranks:
-        return self._schedule.farther(ranks, times)
-
-    def out_of_reach(self, rival: GroupId) -> float:
-        return -np.inf  # nothing is fetched early
-
-    def number(self, group: GroupId) -> int:
-        number = self._schedule.number(group.key)
-        if number >= len(self._nbytes):
-            self._nbytes = np.append(self._nbytes, np.zeros(number))
-        self._nbytes[number] = self._nbytes_of(group)
-        return number
+    def _look(self) -> tuple[Ranks, npt.NDArray[np.float64]]:
+        """By number, when each group is used next; and by stream and number, 1 if the stream
+        expects it, else 0."""
+        now = self._clock()
+        as_of = now, self.known.renumbered, self.known.epoch
+        if self._soonest is None or self._soonest[0] != as_of:
+            times = np.stack([one.times(now) for one in self._going()])
+            self._soonest = as_of, times.min(axis=0), (times < _EXPECTED).astype(np.float64)
+        return self._soonest[1:]

@@ -23,7 +23,7 @@ from tierstore.engine.settings import Settings, TierSettings
 from tierstore.lease import Lease
 from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
-from tierstore.plan.planner import NEXT_USE_OF_ALL
+from tierstore.plan.planner import NEXT_USE_UNFORETOLD
 from tierstore.service.allowances import allowances
 from tierstore.service.connection import Connection, Waiting, printable
 from tierstore.service.file_thread import FileThread
@@ -405,5 +405,5 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
             shared_arena=SharedArena(ram),
         ),
         disk_dir=resolved_directory(directory),
-        policy=NEXT_USE_OF_ALL,
+        policy=NEXT_USE_UNFORETOLD,
     )
