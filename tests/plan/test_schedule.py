@@ -464,3 +464,12 @@ def test_a_rate_that_counts_for_more_is_a_higher_rank() -> None:
         ranks = order.ranks(np.array([order.known.number(key)], dtype=np.int64))
         assert order.farther(ranks, 2.0)[0] > ranks[0] > order.farther(ranks, 0.5)[0]
     assert learning.learning
+
+
+def test_one_order_is_one_stream_and_spares_nothing() -> None:
+    order = LearnedOrder()
+    for key in "abcabc":
+        order.advance_past(key)
+    [(place, numbers)] = order.streams(2)
+    assert (place, numbers.tolist()) == (0, order.ahead(2).tolist())
+    assert not order.spared(numbers).any()

@@ -20,6 +20,7 @@ from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
+from tierstore.plan.foreseen import Foreseen
 from tierstore.plan.matching import Numbers
 from tierstore.plan.planner import NEXT_USE_UNFORETOLD, Planner, planner_for
 from tierstore.plan.policy import POLICIES, FarthestNextUse, RankingPolicy
@@ -395,6 +396,25 @@ def test_what_the_caller_expects_comes_before_all_streams() -> None:
     assert told.schedule.known.named().tolist() == [told.schedule.known.number(key) for key in "yx"]
     told.use(1, "y")
     assert told.schedule.known.foretold() == 1
+
+
+def test_what_several_streams_foretell_comes_one_stream_after_the_other() -> None:
+    told = Told("abcxyz")
+    for one, other in zip("abc" * 3, "xyz" * 3, strict=True):
+        told.use(0, one)
+        told.use(1, other)
+        told.now += 1
+    told.schedule.known.expect(["y"])
+    assert told.schedule.several
+    numbers = [told.schedule.known.number(key) for key in "yabxy"]
+    assert told.schedule.ahead(2).tolist() == numbers
+
+
+def test_of_one_stream_nothing_waits_for_what_another_is_stuck_at() -> None:
+    several = Foreseen(np.array([4, 5, 6, 7]), np.zeros(4), np.array([0, 1, 0, 1]))
+    assert several.of_streams_of([5]).tolist() == [False, True, False, True]
+    assert not several.of_streams_of([]).any()
+    assert not Foreseen(np.array([4, 5])).of_streams_of([5]).any()
 
 
 def test_before_anybody_used_anything_one_order_is_there() -> None:
