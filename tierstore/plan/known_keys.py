@@ -20,7 +20,7 @@ PATIENCE = 64
 """Uses after which a key that the caller said comes next is no longer waited for."""
 
 SOON = -1e15
-"""What the caller expects ranks above it by its steps; all other ranks are far above that."""
+"""What the caller expects has this rank, and its steps more. All other ranks are far above."""
 
 
 class Numbered(Protocol):
@@ -103,7 +103,7 @@ class KnownKeys:
         if self.registered.remove(key):
             self.registrations += 1
         self._kept.discard(key)
-        self._came(key)
+        self._stop_expecting(key)
         number = self.numbers.get(key)
         if number is None:
             return
@@ -135,9 +135,9 @@ class KnownKeys:
 
     def expect_not(self, key: str) -> None:
         """The caller does not expect the key any more."""
-        self._came(key)
+        self._stop_expecting(key)
 
-    def _came(self, key: str) -> None:
+    def _stop_expecting(self, key: str) -> None:
         if self.expected.pop(key, None) is not None:
             self.epoch += 1
 
@@ -149,15 +149,18 @@ class KnownKeys:
         """The numbers of the keys that the caller expects, in order."""
         return np.array([self.numbers[key] for key in self.expected], dtype=np.int64)
 
-    def soon(self) -> Ranks:
-        """By number, the rank of what the caller expects; infinity for the others."""
-        ranks = np.full(len(self.keys), np.inf)
-        ranks[self.named()] = SOON + np.arange(1, len(self.expected) + 1)
-        return ranks
+    def sooner(self, numbers: Numbers, ranks: Ranks) -> Ranks:
+        """These ranks of numbers, but for what the caller expects: that comes before all others."""
+        if not self.expected:
+            return ranks
+        soon = np.full(len(self.keys), np.inf)
+        soon[self.named()] = SOON + np.arange(1, len(self.expected) + 1)
+        found: Ranks = np.minimum(soon[numbers], ranks)
+        return found
 
     def come(self, key: str) -> None:
-        """What was expected has come, or has not come for too long."""
+        """A key was used: it is expected no more, nor is what has not come for too long."""
         now = self.clock
         over = [k for k, limit in self.expected.items() if k == key or limit < now]
         for gone in over:
-            self._came(gone)
+            self._stop_expecting(gone)

@@ -44,7 +44,7 @@ class Uses:
             self._policy.keep(retention.staying, retention.nearer)
 
     def ended(self, event: events.StreamEnded) -> bool:
-        """What was learned of a user is forgotten."""
+        """A user is gone: forget the order that was learned of it."""
         self._schedule.end(event.stream)
         return False
 

@@ -289,11 +289,7 @@ class LearnedOrder:
 
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
-        ranks = self.learned_ranks(numbers)
-        if not self.known.expected:
-            return ranks
-        sooner: Ranks = np.minimum(self.known.soon()[numbers], ranks)
-        return sooner  # than anything that was learned
+        return self.known.sooner(numbers, self.learned_ranks(numbers))
 
     def learned_ranks(self, numbers: Numbers) -> Ranks:
         """`ranks`, whatever the caller expects."""

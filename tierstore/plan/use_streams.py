@@ -72,13 +72,12 @@ Mask = npt.NDArray[np.bool_]
 class UseStream:
     """The order of one stream, and its pace. It began at `now`, in seconds, as all times are.
 
-    `user` goes on with it, and has `asked` for a key. `place` is its own among all streams.
+    Its user has `asked` for a key. `place` is its own among all streams.
     `latest` is the time of the latest use, `used_at` its number among the uses of all streams.
     """
 
-    def __init__(self, order: LearnedOrder, now: float, user: int = 0, place: int = 0) -> None:
+    def __init__(self, order: LearnedOrder, now: float, place: int = 0) -> None:
         self.order = order
-        self.user = user
         self.place = place
         self.asked: str | None = None
         self.latest = now
@@ -267,7 +266,6 @@ class UseStreams:
         one.turn = 0
         self._users = {u: s for u, s in self._users.items() if s not in (one, own)}
         self._users[user] = one
-        one.user = user
         return one
 
     def _begin(self, key: str, user: int) -> UseStream:
@@ -285,7 +283,7 @@ class UseStreams:
             order = LearnedOrder(self._memory, self.known)
         places = {one.place for one in self._streams}
         place = next(place for place in range(MOST) if place not in places)
-        one = UseStream(order, self._clock(), user, place)
+        one = UseStream(order, self._clock(), place)
         one.used_at = self._uses
         self._streams.append(one)
         self._users[user] = one
@@ -372,11 +370,7 @@ class UseStreams:
         only = self._only()
         if only is not None:
             return only.ranks(numbers)
-        ranks: Ranks = self._look()[0][numbers]
-        if not self.known.expected:
-            return ranks
-        sooner: Ranks = np.minimum(self.known.soon()[numbers], ranks)
-        return sooner
+        return self.known.sooner(numbers, self._look()[0][numbers])
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
         """The ranks of keys that are used so many times as far ahead."""
