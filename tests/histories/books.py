@@ -72,6 +72,7 @@ class Books:
         self.top = self.tiers[0]
         self.host = [tier for tier in self.tiers if not tier.persistent][-1]
         self.used = dict.fromkeys(self.tiers, 0)
+        self.borrowed = dict.fromkeys(self.tiers, 0)  # bytes that are no copy's
         self.shared_budget = self.shared_used = 0  # of host memory, beside its budget
         self.entries: dict[GroupId, Entry] = {}
         self.moving: list[Copy] = []
@@ -219,7 +220,8 @@ class Books:
 
     def own(self, tier: Tier) -> int:
         """The bytes that count against the budget of a tier."""
-        return self.used[tier] - (self.shared_used if tier is self.host else 0)
+        shared = self.shared_used if tier is self.host else 0
+        return self.used[tier] + self.borrowed[tier] - shared
 
     def _drop(self, entry: Entry, tier: Tier) -> None:
         assert tier in entry.copies, f"{entry.group} is not on {tier.name}: dropped twice"

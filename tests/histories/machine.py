@@ -199,6 +199,23 @@ class World:
         self.books.shared_budget = nbytes
         self.step(events.SharedBudgetChanged(nbytes))
 
+    def borrow(self, tier: Tier, nbytes: int) -> bool:
+        """Have so many bytes of a tier in memory that are no copy's, if there is room."""
+        self.sound = False
+        self.now += 1.0
+        before = self.planner.borrowed[tier]
+        self.books.borrowed[tier] = min(nbytes, before)  # what is given back may be taken at once
+        self._handle(events.MemoryBorrowed(tier, nbytes))
+        self.books.borrowed[tier] = self.planner.borrowed[tier]
+        assert self.books.borrowed[tier] in (before, nbytes)
+        self._inspect_room(tier)
+        self.sound = True
+        return self.books.borrowed[tier] == nbytes
+
+    def _inspect_room(self, tier: Tier) -> None:
+        budget, used = self.books.budgets[tier], self.books.own(tier)
+        assert budget is None or used <= budget, f"{tier.name} holds {used} bytes of {budget}"
+
     def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> GroupId | None:
         """Ask for room for a new group, or a new version of `name`. None if it can never fit."""
         key = self._new_key(name)
@@ -474,6 +491,12 @@ class World:
             allowed = events.SharedBudgetChanged(self.books.shared_budget)
             self.log.append((self.now, allowed))
             self.told.append(self.planner.handle(allowed, self.now))
+        for tier, nbytes in self.books.borrowed.items():
+            if nbytes:
+                borrowed = events.MemoryBorrowed(tier, nbytes)
+                self.log.append((self.now, borrowed))
+                self.told.append(self.planner.handle(borrowed, self.now))
+                assert self.planner.borrowed[tier] == nbytes, "it was there before"
         self.step(events.Recovered(tuple(self.found(entry.group) for entry in entries)))
         self._ask_again(waits)
 

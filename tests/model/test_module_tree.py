@@ -11,8 +11,18 @@ from torch import nn
 from tierstore.adapters.grouping import Cutting
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.module_order import in_customary_order
-from tierstore.model.module_tree import groups_of
-from tierstore.model.outline import Need, portions, target_bytes, unused
+from tierstore.model.module_tree import cut_model, groups_of
+from tierstore.model.outline import (
+    TILE,
+    Need,
+    needed_by,
+    portions,
+    target_bytes,
+    tile_sizes,
+    tiles,
+    unused,
+)
+from tierstore.model.tiers import Tier
 
 BYTES = 4096
 
@@ -168,3 +178,53 @@ def test_a_name_of_thousands_of_modules_is_no_more_than_a_name() -> None:
     shapes = {"a." * 50_000 + "weight": 8, "b.weight": 8, "." * 10_000: 8, "b": 8}
     found = groups_of(in_a_file(shapes), "block_level", BYTES)
     assert {spec.name for group, _ in found for spec in group.tensors} == set(shapes)
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 40_960, 1_000_000, 75_497_472])
+@pytest.mark.parametrize("tile", [4096, 16_384, 16 << 20])
+def test_tiles_of_a_group_are_few_and_even(nbytes: int, tile: int) -> None:
+    found = tiles(nbytes, tile)
+    sizes = [size for _, size in found]
+    assert sum(sizes) == nbytes
+    assert [start for start, _ in found] == [sum(sizes[:n]) for n in range(len(sizes))]
+    assert len(found) <= -(-nbytes // tile)
+    assert max(sizes) <= tile
+    assert all(size % 4096 == 0 for size in sizes[:-1])
+    assert len(set(sizes[:-1])) <= 1, "all but the last are of one size"
+
+
+def test_tile_sizes_follow_from_the_budgets() -> None:
+    large = tile_sizes({Tier.DEVICE: 12 << 30, Tier.HOST: 64 << 30, Tier.DISK: None})
+    assert (large.group, large.block) == (TILE, (12 << 30) // 32)
+    small = tile_sizes({Tier.HOST: 64 << 20, Tier.DISK: None})
+    assert small.group == 512 << 10, "two in transit and a ring fit into a small budget, too"
+    assert small.block == 2 << 20
+    assert tile_sizes({Tier.HOST: 4096, Tier.DISK: None}).group == 4096
+
+
+def test_crumbs_stay_with_their_neighbours() -> None:
+    sizes = {"bias": 1, "weight": 90, "next bias": 1, "next weight": 90, "small": 30}
+    unit = Need("unit", tuple(sizes), block=True)
+    apart = [part.memory for part in portions([unit], sizes, 64, None)]
+    assert apart == [["bias"], ["weight"], ["next bias"], ["next weight"], ["small"]]
+    together = [part.memory for part in portions([unit], sizes, 64, None, crumb=4)]
+    assert together == [["bias", "weight", "next bias"], ["next weight"], ["small"]]
+
+
+def test_units_name_the_groups_that_they_need() -> None:
+    units = [Need("a", ("x", "y")), Need("b", ("y", "z"))]
+    parts = portions(units, {"x": 3, "y": 3, "z": 3}, 6, None)
+    assert [part.memory for part in parts] == [["x", "y"], ["z"]]
+    assert needed_by(units, parts) == [(0,), (0, 1)]
+
+
+def test_model_is_cut_into_units_and_their_groups() -> None:
+    shapes = {f"blocks.{n}.{part}.weight": 1024 for n in range(2) for part in ("up", "down")}
+    found = cut_model(in_a_file(shapes), "block_level", BYTES, largest_block=4 * BYTES)
+    assert found.units == [("blocks.0", (0, 1)), ("blocks.1", (2, 3))]
+    assert found.groups == groups_of(
+        in_a_file(shapes), "block_level", BYTES, largest_block=4 * BYTES
+    )

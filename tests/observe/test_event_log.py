@@ -78,6 +78,7 @@ ALL: list[Event] = [
     events.MadeSticky(A),
     events.BudgetChanged(7),
     events.SharedBudgetChanged(8),
+    events.MemoryBorrowed(HOST, 9),
     events.SaveRequested(A),
     events.SpillAdvised(A),
     events.ErrorReported(A),

@@ -230,6 +230,16 @@ class SharedBudgetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryBorrowed:
+    """Who follows a loop wants so many bytes of a tier in memory, all in all, which no copy takes;
+    0 gives all of it back. Copies go for it that nobody uses and another tier has. If that does not
+    make enough room, nothing is borrowed: see `Planner.borrowed`."""
+
+    tier: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SaveRequested:
     """Somebody waits for the group to be on a persistent tier. See `Planner.saved`."""
 
@@ -332,6 +342,7 @@ Event = (
     | MadeSticky
     | BudgetChanged
     | SharedBudgetChanged
+    | MemoryBorrowed
     | SaveRequested
     | SpillAdvised
     | ErrorReported

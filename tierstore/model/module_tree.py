@@ -10,11 +10,20 @@ are put together with other neighbours than they have in the model.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from tierstore.model.groups import FileTensor, GroupSpec, group_of, place
 from tierstore.model.module_order import in_customary_order
-from tierstore.model.outline import EXPERTS, RESIDENT_BUFFER_BYTES, cut, need_of, portions, unused
+from tierstore.model.outline import (
+    EXPERTS,
+    RESIDENT_BUFFER_BYTES,
+    cut,
+    need_of,
+    needed_by,
+    portions,
+    unused,
+)
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "position_ids")
 """Names of tensors that are no parameters but buffers: small ones are not offloaded."""
@@ -100,6 +109,16 @@ def _stays(tensor: FileTensor) -> bool:
     return statistics and tensor.extent.nbytes < RESIDENT_BUFFER_BYTES
 
 
+@dataclass(frozen=True)
+class CutModel:
+    """The groups of a model in the order of their use, each with the bytes of the files that are
+    read for it (without padding); and the units in their order, each with the numbers of the groups
+    that it needs."""
+
+    groups: list[tuple[GroupSpec, int]]
+    units: list[tuple[str, tuple[int, ...]]]
+
+
 def groups_of(
     tensors: Iterable[FileTensor],
     offload_type: str,
@@ -108,12 +127,25 @@ def groups_of(
     *,
     largest_block: int = 0,
 ) -> list[tuple[GroupSpec, int]]:
-    """The groups that a model of these tensors would be cut into, in the order of their use.
+    """The groups that a model of these tensors would be cut into: see `cut_model`."""
+    cutting = cut_model(tensors, offload_type, target, block_modules, largest_block=largest_block)
+    return cutting.groups
 
-    With each comes how many bytes of the files are read for it: without padding.
+
+def cut_model(
+    tensors: Iterable[FileTensor],
+    offload_type: str,
+    target: int,
+    block_modules: Collection[str] = (),
+    *,
+    largest_block: int = 0,
+    crumb: int = 0,
+) -> CutModel:
+    """Cut a model of these tensors into units and groups, as it would be cut.
 
     `target` is how many bytes a group should have at most. `block_modules` names children of the
-    model that count as blocks; blocks of up to `largest_block` bytes are not cut into leaves.
+    model that count as blocks; blocks of up to `largest_block` bytes are not cut into leaves. For
+    `crumb`, see `portions`.
     """
     limit = max(target, largest_block)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -128,11 +160,13 @@ def groups_of(
         for piece in cut(outline(by_name.values()), offload_type, limit, block_modules)
     ]
     sizes = {name: tensor.extent.nbytes for name, tensor in by_name.items()}
+    parts = portions(needs, sizes, target, None, crumb)
     groups = []
     used: set[str] = set()  # a block in several groups has as many keys, as it has in a store
-    for portion in portions(needs, sizes, target, None):
+    for portion in parts:
         placement = place([by_name[str(name)] for name in portion.memory])
         read = sum(segment.extent.nbytes for segment in placement.segments)
         key = unused(portion.name, used)
         groups.append((group_of(key, placement.specs, placement.end), read))
-    return groups
+    names = [unit.name for unit in needs]
+    return CutModel(groups, list(zip(names, needed_by(needs, parts), strict=True)))

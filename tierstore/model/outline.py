@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tierstore.model import shares
+from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 
 OFFLOAD_TYPES = ("block_level", "leaf_level")
@@ -32,6 +34,11 @@ LINK_GROUP = 128 << 20
 one keeps what comes next waiting for longer, and its overhead is small already. (It is the same on
 every machine: weights that are in no file are found again by the content of their groups.)"""
 LARGEST_LEAF_GROUP = 32 << 20
+
+TILE = 16 << 20
+"""Bytes of a tile, at most: what one copy moves where a loop is planned."""
+CRUMBS = 16
+"""One in so many bytes of a tile: smaller tensors go with their neighbours, whatever these have."""
 
 
 class GroupSizes(NamedTuple):
@@ -68,6 +75,36 @@ def target_bytes(offload_type: str, smallest_budget: int, model_bytes: int) -> i
     if offload_type == "leaf_level":
         largest, least = LARGEST_LEAF_GROUP, least // 2
     return max(min(max(smallest_budget // shares.GROUP, least), largest), 1)
+
+
+def tile_sizes(budgets: Mapping[Tier, int | None]) -> GroupSizes:
+    """The sizes for a model whose loop is planned: `group` is that of a tile.
+
+    A group is as many tensors as fit into a tile, or a larger tensor, which moves in several tiles.
+    A block is whole only if it and the next one take few bytes of the fastest tier: what a unit
+    uses, beside what comes next, is missing to what stays.
+    """
+    limits = [n for tier, n in budgets.items() if tier is not Tier.DISK and n is not None]
+    smallest, fastest = min(limits), budgets[min(budgets)] or min(limits)
+    tile = max(min(TILE, smallest // shares.TILE // PAGE * PAGE), PAGE)
+    return GroupSizes(tile, max(tile, fastest // shares.PLANNED_BLOCK), smallest // 2)
+
+
+def tiles(nbytes: int, tile: int, alignment: int = PAGE) -> list[tuple[int, int]]:
+    """Cut a group into as few tiles of up to `tile` bytes as there can be, all about equal.
+
+    Returns the first byte and the bytes of each. All but the last are multiples of `alignment`,
+    which `tile` must be, too.
+
+    >>> tiles(100, 40, alignment=10)
+    [(0, 40), (40, 40), (80, 20)]
+    >>> tiles(90, 40, alignment=10)
+    [(0, 30), (30, 30), (60, 30)]
+    """
+    count = max(-(-nbytes // tile), 1)
+    each = -(-nbytes // (count * alignment)) * alignment
+    bounds = [min(number * each, nbytes) for number in range(count + 1)]
+    return [(start, stop - start) for start, stop in pairwise(bounds) if stop > start]
 
 
 class Branch(Protocol):
@@ -220,13 +257,19 @@ def portions(
     nbytes: Mapping[Any, int],
     target: int,
     blocks_per_group: int | None,
+    crumb: int = 0,
 ) -> list[Portion]:
     """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
 
     `nbytes` tells the size of each piece of memory. It is in the group of the first unit that
-    needs it. A block of more than `target` bytes is spread over groups of its own. So is a module
-    with more than that beside its largest tensor, and what is routed, however small.
+    needs it. A block of more than `target` bytes is spread over groups of its own, but pieces of up
+    to `crumb` bytes stay with their neighbours. So is a module with more than that beside its
+    largest tensor, and what is routed, however small.
     """
+
+    def spread(pieces: list[Hashable]) -> Iterator[list[Hashable]]:
+        return in_portions(pieces, nbytes.__getitem__, target, crumb)
+
     groups: list[Portion] = []
     routed: list[Portion] = []
     claimed: set[Hashable] = set()
@@ -236,8 +279,7 @@ def portions(
         own = [piece for piece in dict.fromkeys(unit.memory) if piece not in claimed]
         needed = sum(nbytes[piece] for piece in own)
         if unit.routed:
-            parts = in_portions(own, nbytes.__getitem__, target)
-            routed += [Portion(unit.name, part, routed=True) for part in parts]
+            routed += [Portion(unit.name, part, routed=True) for part in spread(own)]
             claimed.update(own)
             continue
         # A module's largest tensor sets how large its group must be: more than that is spread.
@@ -247,7 +289,7 @@ def portions(
             named = [
                 piece for piece in dict.fromkeys(unit.by_name or unit.memory) if piece in set(own)
             ]
-            groups += [Portion(name, p) for p in in_portions(named, nbytes.__getitem__, target)]
+            groups += [Portion(name, part) for part in spread(named)]
             claimed.update(own)
             of_blocks = None
             continue
@@ -265,20 +307,29 @@ def portions(
 
 
 def in_portions(
-    items: Iterable[ItemType], nbytes: Callable[[ItemType], int], target: int
+    items: Iterable[ItemType], nbytes: Callable[[ItemType], int], target: int, crumb: int = 0
 ) -> Iterator[list[ItemType]]:
-    """Items that follow each other, in portions of up to `target` bytes, or of one item."""
+    """Items that follow each other, in portions of up to `target` bytes, or of one item.
+
+    Portions and items of up to `crumb` bytes are not left by themselves.
+    """
     portion: list[ItemType] = []
     size = 0
     for item in items:
         needed = nbytes(item)
-        if portion and size + needed > target:
+        if portion and size + needed > target and min(size, needed) > crumb:
             yield portion
             portion, size = [], 0
         portion.append(item)
         size += needed
     if portion:
         yield portion
+
+
+def needed_by(units: Iterable[Need], groups: Sequence[Portion]) -> list[tuple[int, ...]]:
+    """The numbers of the groups that each unit needs while it runs."""
+    group_of = {piece: number for number, group in enumerate(groups) for piece in group.memory}
+    return [tuple(dict.fromkeys(group_of[piece] for piece in unit.memory)) for unit in units]
 
 
 def unused(key: str, used: set[str]) -> str:

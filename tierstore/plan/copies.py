@@ -44,6 +44,7 @@ class CopyTable:
         self.pools = {tier: Pool(tier, budgets[tier]) for tier in self.tiers}
         self.shared = Pool(self.host, 0, shared=True)
         self.used = dict.fromkeys(self.tiers, 0)
+        self.borrowed = dict.fromkeys(self.tiers, 0)
         self.peak = dict.fromkeys(self.tiers, 0)
         self.groups: dict[GroupId, GroupRecord] = {}
         self.newest: dict[str, GroupRecord] = {}  # key -> the generation that was made last
@@ -102,6 +103,15 @@ class CopyTable:
     def change_budget(self, tier: Tier, nbytes: int) -> None:
         """A tier has so many bytes from now on."""
         self.budgets[tier] = self.pools[tier].limit = nbytes
+
+    def borrow(self, tier: Tier, nbytes: int) -> None:
+        """So many bytes of a tier are used, but by no copy."""
+        more = nbytes - self.borrowed[tier]
+        self.borrowed[tier] = nbytes
+        self.pools[tier].used += more
+        self.used[tier] += more
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+        self.in_vain.clear()
 
     def way_up(self, group: GroupRecord, top: Tier) -> list[Pool]:
         """Where a group needs room, now or once memory is short, to come to `top`.

@@ -81,6 +81,8 @@ class Eviction:
             return False  # it is the source of a copy on its way up
         if rival is not None and group.number in self.needed_sooner:
             return False
+        if rival is not None and group in self._requests.saves:
+            return False  # it is half-way down, and would come again
         if self._requests.is_waited_for(group, tier):
             return False  # its waiter is about to wake up and lease it
         return rival is None or group.valid_elsewhere(tier)

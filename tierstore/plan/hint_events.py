@@ -83,6 +83,16 @@ class HintEvents:
         self._movement.look_ahead = True
         return True  # what is idle goes before anything else is done
 
+    def memory_borrowed(self, event: events.MemoryBorrowed) -> bool:
+        copies, tier = self._copies, event.tier
+        pool, more = copies.pools[tier], event.nbytes - copies.borrowed[tier]
+        if pool.limit is not None:
+            self._eviction.drop_idle(pool, pool.limit - more)
+        if more <= 0 or pool.has_room(more):
+            copies.borrow(tier, event.nbytes)
+        self._movement.look_ahead = True
+        return True
+
     def save_requested(self, event: events.SaveRequested) -> bool:
         group = self._copies.groups[event.group]
         group.error = None

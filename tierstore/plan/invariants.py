@@ -27,10 +27,12 @@ def check(copies: CopyTable, requests: Requests, prefetcher: Prefetcher) -> None
     """Assert the promises. Costs a walk over all groups: for tests."""
     for tier in copies.tiers:
         groups = [group for group in copies.groups.values() if tier in group.copies]
-        held = sum(group.cost(tier) for group in groups)
+        borrowed = copies.borrowed[tier]
+        held = borrowed + sum(group.cost(tier) for group in groups)
         assert held == copies.used[tier], f"{tier.name}: holds {held}, counts {copies.used[tier]}"
         pool, budget = copies.pools[tier], copies.budgets[tier]
-        own = sum(group.cost(tier) for group in groups if copies.pool(group, tier) is pool)
+        mine = [group for group in groups if copies.pool(group, tier) is pool]
+        own = borrowed + sum(group.cost(tier) for group in mine)
         assert own == pool.used, f"{tier.name}: {own} are not shared, counts {pool.used}"
         assert budget == pool.limit, f"{tier.name}: a budget of {budget}, and of {pool.limit}"
         assert budget is None or own <= budget, f"{tier.name}: {own} over {budget}"

@@ -303,7 +303,10 @@ class Fixpoint:
 
         The largest is told first: when it does not wait any more, others may get on.
         """
-        while not self._copies.in_flight and not self._copies.leased and not self._about_to_wake():
+        copies = self._copies
+        if any(copies.borrowed.values()):
+            return  # it comes back before anybody waits for ever
+        while not copies.in_flight and not copies.leased and not self._about_to_wake():
             waiting = [*self._requests.unmet(), *self._requests.saves]
             if not waiting:
                 return

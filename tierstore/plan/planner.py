@@ -88,6 +88,7 @@ class Planner:
         self.tiers, self.top, self.host = copies.tiers, copies.top, copies.host
         self.budgets: Mapping[Tier, int | None] = own
         self.used: Mapping[Tier, int] = copies.used
+        self.borrowed: Mapping[Tier, int] = copies.borrowed
         self.peak = copies.peak
         self.prefetcher, self.copies, self.requests = prefetcher, copies, requests
         self._movement = movement
@@ -119,6 +120,7 @@ class Planner:
             events.MadeSticky: hints.made_sticky,
             events.BudgetChanged: hints.budget_changed,
             events.SharedBudgetChanged: hints.shared_budget_changed,
+            events.MemoryBorrowed: hints.memory_borrowed,
             events.SaveRequested: hints.save_requested,
             events.SpillAdvised: hints.spill_advised,
             events.ErrorReported: hints.error_reported,
@@ -170,6 +172,10 @@ class Planner:
     def idle(self) -> bool:
         """Whether nothing is on its way."""
         return self.copies.in_flight == 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether host memory has room for so many bytes, without that anything goes."""
+        return self.copies.pools[self.copies.host].has_room(nbytes)
 
     def all_there(self) -> bool:
         """Whether every group has its place on the fastest tier."""

@@ -1,0 +1,178 @@
+"""The plan of a loop: right whatever the loop and the budgets, and near what can be reached."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from tests.lanes import by_lane
+from tests.plan.loops import (
+    SPEED,
+    drawn,
+    on_host,
+    plain,
+    there_and_back,
+    with_device,
+)
+from tierstore.model.sizes import PAGE
+from tierstore.model.tiers import Tier
+from tierstore.plan.loop_check import verify
+from tierstore.plan.loop_plan import Loop, LoopPlan, Step
+from tierstore.plan.loop_planner import plan_loop
+from tierstore.plan.loop_tiers import ring_offsets
+from tierstore.plan.loop_timing import PlanClock, seconds_per_pass
+
+PAGES = plain([[4, 4, 4]] * 12)
+"""12 units of 3 groups of 4 pages: 144 pages."""
+
+
+def planned(loop: Loop, budgets: dict[Tier, int | None], tile: int = 2 * PAGE) -> LoopPlan:
+    """A plan, and it keeps its promises."""
+    plan = plan_loop(loop, budgets, SPEED, tile)
+    assert plan is not None
+    verify(plan, budgets)
+    return plan
+
+
+def test_plans_of_random_loops_keep_their_promises() -> None:
+    kinds = set()
+    for seed in range(by_lane(40, 400, 4000)):
+        case = drawn(seed)
+        plan = case.plan()
+        if plan is not None:
+            verify(plan, case.budgets)
+            kinds.add((len(plan.tiers), *(bool(tier.copies) for tier in plan.tiers)))
+    assert len(kinds) == 5, "of every kind: on two tiers or three, with and without copies"
+
+
+def test_plan_of_what_fits_moves_nothing() -> None:
+    plan = planned(PAGES, with_device(144, 1))
+    assert [tier.copies for tier in plan.tiers] == [(), ()]
+    assert plan.top.nbytes == 144 * PAGE
+    assert plan.tiers[1].nbytes == 0, "what stays on the device has no copy in host memory"
+    assert seconds_per_pass(plan, [1.0, 1.0]) == pytest.approx(PAGES.seconds)
+
+
+@pytest.mark.parametrize("pages", [1, 11])
+def test_plan_of_a_unit_above_the_budget_is_none(pages: int) -> None:
+    assert plan_loop(PAGES, with_device(pages, 200), SPEED, PAGE) is None
+
+
+def test_plan_reads_what_memory_lacks_and_a_ring() -> None:
+    """Where the disk is the limit, all memory is full but for the rings."""
+    plan = planned(PAGES, with_device(60, 40))
+    rings = 2 * 12 + 4 * 2  # two units, and four tiles
+    assert 44 * PAGE <= plan.bytes_read <= (44 + rings) * PAGE
+    uploaded = {copy.group for copy in plan.top.copies}
+    assert not uploaded & {resident.group for resident in plan.top.start}
+
+
+def test_plan_without_a_device_reads_into_host_memory() -> None:
+    plan = planned(PAGES, on_host(80))
+    assert [tier.tier for tier in plan.tiers] == [Tier.HOST]
+    assert (144 - 80) * PAGE <= plan.bytes_read <= (144 - 80 + 2 * 12) * PAGE
+    assert all(copy.source is None for copy in plan.top.copies)
+
+
+def test_plan_spreads_what_is_fetched_evenly() -> None:
+    """No unit fetches a group more than another does."""
+    plan = planned(PAGES, with_device(84, 200))
+    fetched = [0] * 12
+    for group in {copy.group for copy in plan.top.copies}:
+        fetched[group // 3] += 1
+    assert max(fetched) - min(fetched) <= 1
+
+
+def test_plan_of_long_steps_fetches_for_these() -> None:
+    """Copies move while a step computes, so the long steps fetch the more."""
+    steps = [Step(s.unit, s.groups, 0.4 if n % 2 else 0.02) for n, s in enumerate(PAGES.steps)]
+    plan = planned(Loop(tuple(steps), PAGES.sizes), with_device(100, 200))
+    of_long = sum(copy.group // 3 % 2 for copy in plan.top.copies)
+    assert of_long > 0.7 * len(plan.top.copies)
+
+
+def test_backward_pass_finds_what_the_forward_pass_used_last() -> None:
+    loop = there_and_back(PAGES)
+    plan = planned(loop, with_device(40, 200))
+    least = 2 * (144 - 40) * PAGE
+    assert least <= plan.top.moved <= least + 2 * 24 * PAGE, "beside a ring of two units"
+
+
+def test_phases_that_fit_alone_read_once_each() -> None:
+    """Two models, four passes each, of which memory has room for one and a half."""
+    half = len(PAGES.steps) // 2
+    steps = (*PAGES.steps[:half] * 4, *PAGES.steps[half:] * 4)
+    plan = planned(Loop(steps, PAGES.sizes), on_host(108))
+    assert plan.bytes_read <= 2 * 72 * PAGE, "not in each of the eight passes"
+    assert plan.bytes_read >= (144 - 108) * PAGE
+
+
+def test_group_that_neighbours_share_is_fetched_once() -> None:
+    shared = (Step("a", (0, 1), 0.1), Step("b", (1, 2), 0.1), Step("c", (3,), 0.1))
+    plan = planned(Loop(shared, (4 * PAGE,) * 4), with_device(9, 20), tile=PAGE)
+    copied = [copy.group for copy in plan.top.copies]
+    assert copied.count(1) in (0, 4)
+
+
+def test_speeds_are_not_needed() -> None:
+    plan = plan_loop(PAGES, with_device(60, 40), {}, 2 * PAGE)
+    assert plan is not None
+    verify(plan, with_device(60, 40))
+
+
+def test_plan_is_the_same_each_time() -> None:
+    plans = [plan_loop(PAGES, with_device(60, 40), SPEED, PAGE) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_released_copies_are_those_whose_room_is_free() -> None:
+    """Copies run ahead into the next pass, and never by more than the ring."""
+    plan = planned(PAGES, with_device(60, 200))
+    released, count = plan.top.released, len(plan.top.copies)
+    assert all(a <= b for a, b in itertools.pairwise(released))
+    assert count < released[-1] <= 2 * count
+    assert released[-1] - count == released[len(plan.steps) - 1] - count
+    for step, planned_step in enumerate(plan.steps):
+        assert released[step - 1] >= planned_step.arrivals or step == 0
+
+
+# --- rings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "offsets"),
+    [
+        ([], 0, []),
+        ([5], 4, None),
+        ([5, 5], 10, [0, 5]),
+        ([5, 5, 5], 10, [0, 5, 0]),
+        ([2] * 6, 10, [0, 2, 4, 0, 2, 4]),
+        ([9, 1, 9, 1], 10, [0, 9, 0, 9]),
+    ],
+)
+def test_ring_goes_round_in_even_rounds(
+    sizes: list[int], room: int, offsets: list[int] | None
+) -> None:
+    assert ring_offsets(sizes, room) == offsets
+
+
+# --- the clock ------------------------------------------------------------------------------------
+
+
+def test_clock_of_a_plan_is_that_of_its_slowest_part() -> None:
+    """One unit at a time passes through the memory: reading and computing take turns."""
+    loop = plain([[4]] * 3, seconds=1.0)
+    plan = planned(loop, on_host(4), tile=PAGE)
+    clock = PlanClock(plan, [4.0 * PAGE])
+    assert [clock.run_pass() for _ in range(3)] == [6.0, 12.0, 18.0]
+    assert clock.stalled == 9.0
+
+
+def test_clock_hides_reading_behind_computing() -> None:
+    loop = plain([[4]] * 8, seconds=1.0)
+    plan = planned(loop, on_host(16), tile=PAGE)
+    assert seconds_per_pass(plan, [4.0 * PAGE]) == pytest.approx(8.0)
+    assert seconds_per_pass(plan, [math.inf]) == pytest.approx(8.0)
+    assert seconds_per_pass(plan, [PAGE / 1.0]) >= plan.bytes_read / PAGE

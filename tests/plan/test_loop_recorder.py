@@ -1,0 +1,110 @@
+"""When a row of steps is known to repeat."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tierstore.plan.loop_recorder import LoopRecorder
+
+ENCODER, BLOCKS, OTHER = ["e0", "e1"], ["b0", "b1", "b2", "b3"], ["o0", "o1", "o2"]
+
+
+def recorded(steps: list[str], most: int = 100) -> LoopRecorder:
+    recorder = LoopRecorder(most)
+    for key in steps:
+        recorder.note((key,), 0.1)
+    return recorder
+
+
+def first_told(steps: list[str]) -> tuple[int, int]:
+    """After how many steps a period is told, and which."""
+    recorder = LoopRecorder(100)
+    for count, key in enumerate(steps, 1):
+        recorder.note((key,), 0.1)
+        if period := recorder.period():
+            return count, period
+    return 0, 0
+
+
+def test_period_of_a_loop_is_told_after_two_passes() -> None:
+    assert first_told(BLOCKS * 3) == (8, 4)
+
+
+def test_period_is_told_wherever_a_loop_begins() -> None:
+    assert first_told([*OTHER, *BLOCKS * 3]) == (len(OTHER) + 8, 4)
+
+
+def test_unit_used_twice_in_a_pass_hides_no_period() -> None:
+    assert first_told(["b0", "b1", "b0", "b2"] * 3) == (8, 4)
+
+
+def test_steps_that_do_not_repeat_have_no_period() -> None:
+    assert recorded(BLOCKS).period() == 0
+    assert recorded([]).period() == 0
+    assert recorded([*BLOCKS, "x", *BLOCKS[1:]]).period() == 0
+    chance = random.Random(0)
+    assert recorded([str(chance.randrange(10**9)) for _ in range(200)]).period() == 0
+
+
+def test_shorter_period_that_was_left_gives_way_to_a_longer_one() -> None:
+    whole = [*ENCODER, *BLOCKS * 4]
+    recorder = recorded(whole)
+    assert recorder.period() == 4
+    for key in [*ENCODER, *BLOCKS * 4]:
+        recorder.note((key,), 0.1)
+    assert recorder.period() == 4, "as long as nobody left it"
+    recorder.left(4, repeated=8)
+    assert recorder.period() == len(whole)
+
+
+def test_period_that_repeats_for_longer_than_it_did_is_told_again() -> None:
+    recorder = recorded(BLOCKS * 2)
+    recorder.left(4, repeated=4)
+    assert recorder.period() == 0
+    for key in BLOCKS * 2:
+        recorder.note((key,), 0.1)
+    assert recorder.period() == 4
+
+
+def test_steps_of_long_ago_are_forgotten() -> None:
+    recorder = recorded([*OTHER, *BLOCKS * 1000], most=8)
+    assert recorder.period() == 4
+    for key in [f"x{n}" for n in range(9)] * 4:  # a period that is longer than any may be
+        recorder.note((key,), 0.1)
+    assert recorder.period() == 0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_period_told_is_the_shortest_that_fits(seed: int) -> None:
+    chance = random.Random(seed)
+    steps = chance.choices("ab", k=chance.randint(1, 12)) * chance.randint(1, 4)
+    fits = [p for p in range(1, len(steps) // 2 + 1) if steps[-p:] == steps[-2 * p : -p]]
+    assert recorded(steps).period() == min(fits, default=0)
+
+
+def test_loop_has_each_group_once_and_times_that_were_measured() -> None:
+    recorder = LoopRecorder(100)
+    for seconds in (1.0, 1.0, 2.0):
+        recorder.note(("a", "b"), seconds)
+        recorder.note(("b", "c"), 0.5)
+    loop, keys = recorder.loop(2, {"a": 1, "b": 2, "c": 3})
+    assert keys == ["a", "b", "c"]
+    assert loop.sizes == (1, 2, 3)
+    assert [step.groups for step in loop.steps] == [(0, 1), (1, 2)]
+    assert [step.seconds for step in loop.steps] == [1.25, 0.5]
+
+
+def test_period_that_is_of_no_use_gives_way_to_a_longer_one() -> None:
+    whole = [*ENCODER, *BLOCKS * 4]
+    recorder = recorded(whole * 2)
+    assert recorder.period() == 4
+    assert recorder.period(lambda length: length == 4) == 8
+    assert recorder.period(lambda length: length < len(whole)) == len(whole)
+    assert recorder.period(lambda length: True) == 0
+
+
+def test_latest_steps_of_a_period_are_told() -> None:
+    recorder = recorded([*OTHER, *BLOCKS * 2])
+    assert recorder.keys(4) == [(key,) for key in BLOCKS]

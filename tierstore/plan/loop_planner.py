@@ -1,0 +1,223 @@
+"""Computes the plan of a loop.
+
+The tiers are planned from the top down, each in the same way (`loop_tiers`): what a tier has to
+fetch is what the tier below is asked for. So the tiers have no group in common but what is on its
+way: what stays on the device needs no copy in host memory. On the fastest tier a group is
+contiguous, and stays or does not as a whole; below, each tile is by itself.
+
+How large the rings should be follows from the speeds: a larger ring evens out more, and leaves less
+room to what stays. A few sizes are tried on the virtual clock (`loop_timing`), and the best is
+taken; and so is, of a few, how much stays for good. Speeds decide nothing else, so a plan is right
+whatever the speeds turn out to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tierstore.model.outline import TILE, tiles
+from tierstore.model.tiers import Tier, in_memory
+from tierstore.plan.loop_plan import Loop, LoopPlan
+from tierstore.plan.loop_tiers import TierDraft
+from tierstore.plan.loop_timing import seconds_per_pass
+from tierstore.plan.loop_waits import LoopPart, TierRequest
+
+WORTH = 0.002
+"""A ring that makes a pass shorter by less than this share is not worth more bytes."""
+RING_GROWTH = 1.3
+"""How many times as large as one ring the next larger one is that is tried."""
+NEARBY = (0.88, 0.94, 1.06, 1.12)
+"""Shares of the best of these that are tried, too."""
+USUAL_LOWER_RING = 4
+"""In tiles: the rings below the fastest tier, as they are tried first."""
+LOWER_RINGS = (0.5, 1.5, 2.0, 3.0, 5.0)
+"""Shares of these that are tried, too."""
+NEIGHBOURS = 1
+"""Steps between two uses of a group that units share which follow each other."""
+
+
+def plan_loop(
+    loop: Loop,
+    budgets: Mapping[Tier, int | None],
+    bandwidth: Mapping[tuple[Tier, Tier], float],
+    tile: int = TILE,
+) -> LoopPlan | None:
+    """Plan a loop for these budgets (bytes; None: no limit), at these speeds (bytes per second).
+
+    `tile` is in bytes, a multiple of a page. Returns None if the budgets are too small for any
+    plan: then the loop is left to the planner that decides at each use.
+    """
+    memory = in_memory(budgets)
+    sources = [*memory[1:], Tier.DISK]
+    speeds = [bandwidth.get((src, dst)) for src, dst in zip(sources, memory, strict=True)]
+    every = loop.nbytes(range(len(loop.sizes)))
+    limits = [every if budgets[tier] is None else budgets[tier] or 0 for tier in memory]
+    draft = _Drafter(loop, memory, limits, speeds, tile)
+    return draft.best()
+
+
+class _Drafter:
+    """Plans of one loop, with rings of different sizes."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        tiers: Sequence[Tier],
+        limits: Sequence[int],
+        speeds: Sequence[float | None],
+        tile: int,
+    ) -> None:
+        self._loop = loop
+        self._tiers = tiers
+        self._limits = limits
+        self._speeds = speeds
+        self._tile = tile
+        self._groups = [
+            LoopPart(group, tuple(tiles(nbytes, tile))) for group, nbytes in enumerate(loop.sizes)
+        ]
+        self._single = [
+            LoopPart(part.group, (each,)) for part in self._groups for each in part.tiles
+        ]
+
+    def best(self) -> LoopPlan | None:
+        """The plan whose passes are shortest; of about equal ones, that which moves the least."""
+        found: _Timed | None = None
+        for for_good in self._shares_for_good():
+            found = _better(found, self._with_best_rings(for_good))
+        return None if found is None else found.plan
+
+    def _shares_for_good(self) -> list[int]:
+        """How many bytes might stay on the fastest tier in all waits, however long.
+
+        None but what comes by itself: then the least is fetched to that tier. All: then each step
+        fetches its part. Or as many as the other tiers have no room for, so that nothing has to be
+        read. Where each group is used once in a pass, all waits are equally long.
+        """
+        uses = [group for step in self._loop.steps for group in step.groups]
+        every, limit = sum(self._loop.sizes), self._limits[0]
+        if len(uses) == len(set(uses)):
+            return [limit]
+        beside = min(max(every - sum(self._limits[1:]), 0), limit)
+        return list(dict.fromkeys((limit, 0, beside)))
+
+    def _with_best_rings(self, for_good: int) -> _Timed | None:
+        lower = [min(USUAL_LOWER_RING * self._tile, limit) for limit in self._limits[1:]]
+        found: _Timed | None = None
+        for ring in self._top_rings():
+            tried = self._timed(_Choice((ring, *lower), for_good), found)
+            if found is not None and tried is not None and self._least(tried.plan) > found.seconds:
+                break  # a larger ring moves more bytes still
+            found = _better(found, tried)
+            if found is not None and found.seconds <= (1 + WORTH) * self._loop.seconds:
+                break  # nothing is waited for
+        if found is None or not found.plan.top.copies:
+            return found
+        for level, shares in [(level, LOWER_RINGS) for level in range(1, len(lower) + 1)] + [
+            (0, NEARBY)
+        ]:
+            rings = found.choice.rings
+            for share in shares:
+                ring = int(rings[level] * share)
+                choice = _Choice((*rings[:level], ring, *rings[level + 1 :]), for_good)
+                found = _better(found, self._timed(choice, found)) or found
+        return found
+
+    def _top_rings(self) -> Iterator[int]:
+        """Rings of the fastest tier, the smallest first. How large one has to be depends on what
+        stays for good, so each share of that is tried with all of them."""
+        ring = float(max(self._loop.sizes))
+        while ring < self._limits[0]:
+            yield int(ring)
+            ring *= RING_GROWTH
+        yield self._limits[0]
+
+    def _least(self, plan: LoopPlan) -> float:
+        """Seconds that a pass takes at least, with as many bytes as this plan moves."""
+        speeds = zip(plan.tiers, self._speeds, strict=True)
+        return max(tier.moved / speed if speed else 0.0 for tier, speed in speeds)
+
+    def _timed(self, choice: _Choice, like: _Timed | None) -> _Timed | None:
+        """A plan with this choice. It expects the pace of one that is `like` it."""
+        pace = [speed or 1.0 for speed in self._speeds] if like is None else like.pace
+        plan = self.draft(choice, pace)
+        if plan is None:
+            return None
+        return _Timed(plan, choice, seconds_per_pass(plan, self._speeds))
+
+    def draft(self, choice: _Choice, pace: Sequence[float]) -> LoopPlan | None:
+        """The plan with this choice; None if its rings are too small.
+
+        `pace` has the bytes that are copied into each tier in a second, on average of a pass.
+        """
+        loop, parts = self._loop, self._groups
+        seconds = [step.seconds for step in loop.steps]
+        if not any(seconds):
+            seconds = [float(loop.nbytes(step.groups)) for step in loop.steps]
+        requests = requests_of(loop, parts)
+        users, drafts = len(loop.steps), list[TierDraft]()
+        for tier, limit, ring, each in zip(
+            self._tiers, self._limits, choice.rings, pace, strict=True
+        ):
+            draft = TierDraft(tier, requests, users, parts)
+            for_good = 0 if drafts else choice.for_good
+            if not draft.fill(limit, ring, [each * spent for spent in seconds], for_good):
+                return None
+            if drafts:
+                drafts[-1].read_from(draft)
+            drafts.append(draft)
+            seconds = draft.seconds_with_copies(seconds, each)
+            requests, users, parts = draft.fetched(), draft.count, self._single
+        return LoopPlan(loop, drafts[0].steps(loop), tuple(draft.plan() for draft in drafts))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Bytes of the ring on each tier, and of what stays on the fastest one in all waits."""
+
+    rings: tuple[int, ...]
+    for_good: int
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A plan, the choice it was drafted with, and the seconds of a pass."""
+
+    plan: LoopPlan
+    choice: _Choice
+    seconds: float
+
+    @property
+    def moved(self) -> tuple[int, ...]:
+        """Bytes into each tier, the slowest way first."""
+        return tuple(tier.moved for tier in reversed(self.plan.tiers))
+
+    @property
+    def pace(self) -> list[float]:
+        """Bytes that are copied into each tier in a second."""
+        return [max(tier.moved, 1) / max(self.seconds, 1e-9) for tier in self.plan.tiers]
+
+
+def _better(one: _Timed | None, other: _Timed | None) -> _Timed | None:
+    if one is None or other is None:
+        return one or other
+    if abs(one.seconds - other.seconds) <= WORTH * one.seconds:
+        return min(one, other, key=lambda each: each.moved)
+    return min(one, other, key=lambda each: each.seconds)
+
+
+def requests_of(loop: Loop, parts: Sequence[LoopPart]) -> list[TierRequest]:
+    """What the steps ask the fastest tier for. A group that is used again within `NEIGHBOURS` steps
+    is asked for once: it stays where it is."""
+    found: list[TierRequest] = []
+    latest: dict[int, int] = {}
+    for number, step in enumerate(loop.steps):
+        for group in step.groups:
+            users = [number] * len(parts[group].tiles)
+            before = latest.get(group)
+            if before is not None and number - found[before].last <= NEIGHBOURS:
+                found[before] = replace(found[before], last=number, last_users=users)
+            else:
+                latest[group] = len(found)
+                found.append(TierRequest(group, number, number, users, users))
+    return found

@@ -1,0 +1,221 @@
+"""Drafts what happens on one tier in the plan of a loop: addresses, copies, and their waits.
+
+Some of what is asked for stays between two requests (`loop_waits`). The rest passes through a ring,
+in the order of the loop. A pass goes through the ring a whole number of times, in rounds of about
+equal bytes, so that everything comes to the same address in every pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from tierstore.model.tiers import Tier
+from tierstore.plan.loop_plan import Loop, PlannedStep, Resident, TierPlan, TileCopy
+from tierstore.plan.loop_waits import LoopPart, Stay, TierRequest, choose_stays
+
+
+class TierDraft:
+    """What happens on one tier: `requests` of some of the `parts` of the model, which come from
+    `users` steps or copies into the tier above. Requests are known by their numbers."""
+
+    def __init__(
+        self, tier: Tier, requests: Sequence[TierRequest], users: int, parts: Sequence[LoopPart]
+    ) -> None:
+        self._tier = tier
+        self._requests = requests
+        self._users = users
+        self._parts = parts
+        self._nbytes = 0
+        self._start: list[Resident] = []
+        self._addresses: dict[int, int] = {}  # by request
+        self._fetched_for = list(range(len(requests)))  # which request fetches it; -1: none does
+        self._last = list(range(len(requests)))  # which request is the last that finds it
+        self._first_copy: dict[int, int] = {}  # by request that fetches
+        self._copied: list[tuple[int, int, int, int]] = []  # group, offset, bytes, target
+        self._afters: list[int] = []
+        self._sources: list[tuple[int | None, int | None]] = []  # address; by which copy
+
+    def fill(self, limit: int, ring: int, floors: Sequence[float], for_good: int) -> bool:
+        """Decide what stays and what passes through a ring of `ring` bytes, within `limit` bytes.
+
+        For `floors` and `for_good`, see `choose_stays`. Returns False if the ring is too small.
+        """
+        asked = {request.item for request in self._requests}
+        if sum(self._parts[item].nbytes for item in asked) <= limit:
+            ring = 0
+        if ring > limit:
+            return False
+        if len(asked) == len(self._requests):
+            for_good = limit  # all waits are equally long
+        stays = choose_stays(self._requests, self._parts, floors, limit - ring, for_good)
+        self._note_stays(stays)
+        return self._pass_through(ring) and self._list_copies()
+
+    def _note_stays(self, stays: Sequence[Stay]) -> None:
+        """Which requests find what they ask for, and where it is then."""
+        for stay in stays:
+            part, numbers = self._parts[stay.item], stay.requests
+            self._nbytes = max(self._nbytes, stay.address + part.nbytes)
+            if stay.for_good or numbers[-1] < numbers[0]:
+                self._start.append(Resident(part.group, part.offset, part.nbytes, stay.address))
+            for number in numbers:
+                self._addresses[number] = stay.address
+                self._fetched_for[number] = -1 if stay.for_good else numbers[0]
+                self._last[number] = numbers[-1]
+
+    def _pass_through(self, ring: int) -> bool:
+        """Give what does not stay addresses in the ring."""
+        passing = [n for n in range(len(self._requests)) if n not in self._addresses]
+        sizes = [self._parts[self._requests[number].item].nbytes for number in passing]
+        offsets = ring_offsets(sizes, ring)
+        if offsets is None:
+            return False
+        base = self._nbytes
+        for number, offset, nbytes in zip(passing, offsets, sizes, strict=True):
+            self._addresses[number] = base + offset
+            self._nbytes = max(self._nbytes, base + offset + nbytes)
+        return True
+
+    def _list_copies(self) -> bool:
+        """List the copies, and what each has to wait for. Returns False if one would have to wait
+        for the user that needs it."""
+        for number, request in enumerate(self._requests):
+            if self._fetched_for[number] == number:
+                self._first_copy[number] = len(self._copied)
+                part = self._parts[request.item]
+                for offset, nbytes in part.tiles:
+                    target = self._addresses[number] + offset - part.offset
+                    self._copied.append((part.group, offset, nbytes, target))
+        self._afters = [0] * len(self._copied)
+        self._sources = [(None, None)] * len(self._copied)
+        occupied, released = _Occupied(), 0
+        for begin in (0, self._users):  # the second pass knows what the one before it has left
+            for number, first in self._first_copy.items():
+                last = self._last[number]
+                later = self._users if last < number else 0
+                for tile, user in enumerate(self._requests[number].users):
+                    _, _, nbytes, target = self._copied[first + tile]
+                    until = begin + later + self._requests[last].last_users[tile]
+                    released = max(released, occupied.take(target, target + nbytes, until))
+                    if begin and released >= begin + user:
+                        return False
+                    self._afters[first + tile] = released - begin
+        return True
+
+    @property
+    def count(self) -> int:
+        """How many copies there are."""
+        return len(self._copied)
+
+    # What the other tiers need of it -------------------------------------------------------------
+
+    def fetched(self) -> list[TierRequest]:
+        """What the tier below is asked for: each tile by itself."""
+        first_tile = list(accumulate((len(part.tiles) for part in self._parts), initial=0))
+        found = []
+        for number, first in self._first_copy.items():
+            request = self._requests[number]
+            for tile in range(len(request.users)):
+                item = first_tile[request.item] + tile
+                users = [first + tile]
+                found.append(TierRequest(item, request.first, request.first, users, users))
+        return found
+
+    def read_from(self, below: TierDraft) -> None:
+        """Have the copies into this tier read from the one below, which was asked for them."""
+        for number, request in enumerate(below._requests):
+            fetched, ready = below._fetched_for[number], None
+            if fetched >= 0:
+                ready = below._first_copy[fetched]
+                if fetched > number:
+                    ready -= below.count
+            (copy,) = request.users
+            self._sources[copy] = below._addresses[number], ready
+
+    def seconds_with_copies(self, seconds: Sequence[float], pace: float) -> list[float]:
+        """How long each step takes at least, as its groups have to be copied to this tier."""
+        copied = [0.0] * len(seconds)
+        for number in self._first_copy:
+            request = self._requests[number]
+            copied[request.first] += self._parts[request.item].nbytes / pace
+        return [max(pair) for pair in zip(seconds, copied, strict=True)]
+
+    def steps(self, loop: Loop) -> tuple[PlannedStep, ...]:
+        """Where each step finds its groups on this tier."""
+        where = {
+            (step, request.item): self._addresses[number]
+            for number, request in enumerate(self._requests)
+            for step in range(request.first, request.last + 1)
+        }
+        arrivals = [0] * len(loop.steps)
+        for number, first in self._first_copy.items():
+            arrivals[self._requests[number].first] = first + len(self._requests[number].users)
+        return tuple(
+            PlannedStep(tuple(where[number, group] for group in step.groups), count)
+            for number, (step, count) in enumerate(
+                zip(loop.steps, accumulate(arrivals, max), strict=True)
+            )
+        )
+
+    def plan(self) -> TierPlan:
+        """All that is planned for this tier."""
+        released = tuple(
+            bisect_right(self._afters, user) + bisect_right(self._afters, user - self._users)
+            for user in range(self._users)
+        )
+        rows = zip(self._copied, self._afters, self._sources, strict=True)
+        copies = tuple(TileCopy(*copied, after, *source) for copied, after, source in rows)
+        return TierPlan(self._tier, self._nbytes, tuple(self._start), copies, released)
+
+
+def ring_offsets(sizes: Sequence[int], room: int) -> list[int] | None:
+    """Where things of these sizes go that pass through `room` bytes one after the other.
+
+    They go round as seldom as they can, and each round has about as many bytes as the others.
+    Returns None if one of them is larger than the room.
+
+    >>> ring_offsets([3, 3, 3, 3, 3], 10)
+    [0, 3, 6, 0, 3]
+    """
+    if max(sizes, default=0) > room:
+        return None
+    rounds, end = 1, 0
+    for nbytes in sizes:
+        rounds, end = (rounds, end + nbytes) if end + nbytes <= room else (rounds + 1, nbytes)
+    share = sum(sizes) / rounds
+    offsets = []
+    end, total, round_ends = 0, 0, share
+    for nbytes in sizes:
+        if end and (end + nbytes > room or total + nbytes / 2 > round_ends):
+            round_ends = max(round_ends, total) + share
+            end = 0
+        offsets.append(end)
+        end += nbytes
+        total += nbytes
+    return offsets
+
+
+class _Occupied:
+    """Which bytes of a memory are used, and until which user."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._spans: list[tuple[int, int]] = []  # (end, user)
+
+    def take(self, start: int, stop: int, user: int) -> int:
+        """Use bytes until `user` has ended. Returns the last user of what was there; before the
+        first of all: a negative number.
+
+        What was there is forgotten even where only a part of it was taken. So the caller has to
+        wait for the user that is returned before anything that it does later.
+        """
+        first = bisect_left(self._starts, start)
+        if first and self._spans[first - 1][0] > start:
+            first -= 1
+        last = bisect_left(self._starts, stop)
+        freed = max((user for _, user in self._spans[first:last]), default=-1)
+        self._starts[first:last] = [start]
+        self._spans[first:last] = [(stop, user)]
+        return freed
