@@ -19,8 +19,12 @@ from dataclasses import dataclass, field
 from tierstore.model.events import Arrived, Demanded, Event, Leased, Registered, Released
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
+from tierstore.model.outline import TILE
 from tierstore.model.tiers import Access, Tier
 from tierstore.observe.event_log import EventRecord, Handled, replayed
+from tierstore.plan.loop_plan import Loop, LoopPlan
+from tierstore.plan.loop_planner import plan_loop
+from tierstore.plan.loop_timing import PlanClock
 from tierstore.plan.planner import Planner, planner_for
 from tierstore.plan.records import State
 
@@ -171,6 +175,91 @@ def first_difference(record: EventRecord) -> Difference | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class LoopPass:
+    """One pass of a loop: its seconds, of them those in which nothing was computed, the bytes that
+    moved, how often each group was read from disk, and whether it followed a plan."""
+
+    seconds: float
+    stalled: float
+    bytes_moved: Mapping[Way, int]
+    reads: Mapping[int, int]
+    planned: bool
+
+
+def simulate_loop(
+    loop: Loop,
+    budgets: Mapping[Tier, int | None],
+    passes: int,
+    *,
+    bandwidth: Mapping[Way, float],
+    tile: int = TILE,
+) -> list[LoopPass]:
+    """Play passes of a loop: the first two with the planner that decides at each use, which learns
+    the order; the others as `plan_loop` plans them, if it does.
+
+    What is there by then is used. What the plan starts with beside that is brought first, and
+    counts for the first pass that follows the plan. Raises BudgetError if a group is larger than a
+    budget.
+    """
+    plan = plan_loop(loop, budgets, bandwidth, tile)
+    keys = [str(number) for number in range(len(loop.sizes))]
+    clock = Clock()
+    planner = planner_of(dict(zip(keys, loop.sizes, strict=True)), budgets, clock)
+    run = SimulatedRun(planner, clock, bandwidth)
+    found: list[LoopPass] = []
+    for _ in range(passes if plan is None else min(LEARNED, passes)):
+        before = run.outcome()
+        for step in loop.steps:
+            run.use_step([keys[group] for group in step.groups], step.seconds)
+        found.append(_pass_between(before, run.outcome()))
+    if plan is None:
+        return found
+    there = {int(group.key): planner.residence(group) for group in planner.groups()}
+    return [*found, *_planned_passes(plan, there, passes - len(found), bandwidth)]
+
+
+LEARNED = 2
+"""Passes after which the order of a loop is known."""
+
+
+def _pass_between(before: Outcome, after: Outcome) -> LoopPass:
+    moved = Counter(after.bytes_moved)
+    moved.subtract(before.bytes_moved)
+    reads = Counter({int(key): count for key, count in after.reads.items()})
+    reads.subtract({int(key): count for key, count in before.reads.items()})
+    return LoopPass(
+        after.seconds - before.seconds,
+        after.stalled_seconds - before.stalled_seconds,
+        moved,
+        +reads,
+        planned=False,
+    )
+
+
+def _planned_passes(
+    plan: LoopPlan, there: Mapping[int, Sequence[Tier]], passes: int, bandwidth: Mapping[Way, float]
+) -> Iterator[LoopPass]:
+    ways = plan.ways
+    entering = plan.missing(there)
+    seconds = max(
+        (n / bandwidth[way] for way, n in entering.items() if bandwidth.get(way)), default=0.0
+    )
+    clock = PlanClock(plan, [bandwidth.get(way) for way in ways])
+    begun, stalled, lowest = -seconds, -seconds, plan.tiers[-1]
+    reads = Counter(copy.group for copy in lowest.copies)
+    entered = Counter(each.group for each in lowest.start if lowest.tier not in there[each.group])
+    for number in range(passes):
+        end = clock.run_pass()
+        moved = {
+            way: tier.moved + (entering[way] if number == 0 else 0)
+            for way, tier in zip(ways, plan.tiers, strict=True)
+        }
+        read = reads + entered if number == 0 else reads
+        yield LoopPass(end - begun, clock.stalled - stalled, moved, read, planned=True)
+        begun, stalled = end, clock.stalled
+
+
 class Clock:
     """Says what time it is in a simulated run, in seconds."""
 
@@ -244,6 +333,17 @@ class SimulatedRun:
             self._wait_for_a_move()
         self._pass(use.seconds)
         self._tell(Released(asking.group, Access.READ))
+
+    def use_step(self, keys: Sequence[str], seconds: float) -> None:
+        """Wait for groups, one after the other, compute with all of them, and give them back."""
+        for key in keys:
+            asking = self._ask(Use(key, 0.0))
+            while not self._try(asking):
+                self._wait_for_a_move()
+        self._computed += seconds
+        self._pass(seconds)
+        for key in keys:
+            self._tell(Released(GroupId(key, 0), Access.READ))
 
     def use_together(self, threads: Sequence[Sequence[Use]]) -> None:
         """The uses of several threads, each of which waits, computes and gives back by itself."""

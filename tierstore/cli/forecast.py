@@ -13,7 +13,8 @@ from tierstore.model.module_tree import groups_of
 from tierstore.model.outline import usual_sizes
 from tierstore.model.sizes import PAGE, slot_bytes
 from tierstore.model.tiers import Tier
-from tierstore.simulation import Clock, Outcome, SimulatedRun, Use, Way, planner_of
+from tierstore.plan.loop_plan import Loop, Step
+from tierstore.simulation import LoopPass, Way, simulate_loop
 
 FROM_DISK = (Tier.DISK, Tier.HOST)
 TO_DEVICE = (Tier.HOST, Tier.DEVICE)
@@ -119,34 +120,33 @@ def forecast(
 
     Raises BudgetError if a group is larger than a budget.
     """
-    nbytes, steps = component.nbytes, conditions.steps
-    half = steps // 2
+    nbytes, groups = component.nbytes, component.groups
     uses = [
-        Use(group.key, conditions.compute * group.nbytes / nbytes) for group in component.groups
+        Step(group.key, (number,), conditions.compute * group.nbytes / nbytes)
+        for number, group in enumerate(groups)
     ]
-    clock = Clock()
-    planner = planner_of(known, by_tier(ram, conditions.device), clock)
-    run = SimulatedRun(planner, clock, conditions.bandwidth)
-    outcomes = {}
-    for step in range(1, steps + 1):
-        for use in uses:
-            run.use(use)
-        if step in (1, half, steps):
-            outcomes[step] = run.outcome()
+    passes = simulate_loop(
+        Loop(tuple(uses), tuple(known[group.key] for group in groups)),
+        by_tier(ram, conditions.device),
+        conditions.steps,
+        bandwidth=conditions.bandwidth,
+        tile=max(known.values()),
+    )
+    later = passes[conditions.steps // 2 :]
 
-    def each(told: Callable[[Outcome], float]) -> float:
-        return (told(outcomes[steps]) - told(outcomes[half])) / (steps - half)
+    def each(told: Callable[[LoopPass], float]) -> float:
+        return sum(map(told, later)) / len(later)
 
-    def read_by(outcome: Outcome) -> int:
-        return sum(outcome.reads.get(key, 0) * n for key, n in component.in_files.items())
+    def read_by(one: LoopPass) -> int:
+        return sum(count * component.in_files[groups[n].key] for n, count in one.reads.items())
 
     read, timed = each(read_by), FROM_DISK in conditions.bandwidth
     return {
         "component": component.name,
         "resident": round(max(component.file_bytes - read, 0.0)),
-        "first_read": read_by(outcomes[1]),
+        "first_read": read_by(passes[0]),
         "read": round(read),
-        "onloaded": round(each(lambda outcome: outcome.bytes_moved.get(TO_DEVICE, 0))),
-        "seconds": each(lambda outcome: outcome.seconds) if timed else None,
-        "stalled_seconds": each(lambda outcome: outcome.stalled_seconds) if timed else None,
+        "onloaded": round(each(lambda one: one.bytes_moved.get(TO_DEVICE, 0))),
+        "seconds": each(lambda one: one.seconds) if timed else None,
+        "stalled_seconds": each(lambda one: one.stalled) if timed else None,
     }
