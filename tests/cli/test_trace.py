@@ -125,7 +125,8 @@ def test_passes_are_told_by_model_with_what_was_waited_meanwhile(
     ]
     known = {"cat": "", "pid": document["tierstore"]["process"], "ph": "X"}
     document["traceEvents"].append({**known, "cat": "tierstore,compute", "ts": 0, "dur": 1})
-    document["traceEvents"][-1] |= {"tid": 2000, "name": "key", "args": {}}
+    track = next(e for e in document["traceEvents"] if e.get("args") == {"name": "compute"})
+    document["traceEvents"][-1] |= {"tid": track["tid"], "name": "key", "args": {}}
     save(document, tmp_path / "bare.json")
     path = with_slices(Run(tmp_path / "bare.json", run.stats), tmp_path / "run.json", slices)
     told = inspect.json("trace", path)["passes"]

@@ -90,6 +90,7 @@ class WeightGroups:
         self.over = False
         self.held = HeldLease()
         self.last_lease = LastLease(store)
+        self.loops = engine_of(store).loops
         self._renewing = renewing
         self._bindings: dict[int, Binding] = {}
         self._wrapped: dict[int, WrappedTensor] = {}

@@ -34,6 +34,7 @@ from tierstore.adapters.saved_weights import LastLease, WeightHooks
 from tierstore.adapters.unit_use import Arguments, refuse_backward, refuse_to_go_back
 from tierstore.adapters.weight_groups import HeldLease, WeightGroups
 from tierstore.adapters.wrapped import WrappedTensor
+from tierstore.engine.loop_runner import StepLease
 from tierstore.lease import Lease, make_revocable, resume
 from tierstore.model.errors import UnknownKeyError
 from tierstore.model.locks import under
@@ -110,7 +111,7 @@ class UnitWeights:
     bindings: list[Binding]
     wrapped: list[WrappedTensor]
     wrappers: list[WrappedTensor] = field(default_factory=list)
-    known_keys: tuple[int, list[str]] = (-1, [])
+    known_keys: tuple[int, tuple[str, ...]] = (-1, ())
 
     @classmethod
     def of(cls, groups: WeightGroups, bindings: list[Binding]) -> UnitWeights:
@@ -119,11 +120,11 @@ class UnitWeights:
         on_cpu = groups.store.device.type == "cpu"
         return cls(groups, bindings, [] if on_cpu else wrapped, wrapped)
 
-    def keys(self) -> tuple[int, list[str]]:
+    def keys(self) -> tuple[int, tuple[str, ...]]:
         """The groups that the tensors are in, each once, as of which renewal. With the lock."""
         if self.known_keys[0] != self.groups.renewals:
             keys = dict.fromkeys(binding.key for binding in self.bindings)
-            self.known_keys = self.groups.renewals, list(keys)
+            self.known_keys = self.groups.renewals, tuple(keys)
         return self.known_keys
 
     @property
@@ -223,6 +224,7 @@ class WeightUse:
 
     __slots__ = (
         "_casts",
+        "_depth",
         "_hooks",
         "_leases",
         "_saved",
@@ -235,7 +237,8 @@ class WeightUse:
     def __init__(self, weights: UnitWeights) -> None:
         self._weights = weights
         self.thread = 0
-        self._leases: list[Lease] = []
+        self._leases: list[Lease | StepLease] = []
+        self._depth = -1  # of the step, if one began
         self._viewed = False
         self._hooks: Any = None
         self._casts = CastCache()
@@ -285,10 +288,11 @@ class WeightUse:
         if as_of != groups.renewals:
             as_of, keys = under(groups.lock, weights.keys)
         try:
-            if groups.held.lease is not None:
-                self._take_over(groups.held, keys)
-            for key in keys[len(leases) :]:
-                leases.append(groups.store.acquire(key))
+            if not self._begin_step(keys):
+                if groups.held.lease is not None:
+                    self._take_over(groups.held, keys)
+                for key in keys[len(leases) :]:
+                    leases.append(groups.store.acquire(key))
         except UnknownKeyError:
             if groups.renewals == as_of and not groups.over:
                 raise
@@ -299,6 +303,18 @@ class WeightUse:
             leased = {name: t for lease in leases for name, t in lease.tensors.items()}
         show = functools.partial(self._show_leased, leased, unless_edited, as_of)
         return under(groups.lock, show)
+
+    def _begin_step(self, keys: tuple[str, ...]) -> bool:
+        """Say that a step of a loop begins. Returns whether that has all the tensors."""
+        loops = self._weights.groups.loops
+        if self._viewed or self._depth >= 0:
+            return False
+        self._depth = loops.depth  # first: it has to end
+        step = loops.begin(keys)
+        if step is None:
+            return False
+        self._leases.append(step)
+        return True
 
     def _show_leased(
         self, leased: Mapping[str, torch.Tensor], unless_edited: bool, as_of: int
@@ -324,10 +340,10 @@ class WeightUse:
         with_grad = not self._viewed and (self._with_grad or torch.is_grad_enabled())
         put_back_all(self._weights.bindings, self, with_grad=with_grad)
 
-    def _take_over(self, held: HeldLease, keys: list[str]) -> None:
+    def _take_over(self, held: HeldLease, keys: tuple[str, ...]) -> None:
         """Use the lease that was held if it is the one that is needed; else let it go first."""
         lease = held.lease
-        if lease is None or keys != [lease.key] or not resume(lease):
+        if lease is None or keys != (lease.key,) or not resume(lease):
             held.let_go()
             return
         self._leases.append(lease)
@@ -350,11 +366,15 @@ class WeightUse:
         self._release_all()
 
     def _leave(self, held: HeldLease) -> None:
-        if make_revocable(self._leases[0]):
-            held.lease = self._leases[0]
+        lease = self._leases[0]
+        if isinstance(lease, Lease) and make_revocable(lease):
+            held.lease = lease
             self._leases.pop()
 
     def _release_all(self) -> None:
         while self._leases:
             self._leases[-1].release()
             self._leases.pop()
+        if self._depth >= 0:
+            self._weights.groups.loops.end(self._depth)
+            self._depth = -1

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tierstore.observe.trace import Recorded
 
 WORST = 5
-"""So many groups are listed that were waited for the longest."""
+"""So many groups are listed that were waited for the longest, and so many plans, the newest."""
 
 
 @options.command(
@@ -40,10 +40,10 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
     """Tell what a store did: how long it kept its callers waiting, and what moved meanwhile.
 
     FILE is what `store.trace(path)` wrote. OVERLAP is the share of the time in which bytes moved
-    that nobody waited. A PASS is one call of a whole model, such as one step of denoising. The
-    picture shows the bytes on each tier over time against its budget, and below that the share of
-    the time that was waited, and when models ran, when bytes moved, when callers computed and when
-    they waited.
+    that nobody waited. A PASS is one call of a whole model, such as one step of denoising. A PLAN
+    is that of a loop, which was followed until it was LEFT. The picture shows the bytes on each
+    tier over time against its budget, and below that the share of the time that was waited, and
+    when models ran, plans were followed, bytes moved, callers computed and waited.
     """
     recorded = recorded_in(file)
     if png is not None:
@@ -86,7 +86,7 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
 
 def _document(recorded: Recorded) -> Document:
     from tierstore.observe.stats import BYTES_MOVED
-    from tierstore.observe.trace import KINDS, STALLS, passes_of
+    from tierstore.observe.trace import KINDS, PLANS, STALLS, passes_of
 
     stats, budgets = recorded.stats, recorded.budgets
     busy, peaks = stats["busy_seconds"], stats["peak_bytes"]
@@ -117,6 +117,11 @@ def _document(recorded: Recorded) -> Document:
         # A tier that only an edited trace knows has no peak.
         "tiers": [{"tier": t, "peak": peaks.get(t), "budget": budgets[t]} for t in budgets],
         "passes": [dataclasses.asdict(one) for one in passes_of(recorded.slices)],
+        "plans": [
+            {"start": one.start, "seconds": one.seconds, **one.args}
+            for one in recorded.slices
+            if one.kind == PLANS
+        ],
         "stalls": sorted(stalls, key=lambda stall: -stall["seconds"]),
         "dropped": recorded.dropped,
     }
@@ -159,6 +164,12 @@ _PASSES = (
     Column("LONGEST", lambda one: _seconds(one["longest"]), right=True),
     Column("STALLED", lambda one: _seconds(one["stalled_seconds"]), right=True),
 )
+_PLANS = (
+    Column("PLAN OF", lambda plan: words.count(plan.get("steps", 0), "step"), right=True),
+    Column("SINCE", lambda plan: _seconds(plan["start"]), right=True),
+    Column("FOR", lambda plan: _seconds(plan["seconds"]), right=True),
+    Column("LEFT", lambda plan: plan.get("left", "not"), flexible=True),
+)
 _STALLS = (
     Column("WAITED FOR", lambda stall: stall["key"], flexible=True),
     Column("TIMES", lambda stall: f"{stall['count']:,}", right=True),
@@ -180,6 +191,7 @@ def _show(document: Document) -> None:
     units = words.units_of_tiers({tier["tier"]: tier["budget"] for tier in document["tiers"]})
     tables = (
         (_PASSES, document["passes"]),
+        (_PLANS, document["plans"][-WORST:]),
         (_of_hops(units), document["hops"]),
         (_of_tiers(units), document["tiers"]),
         (_STALLS, worst),

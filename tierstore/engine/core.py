@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -59,6 +60,26 @@ from tierstore.tiers.workers import Future
 from tierstore.torch_private import stream_of_device
 
 
+class LoopLeftError(Exception):
+    """The plan of a loop was left while it was being entered."""
+
+
+class FollowedLoop(Protocol):
+    """Who follows the plan of a loop. See `tierstore.engine.loop_runner`."""
+
+    keys: frozenset[str]
+
+    @property
+    def left(self) -> object:
+        """How the plan was left; None while it is followed."""
+
+    def leave(self, reason: str) -> None:
+        """Follow it no more, as part of a transaction."""
+
+    def borrowed(self) -> Iterator[tuple[Tier, int]]:
+        """The bytes that it has of tiers now."""
+
+
 class Core:
     """What the parts of the engine share. Its methods need the lock, unless they say otherwise.
 
@@ -85,6 +106,7 @@ class Core:
         self.shared_budget = 0  # bytes that a service allows to be leased at once
         self.largest = 0  # bytes of the largest group that was leased or saved for autograd so far
         self.measurements = Measurements()
+        self.followed: FollowedLoop | None = None
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self.references = ObjectReferences(self)
@@ -173,6 +195,18 @@ class Core:
             transact(self, self.collect_garbage)
         if key in self.current:
             raise DuplicateKeyError(key)
+
+    def leave_loop(self, reason: str, key: str | None = None) -> None:
+        """Have the plan of a loop left, if one is followed (and uses this key)."""
+        followed = self.followed
+        if followed is not None and (key is None or key in followed.keys):
+            followed.leave(reason)
+
+    def check_still_entering(self, request: Request) -> None:
+        """Raise LoopLeftError if a request is for entering a plan that was left meanwhile."""
+        followed = self.followed
+        if followed is not None and request.owner is followed and followed.left is not None:
+            raise LoopLeftError
 
     # Whether a call may go on: none of these needs the lock ---------------------------------------
 
@@ -291,8 +325,9 @@ class Core:
                 f"group {request.key!r} is leased by callers that all wait for something: release "
                 "those leases first"
             )
-        nbytes = sum(self.mover.entry(group).spec.nbytes for group in held)
+        known = [self.mover.entry(group).spec.nbytes for group in held if group in self.planner]
         top = self.planner.top
+        nbytes = sum(known) + self.planner.borrowed[top]
         raise BudgetError(
             request.key,
             top.name,
@@ -360,6 +395,8 @@ class Core:
         instructions = []
         if self.settings.tiers.link is not None:
             instructions = self.handled(events.SharedBudgetChanged(self.shared_budget))
+        for tier, nbytes in self.followed.borrowed() if self.followed is not None else ():
+            instructions += self.handled(events.MemoryBorrowed(tier, nbytes))
         instructions += self.handled(events.Recovered(tuple(self._existing_groups())))
         for tier, nbytes in peak.items():
             self.planner.peak[tier] = max(self.planner.peak[tier], nbytes)

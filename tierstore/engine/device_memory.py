@@ -53,6 +53,7 @@ class DeviceMemory:
     @transaction
     def _vacate(self) -> None:
         self.core.check_open()
+        self.core.leave_loop("the device's memory was wanted")
         self._lease_table.revoke_all()
         self.core.tell(events.DeviceVacated())
 
@@ -104,6 +105,7 @@ class DeviceMemory:
 
     def _set_budget(self, budget: int) -> None:
         core = self.core
+        core.leave_loop("the budget was changed")
         core.tiers.top.arena.resize(budget)  # first: the planner's instructions may need it
         tiers = core.settings.tiers
         budgets = {**tiers.budgets, core.tiers.top.tier: budget}

@@ -13,6 +13,7 @@ from tierstore.engine.device_memory import DeviceMemory
 from tierstore.engine.groups import Groups
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import Leases
+from tierstore.engine.loops import Loops
 from tierstore.engine.made_weights import MadeWeights, Objects, OwnObjects, ServiceObjects
 from tierstore.engine.mutable_groups import MutableGroups
 from tierstore.engine.puts import Puts
@@ -56,6 +57,7 @@ class Engine:
         self.mutable_groups = MutableGroups(
             core, self.lease_table, self.requests, self.puts, self.saves, self.groups
         )
+        self.loops = Loops(core, self.lease_table, self.leases, self.mutable_groups)
         self.saved_tensors = SavedTensors(core, self.puts, self.groups)
         self.device_memory = DeviceMemory(core, self.lease_table)
         device = core.tiers.device
@@ -123,6 +125,7 @@ class Engine:
     @transaction
     def _begin_to_close(self) -> None:
         self.core.closing = True
+        self.core.leave_loop("the store is closed")
         self.core.queue.changed()
 
     @transaction

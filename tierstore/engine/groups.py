@@ -307,6 +307,7 @@ class Groups:
         if key not in core.current and disk.is_left(key):
             return disk.remove(key, core.newest(), True)
         group = core.lookup(key)
+        core.leave_loop("a group was discarded", key)
         durable = core.mover.entry(group).durable and not core.planner.backed(group)
         del core.current[key]
         core.tell(events.Discarded(group))
@@ -326,6 +327,7 @@ class Groups:
     def forget_generation(self, key: str) -> None:
         """Forget a group that has no file of its own, if it is there; as part of a transaction."""
         core = self.core
+        core.leave_loop("a group was discarded", key)
         group = core.current.pop(key, None)
         if group is not None:
             core.tell(events.Discarded(group))

@@ -7,6 +7,7 @@ from functools import partial
 from tierstore.engine.core import Core
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LeaseRecord
+from tierstore.lease import Lease
 from tierstore.model import events
 from tierstore.model.locks import inside
 from tierstore.model.tiers import Access
@@ -28,9 +29,13 @@ class LeaseTable:
     @transaction
     def hand_over(self, record: LeaseRecord) -> None:
         """Somebody else gives the lease back: whoever asked may wait for things meanwhile."""
+        self.pass_on(record, object())
+
+    def pass_on(self, record: LeaseRecord, holder: object) -> None:
+        """The same, to this holder, as part of a transaction."""
         queue = self.core.queue
         queue.remove_lease(record.caller, record.group)
-        record.caller = object()
+        record.caller = holder
         queue.add_lease(record.caller, record.group)
 
     # Leases end --------------------------------------------------------------------------------
@@ -71,6 +76,10 @@ class LeaseTable:
         if record.tensors is not None:
             record.tensors.clear()  # the lease may be kept, but nobody uses it
         self.end(record)
+
+    def end_lease(self, lease: Lease) -> None:
+        """Take back a lease that its holder has no use for, as part of a transaction."""
+        self.end(lease.revoked())
 
     def end(self, record: LeaseRecord) -> Future[None] | None:
         """Take a lease back, once, as part of a transaction.

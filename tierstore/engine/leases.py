@@ -12,12 +12,13 @@ from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.puts import Puts
 from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.transaction import transaction
-from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
+from tierstore.engine.wait_queue import LONGEST_ENTRY, LeaseRecord, Request, RequestKind
 from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
 from tierstore.model.errors import LeaseError, ServiceLostError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.tiers import Access
+from tierstore.observe.journal import PLANNED
 from tierstore.plan.records import State
 from tierstore.system.views import clone_all
 
@@ -83,6 +84,18 @@ class Leases:
         request.owner = None  # nobody waits for it
         return self._requests.wait(request, self._attempt)
 
+    def acquire_for_plan(self, owner: object, key: str) -> Lease:
+        """Lease a group to read, for `owner`, which enters the plan of a loop. That is no use in
+        the order of this thread. Raises LoopLeftError if the plan was left meanwhile."""
+
+        def attempt(request: Request) -> Lease | None:
+            self.core.check_still_entering(request)
+            return self._attempt(request)
+
+        request = self._request(key, Access.READ)
+        request.owner, request.stream, request.met = owner, id(owner), PLANNED
+        return self._requests.wait(request, attempt, LONGEST_ENTRY)
+
     # What a service serves ---------------------------------------------------------------------
 
     @transaction
@@ -141,6 +154,7 @@ class Leases:
             group = core.lookup(request.key)
             demanded = not planner.leasable(group, request.access)
             if demanded:
+                core.leave_loop("a group was asked for that is not there")
                 self._demand(request, group)
             elif not request.met:
                 core.observer.asked(request, "hit")
@@ -171,6 +185,8 @@ class Leases:
 
     def _grant(self, request: Request, group: GroupId, demanded: bool) -> Lease:
         core = self.core
+        if request.access is not Access.READ:
+            core.leave_loop("a group is changed", request.key)
         permanent = request.owner is None
         leased = events.Leased(group, request.access, permanent, demanded, request.stream)
         instructions = core.handled(leased)

@@ -25,7 +25,7 @@ from tierstore.engine.puts import Puts
 from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.saves import Saves
 from tierstore.engine.transaction import transaction
-from tierstore.engine.wait_queue import LeaseRecord, Request, RequestKind
+from tierstore.engine.wait_queue import LONGEST_ENTRY, LeaseRecord, Request, RequestKind
 from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
 from tierstore.model.groups import NO_GROUP, GroupId
@@ -126,19 +126,25 @@ class MutableGroups:
 
     # Leases in host memory -----------------------------------------------------------------------
 
-    def lease_in_host(self, key: str, purpose: HostAccess) -> Lease:
+    def lease_in_host(self, key: str, purpose: HostAccess, owner: object = None) -> Lease:
         """The group in host memory, until the lease is released.
 
-        It may be acquired (to be read on the device) meanwhile: by who knows that it does not
-        change then. Of what is leased to KEEP it, those who wait for its room are told at once that
-        they wait in vain. Raises what `acquire` raises.
+        Its holder is this caller, or `owner`. The group may be acquired (to be read on the device)
+        meanwhile: by who knows that it does not change then. Of what is leased to KEEP it, those
+        who wait for its room are told at once that they wait in vain. Raises what `acquire` raises.
         """
         core = self.core
         core.check_open()
         access = Access.READ if purpose is HostAccess.READ else Access.UPDATE
         request = Request(key, RequestKind.HOST_LEASE, access, purpose)
+        if owner is not None:
+            request.owner = owner
+        for_plan = owner is not None and owner is core.followed
+        if for_plan:  # that is no use in the order of this thread
+            request.stream = id(owner)
         try:
-            record = self._requests.wait(request, self._try_to_lease)
+            longest = LONGEST_ENTRY if for_plan else None
+            record = self._requests.wait(request, self._try_to_lease, longest)
             tensors = core.tiers.host.view_for_caller(core.mover.entry(record.group))
             return OpenLease(key, record.group, tensors, self._lease_table, record)
         except BaseException:
@@ -149,9 +155,14 @@ class MutableGroups:
         core, purpose = self.core, request.purpose
         assert purpose is not None, "it is a request for a lease in host memory"
         core.check_open()
+        core.check_still_entering(request)
         core.collect_garbage()
         if core.current.get(request.key) != request.group:
             group = core.lookup(request.key)
+            if purpose is not HostAccess.READ:
+                core.leave_loop("a group is changed", request.key)
+            if not core.planner.host_leasable(group, purpose):
+                core.leave_loop("a group was asked for that is not in host memory")
             instructions = core.handled(events.HostDemanded(group, purpose))
             request.group = group
             core.deliver(instructions)

@@ -125,6 +125,8 @@ class Puts:
     def _enter(self, request: Request, entry: GroupEntry) -> None:
         core = self.core
         core.check_open()
+        if not core.planner.has_room(entry.spec.nbytes):
+            core.leave_loop("room was asked for")
         instructions = core.handled(
             events.Claimed(entry.group, entry.spec.nbytes, use_order=entry.use_order)
         )
@@ -142,6 +144,7 @@ class Puts:
         if error is not None:
             raise error
         if not core.planner.granted(request.group):
+            core.leave_loop("room was asked for")
             return None
         begin_room(core, request)
         return True
@@ -161,6 +164,7 @@ class Puts:
         core.check_open()  # what is not seen now is not written by who closes the store
         group, key = request.group, request.key
         replaced = core.current.get(key)
+        core.leave_loop("a group was replaced", key)
         was_durable = replaced is not None and core.mover.entry(replaced).durable
         entry = core.mover.entry(group)
         entry.order = newest = core.newest()

@@ -118,6 +118,7 @@ class Reporting:
             now,
             core.events.record(),
             self._passes.events(now),
+            journal.plans.events(),
         )
 
     @transaction

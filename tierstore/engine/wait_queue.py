@@ -31,6 +31,9 @@ from tierstore.observe.journal import LeaseUse, Span
 LOOK_AGAIN = 1.0
 """Seconds between looks at what nobody can be woken for: leases that were lost, not released."""
 
+LONGEST_ENTRY = 10.0
+"""Seconds that entering the plan of a loop waits for one group. Then it is given up."""
+
 
 def caller() -> object:
     """Who is asking: the running task, or else the thread."""

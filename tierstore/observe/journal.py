@@ -30,6 +30,9 @@ STALL = "stall"
 ROUTED = "routed"
 """What was read of groups that data choose, among the bytes that were moved."""
 
+PLANNED = "planned"
+"""How an acquire is met that enters the plan of a loop: it is no use of its group."""
+
 KEPT = 1 << 15
 """Events of each sort that are kept: about 5 MB of memory each, if there were so many."""
 
@@ -79,6 +82,20 @@ class LeaseUse:
     done: float = 0.0
 
 
+@dataclass(eq=False, slots=True)
+class FollowedPlan:
+    """A plan of a loop that was followed from `start` to `end` (0.0: it still is).
+
+    A pass has `steps` steps. `reason` says why the plan was left, at the step `at`.
+    """
+
+    steps: int
+    start: float
+    end: float = 0.0
+    at: int = 0
+    reason: str = ""
+
+
 class Ring(Generic[T]):
     """The newest of the events that were added."""
 
@@ -94,6 +111,16 @@ class Ring(Generic[T]):
     def events(self) -> list[T]:
         """Those that are kept, the oldest first."""
         return list(self._events)
+
+    @property
+    def newest(self) -> T | None:
+        """The one that was added last."""
+        return self._events[-1] if self._events else None
+
+    @property
+    def added(self) -> int:
+        """How many were added so far."""
+        return self._added
 
     @property
     def dropped(self) -> int:
@@ -176,12 +203,14 @@ class Summary:
 class Journal:
     """The events of one store.
 
-    `uses` and `levels` (time, bytes used on each tier) are the store's, under its lock. Spans begin
-    and end on any thread.
+    `uses` and `levels` (time, bytes used on each tier) are the store's, under its lock; while a
+    plan is followed, `uses` are those of the thread that follows it. Spans begin and end on any
+    thread.
     """
 
     uses: Ring[LeaseUse] = field(default_factory=Ring)
     levels: Ring[tuple[float, tuple[int, ...]]] = field(default_factory=Ring)
+    plans: Ring[FollowedPlan] = field(default_factory=Ring)
 
     def __post_init__(self) -> None:
         self.number = next(_numbers)

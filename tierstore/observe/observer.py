@@ -15,7 +15,7 @@ from tierstore.model.groups import GroupId
 from tierstore.model.locks import RLock, guarded
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.device_times import DeviceTimes, Mark
-from tierstore.observe.journal import ROUTED, STALL, Journal, LeaseUse, Span, Summary
+from tierstore.observe.journal import PLANNED, ROUTED, STALL, Journal, LeaseUse, Span, Summary
 from tierstore.observe.stats import BYTES_MOVED, ActivationStats, Stats
 
 
@@ -107,6 +107,7 @@ class Observer:
     def __init__(self, journal: Journal, times: DeviceTimes | None, ran: Ran) -> None:
         self.journal = journal
         self.counts: Counter[str] = Counter()
+        self.counts_of_loops: Counter[str] = Counter()  # who follows a plan needs no lock
         self.activations = ActivationCounts()
         self._times = times
         self._ran = ran
@@ -150,13 +151,14 @@ class Observer:
         order: UseOrder,
     ) -> None:
         """An acquire has got its lease, of a group of `nbytes` bytes, for use on `stream`."""
-        learned = order is UseOrder.LEARNED
+        learned = order is UseOrder.LEARNED and use.met != PLANNED
         if order is UseOrder.ROUTED:
             self._routed_uses += 1
             self._routed_bytes += nbytes
         use.nbytes = nbytes
         use.granted = time.monotonic()
-        self.journal.uses.add(use)
+        if use.met != PLANNED:
+            self.journal.uses.add(use)
         stall, request.stall = request.stall, None
         if self._times is None:
             if stall is not None:
@@ -200,10 +202,11 @@ class Observer:
 
     def glance(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
         """The same without what takes a lock or asks the device. Needs no lock itself."""
-        moved = summary.moved
+        moved, plans = summary.moved, self.journal.plans
+        plan = plans.newest
         return Stats(
-            hits=self.counts["hit"],
-            late=self.counts["late"],
+            hits=self.counts["hit"] + self.counts_of_loops["hit"],
+            late=self.counts["late"] + self.counts_of_loops["late"],
             misses=self.counts["miss"],
             stalled_seconds=summary.stalled,
             overlap=summary.overlap,
@@ -217,6 +220,8 @@ class Observer:
             routed_uses=self._routed_uses,
             routed_bytes_used=self._routed_bytes,
             routed_bytes_read=moved.get(ROUTED, 0),
+            plans_followed=plans.added,
+            followed_seconds=0.0 if plan is None or plan.end else time.monotonic() - plan.start,
         )
 
 

@@ -179,6 +179,9 @@ def _done(stats: Stats) -> list[Row]:
             ("overlap", f"{stats.overlap:.0%} of the time that bytes moved, nobody waited")
         )
     facts += [(hop, _moved(stats, hop, nbytes)) for hop, nbytes in stats.moved().items()]
+    if stats.plans_followed:
+        now = f"for {stats.followed_seconds:.2f} s" if stats.followed_seconds else "not now"
+        facts.append(("plan", f"entered {count(stats.plans_followed, 'time')}, followed {now}"))
     if stats.routed_uses:
         read = f"{told(stats.routed_bytes_read)} read for {told(stats.routed_bytes_used)}"
         facts.append(("experts", f"{stats.routed_uses:,} uses, {read}"))

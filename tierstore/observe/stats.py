@@ -71,6 +71,8 @@ class Stats:
         leased_bytes: bytes that are leased of a service now.
         allowed_bytes: bytes that may be leased of a service at once.
         bytes_fetched: bytes from an object store.
+        plans_followed: how often the plan of a loop was entered.
+        followed_seconds: seconds since a plan was entered that is followed now; 0.0 if none is.
     """
 
     hits: int
@@ -94,6 +96,8 @@ class Stats:
     leased_bytes: int = 0
     allowed_bytes: int = 0
     bytes_fetched: int = 0
+    plans_followed: int = 0
+    followed_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """The same as a dict of plain values."""

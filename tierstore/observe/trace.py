@@ -45,8 +45,10 @@ CATEGORY = "tierstore"
 COMPUTE = "compute"
 STALLS = "stall"
 PASSES = "pass"
+PLANS = "plan"
 KINDS = {
     PASSES: PASSES,
+    PLANS: PLANS,
     STALLS: STALLS,
     COMPUTE: COMPUTE,
     "HOST>DEVICE": "host to device",
@@ -74,6 +76,8 @@ _ADDED: dict[str, Any] = {
     "routed_bytes_used": 0,
     "routed_bytes_read": 0,
     "bytes_fetched": 0,
+    "plans_followed": 0,
+    "followed_seconds": 0.0,
 }
 """Fields of `Stats` that older traces lack, and what is said of them then."""
 _GZIP = b"\x1f\x8b"
@@ -98,7 +102,9 @@ class TraceSlice:
         start: seconds after the first event of the trace.
         seconds: for how many seconds it went on.
         args: more about it. Of a pass, the `model`, what it `does` ("forward", or the method or
-            step that was called), and the `number`, from 1 on. Older traces have no passes.
+            step that was called), and the `number`, from 1 on. Of a plan that was followed, the
+            `steps` of a pass and, if it was left, at which step (`at`) and why (`left`). Older
+            traces have no passes or no plans.
     """
 
     kind: str

@@ -22,10 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.observe.event_log import EventRecord, to_document
-from tierstore.observe.journal import LeaseUse, Span, Summary
+from tierstore.observe.journal import FollowedPlan, LeaseUse, Span, Summary
 from tierstore.observe.passes import FORWARD, ModelPass
 from tierstore.observe.stats import BYTES_MOVED, Stats
-from tierstore.observe.trace import CATEGORY, COMPUTE, KINDS, PASSES, STALLS, VERSION, Document
+from tierstore.observe.trace import (
+    CATEGORY,
+    COMPUTE,
+    KINDS,
+    PASSES,
+    PLANS,
+    STALLS,
+    VERSION,
+    Document,
+)
 
 _QUARTER = 7_889_238 * 10**6
 """Microseconds. torch.profiler counts its own from the last multiple of this."""
@@ -53,6 +62,7 @@ class Notes:
     now: float
     events: EventRecord
     passes: Sequence[ModelPass] = ()
+    plans: Sequence[FollowedPlan] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,10 @@ def document(notes: Notes) -> Document:
     clock = _Clock(notes)
     pid = os.getpid() + _PID * (1 + notes.number % 500)
     pieces = itertools.chain(
-        map(_passed, notes.passes), map(_transferred, notes.spans), _computed(notes)
+        map(_passed, notes.passes),
+        (_followed(plan, notes.now) for plan in notes.plans),
+        map(_transferred, notes.spans),
+        _computed(notes),
     )
     events = [*_laid_out(pieces, clock), *_counted(notes, clock)]
     if notes.dropped:
@@ -95,7 +108,7 @@ class _Clock:
 
     def __init__(self, notes: Notes) -> None:
         started = [*(s.start for s in notes.spans), *(p.start for p in notes.passes)]
-        started += [use.asked for use in notes.uses]
+        started += [use.asked for use in notes.uses] + [plan.start for plan in notes.plans]
         self.first = min([notes.now, *started, *(at for at, _ in notes.levels[:1])])
         self._since_1970 = time.time_ns() - time.monotonic_ns()
         self.base = 0
@@ -121,6 +134,13 @@ def _passed(one: ModelPass) -> _Piece:
         args["failed"] = True
     what = one.model if one.does == FORWARD else f"{one.model} {one.does}"
     return _Piece(PASSES, f"{what} {one.number}", one.start, one.end, args)
+
+
+def _followed(plan: FollowedPlan, now: float) -> _Piece:
+    args: dict[str, Any] = {"steps": plan.steps}
+    if plan.end:
+        args |= {"at": plan.at, "left": plan.reason}
+    return _Piece(PLANS, f"plan of {plan.steps} steps", plan.start, plan.end or now, args)
 
 
 def _computed(notes: Notes) -> Iterator[_Piece]:

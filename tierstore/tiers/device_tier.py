@@ -147,6 +147,7 @@ class DeviceTier(MemoryTier):
                 entry.arrival = None
             else:
                 in_use.append(slot)
+        in_use += [entry.slots[self.tier] for entry in self.borrowed if self.holds(entry)]
         self.arena.recount(in_use)
 
 

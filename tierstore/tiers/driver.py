@@ -12,7 +12,7 @@ from tierstore.model.groups import GroupSpec
 from tierstore.model.tiers import Tier
 from tierstore.tiers.arena import Arena, Slot, Spans
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.slot_views import LeftSlot, LeftSlots, SlotViews, spans_of
+from tierstore.tiers.slot_views import LeftSlot, LeftSlots, SlotViews, Token, spans_of
 
 
 class TierDriver(Protocol):
@@ -106,6 +106,7 @@ class MemoryTier:
         self.arena = arena
         self._offsets = offsets
         self.left = LeftSlots()
+        self.borrowed: set[GroupEntry] = set()  # stand for memory that is no copy's
         self._closed = False
 
     @property
@@ -134,6 +135,10 @@ class MemoryTier:
             slot.views = SlotViews(entry.spec, slot.memory, offsets, again)
         return slot.views.tensors
 
+    def views_over(self, entry: GroupEntry, memory: torch.Tensor, token: Token) -> SlotViews:
+        """The tensors of a group over `memory`, which `token` is of, and not over a slot."""
+        return SlotViews(entry.spec, memory, self._offsets(entry.spec), {}, token)
+
     def view_to_change(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         """`view`, for who changes the group: no tensor is over memory that was left to views."""
         self.left.forget(entry.group)
@@ -158,6 +163,18 @@ class MemoryTier:
         end = functools.partial(self.end_left, slot)
         self.left.add(LeftSlot(slot, entry.group, looked_at, end), self.tier.name)
 
+    def borrow(self, entry: GroupEntry) -> None:
+        """Set memory aside that is no copy's; the planner has made room. It is in the books until
+        `give_back`."""
+        self.borrowed.add(entry)
+        self.reserve(entry)
+
+    def give_back(self, entry: GroupEntry) -> None:
+        """It is not needed any more."""
+        if entry in self.borrowed and self.holds(entry):
+            self.drop(entry)
+        self.borrowed.discard(entry)
+
     def collect_left(self) -> None:
         """Give back what was left to views that are gone."""
         self.left.collect()
@@ -173,7 +190,7 @@ class MemoryTier:
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
         self._closed = True
-        for entry in entries:
+        for entry in [*entries, *self.borrowed]:
             if self.holds(entry):
                 self.drop(entry)  # leases that are still out keep what they look at
         self.left.close()

@@ -84,6 +84,16 @@ class HostTier(MemoryTier):
                 entry.group.key, self.tier.name, entry.spec.nbytes, budget, advice
             ) from error
 
+    def take(self, entry: GroupEntry) -> torch.Tensor:
+        """Memory that is no copy's, for who borrows it; the planner has made room. May wait, and
+        raises, as `memory_of`."""
+        self._serial.give(functools.partial(self.borrow, entry))
+        return self._room(entry)[1]
+
+    def give_back_soon(self, entry: GroupEntry) -> None:
+        """It comes back. Waits for nothing."""
+        self._serial.give(functools.partial(self.give_back, entry))
+
     def give_back_idle(self) -> None:
         """Give memory back that no group has, once what was dropped before is in the books."""
         give_back = functools.partial(self._makers.submit, EARLY, self.arena.give_back_idle)

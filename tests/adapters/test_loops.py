@@ -1,0 +1,324 @@
+"""A model whose passes repeat is planned once, and the plan is followed; whatever happens, it is
+left, and values and budgets are what they are without it."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import ACCELERATOR, needs_accelerator, on_both
+from tests.helpers.tensors import parameter_bytes
+from tests.store.helpers import assert_sound, open_store
+from tierstore import TierStore, enable_group_offload
+from tierstore.engine.loop_runner import LoopRunner
+from tierstore.observe.trace import COMPUTE, PLANS
+from tierstore.store import engine_of
+from tierstore.trace import read_trace
+
+LAYERS, WIDTH = 12, 128
+LEARNED = 6
+"""Passes within which a loop that nothing disturbs is followed."""
+
+
+class Layer(nn.Linear):
+    """A layer that does something in the middle of its forward, once, if it is told to."""
+
+    act: Callable[[], object] | None = None
+    address = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.address = self.weight.data_ptr()
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        return torch.tanh(super().forward(x))
+
+
+class Repeated:
+    """A model in a store that has room for half of it, and what it should give."""
+
+    @staticmethod
+    def make_model(layers: list[Layer]) -> nn.Module:
+        return nn.Sequential(*layers)
+
+    def __init__(self, path: Path, device: str) -> None:
+        torch.manual_seed(0)
+        self.layers = [Layer(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.model = self.make_model(self.layers).requires_grad_(False).eval()
+        self.x = torch.randn(3, WIDTH)
+        self.right = self.plain()
+        self.nbytes = parameter_bytes(self.model)
+        budgets = {} if device == "cpu" else {"device_budget": self.nbytes // 2}
+        self.store = open_store(path, self.nbytes * 6 // 10, device, **budgets)
+        self.device = device
+        enable_group_offload(self.model, self.store, offload_type="leaf_level")
+
+    @torch.no_grad()
+    def plain(self) -> torch.Tensor:
+        result: torch.Tensor = self.model(self.x)
+        return result
+
+    @torch.no_grad()
+    def run(self) -> None:
+        assert torch.equal(self.model(self.x.to(self.device)).cpu(), self.right)
+
+    @property
+    def runner(self) -> LoopRunner | None:
+        found = engine_of(self.store).loops.runner
+        return None if found is None or found.left is not None else found
+
+    def follow(self) -> LoopRunner:
+        """Run until the plan is followed."""
+        for _ in range(LEARNED):
+            self.run()
+            if self.runner is not None:
+                return self.runner
+        raise AssertionError(f"the loop is not followed after {LEARNED} passes")
+
+
+@pytest.fixture
+def repeated(tmp_path: Path, device: str) -> Iterator[Repeated]:
+    made = Repeated(tmp_path / "store", device)
+    with made.store:
+        yield made
+
+
+@on_both
+def test_weights_lie_where_they_lay_in_each_pass(repeated: Repeated) -> None:
+    runner, before = repeated.follow(), repeated.store.stats()
+    repeated.run()
+    addresses = [layer.address for layer in repeated.layers]
+    for _ in range(3):
+        repeated.run()
+        assert [layer.address for layer in repeated.layers] == addresses
+    assert repeated.runner is runner
+    after = repeated.store.stats()
+    read = after.bytes_read - before.bytes_read
+    assert 0 < read <= 4 * repeated.nbytes
+    assert after.misses == before.misses
+    assert len(set(addresses)) < LAYERS, "something has passed through a ring"
+
+
+@on_both
+def test_budgets_hold_while_a_plan_is_entered_followed_and_left(repeated: Repeated) -> None:
+    for _ in range(3):
+        repeated.follow()
+        repeated.store.put("other", torch.ones(repeated.nbytes // 16), durable=False)
+        repeated.run()
+    stats = repeated.store.stats()
+    for tier, budget in stats.budget_bytes.items():
+        assert budget is None or stats.peak_bytes[tier] <= budget, tier
+        assert budget is None or stats.used_bytes[tier] <= budget, tier
+
+
+class Failure(Exception):
+    pass
+
+
+def fail(store: TierStore) -> None:
+    raise Failure
+
+
+def on_another_thread(store: TierStore) -> None:
+    asked = []
+    thread = threading.Thread(target=lambda: asked.append(store.get("mine")))
+    thread.start()
+    thread.join()
+    assert len(asked) == 1
+
+
+DEEDS: dict[str, Callable[[TierStore], object]] = {
+    "get": lambda store: store.get("mine"),
+    "get on another thread": on_another_thread,
+    "put": lambda store: store.put("mine", torch.ones(WIDTH), durable=False),
+    "put what has no room": lambda store: store.put("more", torch.ones(30_000), durable=False),
+    "prefetch": lambda store: store.prefetch(["mine"]),
+    "keep": lambda store: store.keep("mine"),
+    "flush": lambda store: store.flush(),
+    "fail": fail,
+}
+
+
+@on_both
+@pytest.mark.parametrize("where", [0, 5, LAYERS - 1])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_whatever_a_step_does_values_are_right_and_the_loop_is_back(
+    deed: str, where: int, repeated: Repeated
+) -> None:
+    store = repeated.store
+    store.put("mine", torch.ones(WIDTH), durable=False)
+    for _ in range(2):
+        repeated.follow()
+        repeated.layers[where].act = lambda: DEEDS[deed](store)
+        with suppress(Failure):
+            repeated.run()
+        if "more" in store:
+            store.discard("more")
+        assert_sound(store)
+    repeated.follow()
+    assert torch.equal(store.get("mine").cpu(), torch.ones(WIDTH))
+
+
+@on_both
+@pytest.mark.parametrize("where", [0, 5, LAYERS - 1])
+def test_weight_that_is_edited_is_seen(where: int, repeated: Repeated) -> None:
+    repeated.follow()
+    with torch.no_grad():
+        repeated.layers[where].weight.mul_(-1)
+    repeated.right = nn.Sequential(*repeated.layers)(repeated.x.to(repeated.device)).cpu()
+    for _ in range(LEARNED):
+        repeated.run()
+    repeated.follow()
+    assert repeated.layers[where].weight.device.type == "cpu"
+
+
+@on_both
+def test_layers_that_run_in_another_order_leave_the_plan(repeated: Repeated) -> None:
+    repeated.follow()
+    y = repeated.x.to(repeated.device)
+    with torch.no_grad():
+        for layer in reversed(repeated.layers):
+            y = layer(y)
+    assert repeated.runner is None
+    repeated.follow()
+
+
+@on_both
+def test_store_that_is_closed_in_the_middle(repeated: Repeated) -> None:
+    repeated.follow()
+    repeated.store.close()
+    assert repeated.runner is None
+
+
+def run_on_a_device_that_is_late(repeated: Repeated, rng: random.Random) -> list[torch.Tensor]:
+    """Outputs of passes in which the device is so late that the host is whole passes ahead. In
+    some runs, the plan is left and entered meanwhile. They are looked at when all is queued."""
+    repeated.follow()
+    often = rng.choice([0.0, 1.0])
+    x, outputs = repeated.x.to(repeated.device), []
+    with torch.no_grad():
+        for number in range(24):
+            if rng.random() < 0.3 * often:
+                size = rng.randrange(1000, repeated.nbytes // 16)
+                repeated.store.put("other", torch.ones(size), durable=False)
+            if rng.random() < 0.1 * often:
+                repeated.layers[rng.randrange(LAYERS)](x)
+            outputs.append(repeated.model(x + number))
+    return [output.cpu() for output in outputs]
+
+
+@pytest.mark.pretend_only("late")
+@needs_accelerator
+@pytest.mark.parametrize("device", [ACCELERATOR])
+@pytest.mark.parametrize("seed", range(8))
+def test_values_are_right_however_far_behind_the_device_is(
+    seed: int, repeated: Repeated, late_pretend: Any
+) -> None:
+    repeated.store.get(next(iter(repeated.store.keys())))
+    outputs = run_on_a_device_that_is_late(repeated, random.Random(seed))
+    plain = nn.Sequential(*(copy.deepcopy(layer) for layer in repeated.layers))
+    with torch.no_grad():
+        for number, output in enumerate(outputs):
+            assert torch.equal(output, plain(repeated.x + number)), number
+
+
+@on_both
+def test_lease_that_is_held_keeps_a_plan_from_being_entered(repeated: Repeated) -> None:
+    repeated.store.put("mine", torch.ones(WIDTH), durable=False)
+    with repeated.store.acquire("mine"):
+        for _ in range(LEARNED):
+            repeated.run()
+        assert repeated.store.stats().plans_followed == 0
+    repeated.follow()
+
+
+class WithScale(nn.Module):
+    """Has a weight of its own, which it uses around all layers."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.5]), requires_grad=False)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x
+
+
+class RepeatedInUnit(Repeated):
+    @staticmethod
+    def make_model(layers: list[Layer]) -> nn.Module:
+        return WithScale(layers)
+
+
+@on_both
+def test_units_inside_of_a_unit_are_followed(device: str, tmp_path: Path) -> None:
+    made = RepeatedInUnit(tmp_path / "store", device)
+    with made.store:
+        made.follow()
+        before = made.store.stats()
+        for _ in range(3):
+            made.run()
+        after = made.store.stats()
+        assert after.plans_followed == 1
+        assert after.followed_seconds > before.followed_seconds > 0
+        assert after.bytes_read > before.bytes_read
+
+
+# What is told of it ----------------------------------------------------------------------------
+
+
+@on_both
+def test_stats_tell_since_when_a_plan_is_followed(repeated: Repeated) -> None:
+    store = repeated.store
+    assert store.stats().plans_followed == 0
+    assert store.stats().followed_seconds == 0.0
+    before = time.monotonic()
+    repeated.follow()
+    first = store.stats()
+    repeated.run()
+    second = store.stats()
+    assert first.plans_followed == second.plans_followed == 1
+    assert 0 < first.followed_seconds < second.followed_seconds < time.monotonic() - before
+    with torch.no_grad():
+        for number in (0, 1, 7):
+            repeated.layers[number](repeated.x.to(repeated.device))
+    assert store.stats().followed_seconds == 0.0
+    repeated.follow()
+    assert store.stats().plans_followed == 2
+
+
+@on_both
+def test_trace_shows_the_plan_and_the_uses_in_it(repeated: Repeated, tmp_path: Path) -> None:
+    repeated.follow()
+    uses = engine_of(repeated.store).core.mover.journal.uses
+    before = uses.added
+    repeated.run()
+    repeated.run()
+    assert uses.added - before == 2 * LAYERS
+    with torch.no_grad():
+        for number in (0, 1, 7):
+            repeated.layers[number](repeated.x.to(repeated.device))
+    assert repeated.runner is None
+    repeated.store.trace(tmp_path / "trace.json")
+    recorded = read_trace(tmp_path / "trace.json")
+    (plan,) = [one for one in recorded.slices if one.kind == PLANS]
+    assert plan.args["steps"] == LAYERS
+    assert plan.args["at"] == 2
+    assert "another" in plan.args["left"]
+    ends = plan.start + plan.seconds
+    within = [one for one in recorded.slices if plan.start <= one.start <= ends]
+    computed = [one for one in within if one.kind == COMPUTE]
+    assert len(computed) >= 2 * LAYERS
+    assert sum(one.kind == "disk read" for one in within) >= 2
