@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 from tests.accelerator import ACCELERATOR, needs_accelerator, on_both
+from tests.helpers.calls import calls_of_functions
 from tests.helpers.tensors import parameter_bytes
 from tests.store.helpers import assert_sound, open_store
 from tierstore import TierStore, enable_group_offload
 from tierstore.engine.loop_runner import LoopRunner
+from tierstore.observe.stats import Stats
 from tierstore.observe.trace import COMPUTE, PLANS
 from tierstore.store import engine_of
 from tierstore.trace import read_trace
@@ -51,15 +53,15 @@ class Repeated:
     def make_model(layers: list[Layer]) -> nn.Module:
         return nn.Sequential(*layers)
 
-    def __init__(self, path: Path, device: str) -> None:
+    def __init__(self, path: Path, device: str, room: float = 0.6) -> None:
         torch.manual_seed(0)
         self.layers = [Layer(WIDTH, WIDTH) for _ in range(LAYERS)]
         self.model = self.make_model(self.layers).requires_grad_(False).eval()
         self.x = torch.randn(3, WIDTH)
         self.right = self.plain()
         self.nbytes = parameter_bytes(self.model)
-        budgets = {} if device == "cpu" else {"device_budget": self.nbytes // 2}
-        self.store = open_store(path, self.nbytes * 6 // 10, device, **budgets)
+        budgets = {} if device == "cpu" else {"device_budget": int(self.nbytes * room * 5 / 6)}
+        self.store = open_store(path, int(self.nbytes * room), device, **budgets)
         self.device = device
         enable_group_offload(self.model, self.store, offload_type="leaf_level")
 
@@ -119,6 +121,22 @@ def test_budgets_hold_while_a_plan_is_entered_followed_and_left(repeated: Repeat
     for tier, budget in stats.budget_bytes.items():
         assert budget is None or stats.peak_bytes[tier] <= budget, tier
         assert budget is None or stats.used_bytes[tier] <= budget, tier
+
+
+@pytest.mark.pretend_only("counts")
+@needs_accelerator
+@pytest.mark.parametrize("device", [ACCELERATOR])
+def test_torch_keeps_no_memory_beside_that_of_the_plan(repeated: Repeated, pretend: Any) -> None:
+    """It comes in one piece, for which slots of groups make room."""
+    torch.accelerator.empty_cache()
+    pretend.reset_peak_memory_stats()
+    before = pretend.memory_reserved()
+    repeated.follow()
+    repeated.run()
+    budget = repeated.store.stats().budget_bytes["DEVICE"]
+    assert budget is not None
+    most = pretend.max_memory_reserved() - before
+    assert budget // 2 < most <= budget + repeated.nbytes // LAYERS
 
 
 class Failure(Exception):
@@ -274,6 +292,32 @@ def test_units_inside_of_a_unit_are_followed(device: str, tmp_path: Path) -> Non
         assert after.plans_followed == 1
         assert after.followed_seconds > before.followed_seconds > 0
         assert after.bytes_read > before.bytes_read
+
+
+@on_both
+@pytest.mark.parametrize("room", [0.6, 4.0])
+def test_step_that_is_followed_takes_few_calls(room: float, device: str, tmp_path: Path) -> None:
+    made = Repeated(tmp_path / "store", device, room)
+    with made.store:
+        made.follow()
+        made.run()
+        x = made.x.to(made.device)
+        plain = nn.Sequential(*map(copy.deepcopy, made.layers))
+        before = made.store.stats()
+        with torch.no_grad():
+            calls = sorted(calls_of_functions(lambda: made.model(x)) for _ in range(9))
+            fewest = calls_of_functions(lambda: plain(made.x))
+        after = made.store.stats()
+        assert after.plans_followed == 1
+    moved = moved_bytes(after) - moved_bytes(before)
+    assert (moved > 0) == (room < 1)
+    tiles = moved / made.nbytes / 9
+    beyond = (calls[4] - fewest) / LAYERS
+    assert beyond <= (100 if (device, room) == ("cpu", 4.0) else 120) + 12 * tiles
+
+
+def moved_bytes(stats: Stats) -> int:
+    return stats.bytes_read + stats.bytes_onloaded
 
 
 # What is told of it ----------------------------------------------------------------------------

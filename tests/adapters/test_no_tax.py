@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from tests.accelerator import on_both
+from tests.helpers.calls import calls_of_functions
 from tests.helpers.tensors import parameter_bytes
 from tierstore import TierStore, dispatch_model, enable_group_offload
 
@@ -133,22 +132,6 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.parts[0].weight)
-
-
-def calls_of_functions(run: Callable[[], object]) -> int:
-    """How many functions that are written in Python are called on this thread."""
-    calls = 0
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def calls_for_each_layer(pairs: int, device: str, tmp_path: Path) -> float:

@@ -96,13 +96,11 @@ def test_loop_has_each_group_once_and_times_that_were_measured() -> None:
     assert [step.seconds for step in loop.steps] == [1.25, 0.5]
 
 
-def test_period_that_is_of_no_use_gives_way_to_a_longer_one() -> None:
-    whole = [*ENCODER, *BLOCKS * 4]
-    recorder = recorded(whole * 2)
-    assert recorder.period() == 4
-    assert recorder.period(lambda length: length == 4) == 8
-    assert recorder.period(lambda length: length < len(whole)) == len(whole)
-    assert recorder.period(lambda length: True) == 0
+def test_period_has_as_many_steps_as_are_asked_for() -> None:
+    recorder = recorded([*BLOCKS, "b3"] * 2)
+    assert recorder.period() == 1, "two units in one group"
+    assert recorder.period(4) == 5
+    assert recorder.period(6) == 0
 
 
 def test_latest_steps_of_a_period_are_told() -> None:

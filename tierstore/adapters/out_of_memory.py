@@ -45,7 +45,7 @@ class OnceMore:
         """What the method returns; its OutOfMemoryError if it runs out of memory again."""
         if torch.is_grad_enabled() or self._module.training:
             return self._told(method, args, kwargs)
-        watched = [*self._existing(), *_tensors_among(args), *_tensors_among(kwargs.values())]
+        watched = self._watched(args, kwargs)
         versions = versions_of(watched)
         random = _RandomState(self._store.device)
         try:
@@ -73,10 +73,20 @@ class OnceMore:
         return self._told(method, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _existing(self) -> list[torch.Tensor]:
-        """The module's tensors. (torch.compile takes a weak reference for what it refers to.)"""
-        found = [reference() for reference in self._own]
-        return [tensor for tensor in found if tensor is not None]
+    def _watched(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """The module's tensors, and those that it is given. (torch.compile takes a weak reference
+        for what it refers to.)"""
+        found: list[torch.Tensor] = []
+        for reference in self._own:
+            tensor = reference()
+            if tensor is not None:
+                found.append(tensor)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, tuple):
+                found += _tensors_among(value)
+        return found
 
     def _told(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:

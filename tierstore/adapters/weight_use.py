@@ -35,6 +35,7 @@ from tierstore.adapters.unit_use import Arguments, refuse_backward, refuse_to_go
 from tierstore.adapters.weight_groups import HeldLease, WeightGroups
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.loop_runner import StepLease
+from tierstore.engine.loops import ThreadSteps
 from tierstore.lease import Lease, make_revocable, resume
 from tierstore.model.errors import UnknownKeyError
 from tierstore.model.locks import under
@@ -228,6 +229,7 @@ class WeightUse:
         "_hooks",
         "_leases",
         "_saved",
+        "_steps",
         "_viewed",
         "_weights",
         "_with_grad",
@@ -238,7 +240,8 @@ class WeightUse:
         self._weights = weights
         self.thread = 0
         self._leases: list[Lease | StepLease] = []
-        self._depth = -1  # of the step, if one began
+        self._depth = -1  # units that were open before its step began, if that did
+        self._steps: ThreadSteps | None = None
         self._viewed = False
         self._hooks: Any = None
         self._casts = CastCache()
@@ -309,8 +312,9 @@ class WeightUse:
         loops = self._weights.groups.loops
         if self._viewed or self._depth >= 0:
             return False
-        self._depth = loops.depth  # first: it has to end
-        step = loops.begin(keys)
+        self._steps = steps = loops.steps()
+        self._depth = len(steps.open)  # first: it has to end
+        step = loops.begin(steps, keys)
         if step is None:
             return False
         self._leases.append(step)
@@ -375,6 +379,6 @@ class WeightUse:
         while self._leases:
             self._leases[-1].release()
             self._leases.pop()
-        if self._depth >= 0:
-            self._weights.groups.loops.end(self._depth)
+        if self._steps is not None and self._depth >= 0:
+            self._weights.groups.loops.end(self._steps, self._depth)
             self._depth = -1

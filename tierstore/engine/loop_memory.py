@@ -24,9 +24,9 @@ from tierstore.model.groups import GroupId, GroupSpec
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Span, hop
 from tierstore.plan.loop_plan import LoopPlan, Resident, TierPlan
-from tierstore.system.streams import on
+from tierstore.system.streams import entered
 from tierstore.tiers.arena import Slot
-from tierstore.tiers.device_tier import copy_runs
+from tierstore.tiers.device_tier import Places, copy_runs, parts_of
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.slot_views import LookedAt, SlotViews, Token
 
@@ -124,8 +124,8 @@ class LoopMemory:
     """Leases and rings of one loop, with a ring for each tier in memory, the fastest first.
 
     `entries` has the groups by number, `views` the tensors by step, and `used` what the unit of
-    that step uses: groups and their bytes. `sources` has the host memory that each copy to the
-    device comes from, with the slot that it is in.
+    that step uses: groups and their bytes. `copies` has the memory of each copy to the device,
+    target and source of each part, and the slot that the sources are in.
     """
 
     def __init__(self, core: Core, lease_table: LeaseTable, keyed: KeyedPlan) -> None:
@@ -135,7 +135,7 @@ class LoopMemory:
         self.entries: list[GroupEntry] = []
         self.views: list[StepViews] = []
         self.used: list[list[tuple[GroupId, int]]] = []
-        self.sources: list[tuple[Slot, torch.Tensor]] = []
+        self.copies: list[tuple[Slot, Places]] = []
         self._leases: list[Lease] = []
         self._lease_table = lease_table
 
@@ -176,7 +176,7 @@ class LoopMemory:
         device = self.core.tiers.device
         if device is not None:  # steps may run on any stream
             torch.accelerator.current_stream(device.device).synchronize()
-            self.sources = list(self._find_sources())
+            self.copies = list(self._find_copies())
         self._make_views()
         return not self._views_are_kept()
 
@@ -207,6 +207,7 @@ class LoopMemory:
             ring.memory = torch.empty(0, dtype=torch.uint8)
         elif ring.tier is Tier.DEVICE:
             assert tiers.device is not None
+            tiers.device.arena.give_back_idle()  # torch's cache has it in pieces that are too small
             ring.memory = tiers.device.arena.fill(ring.entry.slots[ring.tier])
         else:
             ring.memory = tiers.host.take(ring.entry)
@@ -218,8 +219,9 @@ class LoopMemory:
         with source.lease(self.keyed.groups[there.group], Tier.HOST, owner):
             slot = entry.slots[Tier.HOST]
             target = ring.part(there.address, there.nbytes)
-            move = functools.partial(copy_runs, entry.spec, slot.memory, target, up=True)
-            slot.while_locked(functools.partial(on, device.up, move))
+            with entered(device.up):
+                copy = functools.partial(copy_runs, entry.spec, slot.memory, target, up=True)
+                slot.while_locked(copy)
             device.up.synchronize()
 
     def read(self, ring: LoopRing, group: int, address: int) -> None:
@@ -272,17 +274,21 @@ class LoopMemory:
             views.views[place] = self.core.tiers.top.views_over(entry, memory, views.token)
         return views.views[place]
 
-    def _find_sources(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        below = self.rings[1]
+    def _find_copies(self) -> Iterator[tuple[Slot, Places]]:
+        ring, below = self.rings
         for copy in self.keyed.plan.top.copies:
             assert copy.source is not None
+            entry = self.entries[copy.group]
             if copy.group in below.kept:
-                slot = self.entries[copy.group].slots[below.tier]
+                slot = entry.slots[below.tier]
                 assert slot.memory is not None
-                yield slot, slot.memory[copy.offset : copy.offset + copy.nbytes]
+                source = slot.memory[copy.offset : copy.offset + copy.nbytes]
             else:
                 slot = below.entry.slots[below.tier]
-                yield slot, below.part(copy.source, copy.nbytes)
+                source = below.part(copy.source, copy.nbytes)
+            target = ring.part(copy.target, copy.nbytes)
+            places = [(there, here) for here, there in parts_of(entry.spec, source, target)]
+            yield slot, places
 
     @transaction
     def _views_are_kept(self) -> bool:
@@ -312,7 +318,7 @@ class LoopMemory:
     def forget_views(self) -> None:
         """Drop all views, so that nobody else holds any of memory that goes."""
         self.views.clear()
-        self.sources.clear()
+        self.copies.clear()
 
     def keep_only(self, used: Collection[str]) -> set[GroupId]:
         """End the leases of all groups that are not `used`. Return those that are still leased."""

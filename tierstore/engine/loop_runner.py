@@ -41,8 +41,8 @@ from tierstore.observe.device_times import Mark
 from tierstore.observe.journal import STALL, FollowedPlan, LeaseUse, Span, hop
 from tierstore.plan.loop_follower import LoopFollower
 from tierstore.plan.loop_plan import TileCopy
-from tierstore.system.streams import on
-from tierstore.tiers.device_tier import copy_runs
+from tierstore.system.streams import entered
+from tierstore.tiers.device_tier import copy_all
 from tierstore.tiers.mover import without_frames
 from tierstore.tiers.workers import EARLY
 
@@ -121,6 +121,7 @@ class LoopRunner:
         self._owner: object = None  # who holds what the step uses, when the plan was left in it
         self._in_step = False
         self._uses: list[LeaseUse] = []  # of the step that goes on
+        self._waited: tuple[Mark, ...] = ()  # from when to when the device waits for its copies
         self._reading = 0
         self._read: set[int] = set()  # numbers of reads that ended before older ones
         self._given_back = False
@@ -176,7 +177,7 @@ class LoopRunner:
             for group, nbytes in self.memory.used[number]
         ]
         if self._device is not None and arrivals:
-            late |= self._order_after(arrivals, key, uses)
+            late |= self._order_after(arrivals)
         for use in uses:
             if late:
                 use.met, use.granted = "late", time.monotonic()
@@ -204,7 +205,7 @@ class LoopRunner:
         counts = self.follower.ended if self._device is None else self.follower.begun
         return counts[0] >= arrivals
 
-    def _order_after(self, arrivals: int, key: str, uses: list[LeaseUse]) -> bool:
+    def _order_after(self, arrivals: int) -> bool:
         """What the current stream does from now on, it does when so many copies have come. Returns
         whether it has to wait for that."""
         mark, device = self._copy_marks[(arrivals - 1) % len(self._copy_marks)], self._device
@@ -214,15 +215,8 @@ class LoopRunner:
             return False
         before = device.times.mark(stream)
         stream.wait_event(mark.event)
-        stall = functools.partial(self._stalled, Span(STALL, key, note="late"), uses)
-        device.times.tell(stall, before, device.times.mark(stream))
+        self._waited = before, device.times.mark(stream)
         return True
-
-    def _stalled(self, span: Span, uses: list[LeaseUse], times: list[float]) -> None:
-        """The device has waited."""
-        for use in uses:
-            use.ready = times[-1]
-        self._journal.end_between(span, times)
 
     def _wait(self, begin: Callable[[], _Begun | None], key: str) -> _Begun:
         check_may_wait()
@@ -258,7 +252,8 @@ class LoopRunner:
             if self._device is not None:
                 mark = self._device.times.mark(self.core.current_stream())
                 self._step_marks[number] = mark
-                self._device.times.tell(functools.partial(_set_done, uses), mark)
+                self._device.times.tell(functools.partial(self._done, uses), *self._waited, mark)
+                self._waited = ()
             self.follower.step_ended()
             passing = self.memory.views[number].passing if self.left is None else ()
             if any([views.are_looked_at() for views in passing]):
@@ -267,6 +262,16 @@ class LoopRunner:
         except BaseException:  # what was counted may not be what was done
             self._leave("a step was cut short")
             raise
+
+    def _done(self, uses: list[LeaseUse], times: list[float]) -> None:
+        """The device has done a step, maybe after it had waited for it."""
+        for use in uses:
+            use.done = times[-1]
+        if len(times) > 1:
+            for use in uses:
+                use.ready = times[1]
+            key = uses[0].group.key if uses else ""
+            self._journal.end_between(Span(STALL, key, note="late"), times[:2])
 
     # Copies ------------------------------------------------------------------------------------
 
@@ -287,31 +292,31 @@ class LoopRunner:
             self.core.tiers.reader.workers.submit(EARLY, read)
 
     def _queue(self) -> None:
-        """Queue copies to the device."""
+        """Queue the copies to the device that may begin now."""
         device, follower = self._device, self.follower
         assert device is not None
+        copy = follower.next_copy(0)
+        if copy is None:
+            return
         waited: Mark | None = None
-        moved, began = 0, None
-        while (copy := follower.next_copy(0)) is not None:
-            number = follower.begun[0] % len(self._copy_marks)
-            mark = self._step_marks[copy.after]  # of the pass before, if that is negative
-            if mark is not None and mark is not waited:
-                device.up.wait_event(mark.event)
-                waited = mark
-            began = began or device.times.mark(device.up)
-            (slot, source), entry = self.memory.sources[number], self.memory.entries[copy.group]
-            target = self.memory.rings[0].part(copy.target, copy.nbytes)
-            move = functools.partial(copy_runs, entry.spec, source, target, up=True)
-            slot.while_locked(functools.partial(on, device.up, move))
-            self._copy_marks[number] = device.times.mark(device.up)
-            moved += copy.nbytes
-            follower.copy_begun(0)
-            follower.copy_ended(0)
-        ended = self._copy_marks[(follower.begun[0] - 1) % max(len(self._copy_marks), 1)]
-        if began is not None and ended is not None:
-            span = Span(hop(Tier.HOST, Tier.DEVICE), self.memory.rings[0].entry.group.key, moved)
-            self._journal.count(span.kind, moved)
-            device.times.tell(functools.partial(self._journal.end_between, span), began, ended)
+        moved, began = 0, device.times.mark(device.up)
+        with entered(device.up):
+            while copy is not None:
+                number = follower.begun[0] % len(self._copy_marks)
+                mark = self._step_marks[copy.after]  # of the pass before, if that is negative
+                if mark is not None and mark is not waited:
+                    device.up.wait_event(mark.event)
+                    waited = mark
+                slot, places = self.memory.copies[number]
+                slot.while_locked(functools.partial(copy_all, places))
+                self._copy_marks[number] = ended = device.times.mark(device.up)
+                moved += copy.nbytes
+                follower.copy_begun(0)
+                follower.copy_ended(0)
+                copy = follower.next_copy(0)
+        span = Span(hop(Tier.HOST, Tier.DEVICE), self.memory.rings[0].entry.group.key, moved)
+        self._journal.count(span.kind, moved)
+        device.times.tell(functools.partial(self._journal.end_between, span), began, ended)
 
     def _read_one(self, number: int) -> None:
         """Read a group into the ring, on a thread of the disk's."""
@@ -393,8 +398,8 @@ class LoopRunner:
     def _note_device_work(self) -> None:
         marks = [mark for mark in self._step_marks if mark is not None]
         streams = {mark.stream for mark in marks if mark.stream is not None}
-        begun = self.follower.begun[0]
-        latest = self._copy_marks[(begun - 1) % len(self._copy_marks)] if begun else None
+        marks_of_copies, begun = self._copy_marks, self.follower.begun[0]
+        latest = marks_of_copies[(begun - 1) % len(marks_of_copies)] if marks_of_copies else None
         self.memory.note_device_work(streams, None if latest is None else latest.event)
 
     def _leave(self, reason: str, *, always: bool = False) -> None:
@@ -416,8 +421,3 @@ class LoopRunner:
         self._note_device_work()
         self.memory.give_back()
         self.core.queue.remove_lease(self._owner, self.memory.rings[0].entry.group)
-
-
-def _set_done(uses: list[LeaseUse], times: list[float]) -> None:
-    for use in uses:
-        use.done = times[-1]

@@ -18,7 +18,7 @@ import time
 import weakref
 from dataclasses import dataclass
 
-from tierstore.engine.core import Core
+from tierstore.engine.core import Core, LoopLeftError
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import Leases
 from tierstore.engine.loop_memory import KeyedPlan, StepKeys
@@ -26,6 +26,7 @@ from tierstore.engine.loop_runner import LoopRunner, StepLease
 from tierstore.engine.mutable_groups import MutableGroups
 from tierstore.engine.transaction import transaction
 from tierstore.lease import Lease
+from tierstore.model.errors import TierStoreError
 from tierstore.model.locks import RLock
 from tierstore.model.tiers import HostAccess, Tier, UseOrder, in_memory
 from tierstore.plan.loop_plan import Loop, LoopPlan
@@ -73,6 +74,12 @@ class ThreadSteps:
         self.barred: dict[tuple[StepKeys, ...], int] = {}  # loops that were left at once
         self._since: dict[StepKeys, int] = {}
         self._distance = self._same = self._count = 0
+
+    @property
+    def distance(self) -> int:
+        """Steps since the latest one came before, where those that follow each other with the same
+        keys count once: so many a period has at least."""
+        return self._distance
 
     def note(self, step: StepKeys, own: StepKeys, now: float) -> None:
         """A step begins, and the one before it is over."""
@@ -122,7 +129,8 @@ class Loops:
     ) -> None:
         self.core = core
         self.runner: LoopRunner | None = None
-        self.enabled = True
+        persistent = [tier for tier in core.planner.tiers if tier.persistent]
+        self.enabled = core.settings.tiers.link is None and len(persistent) == 1
         self._lease_table = lease_table
         self._leases = leases
         self._mutable_groups = mutable_groups
@@ -134,18 +142,20 @@ class Loops:
 
     # For units ---------------------------------------------------------------------------------
 
-    @property
-    def depth(self) -> int:
-        """How many units run on this thread, each in the one before it."""
-        return len(self._steps().open)
+    def steps(self) -> ThreadSteps:
+        """Return the steps of the calling thread."""
+        try:
+            found: ThreadSteps = self._threads.steps
+        except AttributeError:
+            found = self._threads.steps = ThreadSteps()
+        return found
 
-    def begin(self, keys: StepKeys) -> StepLease | None:
-        """A unit that uses these groups begins on this thread: `end` has to be called, with the
-        `depth` from before.
+    def begin(self, steps: ThreadSteps, keys: StepKeys) -> StepLease | None:
+        """Begin a unit that uses these groups. Afterwards `end` has to be called, with the number
+        of units that were open before.
 
         Returns its tensors if a plan is followed. Else they are to be acquired.
         """
-        steps = self._steps()
         step = keys if not steps.open else steps.open[-1] + keys
         steps.open.append(step)
         steps.inner = False
@@ -166,10 +176,9 @@ class Loops:
             return self.runner.begin(step, keys[0] if keys else "")
         return None
 
-    def end(self, depth: int) -> None:
-        """A unit has ended that began on this thread at this depth, and its leases were released.
-        May be called again if it was interrupted."""
-        steps = self._steps()
+    def end(self, steps: ThreadSteps, depth: int) -> None:
+        """End the unit that began when so many were open, after its leases were released. May be
+        called again if it was interrupted."""
         if len(steps.open) <= depth:
             return  # it did not come to begin
         step = steps.open[depth]
@@ -185,13 +194,6 @@ class Loops:
                 return
             self._was_left(steps, runner)
         steps.note(step, (), time.monotonic())
-
-    def _steps(self) -> ThreadSteps:
-        try:
-            found: ThreadSteps = self._threads.steps
-        except AttributeError:
-            found = self._threads.steps = ThreadSteps()
-        return found
 
     def _was_left(self, steps: ThreadSteps, runner: LoopRunner) -> None:
         left = runner.left
@@ -238,7 +240,7 @@ class Loops:
         return False
 
     def _ask_for_a_plan(self, steps: ThreadSteps) -> None:
-        length = steps.recorder.period(functools.partial(self._moves_nothing, steps))
+        length = steps.recorder.period(steps.distance)
         if not length:
             return
         names = tuple(steps.recorder.keys(length))
@@ -253,35 +255,26 @@ class Loops:
         plan = functools.partial(self._plan, planned)
         self.core.tiers.reader.workers.submit(EARLY, plan)
 
-    def _moves_nothing(self, steps: ThreadSteps, length: int) -> bool:
-        """Whether all groups of a period are on the fastest tier at once."""
-        keys = {key for step in steps.recorder.keys(length) for key in step}
-        sizes, planner = self._sizes(keys), self.core.planner
-        budget = planner.budgets[planner.top]
-        return sizes is not None and (budget is None or sum(sizes.values()) <= budget)
-
     @transaction
     def _sizes(self, keys: set[str]) -> dict[str, int] | None:
-        """Bytes of these groups; None if one of them cannot pass through a ring, or if there is
-        nothing to plan."""
+        """Return the bytes of these groups; None if one of them has to pass through a ring, but
+        cannot."""
         core = self.core
-        tiers = core.planner.tiers
-        if core.settings.tiers.link is not None or len([t for t in tiers if t.persistent]) > 1:
-            return None
-        if core.planner.all_there():
-            return None
-        found = {}
+        found, unsaved = {}, False
         for key in keys:
             group = core.current.get(key)
             if group is None:
                 return None
             entry = core.mover.entry(group)
-            if entry.source is None or entry.mutable or entry.use_order is not UseOrder.LEARNED:
+            if entry.mutable or entry.use_order is not UseOrder.LEARNED:
                 return None
+            unsaved |= entry.source is None
             if entry.sticky or core.tiers.top.left.storages_of(group):
                 return None
             found[key] = entry.spec.nbytes
-        return found
+        budget = core.planner.budgets[core.planner.top]
+        all_stay = budget is None or sum(found.values()) <= budget
+        return None if unsaved and not all_stay else found
 
     @transaction
     def _budgets(self) -> dict[Tier, int | None]:
@@ -327,8 +320,9 @@ class Loops:
         entered = False
         try:
             entered = runner.enter(self)
-        except Exception:  # whoever needs what is missing raises it
-            logger.debug("a plan could not be entered", exc_info=True)
+        except (LoopLeftError, TierStoreError, OSError) as error:
+            # Whoever needs what is missing raises it.
+            logger.debug("the plan of a loop could not be entered: %r", error)
         finally:
             self._leases.end_stream(id(runner))
             if not entered:

@@ -36,6 +36,7 @@ store there raises ReentrantCallError."""
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 _handled: list[int] = []  # signals that have a caller's handler, as of the last look
 _next_look = 0.0
+_stand_ins: dict[int, HeldHandler] = {}  # the latest, by signal
 _main: int | None = threading.main_thread().ident
 
 arrived: deque[tuple[int, Handler]] = deque()
@@ -69,11 +70,6 @@ class HeldHandler:
         else:  # the section is about to begin or over, or an interrupt has left this here
             self.handler(number, frame)
 
-    def put_back(self) -> None:
-        """Have the caller's handler back, if this still stands in for it."""
-        if _handler_of(self.number) is self:
-            _install(self.number, self.handler)
-
 
 def look_again() -> None:
     """Have the next section look for new handlers."""
@@ -89,24 +85,34 @@ def hold(inside: Callable[[], bool], *, nested: bool) -> list[HeldHandler]:
     """
     if threading.get_ident() != _main:
         return []
-    global _handled, _next_look
-    now = time.monotonic()
-    if now >= _next_look:
-        # Most signals have no handler of Python's: that is told without a call.
-        callers = [number for number in _SIGNALS if callable(_handler_of(number))]
-        _handled = [number for number in callers if _is_callers(_handler_of(number))]
-        _next_look = now + _LOOK_EVERY
+    if time.monotonic() >= _next_look:
+        _look()
     held: list[HeldHandler] = []
-    for number in _handled:
+    for number in _handled:  # calls nothing for a handler that was held before: units come by here
         handler = _handler_of(number)
-        if not _is_callers(handler):
-            continue
-        if not isinstance(handler, HeldHandler):
-            held.append(HeldHandler(number, handler, inside))
-            _install(number, held[-1])
-        elif not nested:  # an interrupt has left it there
-            held.append(handler)
+        stand_in = _stand_ins.get(number)
+        if stand_in is None or stand_in.handler is not handler:
+            if not _is_callers(handler):
+                continue
+            if isinstance(handler, HeldHandler):
+                if not nested:  # an interrupt has left it there
+                    held.append(handler)
+                continue
+            stand_in = _stand_ins[number] = HeldHandler(number, handler, inside)
+        held.append(stand_in)
+        _install(number, stand_in)
     return held
+
+
+def _look() -> None:
+    """See which signals have a caller's handler."""
+    global _handled, _next_look
+    # Most signals have no handler of Python's: that is told without a call.
+    callers = [number for number in _SIGNALS if callable(_handler_of(number))]
+    _handled = [number for number in callers if _is_callers(_handler_of(number))]
+    for number in [number for number in _stand_ins if number not in _handled]:
+        del _stand_ins[number]  # nobody else may keep the handler
+    _next_look = time.monotonic() + _LOOK_EVERY
 
 
 def _is_callers(handler: Any) -> bool:
@@ -122,15 +128,21 @@ def let_go(held: Iterable[HeldHandler]) -> None:
         return
     try:
         for each in held:
-            each.put_back()
+            if _handler_of(each.number) is each:  # it may be the caller's again
+                _install(each.number, each.handler)
     finally:
-        # All of them first, so that they do not run in each other's sections. One by one: a handler
-        # that comes in between takes what is left, and nothing runs twice.
-        due: list[tuple[int, Handler]] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                due.append(arrived.popleft())
-        _run(due, sys._getframe(1))
+        if arrived:
+            _run_arrived(sys._getframe(1))
+
+
+def _run_arrived(frame: FrameType) -> None:
+    # All of them first, so that they do not run in each other's sections. One by one: a handler
+    # that comes in between takes what is left, and nothing runs twice.
+    due: list[tuple[int, Handler]] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            due.append(arrived.popleft())
+    _run(due, frame)
 
 
 def _run(due: list[tuple[int, Handler]], frame: FrameType) -> None:

@@ -18,6 +18,9 @@ from tierstore.model.locks import RLock, under
 from tierstore.torch_private import stream_of_device
 
 _LOOK_AT = 64
+"""So many are told of at once."""
+_LOOK_ANYWAY = 16 * _LOOK_AT
+"""So many wait at most for another thread to look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class DeviceTimes:
         self._lock = RLock()
         self._new: deque[_Waiting] = deque()  # any thread may append, without the lock
         self._waiting: dict[torch.Stream | None, deque[_Waiting]] = {}
+        self._submit: Callable[[Callable[[], None]], None] | None = None
+        self._is_looked_soon = False
         self._known = self.mark(stream).event
         self._known.synchronize()
         self._known_at = time.monotonic()
@@ -58,14 +63,25 @@ class DeviceTimes:
         event.record(stream)
         return Mark(event, asked, stream)
 
+    def look_on(self, submit: Callable[[Callable[[], None]], None]) -> None:
+        """From now on `submit` has `look` called on another thread: it takes longer than what
+        those who tell do, which mostly launch kernels."""
+        self._submit = submit
+
     def tell(self, told: Told, *marks: Mark) -> None:
         """Call `told` with the times of the marks, later, when the last of them has passed."""
         self._new.append((told, marks))
-        if len(self._new) >= _LOOK_AT:
+        if len(self._new) < _LOOK_AT:
+            return
+        if self._submit is None or len(self._new) >= _LOOK_ANYWAY:
             self.look()
+        elif not self._is_looked_soon:
+            self._is_looked_soon = True
+            self._submit(self.look)
 
     def look(self) -> None:
         """Tell of what has passed meanwhile. Waits for nothing."""
+        self._is_looked_soon = False
         under(self._lock, self._look)
 
     def _look(self) -> None:

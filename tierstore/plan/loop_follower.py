@@ -29,6 +29,8 @@ class LoopFollower:
         self.steps = 0
         self.begun = [0] * len(plan.tiers)
         self.ended = [0] * len(plan.tiers)
+        self._arrivals = [step.arrivals for step in plan.steps]
+        self._copies_up = len(plan.top.copies)
         self._initial = [_released_by_the_pass_before(tier) for tier in plan.tiers]
 
     # Steps -------------------------------------------------------------------------------------
@@ -46,8 +48,8 @@ class LoopFollower:
     @property
     def arrivals(self) -> int:
         """Copies into the fastest tier that have to end before that step computes."""
-        passed, number = divmod(self.steps, len(self.plan.steps))
-        return passed * len(self.plan.top.copies) + self.plan.steps[number].arrivals
+        passed, number = divmod(self.steps, len(self._arrivals))
+        return passed * self._copies_up + self._arrivals[number]
 
     def step_ended(self) -> None:
         """That step is over: on a device, all its work is queued, and an event marks its end."""

@@ -9,7 +9,7 @@ repeated for longer than it did then, so that the longer period, which fits by n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,9 @@ class LoopRecorder:
         self._steps[self._count] = number
         self._count += 1
 
-    def period(self, skip: Callable[[int], bool] = lambda length: False) -> int:
-        """Steps of the shortest period that the latest steps have gone through twice; 0 if none.
-
-        Those that it is to `skip` are of no use: a longer one may be.
-        """
+    def period(self, least: int = 1) -> int:
+        """Steps of the shortest period, of at least so many, that the latest steps have gone
+        through twice; 0 if none."""
         steps = self._steps[: self._count]
         if not len(steps):
             return 0
@@ -64,12 +62,14 @@ class LoopRecorder:
         for length in lengths.tolist():
             if 2 * length > self._count or length > self._most:
                 return 0
+            if length < least:
+                continue
             repeated = self._repeated(steps, length)
             if repeated < length or any(length % shorter == 0 for shorter in barred):
                 continue
             if repeated <= self._left.get(length, 0):
                 barred.append(length)
-            elif not skip(length):
+            else:
                 return int(length)
         return 0
 

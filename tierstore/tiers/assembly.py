@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from tierstore.tiers.leased_tier import LeasedHostTier, LeaseOrRead
 from tierstore.tiers.mover import Mover, MoverCallbacks
 from tierstore.tiers.reading import DiskReader, DiskToHost
 from tierstore.tiers.shared_memory import SharedArena
-from tierstore.tiers.workers import SerialExecutor, Workers
+from tierstore.tiers.workers import EARLY, SerialExecutor, Workers
 
 if TYPE_CHECKING:  # it needs a package that not every installation has
     from tierstore.tiers.service_link import ServiceLink
@@ -121,7 +122,9 @@ def _build(
     hops: list[Hop] = [reading, HostToDisk(disk)]
     if on_device is not None:
         drivers.insert(0, on_device)
-        hops.append(HostToDevice(on_device, workers(1, "onload")))
+        onload = workers(1, "onload")
+        on_device.times.look_on(functools.partial(onload.submit, EARLY))
+        hops.append(HostToDevice(on_device, onload))
         hops.append(DeviceToHost(on_device, host, offload))
     for make in settings.extra_tiers:
         driver, more = make(tiers)

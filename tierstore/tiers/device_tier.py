@@ -157,11 +157,20 @@ def copy_runs(
     """Copy each run of a group's bytes between its slots' memory, `up` to the device or down."""
     assert host is not None
     assert device is not None
-    for run in spec.runs:
-        here = _part(host, run.host_offset, run.nbytes)
-        there = _part(device, run.device_offset, run.nbytes)
+    for here, there in parts_of(spec, host, device):
         target, source = (there, here) if up else (here, there)
         target.copy_(source, non_blocking=True)
+
+
+def parts_of(spec: GroupSpec, host: torch.Tensor, device: torch.Tensor) -> Places:
+    """Each run of a group's bytes, in memory of the host and of the device."""
+    return [
+        (
+            _part(host, run.host_offset, run.nbytes),
+            _part(device, run.device_offset, run.nbytes),
+        )
+        for run in spec.runs
+    ]
 
 
 def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
