@@ -328,22 +328,24 @@ class SimulatedRun:
 
     def use(self, use: Use) -> None:
         """Wait for a group, compute with it, and give it back."""
-        asking = self._ask(use)
-        while not self._try(asking):
-            self._wait_for_a_move()
+        group = self._acquire(use)
         self._pass(use.seconds)
-        self._tell(Released(asking.group, Access.READ))
+        self._tell(Released(group, Access.READ))
 
     def use_step(self, keys: Sequence[str], seconds: float) -> None:
         """Wait for groups, one after the other, compute with all of them, and give them back."""
-        for key in keys:
-            asking = self._ask(Use(key, 0.0))
-            while not self._try(asking):
-                self._wait_for_a_move()
+        groups = [self._acquire(Use(key, 0.0)) for key in keys]
         self._computed += seconds
         self._pass(seconds)
-        for key in keys:
-            self._tell(Released(GroupId(key, 0), Access.READ))
+        for group in groups:
+            self._tell(Released(group, Access.READ))
+
+    def _acquire(self, use: Use) -> GroupId:
+        """Wait for a group, and lease it."""
+        asking = self._ask(use)
+        while not self._try(asking):
+            self._wait_for_a_move()
+        return asking.group
 
     def use_together(self, threads: Sequence[Sequence[Use]]) -> None:
         """The uses of several threads, each of which waits, computes and gives back by itself."""

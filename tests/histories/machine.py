@@ -746,6 +746,15 @@ def land_all(world: World) -> None:
     raise AssertionError(f"it never comes to rest: {world.books.moving}")
 
 
+def use(world: World, key: GroupId) -> None:
+    """Lease a group once it is there, and release it."""
+    waiter = world.demand(key)
+    assert waiter is not None
+    land_all(world)
+    assert waiter in world.leases or world.wake(waiter)
+    world.release(waiter)
+
+
 def play(
     seed: int,
     policy: str,

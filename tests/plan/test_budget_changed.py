@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.histories.machine import History, World, land_all
+from tests.histories.machine import History, World, land_all, use
 from tests.lanes import by_lane
 from tests.plan.driver import Driver
 from tierstore.model.events import BudgetChanged
@@ -85,14 +85,6 @@ def filled(count: int, budget: int) -> tuple[World, list[GroupId]]:
     for key in reversed(keys):
         use(world, key)
     return world, keys
-
-
-def use(world: World, key: GroupId) -> None:
-    waiter = world.demand(key)
-    assert waiter is not None
-    land_all(world)
-    assert waiter in world.leases or world.wake(waiter)
-    world.release(waiter)
 
 
 def on_device(world: World, keys: list[GroupId]) -> int:

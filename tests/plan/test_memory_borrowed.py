@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.histories.machine import History, World, land_all
+from tests.histories.machine import History, World, land_all, use
 from tests.lanes import by_lane
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Drop
@@ -72,14 +72,6 @@ def filled(count: int, budget: int) -> tuple[World, list[GroupId]]:
     return world, keys
 
 
-def use(world: World, key: GroupId) -> None:
-    waiter = world.demand(key)
-    assert waiter is not None
-    land_all(world)
-    assert waiter in world.leases or world.wake(waiter)
-    world.release(waiter)
-
-
 def test_copies_that_nobody_uses_make_room() -> None:
     world, _ = filled(3, 12)
     assert world.planner.used[Tier.DEVICE] == 12
@@ -108,7 +100,7 @@ def test_only_copy_of_a_group_does_not_go() -> None:
     assert world.borrow(Tier.HOST, 4)
 
 
-def test_who_waits_gets_on_when_memory_comes_back() -> None:
+def test_waiter_proceeds_when_memory_is_returned() -> None:
     world, keys = filled(3, 12)
     assert world.borrow(Tier.DEVICE, 12)
     waiter = world.demand(keys[0])

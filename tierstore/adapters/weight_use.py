@@ -240,8 +240,8 @@ class WeightUse:
         self._weights = weights
         self.thread = 0
         self._leases: list[Lease | StepLease] = []
-        self._depth = -1  # units that were open before its step began, if that did
-        self._steps: ThreadSteps | None = None
+        self._steps: ThreadSteps | None = None  # where its step began, until that ends
+        self._depth = 0  # units that were open before
         self._viewed = False
         self._hooks: Any = None
         self._casts = CastCache()
@@ -310,10 +310,11 @@ class WeightUse:
     def _begin_step(self, keys: tuple[str, ...]) -> bool:
         """Say that a step of a loop begins. Returns whether that has all the tensors."""
         loops = self._weights.groups.loops
-        if self._viewed or self._depth >= 0:
+        if self._viewed or self._steps is not None:
             return False
-        self._steps = steps = loops.steps()
-        self._depth = len(steps.open)  # first: it has to end
+        steps = loops.steps()
+        self._depth = len(steps.open)
+        self._steps = steps  # before it begins: it has to end
         step = loops.begin(steps, keys)
         if step is None:
             return False
@@ -379,6 +380,6 @@ class WeightUse:
         while self._leases:
             self._leases[-1].release()
             self._leases.pop()
-        if self._steps is not None and self._depth >= 0:
+        if self._steps is not None:
             self._weights.groups.loops.end(self._steps, self._depth)
-            self._depth = -1
+            self._steps = None

@@ -248,22 +248,22 @@ class LoopMemory:
         if ring.nbytes:
             ring.entry.slots[ring.tier].views = views  # type: ignore[assignment]
         numbers = {key: number for number, key in enumerate(keyed.groups)}
-        for number, planned in enumerate(keyed.plan.steps):
-            step, own = keyed.plan.loop.steps[number], set(keyed.own[number])
+        for step, planned, own in zip(
+            keyed.plan.loop.steps, keyed.plan.steps, keyed.own, strict=True
+        ):
+            addresses = dict(zip(step.groups, planned.addresses, strict=True))
             tensors: dict[str, torch.Tensor] = {}
-            passing = []
-            for group, address in zip(step.groups, planned.addresses, strict=True):
-                key = keyed.groups[group]
-                if key not in own:
-                    continue
+            passing, used = [], []
+            for key in own:
+                group = numbers[key]
+                used.append((self.entries[group].group, self.entries[group].spec.nbytes))
                 if group in ring.kept:
                     tensors |= leased[key]
                 else:
-                    passing.append(self._views_at(group, address, views))
+                    passing.append(self._views_at(group, addresses[group], views))
                     tensors |= passing[-1].tensors
             self.views.append(StepViews(tensors, tuple(passing)))
-            entries = [self.entries[numbers[key]] for key in keyed.own[number]]
-            self.used.append([(entry.group, entry.spec.nbytes) for entry in entries])
+            self.used.append(used)
 
     def _views_at(self, group: int, address: int, views: RingViews) -> SlotViews:
         place = group, address

@@ -102,7 +102,7 @@ class LoopRunner:
         over: Callable[[LoopRunner], None],
     ) -> None:
         self.core = core
-        self.plan = plan = keyed.plan
+        plan = keyed.plan
         self.steps = keyed.steps
         self.keys = frozenset(keyed.groups)
         self.left: Left | None = None
@@ -206,8 +206,8 @@ class LoopRunner:
         return counts[0] >= arrivals
 
     def _order_after(self, arrivals: int) -> bool:
-        """What the current stream does from now on, it does when so many copies have come. Returns
-        whether it has to wait for that."""
+        """Order what follows on the current stream after so many copies. Returns whether it has to
+        wait for them."""
         mark, device = self._copy_marks[(arrivals - 1) % len(self._copy_marks)], self._device
         stream = self.core.current_stream()
         assert mark is not None and stream is not None and device is not None
