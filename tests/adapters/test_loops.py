@@ -320,7 +320,7 @@ def moved_bytes(stats: Stats) -> int:
     return stats.bytes_read + stats.bytes_onloaded
 
 
-# What is told of it ----------------------------------------------------------------------------
+# Stats and traces ------------------------------------------------------------------------------
 
 
 @on_both

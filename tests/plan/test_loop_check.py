@@ -114,7 +114,7 @@ def last_copy_left_out(plan: LoopPlan) -> LoopPlan | None:
 
 
 def resident_left_out(plan: LoopPlan) -> LoopPlan | None:
-    """What should have been there from the beginning is not."""
+    """A group that has to be there before the first pass is missing."""
     return with_tier(plan, 0, replace(plan.top, start=plan.top.start[1:]))
 
 

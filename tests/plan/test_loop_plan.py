@@ -1,4 +1,4 @@
-"""What a plan says of itself: its ways, its bytes, and what it lacks before the first pass."""
+"""Facts of a plan: its ways, its bytes, and the groups that are missing before the first pass."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_everything_is_missing_where_nothing_is_there(plan: LoopPlan) -> None:
     assert missing == {TO_DEVICE: on_device, TO_HOST: on_device + in_host}
 
 
-def test_what_is_there_is_not_missing(plan: LoopPlan) -> None:
+def test_resident_groups_are_not_missing(plan: LoopPlan) -> None:
     groups = range(len(LOOP.sizes))
     on_device, in_host = (sum(each.nbytes for each in tier.start) for tier in plan.tiers)
     everywhere = {group: (Tier.DEVICE, Tier.HOST) for group in groups}

@@ -65,7 +65,7 @@ class LoopLeftError(Exception):
 
 
 class FollowedLoop(Protocol):
-    """Who follows the plan of a loop. See `tierstore.engine.loop_runner`."""
+    """The runner of the plan that is followed. See `tierstore.engine.loop_runner`."""
 
     keys: frozenset[str]
 

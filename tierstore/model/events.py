@@ -231,9 +231,9 @@ class SharedBudgetChanged:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBorrowed:
-    """Who follows a loop wants so many bytes of a tier in memory, all in all, which no copy takes;
-    0 gives all of it back. Copies go for it that nobody uses and another tier has. If that does not
-    make enough room, nothing is borrowed: see `Planner.borrowed`."""
+    """The runner of a loop wants so many bytes of a tier in memory, all in all, that no copy takes;
+    0 gives all of it back. Copies that nobody uses and another tier has make room. If that is not
+    enough, nothing is borrowed: see `Planner.borrowed`."""
 
     tier: Tier
     nbytes: int

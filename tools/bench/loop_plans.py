@@ -1,4 +1,4 @@
-"""What the plan of a loop takes, against what nobody can do better
+"""Passes of planned loops, against the bound
 
     python tools/bench/loop_plans.py [--small] [--only PART] [--markdown FILE]
 
