@@ -198,20 +198,22 @@ def test_tiles_of_a_group_are_few_and_even(nbytes: int, tile: int) -> None:
 
 def test_tile_sizes_follow_from_the_budgets() -> None:
     large = tile_sizes({Tier.DEVICE: 12 << 30, Tier.HOST: 64 << 30, Tier.DISK: None})
-    assert (large.group, large.block) == (TILE, (12 << 30) // 32)
+    assert (large.group, large.block) == (TILE, (12 << 30) // 64)
     small = tile_sizes({Tier.HOST: 64 << 20, Tier.DISK: None})
     assert small.group == 512 << 10, "two in transit and a ring fit into a small budget, too"
-    assert small.block == 2 << 20
+    assert small.block == 1 << 20
     assert tile_sizes({Tier.HOST: 4096, Tier.DISK: None}).group == 4096
 
 
 def test_crumbs_stay_with_their_neighbours() -> None:
     sizes = {"bias": 1, "weight": 90, "next bias": 1, "next weight": 90, "small": 30}
+    sizes = {name: nbytes << 10 if nbytes > 1 else nbytes for name, nbytes in sizes.items()}
     unit = Need("unit", tuple(sizes), block=True)
-    apart = [part.memory for part in portions([unit], sizes, 64, None)]
-    assert apart == [["bias"], ["weight"], ["next bias"], ["next weight"], ["small"]]
-    together = [part.memory for part in portions([unit], sizes, 64, None, crumb=4)]
+    together = [part.memory for part in portions([unit], sizes, 64 << 10, None)]
     assert together == [["bias", "weight", "next bias"], ["next weight"], ["small"]]
+    larger = {**sizes, "bias": 65, "next bias": 65}
+    apart = [part.memory for part in portions([unit], larger, 64 << 10, None)]
+    assert apart == [["bias"], ["weight"], ["next bias"], ["next weight"], ["small"]]
 
 
 def test_units_name_the_groups_that_they_need() -> None:

@@ -219,6 +219,10 @@ def test_a_slot_is_hardly_larger_than_what_it_is_for() -> None:
 
 
 def test_there_are_few_sizes_of_slots() -> None:
-    """64 for each doubling; below half a megabyte, every multiple of the page."""
-    assert len({slot_bytes(nbytes) for nbytes in range(1 << 30, 1 << 31, 1 << 20)}) <= 65
+    """64 for each doubling; below half a megabyte, every multiple of the page; from 16 MiB on, one
+    in eight pages."""
+    assert len({slot_bytes(nbytes) for nbytes in range(8 << 20, (16 << 20) + 1, PAGE)}) <= 65
+    large = range(64 << 20, 65 << 20, PAGE)
+    assert len({slot_bytes(nbytes) for nbytes in large}) <= len(large) // 8 + 1
+    assert all(slot_bytes(nbytes) - nbytes < 8 * PAGE for nbytes in large)
     assert [slot_bytes(n * PAGE) for n in range(1, 129)] == [n * PAGE for n in range(1, 129)]

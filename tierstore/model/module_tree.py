@@ -139,13 +139,11 @@ def cut_model(
     block_modules: Collection[str] = (),
     *,
     largest_block: int = 0,
-    crumb: int = 0,
 ) -> CutModel:
     """Cut a model of these tensors into units and groups, as it would be cut.
 
     `target` is how many bytes a group should have at most. `block_modules` names children of the
-    model that count as blocks; blocks of up to `largest_block` bytes are not cut into leaves. For
-    `crumb`, see `portions`.
+    model that count as blocks; blocks of up to `largest_block` bytes are not cut into leaves.
     """
     limit = max(target, largest_block)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -160,7 +158,7 @@ def cut_model(
         for piece in cut(outline(by_name.values()), offload_type, limit, block_modules)
     ]
     sizes = {name: tensor.extent.nbytes for name, tensor in by_name.items()}
-    parts = portions(needs, sizes, target, None, crumb)
+    parts = portions(needs, sizes, target, None)
     groups = []
     used: set[str] = set()  # a block in several groups has as many keys, as it has in a store
     for portion in parts:

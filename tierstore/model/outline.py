@@ -29,16 +29,17 @@ few for each token."""
 WELL_READ = 32 << 20
 """Smaller groups are read more slowly, byte for byte, and each costs a call."""
 LARGEST_GROUP = 256 << 20
-LINK_GROUP = 128 << 20
-"""The largest group that crosses a link to an accelerator: about 5 ms of one with 25 GB/s. A larger
-one keeps what comes next waiting for longer, and its overhead is small already. (It is the same on
-every machine: weights that are in no file are found again by the content of their groups.)"""
+LINK_GROUP = 64 << 20
+"""The largest group that crosses a link to an accelerator, but for tensors that are larger: some
+milliseconds of it. (It is the same on every machine: weights that are in no file are found again by
+the content of their groups.)"""
 LARGEST_LEAF_GROUP = 32 << 20
 
 TILE = 16 << 20
 """Bytes of a tile, at most: what one copy moves where a loop is planned."""
-CRUMBS = 16
-"""One in so many bytes of a tile: smaller tensors go with their neighbours, whatever these have."""
+CRUMBS = 1024
+"""One in so many bytes of a group: smaller units and tensors go with their neighbours, whatever
+these have, as a group costs more to move than they do."""
 
 
 class GroupSizes(NamedTuple):
@@ -64,7 +65,8 @@ def usual_sizes(
         group = target_bytes(offload_type, smallest, model_bytes)
         return GroupSizes(group, group, smallest // 2)
     group = min(target_bytes(offload_type, smallest, model_bytes), LINK_GROUP)
-    return GroupSizes(group, max(group, on_device // shares.LARGE_GROUP), smallest // 2)
+    share = shares.LARGE_GROUP if model_bytes <= on_device else shares.PLANNED_BLOCK
+    return GroupSizes(group, max(group, on_device // share), smallest // 2)
 
 
 def target_bytes(offload_type: str, smallest_budget: int, model_bytes: int) -> int:
@@ -257,15 +259,15 @@ def portions(
     nbytes: Mapping[Any, int],
     target: int,
     blocks_per_group: int | None,
-    crumb: int = 0,
 ) -> list[Portion]:
     """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
 
     `nbytes` tells the size of each piece of memory. It is in the group of the first unit that
-    needs it. A block of more than `target` bytes is spread over groups of its own, but pieces of up
-    to `crumb` bytes stay with their neighbours. So is a module with more than that beside its
-    largest tensor, and what is routed, however small.
+    needs it. A block of more than `target` bytes is spread over groups of its own. So is a module
+    with more than that beside its largest tensor, and what is routed, however small. Crumbs, one in
+    `CRUMBS` bytes of `target`, stay with their neighbours.
     """
+    crumb = target // CRUMBS
 
     def spread(pieces: list[Hashable]) -> Iterator[list[Hashable]]:
         return in_portions(pieces, nbytes.__getitem__, target, crumb)
@@ -294,8 +296,10 @@ def portions(
             of_blocks = None
             continue
         counted = blocks_per_group and unit.block
-        full = count >= (blocks_per_group or 0) if counted else size + needed > target
-        if full or unit.encloses or unit.block is not of_blocks:
+        over = size + needed > target and min(size, needed) > crumb
+        full = count >= (blocks_per_group or 0) if counted else over
+        another_kind = of_blocks is None or (blocks_per_group and unit.block is not of_blocks)
+        if full or unit.encloses or another_kind:
             groups.append(Portion(unit.name or "root"))
             size, count, of_blocks = 0, 0, unit.block
         groups[-1].memory += own

@@ -12,7 +12,7 @@ hold for every budget, such as the largest group, are where they are used.
     GROUP              the smallest budget   a group of a model
     LARGE_GROUP        the smallest budget   a group, where a smaller one is read too slowly
     TILE               the smallest budget   a tile, where a loop is planned
-    PLANNED_BLOCK      the fastest tier      a block that is one unit, where a loop is planned
+    PLANNED_BLOCK      the device            a block that is one unit
     SLICE              the fastest tier      a slice of a model in training
     STATE_GROUP        RAM                   a group of the optimizer's state
     STATE_PASSING      RAM                   what is left beside state that always stays
@@ -44,11 +44,12 @@ GROUP = 32
 more of the tier is left to what stays."""
 LARGE_GROUP = 8
 """For groups of at most `outline.WELL_READ` bytes, and for a model that fits, of which nothing has
-to move. Beside an accelerator, blocks of up to so much are not cut into leaves."""
+to move; there, blocks of up to so much are units."""
 TILE = 128
 """Two of them are in transit on each tier, and a ring has room for a few."""
-PLANNED_BLOCK = 32
-"""What a unit uses and what comes next take room that others could have stayed in."""
+PLANNED_BLOCK = 64
+"""What a unit uses and what comes next take room that others could have stayed in. Larger blocks
+are cut into leaves."""
 SLICE = 8
 """If nobody says how many slices there are."""
 STATE_GROUP = 32

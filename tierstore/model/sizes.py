@@ -17,6 +17,9 @@ from tierstore.model import shares
 PAGE = 4096
 
 _SIZES_PER_DOUBLING = 64
+_FINE_FROM, _FINE_STEP = 16 << 20, 32 << 10
+"""From so many bytes on, sizes of slots are so many bytes apart: with steps of a 64th, a model of
+large groups takes 1 % more memory than it has bytes, and so much more has to move in each pass."""
 
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -39,9 +42,11 @@ def slot_bytes(nbytes: int) -> int:
 
     >>> slot_bytes(5000), slot_bytes(10_000_000), slot_bytes(10_004_096)
     (8192, 10092544, 10092544)
+    >>> slot_bytes(100_000_000)
+    100007936
     """
     step = (1 << max(nbytes - 1, 1).bit_length() - 1) // _SIZES_PER_DOUBLING
-    return round_up(nbytes, max(step, PAGE))
+    return round_up(nbytes, max(step if nbytes < _FINE_FROM else _FINE_STEP, PAGE))
 
 
 def parse_size(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tierstore.model.groups import DTYPE_SIZES, Extent, FileTensor, GroupSpec
 from tierstore.model.module_tree import cut_model
-from tierstore.model.outline import CRUMBS, tile_sizes
+from tierstore.model.outline import tile_sizes
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
 from tierstore.plan.loop_plan import Loop, Step
@@ -169,7 +169,6 @@ def loop_of(shape: Shape, of: Budgets, *, whole_blocks: bool = False) -> Loop:
         "block_level",
         sizes.group,
         largest_block=shape.nbytes if whole_blocks else sizes.block,
-        crumb=sizes.group // CRUMBS,
     )
     nbytes = [packed_bytes(group) for group, _ in cutting.groups]
     steps = []
