@@ -18,8 +18,8 @@
 // point where it was freed.  Freed blocks are cached for their stream.  Streams
 // come from a pool of 32 for each device, as those of CUDA.
 //
-// Of CUDA it does not pretend: the speed of kernels (only whether the device falls behind),
-// kernels of one stream beside each other, priorities, the splitting of cached
+// Of CUDA it does not pretend: the speed of kernels (only whether the device falls behind, and of
+// kernels that compute nothing), kernels of one stream beside each other, priorities, the splitting of cached
 // blocks, replaying what was captured, memory pools of graphs, peer access that
 // is off, IPC, and contexts.
 //
@@ -73,6 +73,7 @@ void begin_capture_here(int64_t index, bool every_thread) {
 TORCH_LIBRARY(pretend_accelerator, m) {
   m.def("begin_capture(int index, bool every_thread) -> ()", &begin_capture_here);
   m.def("end_capture() -> ()", &end_capture);
+  m.def("occupy(int index, float milliseconds) -> ()", &occupy);
   m.def("seed_all(int seed) -> ()", &seed_all);
   m.def("get_rng_state(int index) -> Tensor", &get_rng_state);
   m.def("set_rng_state(int index, Tensor value) -> ()", &set_rng_state);
@@ -110,6 +111,7 @@ void pretend_set_link_speed(double speed) {
   Lock lock(state().mutex);
   state().link_speed = speed;
 }
+void pretend_work(double milliseconds) { work(milliseconds); }
 void pretend_set_memory_limit(int index, int64_t size) {
   Lock lock(state().mutex);
   state().devices[index].limit = size < 0 ? kNoLimit : size_t(size);

@@ -11,6 +11,7 @@ variable ``TIERSTORE_PRETEND_SEED``, anew for each test.  How far it falls behin
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -198,6 +199,7 @@ def _declare(library: ctypes.CDLL) -> None:
     library.pretend_seed.argtypes = [ctypes.c_uint64]
     library.pretend_set_slowness.argtypes = [ctypes.c_double]
     library.pretend_set_link_speed.argtypes = [ctypes.c_double]
+    library.pretend_work.argtypes = [ctypes.c_double]
     library.pretend_is_capturing.restype = ctypes.c_bool
     library.pretend_watches_maps.restype = ctypes.c_bool
     library.pretend_forget_unmapped.restype = integer
@@ -295,6 +297,35 @@ def set_link_speed(bytes_per_second: float | None) -> None:
     None: as long as this machine takes, from when the copy happens to be run.
     """
     _loaded().pretend_set_link_speed(bytes_per_second or 0.0)
+
+
+def occupy(seconds: float, index: int = 0) -> None:
+    """Queue a kernel that computes nothing, and takes so long while the link has a speed."""
+    torch.ops.pretend_accelerator.occupy(index, seconds * 1e3)
+
+
+@contextlib.contextmanager
+def working(threads: int = 3) -> Iterator[None]:
+    """The device works by itself: so many streams at the same time, each as soon as it can.
+
+    Whoever queues work waits for nothing, as beside a real device.
+    """
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            _loaded().pretend_work(20.0)
+
+    set_slowness(None)  # nothing is done at its call
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for worker in workers:
+            worker.join()
 
 
 def begin_capture(stream: torch.Stream | None = None, capture_error_mode: str = "global") -> None:
@@ -623,6 +654,8 @@ _EXPORTED = [
     finish,
     set_slowness,
     set_link_speed,
+    occupy,
+    working,
     begin_capture,
     end_capture,
     is_current_stream_capturing,

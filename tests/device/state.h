@@ -81,6 +81,7 @@ struct Task {
   MarkPtr set, wait;
   size_t over_link = 0;  // bytes that it copies between host and device
   double queued_ms = 0;
+  double lasts_ms = 0;   // where links have a speed; 0: as long as it takes here
 };
 
 // Tasks run in order.  The first one stays here while a thread is running it.

@@ -36,6 +36,7 @@ void push(Queue& queue, Task task) {
     state().busy[queue.turn] = &queue;
   }
   queue.tasks.push_back(std::move(task));
+  state().changed.notify_all();  // threads that work for the device
 }
 
 void pop(Queue& queue) {
@@ -126,7 +127,8 @@ void step(Lock& lock, Queue& queue) {
     error = std::current_exception();
   }
   if (speed) {
-    free_at += task.over_link ? task.over_link / speed * 1e3 : now_ms() - began;
+    if (task.over_link) free_at += task.over_link / speed * 1e3;
+    else free_at += task.lasts_ms ? task.lasts_ms : now_ms() - began;
     std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(free_at - now_ms()));
   }
   task = {};
@@ -198,6 +200,24 @@ void enqueue(Lock& lock, Queue& queue, Task task) {
     }
   }
   progress(lock);
+}
+
+// A kernel that computes nothing, and takes so long where links have a speed.
+void occupy(int64_t index, double milliseconds) {
+  Lock lock(state().mutex);
+  Task task{[] {}};
+  task.lasts_ms = milliseconds;
+  enqueue(lock, current_queue(static_cast<c10::DeviceIndex>(index)), std::move(task));
+}
+
+// For so long, this thread runs whatever can run.
+void work(double milliseconds) {
+  Lock lock(state().mutex);
+  for (double until = now_ms() + milliseconds; now_ms() < until;) {
+    auto queues = runnable();
+    if (queues.empty()) state().changed.wait_for(lock, std::chrono::milliseconds(1));
+    else step(lock, *queues.front());
+  }
 }
 
 void enqueue_wait(Queue& queue, const MarkPtr& mark) {

@@ -990,6 +990,27 @@ def test_a_link_with_a_speed_takes_its_time_and_no_more(device: ModuleType) -> N
     assert by_events >= 20, "the time until some thread ran it counts"
 
 
+def test_a_device_that_works_by_itself_computes_beside_its_copies(device: ModuleType) -> None:
+    stream = torch.Stream(device="pretend")
+    here = torch.zeros(2_000_000, dtype=torch.uint8).pin_memory()
+    there = torch.empty_like(here, device="pretend")
+    began, computed, copied = (torch.Event(device="pretend", enable_timing=True) for _ in range(3))
+    device.set_link_speed(1e8)
+    with device.working():
+        began.record()
+        device.occupy(0.01)
+        device.occupy(0.01)
+        with stream:
+            there.copy_(here, non_blocking=True)
+        computed.record()
+        copied.record(stream)
+        assert not computed.query(), "nobody waited for it"
+        while not (computed.query() and copied.query()):
+            time.sleep(0.001)
+    assert 20 <= began.elapsed_time(computed) < 30
+    assert 20 <= began.elapsed_time(copied) < 30
+
+
 def test_over_a_link_with_a_speed_copies_follow_each_other(device: ModuleType) -> None:
     device.set_slowness(None)
     device.set_link_speed(1e8)

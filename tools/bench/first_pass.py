@@ -4,7 +4,7 @@
 
 The weights come from one file through page-locked host memory to a device, each for the first
 time. So all host memory is mapped, zeroed and page-locked in this step. The device is the pretend
-accelerator of the tests, which works on a thread of its own. Page-locking and the disk are slowed
+accelerator of the tests, which works on threads of its own. Page-locking and the disk are slowed
 down: a thread that zeroes and page-locks sleeps until a driver would be done, and a read, from the
 page cache, until a disk would be. Both are as fast as beside an H100, divided by one number, so
 that the work of this machine (two cores that copy and compute) counts for as little as it does
@@ -19,13 +19,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -36,17 +34,15 @@ from torch import nn
 import tierstore
 from tests.device import pretend
 from tierstore import TierStore
-from tierstore.system.files import DataFile
-from tierstore.tiers.pinned import RegisteredMemory, Registration
+from tierstore.tiers.pinned import RegisteredMemory
 from tools.bench import machine
 from tools.bench.report import Claim, Page
+from tools.bench.slowed import page_locking, slow_disk
 
 DISKS = (1.87e9, 5.61e9)
 """Bytes per second: of the disk beside an H100, and of one three times as fast."""
 LOCKING = 5.4e9
 """Bytes per second of zeroing and page-locking on one thread, measured beside an H100."""
-REQUEST = 1 << 20
-"""Bytes that the disk reads for one thread before it turns to the next."""
 BESIDE, FREE, IN_LINE = "beside the reads", "takes no time", "before each read"
 AT_MOST = 1.15
 
@@ -69,60 +65,6 @@ FULL = Case(layers=16, width=4736, read=0.15e9, rounds=5)
 SMALL = Case(layers=6, width=512, read=0.1e9, rounds=1)
 
 
-@dataclass
-class SlowDisk:
-    """A disk with the file at `path`, of `speed` bytes per second in all.
-
-    Reads at the same time share it evenly, as the kernel makes many requests of each.
-    """
-
-    path: Path
-    speed: float
-    _free_at: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """All groups are read from it."""
-        real, descriptor = DataFile.read_at_least, os.open(self.path, os.O_RDONLY)
-
-        def read(file: DataFile, room: memoryview, offset: int, needed: int) -> int:
-            assert file.path == str(self.path)
-            done = 0
-            while done < needed:
-                part = room[done : done + REQUEST]
-                with self._lock:
-                    self._free_at = max(time.monotonic(), self._free_at) + len(part) / self.speed
-                    ends = self._free_at
-                done += os.preadv(descriptor, [part], offset + done)
-                time.sleep(max(0.0, ends - time.monotonic()))
-            return done
-
-        DataFile.read_at_least = read  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            DataFile.read_at_least = real  # type: ignore[method-assign]
-            os.close(descriptor)
-
-
-@contextlib.contextmanager
-def page_locking(speed: float) -> Iterator[None]:
-    """To zero and page-lock memory goes at `speed` bytes per second on each thread."""
-    real = RegisteredMemory._ask_to_register
-
-    def register(memory: RegisteredMemory, registration: Registration) -> None:
-        began = time.monotonic()
-        real(memory, registration)
-        time.sleep(max(0.0, began + registration.nbytes / speed - time.monotonic()))
-
-    RegisteredMemory._ask_to_register = register  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        RegisteredMemory._ask_to_register = real  # type: ignore[method-assign]
-
-
 @contextlib.contextmanager
 def locking_in_line() -> Iterator[None]:
     """Memory is page-locked as soon as it is made, and no two slots are made at once."""
@@ -138,26 +80,6 @@ def locking_in_line() -> Iterator[None]:
         yield
     finally:
         RegisteredMemory.make = real  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def device_thread() -> Iterator[None]:
-    """The device works on a thread of its own, and is not late. Whoever queues work waits for
-    nothing, as beside a real one."""
-    ended = threading.Event()
-
-    def work() -> None:
-        while not ended.wait(0.001):
-            torch.accelerator.synchronize(0)
-
-    pretend.set_slowness(None)  # nothing is done at its call
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @dataclass
@@ -195,8 +117,8 @@ def run(case: Case, path: Path, disk: float, locking: str) -> Steps:
         tempfile.TemporaryDirectory(dir=path.parent) as scratch,
         page_locking(float("inf") if locking == FREE else LOCKING / slowed),
         locking_in_line() if locking == IN_LINE else contextlib.nullcontext(),
-        SlowDisk(path, case.read).in_use(),
-        device_thread(),
+        slow_disk(case.read),
+        pretend.working(),
         TierStore(
             int(1.1 * case.nbytes),
             Path(scratch) / "store",

@@ -29,9 +29,9 @@ from torch import nn
 
 from tests.device import pretend
 from tierstore import TierStore, enable_group_offload
-from tierstore.system.files import DataFile
 from tools.bench import machine
 from tools.bench.report import Claim, Page
+from tools.bench.slowed import slow_disk
 
 LEARNED = 3
 """Passes of each model that are not counted."""
@@ -64,25 +64,6 @@ class Case:
 
 FULL = Case(layers=64, width=768, seconds=0.006, passes=9, rounds=3)
 SMALL = Case(layers=12, width=256, seconds=0.002, passes=5, rounds=1)
-
-
-@contextlib.contextmanager
-def slow_disk(speed: float) -> Iterator[None]:
-    """All reads of files take the time of a disk that reads `speed` bytes per second."""
-    real, lock, free_at = DataFile.read_at_least, threading.Lock(), [0.0]
-
-    def read(file: DataFile, room: memoryview, offset: int, needed: int) -> int:
-        done = real(file, room, offset, needed)
-        with lock:
-            free_at[0] = ends = max(time.monotonic(), free_at[0]) + done / speed
-        time.sleep(max(0.0, ends - time.monotonic()))
-        return done
-
-    DataFile.read_at_least = read  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DataFile.read_at_least = real  # type: ignore[method-assign]
 
 
 class Layer(nn.Linear):
