@@ -4,6 +4,7 @@ left, and values and budgets are what they are without it."""
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import threading
 import time
@@ -19,15 +20,23 @@ from torch import nn
 from tests.accelerator import ACCELERATOR, needs_accelerator, on_both
 from tests.helpers.calls import calls_of_functions
 from tests.helpers.tensors import parameter_bytes
+from tests.lanes import by_lane
 from tests.store.helpers import assert_sound, open_store
 from tierstore import TierStore, enable_group_offload
+from tierstore.engine.loop_memory import LoopMemory, LoopRing
 from tierstore.engine.loop_runner import LoopRunner
+from tierstore.engine.loops import LONGEST_REST
+from tierstore.model.sizes import PAGE, slot_bytes
 from tierstore.observe.stats import Stats
 from tierstore.observe.trace import COMPUTE, PLANS
+from tierstore.plan.loop_follower import LoopFollower
+from tierstore.plan.loop_plan import TileCopy
 from tierstore.store import engine_of
 from tierstore.trace import read_trace
 
 LAYERS, WIDTH = 12, 128
+BACK = 2
+"""Passes within which a loop is followed again, after one in which something else was done."""
 LEARNED = 6
 """Passes within which a loop that nothing disturbs is followed."""
 
@@ -63,6 +72,7 @@ class Repeated:
         budgets = {} if device == "cpu" else {"device_budget": int(self.nbytes * room * 5 / 6)}
         self.store = open_store(path, int(self.nbytes * room), device, **budgets)
         self.device = device
+        engine_of(self.store).loops.refines = False  # here, times are what happens to be
         enable_group_offload(self.model, self.store, offload_type="leaf_level")
 
     @torch.no_grad()
@@ -79,13 +89,17 @@ class Repeated:
         found = engine_of(self.store).loops.runner
         return None if found is None or found.left is not None else found
 
-    def follow(self) -> LoopRunner:
+    def follow(self, passes: int = LEARNED) -> LoopRunner:
         """Run until the plan is followed."""
-        for _ in range(LEARNED):
+        for _ in range(passes):
             self.run()
             if self.runner is not None:
                 return self.runner
-        raise AssertionError(f"the loop is not followed after {LEARNED} passes")
+            planned = engine_of(self.store).loops.steps().planned
+            waits_until = time.monotonic() + 60
+            while planned is not None and not planned.ready and time.monotonic() < waits_until:
+                time.sleep(0.001)
+        raise AssertionError(f"the loop is not followed after {passes} passes")
 
 
 @pytest.fixture
@@ -106,7 +120,7 @@ def test_weights_lie_where_they_lay_in_each_pass(repeated: Repeated) -> None:
     assert repeated.runner is runner
     after = repeated.store.stats()
     read = after.bytes_read - before.bytes_read
-    assert 0 < read <= 4 * repeated.nbytes
+    assert 0 < read <= 4 * LAYERS * slot_bytes(repeated.nbytes // LAYERS + PAGE)
     assert after.misses == before.misses
     assert len(set(addresses)) < LAYERS, "something has passed through a ring"
 
@@ -183,8 +197,73 @@ def test_whatever_a_step_does_values_are_right_and_the_loop_is_back(
         if "more" in store:
             store.discard("more")
         assert_sound(store)
-    repeated.follow()
+        repeated.follow(BACK)
     assert torch.equal(store.get("mine").cpu(), torch.ones(WIDTH))
+
+
+class Disturbed:
+    """Does anything, at any place of a pass, and sees to it that what comes out is right."""
+
+    def __init__(self, repeated: Repeated, seed: int) -> None:
+        self.repeated, self.store = repeated, repeated.store
+        self.rng = random.Random(seed)
+        self.beside = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.beside.requires_grad_(False).eval()
+        enable_group_offload(self.beside, self.store, offload_type="leaf_level")
+        self.store.put("mine", torch.ones(WIDTH), durable=False)
+        self.deeds: dict[str, Callable[[], object]] = {
+            name: functools.partial(deed, self.store) for name, deed in DEEDS.items()
+        }
+        self.deeds |= {
+            "another model": lambda: self.beside(repeated.x.to(repeated.device)),
+            "another unit": lambda: self.layer()(repeated.x.to(repeated.device)),
+            "interrupt": self.interrupt,
+        }
+
+    def layer(self) -> Layer:
+        return self.rng.choice(self.repeated.layers)
+
+    def interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+    def edit(self) -> None:
+        """Of a weight, between two passes."""
+        repeated = self.repeated
+        with torch.no_grad():
+            self.layer().weight.mul_(-1)
+            plain = nn.Sequential(*(copy.deepcopy(layer) for layer in repeated.layers))
+            repeated.right = plain(repeated.x)
+
+    def disturb(self) -> str:
+        """One pass in which something happens, or before which a weight is edited."""
+        name = self.rng.choice(["edit", *self.deeds])
+        if name == "edit":
+            self.edit()
+        else:
+            self.layer().act = self.deeds[name]
+        with suppress(Failure, KeyboardInterrupt):
+            self.repeated.run()
+        if "more" in self.store:
+            self.store.discard("more")
+        return name
+
+
+@on_both
+@pytest.mark.parametrize("seed", range(by_lane(2, 20, 200)))
+def test_whatever_happens_in_passes_of_a_loop(seed: int, repeated: Repeated) -> None:
+    repeated.follow()
+    disturbed = Disturbed(repeated, seed)
+    done = []
+    for _ in range(12):
+        done.append(disturbed.disturb())
+        assert_sound(repeated.store)
+        for _ in range(disturbed.rng.randrange(3)):
+            repeated.run()
+        stats = repeated.store.stats()
+        for tier, budget in stats.budget_bytes.items():
+            assert budget is None or stats.peak_bytes[tier] <= budget, (tier, done)
+    repeated.follow(LEARNED + (1 << LONGEST_REST))  # it was left often, and rests
+    assert torch.equal(repeated.store.get("mine").cpu(), torch.ones(WIDTH))
 
 
 @on_both
@@ -366,3 +445,93 @@ def test_trace_shows_the_plan_and_the_uses_in_it(repeated: Repeated, tmp_path: P
     computed = [one for one in within if one.kind == COMPUTE]
     assert len(computed) >= 2 * LAYERS
     assert sum(one.kind == "disk read" for one in within) >= 2
+
+
+# Faults in following are noticed ---------------------------------------------------------------
+
+
+def steps_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoopRunner, "_order_after", lambda runner, arrivals: False)
+
+
+def reads_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    def read_into(runner: LoopRunner, ring: LoopRing, read: TileCopy) -> float:
+        runner.memory.read(ring, read.group, read.target)
+        return time.monotonic()
+
+    patch.setattr(LoopRunner, "_read_into", read_into)
+
+
+def memory_comes_back_before_the_device_is_done(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoopMemory, "note_device_work", lambda memory, streams, copied: None)
+
+
+def slots_are_free_one_step_early(patch: pytest.MonkeyPatch) -> None:
+    released = LoopFollower.released
+
+    def early(follower: LoopFollower, level: int) -> int:
+        follower.steps += 1
+        try:
+            return released(follower, level)
+        finally:
+            follower.steps -= 1
+
+    patch.setattr(LoopFollower, "released", early)
+
+
+class OfTheStepBefore(list[Any]):
+    """Marks of steps, each where that of the next one should be."""
+
+    def __setitem__(self, number: Any, mark: Any) -> None:
+        super().__setitem__((number + 1) % len(self), mark)
+
+
+class Forgotten(list[Any]):
+    """Marks of steps that are not kept."""
+
+    def __setitem__(self, number: Any, mark: Any) -> None:
+        pass
+
+
+def marks_are(kind: type[list[Any]], patch: pytest.MonkeyPatch) -> None:
+    enter = LoopRunner.enter
+
+    def enter_so(runner: LoopRunner, source: Any) -> bool:
+        runner.step_marks = kind(runner.step_marks)
+        return enter(runner, source)
+
+    patch.setattr(LoopRunner, "enter", enter_so)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "steps do not wait for copies": steps_do_not_wait_for_copies,
+    "copies do not wait for steps": functools.partial(marks_are, Forgotten),
+    "copies wait for the step before": functools.partial(marks_are, OfTheStepBefore),
+    "reads do not wait for copies": reads_do_not_wait_for_copies,
+    "memory comes back too early": memory_comes_back_before_the_device_is_done,
+    "slots are free too early": slots_are_free_one_step_early,
+}
+
+
+def goes_wrong(seed: int, place: Path) -> bool:
+    """Whether outputs are wrong, or anything fails, on a device that is late."""
+    made = Repeated(place, ACCELERATOR)
+    plain = nn.Sequential(*(copy.deepcopy(layer) for layer in made.layers))
+    try:
+        with made.store, torch.no_grad():
+            outputs = run_on_a_device_that_is_late(made, random.Random(seed))
+            right = [torch.equal(out, plain(made.x + n)) for n, out in enumerate(outputs)]
+    except (AssertionError, RuntimeError):
+        return True
+    return not all(right)
+
+
+@pytest.mark.pretend_only("late")
+@needs_accelerator
+@pytest.mark.full("runs with each fault until it shows")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_in_following_is_noticed(
+    fault: str, tmp_path: Path, late_pretend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS[fault](monkeypatch)
+    assert any(goes_wrong(seed, tmp_path / str(seed)) for seed in range(64))

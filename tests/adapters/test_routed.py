@@ -224,6 +224,7 @@ def test_experts_that_are_chosen_often_stay(disk_dir: Path) -> None:
                 uses += len(often) * len(model.layers)
                 read = (store.stats().routed_bytes_read - before) // EXPERT_BYTES
                 missed += max(0, read - len(model.layers))
+        assert store.stats().plans_followed == 0, "data decide what comes next"
     assert uses > 150
     assert missed < uses / 10
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import output_of
-from tools.bench import memory_group
+from tools.bench import against_simulation, followed, memory_group
 from tools.bench.memory_group import MemoryGroup
 from tools.bench.models_on_threads import IN_TURN, TOGETHER
 from tools.bench.report import Claim
@@ -165,6 +165,28 @@ def test_models_on_threads(tmp_path: Path) -> None:
     ]
     for line in lines:
         assert number(line[5].strip()) > 0, "nothing was read: RAM had room for all"
+
+
+@WHOLE_BENCHMARK
+def test_followed(tmp_path: Path) -> None:
+    text = run("followed", tmp_path)
+    lines = [line.split("|")[1:] for line in text.splitlines() if "| followed" in line]
+    assert [line[0].strip() for line in lines] == list(followed.PLACES)
+    moved = {line[0].strip(): number(line[2].strip()) for line in lines}
+    assert [place for place, tiles in moved.items() if tiles] == [
+        "half in RAM",
+        "half on the device",
+    ]
+
+
+@WHOLE_BENCHMARK
+def test_against_simulation(tmp_path: Path) -> None:
+    rows = cells(run("against_simulation", tmp_path))
+    for name in against_simulation.SHARES:
+        _, _, ratio, read, onloaded = rows[name]
+        assert number(ratio) > 0.9, "it is faster than can be"
+        assert (number(read) > 0) == (name != "all")
+        assert number(onloaded) > 0
 
 
 @WHOLE_BENCHMARK

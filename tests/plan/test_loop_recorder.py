@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tierstore.plan.loop_recorder import LoopRecorder
+from tierstore.plan.loop_recorder import LoopRecorder, as_loop
 
 ENCODER, BLOCKS, OTHER = ["e0", "e1"], ["b0", "b1", "b2", "b3"], ["o0", "o1", "o2"]
 
@@ -14,7 +14,7 @@ ENCODER, BLOCKS, OTHER = ["e0", "e1"], ["b0", "b1", "b2", "b3"], ["o0", "o1", "o
 def recorded(steps: list[str], most: int = 100) -> LoopRecorder:
     recorder = LoopRecorder(most)
     for key in steps:
-        recorder.note((key,), 0.1)
+        recorder.note((key,))
     return recorder
 
 
@@ -22,7 +22,7 @@ def first_told(steps: list[str]) -> tuple[int, int]:
     """After how many steps a period is told, and which."""
     recorder = LoopRecorder(100)
     for count, key in enumerate(steps, 1):
-        recorder.note((key,), 0.1)
+        recorder.note((key,))
         if period := recorder.period():
             return count, period
     return 0, 0
@@ -53,7 +53,7 @@ def test_shorter_period_that_was_left_gives_way_to_a_longer_one() -> None:
     recorder = recorded(whole)
     assert recorder.period() == 4
     for key in [*ENCODER, *BLOCKS * 4]:
-        recorder.note((key,), 0.1)
+        recorder.note((key,))
     assert recorder.period() == 4, "as long as nobody left it"
     recorder.left(4, repeated=8)
     assert recorder.period() == len(whole)
@@ -64,7 +64,7 @@ def test_period_that_repeats_for_longer_than_it_did_is_told_again() -> None:
     recorder.left(4, repeated=4)
     assert recorder.period() == 0
     for key in BLOCKS * 2:
-        recorder.note((key,), 0.1)
+        recorder.note((key,))
     assert recorder.period() == 4
 
 
@@ -72,7 +72,7 @@ def test_steps_of_long_ago_are_forgotten() -> None:
     recorder = recorded([*OTHER, *BLOCKS * 1000], most=8)
     assert recorder.period() == 4
     for key in [f"x{n}" for n in range(9)] * 4:  # a period that is longer than any may be
-        recorder.note((key,), 0.1)
+        recorder.note((key,))
     assert recorder.period() == 0
 
 
@@ -84,16 +84,13 @@ def test_period_told_is_the_shortest_that_fits(seed: int) -> None:
     assert recorded(steps).period() == min(fits, default=0)
 
 
-def test_loop_has_each_group_once_and_times_that_were_measured() -> None:
-    recorder = LoopRecorder(100)
-    for seconds in (1.0, 1.0, 2.0):
-        recorder.note(("a", "b"), seconds)
-        recorder.note(("b", "c"), 0.5)
-    loop, keys = recorder.loop(2, {"a": 1, "b": 2, "c": 3})
+def test_loop_has_each_group_once() -> None:
+    steps = [("a", "b"), ("b", "c"), ()]
+    loop, keys = as_loop(steps, {"a": 1, "b": 2, "c": 3}, [1.25, 0.5, 0.0])
     assert keys == ["a", "b", "c"]
     assert loop.sizes == (1, 2, 3)
-    assert [step.groups for step in loop.steps] == [(0, 1), (1, 2)]
-    assert [step.seconds for step in loop.steps] == [1.25, 0.5]
+    assert [step.groups for step in loop.steps] == [(0, 1), (1, 2), ()]
+    assert [step.seconds for step in loop.steps] == [1.25, 0.5, 0.0]
 
 
 def test_period_has_as_many_steps_as_are_asked_for() -> None:
@@ -101,6 +98,18 @@ def test_period_has_as_many_steps_as_are_asked_for() -> None:
     assert recorder.period() == 1, "two units in one group"
     assert recorder.period(4) == 5
     assert recorder.period(6) == 0
+
+
+def test_no_period_reaches_over_steps_that_are_missing() -> None:
+    recorder = recorded(BLOCKS)
+    recorder.interrupted()
+    for key in BLOCKS:
+        recorder.note((key,))
+    assert recorder.ends_with([(key,) for key in BLOCKS])
+    assert recorder.period() == 0
+    for key in BLOCKS:
+        recorder.note((key,))
+    assert recorder.period() == 4
 
 
 def test_latest_steps_of_a_period_are_told() -> None:

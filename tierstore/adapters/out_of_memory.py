@@ -38,6 +38,8 @@ class OnceMore:
         self._module = module
         self._store = store
         self._own = list(map(weakref.ref, tensors_of(module)))
+        on_device = torch.get_device_module(store.device)
+        self._get_state, self._set_state = on_device.get_rng_state, on_device.set_rng_state
 
     def __call__(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -47,7 +49,7 @@ class OnceMore:
             return self._told(method, args, kwargs)
         watched = self._watched(args, kwargs)
         versions = versions_of(watched)
-        random = _RandomState(self._store.device)
+        random = self._random_states()
         try:
             return method(*args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -69,7 +71,7 @@ class OnceMore:
             type(self._module).__name__,
             size(given_back),
         )
-        random.restore()
+        self._restore(*random)
         return self._told(method, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -87,6 +89,14 @@ class OnceMore:
             elif isinstance(value, tuple):
                 found += _tensors_among(value)
         return found
+
+    def _random_states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the random numbers of the CPU and of the device go on."""
+        return torch.default_generator.get_state(), self._get_state(self._store.device)
+
+    def _restore(self, cpu: torch.Tensor, device: torch.Tensor) -> None:
+        torch.default_generator.set_state(cpu)
+        self._set_state(device, self._store.device)
 
     def _told(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -112,20 +122,6 @@ class OnceMore:
             f"{_NOTE}the store has {used:,} bytes of {self._store.device}, and may have "
             f"{budget:,}; with a smaller device_budget, more is left to what the model computes"
         )
-
-
-class _RandomState:
-    """Where the random numbers of the CPU and of a device go on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._module = torch.get_device_module(device)
-        self._on_device = self._module.get_rng_state(device)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        self._module.set_rng_state(self._on_device, self._device)
 
 
 def _is_advised(error: BaseException) -> bool:

@@ -124,6 +124,7 @@ class ExpertsUse:
         if not experts.show(self):
             groups.wait_until_renewed()
             return False
+        groups.loops.steps().note_chosen()
         for stack in experts.stacks.values():
             self._outer.append((stack, stack.use))
             stack.use = self

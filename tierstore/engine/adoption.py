@@ -152,6 +152,12 @@ def adopt(
         if found[name] is None or name in casts
     }
     if rest and len(rest) < len(tensors):
+        # What this store has written goes together, as then: so it is found again.
+        rest |= {
+            name: tensors[name].detach()
+            for name, file in found.items()
+            if file is not None and reference_to(file.extent.path) is not None
+        }
         _take_what_overlaps(tensors, rest)
     in_files = [file for name, file in found.items() if file is not None and name not in rest]
     stamps = {path: stamp_of(path) for path in {t.extent.path for t in in_files}}

@@ -51,7 +51,7 @@ from tierstore.observe.observer import Observer
 from tierstore.plan.planner import planner_for
 from tierstore.system.collector import paused
 from tierstore.system.objects import object_name
-from tierstore.system.streams import is_captured
+from tierstore.system.streams import is_captured, question_of_capture
 from tierstore.tiers.assembly import build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
@@ -236,7 +236,8 @@ class Core:
 
     def refuse_capture(self) -> None:
         """Raise CaptureError, before anything is done, where a graph is being captured."""
-        if is_captured(self.device):
+        ask = question_of_capture(self.device.type)
+        if ask is not None and ask():
             raise CaptureError
 
     def current_stream(self) -> torch.Stream | None:

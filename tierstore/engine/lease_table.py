@@ -111,12 +111,16 @@ class LeaseTable:
         core.queue.remove_lease(record.caller, group)
         core.observer.released(record, mark)
         core.mover.look()
-        for measured in core.measurements.take():
-            core.handled(measured, make_room=False)
+        self.learn()
         core.tell(events.Released(group, access, permanent))
         if access is not Access.TAKE or key in core.current:
             return None
         return core.tiers.disk.remove(key, core.newest(), entry.durable)
+
+    def learn(self) -> None:
+        """As part of a transaction: tell the planner what was measured on a device meanwhile."""
+        for measured in self.core.measurements.take():
+            self.core.handled(measured, make_room=False)
 
     def _end_in_host(self, record: LeaseRecord) -> None:
         core = self.core

@@ -41,6 +41,7 @@ from tierstore.observe.device_times import Mark
 from tierstore.observe.journal import STALL, FollowedPlan, LeaseUse, Span, hop
 from tierstore.plan.loop_follower import LoopFollower
 from tierstore.plan.loop_plan import TileCopy
+from tierstore.system.files import READ_BLOCK
 from tierstore.system.streams import entered
 from tierstore.tiers.device_tier import copy_all
 from tierstore.tiers.mover import without_frames
@@ -48,6 +49,10 @@ from tierstore.tiers.workers import EARLY
 
 READS = 4
 """Groups that are read at the same time, if the plan lets so many begin."""
+
+
+ANOTHER_STEP = "another step came"
+VIEW_IS_KEPT = "a view of a weight is kept"
 
 
 class _Begun(Enum):
@@ -81,18 +86,17 @@ class StepLease:
 
 @dataclass
 class Left:
-    """How a plan was left: at which step, after how many, and why; and whether it would be left
-    again each time."""
+    """How a plan was left: at which step, after how many, and why."""
 
     step: int
     steps: int
     reason: str
-    always: bool = False
 
 
 class LoopRunner:
     """Follows a plan for the thread that makes it. `over` is told, on any thread, when everything
-    was given back."""
+    was given back; and `timed`, when a device has gone through two passes.
+    """
 
     def __init__(
         self,
@@ -100,6 +104,7 @@ class LoopRunner:
         lease_table: LeaseTable,
         keyed: KeyedPlan,
         over: Callable[[LoopRunner], None],
+        timed: Callable[[LoopRunner], None],
     ) -> None:
         self.core = core
         plan = keyed.plan
@@ -112,6 +117,7 @@ class LoopRunner:
         self._counts = core.observer.counts_of_loops
         self._followed = FollowedPlan(len(self.steps), 0.0)
         self._over = over
+        self._timed = timed
         self._lease_table = lease_table
         self._device = core.tiers.device
         self._lock = RLock()
@@ -121,11 +127,14 @@ class LoopRunner:
         self._owner: object = None  # who holds what the step uses, when the plan was left in it
         self._in_step = False
         self._uses: list[LeaseUse] = []  # of the step that goes on
+        self.seconds = [0.0] * len(plan.steps)  # that the device computed for each, the last time
+        self._steps_done, self._done_at = 0, 0.0
+        self._bytes_read, self._seconds_read, self._read_at = 0, 0.0, 0.0
         self._waited: tuple[Mark, ...] = ()  # from when to when the device waits for its copies
-        self._reading = 0
+        self._reading = self._bytes_reading = 0
         self._read: set[int] = set()  # numbers of reads that ended before older ones
         self._given_back = False
-        self._step_marks: list[Mark | None] = [None] * len(plan.steps)
+        self.step_marks: list[Mark | None] = [None] * len(plan.steps)
         self._copy_marks: list[Mark | None] = [None] * len(plan.top.copies)
 
     # Entering ----------------------------------------------------------------------------------
@@ -187,10 +196,10 @@ class LoopRunner:
 
     def _begin(self, step: StepKeys) -> _Begun | None:
         """Begin the step, if its groups are there. None: they are not yet."""
-        if self._in_step:  # of the unit that this one is in
+        if step != self.steps[(self.follower.steps + self._in_step) % len(self.steps)]:
+            self._leave(ANOTHER_STEP)
+        if self._in_step:  # of the unit that this one is in, which keeps views of what it uses
             self._end()
-        if self.left is None and step != self.steps[self.follower.steps % len(self.steps)]:
-            self._leave("another step came")
         if self.left is not None:
             return _Begun.LEFT
         arrivals = self.follower.arrivals
@@ -251,20 +260,27 @@ class LoopRunner:
                 use.released = now
             if self._device is not None:
                 mark = self._device.times.mark(self.core.current_stream())
-                self._step_marks[number] = mark
-                self._device.times.tell(functools.partial(self._done, uses), *self._waited, mark)
+                self.step_marks[number] = mark
+                done = functools.partial(self._done, number, uses)
+                self._device.times.tell(done, *self._waited, mark)
                 self._waited = ()
             self.follower.step_ended()
             passing = self.memory.views[number].passing if self.left is None else ()
             if any([views.are_looked_at() for views in passing]):
-                self._leave("a view of a weight is kept", always=True)
+                self._leave(VIEW_IS_KEPT)
             self._advance_if_followed()
         except BaseException:  # what was counted may not be what was done
             self._leave("a step was cut short")
             raise
 
-    def _done(self, uses: list[LeaseUse], times: list[float]) -> None:
+    def _done(self, number: int, uses: list[LeaseUse], times: list[float]) -> None:
         """The device has done a step, maybe after it had waited for it."""
+        late = [use.granted for use in uses if use.met == "late"]
+        began, self._done_at = max([self._done_at, *times[1:-1], *late]), times[-1]
+        self.seconds[number] = max(self._done_at - began, 0.0)
+        self._steps_done += 1
+        if self._steps_done == 2 * len(self.steps):
+            self._timed(self)
         for use in uses:
             use.done = times[-1]
         if len(times) > 1:
@@ -284,12 +300,18 @@ class LoopRunner:
         if self._device is not None:
             self._queue()
         last = len(self.memory.rings) - 1
-        while self._reading < READS and self.follower.next_copy(last) is not None:
+        while self._may_read() and (copy := self.follower.next_copy(last)) is not None:
             number = self.follower.begun[last]
             self.follower.copy_begun(last)
             self._reading += 1
+            self._bytes_reading += copy.nbytes
             read = functools.partial(self._read_one, number)
             self.core.tiers.reader.workers.submit(EARLY, read)
+
+    def _may_read(self) -> bool:
+        """Whether one more read may begin. Two large ones at once would share the disk, and the one
+        that is needed first would come as late as the other."""
+        return self._reading < READS and self._bytes_reading <= READ_BLOCK
 
     def _queue(self) -> None:
         """Queue the copies to the device that may begin now."""
@@ -303,7 +325,7 @@ class LoopRunner:
         with entered(device.up):
             while copy is not None:
                 number = follower.begun[0] % len(self._copy_marks)
-                mark = self._step_marks[copy.after]  # of the pass before, if that is negative
+                mark = self.step_marks[copy.after]  # of the pass before, if that is negative
                 if mark is not None and mark is not waited:
                     device.up.wait_event(mark.event)
                     waited = mark
@@ -324,13 +346,24 @@ class LoopRunner:
         ring = self.memory.rings[last]
         copies = ring.planned.copies
         copy = copies[number % len(copies)]
-        error = self._read_into(ring, copy)  # nothing here has the memory any more
-        under(self._lock, functools.partial(self._read_ended, number, error))
+        began, error = 0.0, None
+        try:
+            began = self._read_into(ring, copy)
+        except BaseException as caught:
+            error = without_frames(caught)  # nothing here has the memory any more
+        under(self._lock, functools.partial(self._read_ended, number, copy.nbytes, began, error))
         self._give_back_if_over()
 
-    def _read_ended(self, number: int, error: BaseException | None) -> None:
-        last = len(self.memory.rings) - 1
+    def _read_ended(
+        self, number: int, nbytes: int, began: float, error: BaseException | None
+    ) -> None:
+        last, now = len(self.memory.rings) - 1, time.monotonic()
         self._reading -= 1
+        self._bytes_reading -= nbytes
+        if error is None:  # reads at the same time share the disk
+            self._bytes_read += nbytes
+            self._seconds_read += now - max(began, self._read_at)
+        self._read_at = now
         if error is not None:
             self._leave("a read failed")
         self._read.add(number)
@@ -340,16 +373,20 @@ class LoopRunner:
         self._advance_if_followed()
         self._arrived.set()
 
-    def _read_into(self, ring: LoopRing, copy: TileCopy) -> BaseException | None:
-        try:
-            if self._device is not None:
-                mark = self._copy_marks[copy.after]
-                if mark is not None:  # the device may not have got that far
-                    mark.event.synchronize()
-            self.memory.read(ring, copy.group, copy.target)
-        except BaseException as error:
-            return without_frames(error)
-        return None
+    def _read_into(self, ring: LoopRing, copy: TileCopy) -> float:
+        """Returns when the place was free, and the read began."""
+        if self._device is not None:
+            mark = self._copy_marks[copy.after]
+            if mark is not None:  # the device may not have got that far
+                mark.event.synchronize()
+        began = time.monotonic()
+        self.memory.read(ring, copy.group, copy.target)
+        return began
+
+    @property
+    def read_speed(self) -> float | None:
+        """Bytes per second of what was read so far."""
+        return self._bytes_read / self._seconds_read if self._seconds_read else None
 
     # Leaving -----------------------------------------------------------------------------------
 
@@ -396,16 +433,16 @@ class LoopRunner:
             core.queue.add_lease(self._owner, memory.rings[0].entry.group)
 
     def _note_device_work(self) -> None:
-        marks = [mark for mark in self._step_marks if mark is not None]
+        marks = [mark for mark in self.step_marks if mark is not None]
         streams = {mark.stream for mark in marks if mark.stream is not None}
         marks_of_copies, begun = self._copy_marks, self.follower.begun[0]
         latest = marks_of_copies[(begun - 1) % len(marks_of_copies)] if marks_of_copies else None
         self.memory.note_device_work(streams, None if latest is None else latest.event)
 
-    def _leave(self, reason: str, *, always: bool = False) -> None:
+    def _leave(self, reason: str) -> None:
         if self.left is None:
             steps = self.follower.steps
-            self.left = left = Left(steps % len(self.steps), steps, reason, always)
+            self.left = left = Left(steps % len(self.steps), steps, reason)
             self._followed.at, self._followed.reason = left.step, reason
             self._followed.end = time.monotonic()
             self._arrived.set()

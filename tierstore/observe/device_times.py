@@ -23,7 +23,7 @@ _LOOK_ANYWAY = 16 * _LOOK_AT
 """So many wait at most for another thread to look."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Mark:
     """An event in a stream, and when it was asked for."""
 

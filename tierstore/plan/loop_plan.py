@@ -26,7 +26,7 @@ at the beginning of every pass. No other memory is used: budgets are kept by con
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tierstore.model.tiers import Tier
@@ -148,6 +148,12 @@ class LoopPlan:
     def bytes_read(self) -> int:
         """Bytes that are read from disk in each pass."""
         return self.tiers[-1].moved
+
+    def timed(self, seconds: Sequence[float]) -> LoopPlan:
+        """Return the same plan of steps that compute for so long."""
+        steps = zip(self.loop.steps, seconds, strict=True)
+        timed = tuple(replace(step, seconds=spent) for step, spent in steps)
+        return replace(self, loop=replace(self.loop, steps=timed))
 
     def missing(self, there: Mapping[int, Sequence[Tier]]) -> dict[tuple[Tier, Tier], int]:
         """Bytes that have to be moved before the first pass, where groups are `there` already: so

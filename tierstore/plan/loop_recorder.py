@@ -9,7 +9,7 @@ repeated for longer than it did then, so that the longer period, which fits by n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,32 +18,35 @@ from tierstore.plan.loop_plan import Loop, Step
 
 MOST = 4096
 """Steps that a period may have."""
-WEIGHT = 0.25
-"""How much the latest time of a step counts."""
 
 StepKeys = tuple[str, ...]
 
 
 class LoopRecorder:
-    """The latest steps, and the seconds that each of them computes, as an average."""
+    """The latest steps."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._numbers: dict[StepKeys, int] = {}
         self._keys: list[StepKeys] = []  # by number
-        self._seconds: list[float] = []  # by number
         self._steps = np.zeros(4 * most, dtype=np.int64)
-        self._count = 0
+        self._count = self._gaps = 0
         self._left: dict[int, int] = {}  # by the steps of a period: for how long it had repeated
 
-    def note(self, keys: StepKeys, seconds: float) -> None:
-        """A step has ended, which computed for so long."""
+    def note(self, keys: StepKeys) -> None:
+        """A step has ended."""
         number = self._numbers.get(keys)
         if number is None:
             number = self._numbers[keys] = len(self._keys)
             self._keys.append(keys)
-            self._seconds.append(seconds)
-        self._seconds[number] += WEIGHT * (seconds - self._seconds[number])
+        self._append(number)
+
+    def interrupted(self) -> None:
+        """Note that steps are missing here: no period reaches from before to after."""
+        self._gaps += 1
+        self._append(-self._gaps)
+
+    def _append(self, number: int) -> None:
         if self._count == len(self._steps):
             kept = 2 * self._most
             self._steps[:kept] = self._steps[-kept:].copy()
@@ -79,6 +82,12 @@ class LoopRecorder:
         different = np.flatnonzero(steps[length:] != steps[:-length])
         return len(steps) - length - (int(different[-1]) + 1 if len(different) else 0)
 
+    def ends_with(self, steps: Sequence[StepKeys]) -> bool:
+        """Return whether these are the latest steps."""
+        numbers = [self._numbers.get(keys, -1) for keys in steps]
+        latest = self._steps[max(self._count - len(numbers), 0) : self._count]
+        return bool(latest.tolist() == numbers)
+
     def keys(self, length: int) -> list[StepKeys]:
         """The latest steps of a period."""
         return [self._keys[n] for n in self._steps[self._count - length : self._count].tolist()]
@@ -88,19 +97,20 @@ class LoopRecorder:
         steps (beside those that were noted)."""
         self._left[length] = max(self._left.get(length, 0), repeated + length)
 
-    def loop(self, length: int, sizes: dict[str, int]) -> tuple[Loop, list[str]]:
-        """The latest steps of a period as a loop, and the key of each of its groups.
 
-        `sizes` tells the bytes of a group by its key.
-        """
-        steps = self._steps[self._count - length : self._count].tolist()
-        groups: dict[str, int] = {}
-        found = []
-        for number in steps:
-            keys = self._keys[number]
-            own = tuple(groups.setdefault(key, len(groups)) for key in keys)
-            found.append(Step(_name(keys), own, self._seconds[number]))
-        return Loop(tuple(found), tuple(sizes[key] for key in groups)), list(groups)
+def as_loop(
+    steps: Sequence[StepKeys], sizes: Mapping[str, int], seconds: Sequence[float]
+) -> tuple[Loop, list[str]]:
+    """Return steps as a loop, and the key of each of its groups.
+
+    `sizes` tells the bytes of a group by its key. Each step computes for so many `seconds`.
+    """
+    groups: dict[str, int] = {}
+    found = []
+    for keys, spent in zip(steps, seconds, strict=True):
+        own = tuple(groups.setdefault(key, len(groups)) for key in keys)
+        found.append(Step(_name(keys), own, spent))
+    return Loop(tuple(found), tuple(sizes[key] for key in groups)), list(groups)
 
 
 def _name(keys: Sequence[str]) -> str:

@@ -30,14 +30,15 @@ def selecting(device: torch.device) -> Callable[[], None]:
 
 def is_captured(device: torch.device) -> bool:
     """Whether what this thread tells the device now goes into a graph instead of being done."""
-    if device.type == "cpu":
-        return False
-    ask = _question_of(device.type)
+    ask = question_of_capture(device.type)
     return ask is not None and bool(ask())
 
 
 @functools.cache
-def _question_of(kind: str) -> Callable[[], bool] | None:
+def question_of_capture(kind: str) -> Callable[[], bool] | None:
+    """What answers `is_captured` for a kind of device; None where nothing is captured."""
+    if kind == "cpu":
+        return None
     module = torch.get_device_module(kind)  # takes some microseconds
     return getattr(module, "is_current_stream_capturing", None)
 
