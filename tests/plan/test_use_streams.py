@@ -6,6 +6,7 @@ with room for n of them, one of which is in use, misses 51 - n of them in each p
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -196,6 +197,21 @@ def test_shares_are_counted_in_bytes() -> None:
 
 
 # What is learned of a stream --------------------------------------------------------------------
+
+
+def test_keys_that_were_used_long_ago_never_come() -> None:
+    """Their waits grow without end, and are infinite from some use on. Nothing warns of that."""
+    stream = UseStream(LearnedOrder(64), 0.0)
+    for number, key in enumerate("abc"):
+        stream.use(key, float(number))
+    waits = []
+    with np.errstate(over="raise"):
+        for number in range(3, 3200):
+            stream.use("c", float(number))
+            waits.append(stream.times(float(number))[0])
+    assert waits[0] < 100
+    assert waits[-1] == np.inf
+    assert all(a <= b for a, b in itertools.pairwise(waits))
 
 
 def paced(times: list[float]) -> UseStream:

@@ -144,7 +144,8 @@ class UseStream:
         as_of = self.order.known.renumbered
         if self._in_time is None or self._in_time[0] != as_of:
             # Of one that was never timed, all uses are at hand, but for those that never come.
-            times = self.latest + max(self.seconds_per_use, 1e-9) * self._waits()
+            with np.errstate(over="ignore"):  # to infinity: it never comes
+                times = self.latest + max(self.seconds_per_use, 1e-9) * self._waits()
             self._in_time = as_of, times
         late, times = self.late(now), self._in_time[1]
         return times + 2 * late if late else times
@@ -159,8 +160,7 @@ class UseStream:
             return order.learned_ranks(numbers) - order.history.place
         rates = order.rates
         with np.errstate(over="ignore"):
-            passed = np.exp(rates.ranks(numbers) + rates.clock / rates.span)
-        waits: Ranks = rates.span * passed
+            waits: Ranks = rates.span * np.exp(rates.ranks(numbers) + rates.clock / rates.span)
         return waits
 
 
