@@ -96,7 +96,9 @@ def test_touched_weights_give_right_values_and_move(
 def test_touched_weights_of_libraries_give_right_values(
     device: str, offload: Offload, name: str, disk_dir: Path
 ) -> None:
-    assert_right(name, LIBRARIES[name], offload, device, disk_dir, 0.5)
+    # A device and RAM have so much each: together, they should not have room for what is used.
+    share = 0.5 if device == "cpu" else 0.3
+    assert_right(name, LIBRARIES[name], offload, device, disk_dir, share)
 
 
 def run_as_it_is(
