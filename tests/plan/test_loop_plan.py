@@ -52,6 +52,15 @@ def test_resident_groups_are_not_missing(plan: LoopPlan) -> None:
     assert plan.missing(only_device) == {TO_DEVICE: 0, TO_HOST: in_host}, "nothing is copied back"
 
 
+def test_plan_that_is_timed_anew_moves_the_same(plan: LoopPlan) -> None:
+    seconds = [0.1 * number for number in range(12)]
+    timed = plan.timed(seconds)
+    assert [step.seconds for step in timed.loop.steps] == seconds
+    assert timed.loop.seconds == pytest.approx(6.6)
+    assert (timed.steps, timed.tiers) == (plan.steps, plan.tiers)
+    assert timed.timed([step.seconds for step in LOOP.steps]) == plan
+
+
 def test_loop_counts_its_seconds_and_bytes() -> None:
     assert LOOP.seconds == pytest.approx(12 * 0.05)
     assert LOOP.nbytes(range(3)) == 12 * PAGE
