@@ -308,7 +308,7 @@ def occupy(seconds: float, index: int = 0) -> None:
 def working(threads: int = 3) -> Iterator[None]:
     """The device works by itself: so many streams at the same time, each as soon as it can.
 
-    Whoever queues work waits for nothing, as beside a real device.
+    Queuing work takes no longer than that, as beside a real device.
     """
     ended = threading.Event()
 

@@ -78,7 +78,7 @@ def test_register_while_another_leaves_counts_each_once(service: ThreadService, 
         registered = service.server.groups
         service.wait_until(lambda: registered.bytes_registered == BATCH * PAGE)
         (connection,) = service.server.connections.values()
-        # What both had takes no bytes less, so that is told by the counts alone.
+        # Groups that both had keep their bytes, so only the counts show that one has left.
         shared = connection.groups.values()
         service.wait_until(lambda: {group.workers for group in list(shared)} == {1})
         assert isinstance(other.lease(numbers[-1]), m.Leased)

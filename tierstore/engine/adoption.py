@@ -152,7 +152,7 @@ def adopt(
         if found[name] is None or name in casts
     }
     if rest and len(rest) < len(tensors):
-        # What this store has written goes together, as then: so it is found again.
+        # Tensors that this store has written go together again, so that their object is found.
         rest |= {
             name: tensors[name].detach()
             for name, file in found.items()

@@ -50,7 +50,6 @@ from tierstore.tiers.workers import EARLY
 READS = 4
 """Groups that are read at the same time, if the plan lets so many begin."""
 
-
 ANOTHER_STEP = "another step came"
 VIEW_IS_KEPT = "a view of a weight is kept"
 
@@ -95,8 +94,7 @@ class Left:
 
 class LoopRunner:
     """Follows a plan for the thread that makes it. `over` is told, on any thread, when everything
-    was given back; and `timed`, when a device has gone through two passes.
-    """
+    was given back; and `timed`, when a device has gone through two passes."""
 
     def __init__(
         self,
@@ -374,7 +372,7 @@ class LoopRunner:
         self._arrived.set()
 
     def _read_into(self, ring: LoopRing, copy: TileCopy) -> float:
-        """Returns when the place was free, and the read began."""
+        """Read a group once its place is free. Returns when the read began."""
         if self._device is not None:
             mark = self._copy_marks[copy.after]
             if mark is not None:  # the device may not have got that far

@@ -124,15 +124,15 @@ class ThreadSteps:
         self._count = count + 1
 
     def interrupted(self) -> None:
-        """A plan was followed, whose steps were not noted."""
+        """Note that a plan was followed, whose steps were not noted."""
         self.latest = None
         self.recorder.interrupted()
         self._since.clear()
         self._distance = self._same = 0
 
     def note_chosen(self) -> None:
-        """Something is used that data chose. What has this in it is no loop: a plan would keep the
-        memory in which what is often chosen stays."""
+        """Note a use that data chose. Steps with one of these are no loop: a plan would take the
+        memory in which groups that are often chosen stay."""
         self.recorder.interrupted()
 
     def keeps_views(self, steps: tuple[StepKeys, ...]) -> bool:
@@ -388,8 +388,8 @@ class Loops:
         return {way: speed for way, speed in bandwidth.items() if speed}
 
     def _timed(self, planned: Planned, runner: LoopRunner) -> None:
-        """A device has gone through passes that followed a plan. What it was planned with was
-        measured while the host decided anew at each use: the device may have waited for it."""
+        """Plan a loop anew with times of passes that followed its plan. The first ones were
+        measured while the host decided at each use, and the device may have waited for it."""
         if self.refines and not planned.timed:
             planned.timed = True
             seconds, speed = list(runner.seconds), runner.read_speed

@@ -48,8 +48,8 @@ to move; there, blocks of up to so much are units."""
 TILE = 128
 """Two of them are in transit on each tier, and a ring has room for a few."""
 PLANNED_BLOCK = 64
-"""What a unit uses and what comes next take room that others could have stayed in. Larger blocks
-are cut into leaves."""
+"""A unit and the one that comes next take room in which other groups could stay. Larger blocks are
+cut into leaves."""
 SLICE = 8
 """If nobody says how many slices there are."""
 STATE_GROUP = 32

@@ -36,7 +36,7 @@ def is_captured(device: torch.device) -> bool:
 
 @functools.cache
 def question_of_capture(kind: str) -> Callable[[], bool] | None:
-    """What answers `is_captured` for a kind of device; None where nothing is captured."""
+    """Return the function that answers `is_captured` for a kind of device; None if it has none."""
     if kind == "cpu":
         return None
     module = torch.get_device_module(kind)  # takes some microseconds

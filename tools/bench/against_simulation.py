@@ -36,6 +36,7 @@ from tierstore.engine import loop_runner
 from tierstore.model import outline, sizes
 from tierstore.system import files
 from tools.bench import machine
+from tools.bench.loop_shapes import H100, TO_DEVICE, TO_HOST
 from tools.bench.report import Claim, Page
 from tools.bench.slowed import slow_disk
 
@@ -46,8 +47,6 @@ DEVICE_SHARE = 12 / 23.73
 """Memory of the device, by the weights."""
 LEARNED = 12
 """Steps after a plan was entered that are not counted: it may be left for a better one."""
-LINK, DISK = 54.9e9, 1.873e9
-"""Bytes per second."""
 SHARES = {"all": 1.1, "half": 0.5, "a quarter": 0.25}
 """RAM, as a share of the weights."""
 AT_MOST = 1.05
@@ -190,11 +189,11 @@ class Cell:
 
     @property
     def link(self) -> float:
-        return LINK / self.case.by_bytes
+        return H100[TO_DEVICE] / self.case.by_bytes
 
     @property
     def disk(self) -> float:
-        return DISK / self.case.by_bytes
+        return H100[TO_HOST] / self.case.by_bytes
 
     def simulated(self) -> Steps:
         options: dict[str, object] = {

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
@@ -75,11 +76,8 @@ def locking_in_line() -> Iterator[None]:
         memory.lock(made)
         return made
 
-    RegisteredMemory.make = make  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(RegisteredMemory, "make", make):
         yield
-    finally:
-        RegisteredMemory.make = real  # type: ignore[method-assign]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a unit costs while the plan of its loop is followed
+"""Cost of a unit while the plan of its loop is followed
 
     python tools/bench/followed.py [--small] [--rounds N] [--dir DIR] [--markdown FILE]
 

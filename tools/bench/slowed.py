@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 from tierstore.system.files import DataFile
 from tierstore.tiers.pinned import RegisteredMemory, Registration
@@ -35,11 +36,8 @@ def slow_disk(speed: float) -> Iterator[None]:
             time.sleep(max(0.0, ends - time.monotonic()))
         return done
 
-    DataFile.read_at_least = read  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(DataFile, "read_at_least", read):
         yield
-    finally:
-        DataFile.read_at_least = real  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -52,8 +50,5 @@ def page_locking(speed: float) -> Iterator[None]:
         real(memory, registration)
         time.sleep(max(0.0, began + registration.nbytes / speed - time.monotonic()))
 
-    RegisteredMemory._ask_to_register = register  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(RegisteredMemory, "_ask_to_register", register):
         yield
-    finally:
-        RegisteredMemory._ask_to_register = real  # type: ignore[method-assign]
