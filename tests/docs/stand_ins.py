@@ -1,4 +1,4 @@
-"""What examples of the documentation need and a test does not have: small ones of the same kind.
+"""Make what examples of the documentation need and a test does not have: small ones of its kind.
 
 `<!-- stand-in: pipeline path/to/pipeline -->` above a block says that a small pipeline is saved
 under that path before the block runs. `prepare` and `finish` run in the block's own process.
@@ -7,6 +7,7 @@ under that path before the block runs. `prepare` and `finish` run in the block's
 from __future__ import annotations
 
 import atexit
+import importlib
 import inspect
 import os
 import subprocess
@@ -18,19 +19,16 @@ from typing import Any
 
 Namespace = dict[str, Any]
 
-_before: dict[Any, Any] = {}
-"""The defaults of functions that were changed."""
-
 PATHS = {
     "/nvme/": "nvme/",
     "/run/user/1000/tierstore/": "run/",
     "s3://bucket": "memory://bucket",
 }
-"""What is written in a block, and what it is when it runs: nothing outside of the directory."""
+"""Paths as a block has them, and as they are when it runs: nothing outside of the directory."""
 
 
 def with_paths_here(code: str) -> str:
-    """The code of a block that has a stand-in, as it runs."""
+    """Return the code of a block that has a stand-in, as it runs."""
     for written, here in PATHS.items():
         code = code.replace(written, here)
     return code
@@ -44,10 +42,9 @@ def prepare(what: str, namespace: Namespace) -> None:
 
 
 def finish(what: str, namespace: Namespace) -> None:
-    """Look at what the block has made of it, where that is not done in the block."""
+    """Check what the block has made of it, where that is not done in the block."""
     for each in what.split(","):
-        check = CHECKS.get(each.split()[0])
-        if check is not None:
+        if (check := CHECKS.get(each.split()[0])) is not None:
             check(namespace)
 
 
@@ -58,23 +55,11 @@ def _pipeline(_: Namespace, path: str) -> None:
 
     if not Path(path).exists():
         build_flux(path, "tiny")
-    _with_defaults(FluxPipeline.__call__, height=32, width=32, num_inference_steps=2)
-
-
-def _with_defaults(function: Callable[..., Any], **wanted: Any) -> None:
-    """Change what arguments are that are not given."""
-    inner = inspect.unwrap(function)
-    parameters = inspect.signature(inner).parameters.values()
+    call = inspect.unwrap(FluxPipeline.__call__)
+    wanted = {"height": 32, "width": 32, "num_inference_steps": 2}
+    parameters = inspect.signature(call).parameters.values()
     defaults = [each for each in parameters if each.default is not inspect.Parameter.empty]
-    _before.setdefault(inner, inner.__defaults__)
-    inner.__defaults__ = tuple(wanted.get(each.name, each.default) for each in defaults)
-
-
-def undo() -> None:
-    """What `prepare` changed for all of the process is as it was."""
-    while _before:
-        function, defaults = _before.popitem()
-        function.__defaults__ = defaults
+    call.__defaults__ = tuple(wanted.get(each.name, each.default) for each in defaults)
 
 
 def _model(_: Namespace, path: str) -> None:
@@ -91,7 +76,6 @@ def _inputs(namespace: Namespace) -> None:
 
 
 def _transformer(namespace: Namespace, path: str) -> None:
-    """A model of diffusers that is called `diffusers_model`."""
     from diffusers import FluxTransformer2DModel
 
     _pipeline(namespace, path)
@@ -100,22 +84,17 @@ def _transformer(namespace: Namespace, path: str) -> None:
 
 
 def _service(_: Namespace) -> None:
-    """`tierstore-serve`, at the socket that the recipe names."""
+    """Start `tierstore-serve`, at the socket that the recipe names."""
     folder = Path("run")
     folder.mkdir(mode=0o700, exist_ok=True)
     socket = folder / "weights.sock"
     words = [sys.executable, "-m", "tierstore.service", "served", "--ram", "64MB"]
     process = subprocess.Popen([*words, "--socket", str(socket)])
-    atexit.register(_ended, process)
+    atexit.register(lambda: (process.terminate(), process.wait(60)))
     until = time.monotonic() + 60
     while not socket.exists():
         assert time.monotonic() < until and process.poll() is None, "the service has not started"
         time.sleep(0.05)
-
-
-def _ended(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait(60)
 
 
 def _answered(namespace: Namespace) -> None:
@@ -126,7 +105,7 @@ def _answered(namespace: Namespace) -> None:
 
 
 def _bucket(namespace: Namespace, path: str) -> None:
-    """All files of a pipeline, in an object store."""
+    """Put all files of a pipeline into an object store."""
     from tierstore.tiers.object_store import memory_store
 
     _pipeline(namespace, path)
@@ -139,6 +118,80 @@ def _bucket(namespace: Namespace, path: str) -> None:
 def _is_a_pipeline(namespace: Namespace) -> None:
     assert type(namespace["pipe"]).__name__ == "FluxPipeline"
     assert os.path.isdir(Path("store", "mirrors")) or os.path.isdir(Path("nvme"))
+
+
+def run_example(name: str, code: str) -> None:
+    """Run the example in the docstring of `name`, in a directory of its own."""
+    os.makedirs(name)
+    os.chdir(name)
+    namespace = _names()
+    _names_of(name, namespace)
+    exec(compile(with_paths_here(code), name, "exec"), namespace)
+    namespace["store"].close()
+    os.chdir("..")
+
+
+def _names() -> Namespace:
+    import torch
+    from torch import nn
+
+    import tierstore
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up_proj, self.down_proj = nn.Linear(256, 64), nn.Linear(64, 256)
+
+        def forward(self, x: Any, mask: Any = None) -> Any:
+            return x + self.down_proj(torch.relu(self.up_proj(x)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(6))
+
+        def forward(self, x: Any) -> Any:
+            return nn.Sequential(*self.layers)(x).square().mean()
+
+        generate = forward
+
+    model, x = Model(), torch.randn(2, 256)
+    store = tierstore.TierStore("16MB", "store", device="cpu")
+    store.put("blocks.0", {"weight": torch.randn(8, 256)})
+    return {
+        **{name: getattr(tierstore, name) for name in tierstore.__all__},
+        **{"torch": torch, "nn": nn, "store": store, "model": model, "x": x, "mask": None},
+        **{"block": model.layers[0], "optimizer": torch.optim.AdamW(model.parameters())},
+        **{"inputs": {"x": x}, "up": torch.zeros(64, 2), "down": torch.zeros(2, 256)},
+    }
+
+
+def _names_of(name: str, names: Namespace) -> None:
+    """Add what one example needs beside the names of all of them."""
+    model, store = names["model"], names["store"]
+    match name.split(".")[1:]:
+        case ["from_pretrained" | "enable_group_offload"]:
+            from diffusers import DiffusionPipeline
+
+            _pipeline(names, "a/pipeline")
+            names["DiffusionPipeline"] = DiffusionPipeline
+            names["pipe"] = DiffusionPipeline.from_pretrained(
+                "a/pipeline", dtype=names["torch"].bfloat16
+            )
+        case ["OffloadHandle", *_]:
+            names["handle"] = names["enable_group_offload"](model, store)
+        case ["onloaded"]:
+            names["dispatch_model"](model, store)
+        case ["load_training"]:
+            extra = {"rng": names["torch"].get_rng_state()}
+            names["save_training"]("run", model, names["optimizer"], extra=extra)
+        case ["prometheus", *_]:
+            names["REGISTRY"] = importlib.import_module("prometheus_client").REGISTRY
+            names["StoreCollector"] = importlib.import_module("tierstore.prometheus").StoreCollector
+        case ["trace", *_]:
+            store.acquire("blocks.0").release()
+            store.trace("run.json")
+            names["read_trace"] = importlib.import_module("tierstore.trace").read_trace
 
 
 STAND_INS: dict[str, Callable[..., None]] = {

@@ -3,39 +3,37 @@
 The ```python blocks of one Markdown file run in order, in one namespace and a fresh process, in
 an empty directory and without network. Below a comment `<!-- stand-in: pipeline some/path -->`, a
 small one of its kind is made first (tests/docs/stand_ins.py). A block below `<!-- no-run: why -->`
-is compiled only, and there are few reasons. The examples in docstrings run too. Of commands, see
+is compiled only, and there are few reasons. The examples in docstrings run too: `>>>` with what
+they print, and the indented blocks of what the reference shows. Of commands, see
 tests/docs/test_commands.py.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.docs import stand_ins
+from tests.docs.test_docstrings import SECTION, public_docstrings
 from tests.fresh import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_PER_FILE = 300
-GUIDES = (
-    "dispatch",
-    "profiling",
-    "diffusers",
-    "activations",
-    "training",
-    "service",
-    "recipes",
-    "remote",
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONGEST = re.compile(
+    r"README\.md|guides/(dispatch|profiling|diffusers|activations|training|service|recipes|remote)\."
 )
-LONGEST = {"README.md", *(f"docs/guides/{name}.md" for name in GUIDES)}
 
-FENCE = re.compile(r"(?P<indent>\s*)(?P<fence>`{3,}|~{3,})\s*(?P<language>[\w+-]*)")
-NO_RUN = re.compile(r"<!--\s*no-run:\s*(?P<reason>\S.*?)\s*-->")
-STAND_IN = re.compile(r"<!--\s*stand-in:\s*(?P<what>\S.*?)\s*-->")
+FENCED = re.compile(
+    r"(?:<!-- *(?P<kind>no-run|stand-in): *(?P<remark>\S[^\n]*?) *-->\n\s*?)?"
+    r"^ *(?P<fence>```|~~~)(?P<language>\w*)\n(?P<code>.*?)^ *(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
 
 EXCUSES = (
     "needs a GPU",
@@ -49,7 +47,7 @@ EXCUSES = (
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block; `line` is the number of its first line of code in the file, from 1."""
+    """A fenced block; `line` is the number of its first line of code in the file, from 1."""
 
     language: str
     line: int
@@ -57,125 +55,110 @@ class Block:
     excuse: str = ""
     stand_in: str = ""
 
-    @property
-    def runs(self) -> bool:
-        return not self.excuse
 
-
-def blocks_of(text: str) -> list[Block]:
-    """Every fenced block of a Markdown text, in order."""
-    blocks: list[Block] = []
-    lines = text.splitlines()
-    remark = ""  # the last line of prose that was not empty
-    position = 0
-    while position < len(lines):
-        opening = FENCE.match(lines[position])
-        if opening is None:
-            remark = lines[position].strip() or remark
-            position += 1
-            continue
-        first = position + 1
-        position = first
-        while position < len(lines) and not closes(lines[position], opening["fence"]):
-            position += 1
-        code = textwrap.dedent("\n".join(lines[first:position]))
-        excuse, stand_in = NO_RUN.fullmatch(remark), STAND_IN.fullmatch(remark)
-        blocks.append(
-            Block(
-                opening["language"].lower(),
-                first + 1,
-                code,
-                excuse["reason"] if excuse else "",
-                stand_in["what"] if stand_in else "",
-            )
-        )
-        remark = ""
-        position += 1
-    return blocks
-
-
-def closes(line: str, fence: str) -> bool:
-    mark = line.strip()
-    return len(mark) >= len(fence) and set(mark) == {fence[0]}
+def blocks_of(text: str) -> Iterator[Block]:
+    """Find every fenced block of a Markdown text, in order."""
+    for match in FENCED.finditer(text):
+        remarks = {match["kind"]: match["remark"] or ""}
+        line = text.count("\n", 0, match.start("code")) + 1
+        code = textwrap.dedent(match["code"])
+        excuse, stand_in = remarks.get("no-run", ""), remarks.get("stand-in", "")
+        yield Block(match["language"], line, code, excuse, stand_in)
 
 
 def python_blocks(path: Path) -> list[Block]:
     blocks = blocks_of(path.read_text(encoding="utf-8"))
-    return [block for block in blocks if block.language in {"py", "python"}]
+    return [block for block in blocks if block.language == "python"]
 
 
 def program_of(blocks: list[Block]) -> str:
-    """The blocks that run, as one program whose line numbers are those of the Markdown file."""
+    """Join the blocks that run to one program whose line numbers are those of the file."""
     lines: list[str] = []
     for block in blocks:
-        if block.runs:
-            lines += [""] * (block.line - 1 - len(lines))
-            if block.stand_in:  # in the lines of the fences
-                lines[-1] = f"from tests.docs import stand_ins; {said('prepare', block.stand_in)}"
-                lines += stand_ins.with_paths_here(block.code).splitlines()
-                lines += [said("finish", block.stand_in)]
-            else:
-                lines += block.code.splitlines()
+        if block.excuse:
+            continue
+        lines += [""] * (block.line - 1 - len(lines))
+        if block.stand_in:  # in the lines of the fences
+            what = f"({block.stand_in!r}, globals())"
+            lines[-1] = f"from tests.docs import stand_ins; stand_ins.prepare{what}"
+            lines += stand_ins.with_paths_here(block.code).splitlines()
+            lines += [f"stand_ins.finish{what}"]
+        else:
+            lines += block.code.splitlines()
     return "\n".join(lines) + "\n"
-
-
-def said(function: str, what: str) -> str:
-    return f"stand_ins.{function}({what!r}, globals())"
-
-
-def documents_with_python() -> list[Path]:
-    documents = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [path for path in documents if path.exists() and python_blocks(path)]
-
-
-def modules_with_examples() -> list[Path]:
-    modules = sorted((ROOT / "tierstore").rglob("*.py"))
-    return [path for path in modules if ">>> " in path.read_text(encoding="utf-8")]
 
 
 def name_in_repository(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def run_python(program: Path, *words: str, directory: Path) -> None:
+DOCUMENTS = {name_in_repository(path): python_blocks(path) for path in PAGES if python_blocks(path)}
+
+
+def run(code: str, folder: Path) -> None:
     """Run a program as a reader would, save that the hub of models is out of reach."""
+    program, directory = folder / "documentation.py", folder / "empty"
+    program.write_text(code, encoding="utf-8")
+    directory.mkdir()
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    run = run_fresh(
-        program, *words, directory=directory, seconds=SECONDS_PER_FILE, environment=environment
-    )
-    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    done = run_fresh(program, directory=directory, environment=environment)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.full(
     "whole runs of models, as tests/dispatch has them",
-    keep=[name for name in map(name_in_repository, documents_with_python()) if name not in LONGEST],
+    keep=[name for name in DOCUMENTS if not LONGEST.search(name)],
 )
-@pytest.mark.parametrize("document", documents_with_python(), ids=name_in_repository)
-def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
-    blocks = python_blocks(document)
-    for block in blocks:
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_blocks_run(document: str, tmp_path: Path) -> None:
+    for block in DOCUMENTS[document]:
         # Compiled one by one, so that a block cut short cannot borrow lines of the next.
-        compile(block.code, f"{document.name}, block at line {block.line}", "exec")
-    # Not the bare stem: `inspect.py` would stand in for the standard library's module.
-    program = tmp_path / f"{document.stem}_blocks.py"
-    program.write_text(program_of(blocks), encoding="utf-8")
-    directory = tmp_path / "empty"
-    directory.mkdir()
-    run_python(program, directory=directory)
+        compile(block.code, f"{document}, block at line {block.line}", "exec")
+        assert not block.excuse or block.excuse.startswith(EXCUSES)
+    run(program_of(DOCUMENTS[document]), tmp_path)
 
 
-@pytest.mark.parametrize("module", modules_with_examples(), ids=name_in_repository)
-def test_docstring_examples_run(module: Path, tmp_path: Path) -> None:
-    parts = list(module.relative_to(ROOT).with_suffix("").parts)
-    if parts[-1] == "__init__":
-        parts.pop()
-    check = tmp_path / "check.py"
-    check.write_text(
-        "import doctest, importlib, sys\n"
-        "result = doctest.testmod(importlib.import_module(sys.argv[1]))\n"
-        "sys.exit(result.failed > 0 or result.attempted == 0)\n"
-    )
-    run_python(check, ".".join(parts), directory=tmp_path)
+DOCTESTS = """
+import doctest, importlib
+for name in {}:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted and not result.failed, name
+"""
+
+
+def test_docstring_examples_run(tmp_path: Path) -> None:
+    files = [path for path in (ROOT / "tierstore").rglob("*.py") if ">>> " in path.read_text()]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(files)]
+    run(DOCTESTS.format([name.removesuffix(".__init__") for name in names]), tmp_path)
+
+
+def examples() -> Iterator[tuple[str, str]]:
+    """Find the indented blocks before the sections of public docstrings, with whose they are."""
+    for name, docstring in public_docstrings():
+        text = re.split(SECTION, inspect.cleandoc(docstring), maxsplit=1)[0]
+        for match in re.finditer(r"(?:^ {4}.*\n?)+", text, re.MULTILINE):
+            yield name, textwrap.dedent(match[0])
+
+
+def run_examples(names: list[str], folder: Path, code: dict[str, str]) -> None:
+    lines = [f"stand_ins.run_example({name!r}, {code[name]!r})\n" for name in names]
+    run("from tests.docs import stand_ins\n" + "".join(lines), folder)
+
+
+@pytest.mark.full("pipelines are made", keep=["without a pipeline"])
+@pytest.mark.parametrize("pipelines", [False, True], ids=["without a pipeline", "pipelines"])
+def test_examples_of_the_reference_run(pipelines: bool, tmp_path: Path) -> None:
+    code = dict(examples())
+    names = [name for name in code if ("pipe" in code[name]) == pipelines]
+    assert len(names) > 1
+    run_examples(names, tmp_path, code)
+
+
+def test_an_example_that_does_not_run_is_noticed(tmp_path: Path) -> None:
+    """The control."""
+    code = dict(examples())["tierstore.Lease"].replace("acquire", "borrow")
+    with pytest.raises(AssertionError, match="no attribute 'borrow'"):
+        run_examples(["tierstore.Lease"], tmp_path, {"tierstore.Lease": code})
 
 
 MARKDOWN = """\
@@ -201,49 +184,25 @@ second = first + 1
 ```
 
 1. In a list:
+   <!-- stand-in: inputs -->
    ~~~python
    if second:
-       third = 3
+       third = inputs, "/nvme/x"
    ~~~
 """
 
 
-def test_blocks_are_found_with_their_line_numbers() -> None:
-    found = [(block.language, block.line, block.runs) for block in blocks_of(MARKDOWN)]
-    assert found == [
-        ("python", 4, True),
-        ("console", 8, True),
-        ("python", 14, False),
-        ("python", 19, True),  # a comment that gives no reason excuses nothing
-        ("python", 24, True),
+def test_blocks_keep_their_lines_and_those_with_an_excuse_do_not_run() -> None:
+    blocks = list(blocks_of(MARKDOWN))
+    assert [(block.language, block.line, bool(block.excuse)) for block in blocks] == [
+        ("python", 4, False),
+        ("console", 8, False),
+        ("python", 14, True),
+        ("python", 19, False),  # a comment that gives no reason excuses nothing
+        ("python", 25, False),
     ]
-
-
-def test_a_block_that_does_not_run_has_one_of_few_excuses() -> None:
-    excuses = {
-        f"{name_in_repository(path)}:{block.line}: {block.excuse}"
-        for path in documents_with_python()
-        for block in python_blocks(path)
-        if block.excuse and not block.excuse.startswith(EXCUSES)
-    }
-    assert excuses == set()
-
-
-def test_what_stands_in_comes_before_its_block_and_is_looked_at_after_it() -> None:
-    text = '# T\n\n<!-- stand-in: inputs -->\n```python\nused = inputs, "/nvme/x"\n```\n'
-    program = program_of(blocks_of(text)).splitlines()
-    assert program[4] == 'used = inputs, "nvme/x"'
+    program = program_of([block for block in blocks if block.language == "python"])
+    assert program.splitlines()[18] == "second = first + 1"
     namespace: dict[str, object] = {}
-    exec("\n".join(program), namespace)
-    assert namespace["used"] == (namespace["inputs"], "nvme/x")
-
-
-def test_program_keeps_line_numbers_and_leaves_out_what_does_not_run() -> None:
-    blocks = [block for block in blocks_of(MARKDOWN) if block.language == "python"]
-    program = program_of(blocks).splitlines()
-    assert program[3] == "first = 1"
-    assert program[18] == "second = first + 1"
-    assert "raise RuntimeError" not in program
-    namespace: dict[str, int] = {}
-    exec("\n".join(program), namespace)
-    assert namespace["third"] == 3
+    exec(program, namespace)
+    assert namespace["third"] == (namespace["inputs"], "nvme/x")

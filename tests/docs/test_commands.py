@@ -11,71 +11,55 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
 
-from tests.docs.test_code_blocks import blocks_of, name_in_repository
+from tests.docs.test_code_blocks import PAGES, ROOT, blocks_of
 from tierstore.cli.commands import inspector
 from tierstore.service.cli import serve
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
 IN_A_LINE = re.compile(r"`(tierstore-(?:inspect|serve) [^`\n]+)`")
-ASSIGNMENT = re.compile(r"\w+=")
 DIRECTORIES = ("DIR", "offload")
-"""What a page calls a store's directory, where it leaves out the verb `ls`."""
+"""A store's directory as pages call it, where they leave out the verb `ls`."""
 
 OTHERS = ("echo", "eval", "pip", "pip3", "python3", "torchrun")
 """Commands that are not ours. (`python3 -m venv ...` in README.md is run by .ci/run.)"""
 
 
 def command_lines(text: str) -> Iterator[tuple[str, bool]]:
-    """The lines of a page that are commands, and whether each is whole."""
+    """Find the lines of a page that are commands, and whether each is whole."""
     for block in blocks_of(text):
-        for line in block.code.splitlines() if block.language in ("sh", "console") else ():
-            if block.language == "sh":
-                yield line, True
-            elif line.startswith("$ "):
-                yield line.removeprefix("$ "), True
+        lines = block.code.splitlines()
+        if block.language == "sh":
+            yield from ((line, True) for line in lines)
+        elif block.language == "console":
+            yield from ((line[2:], True) for line in lines if line.startswith("$ "))
     yield from ((each, False) for each in IN_A_LINE.findall(text))
 
 
 def wrong(line: str, whole: bool = True) -> str:
-    """What is wrong with a command; empty if nothing is."""
-    words = shlex.split(line, comments=True)
-    words = words[: words.index("|")] if "|" in words else words
-    while words and ASSIGNMENT.match(words[0]):
-        words = words[1:]
+    """Say what is wrong with a command; empty if nothing is."""
+    words = shlex.split(re.sub(r"^(\w+=\S* )+|\|.*", "", line), comments=True)
     match words:
-        case [] | ["$", *_]:
+        case [] | ["$", *_] | ["tierstore-inspect"]:
             return ""
-        case ["tierstore-inspect", *rest]:
-            return wrong_verb(rest, whole)
+        case ["tierstore-inspect", verb, *rest]:
+            if verb.startswith("-") or verb in DIRECTORIES:
+                verb, rest = "ls", words[1:]
+            command = inspector.commands.get(verb)
+            return f"there is no {verb}" if command is None else wrong_words(command, rest, whole)
         case ["tierstore-serve", *rest]:
             return wrong_words(serve, rest, whole)
         case ["python" | ".venv/bin/python", "-m", module, *_]:
             return "" if importlib.util.find_spec(module) else f"there is no module {module}"
         case ["python" | ".venv/bin/python", program, *_]:
             return "" if (ROOT / program).is_file() else f"there is no {program}"
-        case [other, *_]:
-            return "" if other in OTHERS else f"{other} is not known here"
-
-
-def wrong_verb(words: list[str], whole: bool) -> str:
-    if not words:  # its help
-        return ""
-    verb = words[0]
-    if verb.startswith("-") or verb in DIRECTORIES:
-        verb, words = "ls", ["ls", *words]
-    command = inspector.commands.get(verb)
-    return f"there is no {verb}" if command is None else wrong_words(command, words[1:], whole)
+    return "" if words[0] in OTHERS else f"{words[0]} is not known here"
 
 
 def wrong_words(command: click.Command, words: list[str], whole: bool) -> str:
-    """What a command's own parser says of its words; of values, only what may be chosen."""
+    """Return what a command's own parser says of its words; of values, only of choices."""
     context = click.Context(command, **inspector.context_settings)
     try:
         values, left, _ = command.make_parser(context).parse_args(list(words))
@@ -84,29 +68,16 @@ def wrong_words(command: click.Command, words: list[str], whole: bool) -> str:
             if isinstance(parameter.type, click.Choice) and isinstance(value, str | list):
                 for each in [value] if isinstance(value, str) else value:
                     parameter.type.convert(each, parameter, context)
-    except (click.MissingParameter, click.BadOptionUsage) as error:
-        return error.format_message() if whole else ""
     except click.UsageError as error:
-        return error.format_message()
+        cut_short = isinstance(error, click.MissingParameter | click.BadOptionUsage) and not whole
+        return "" if cut_short else error.format_message()
     return f"too many words: {left}" if left else ""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_in_repository)
-def test_commands_are_those_that_there_are(page: Path) -> None:
-    lines = command_lines(page.read_text(encoding="utf-8"))
-    found = {line: why for line, whole in lines if (why := wrong(line, whole))}
-    assert found == {}
-
-
-def test_commands_are_many() -> None:
-    """The control: they are found."""
-    ours = [
-        line
-        for page in PAGES
-        for line, _ in command_lines(page.read_text(encoding="utf-8"))
-        if line.startswith("tierstore-")
-    ]
-    assert len(ours) > 60
+def test_commands_of_the_pages_are_there() -> None:
+    lines = [each for page in PAGES for each in command_lines(page.read_text(encoding="utf-8"))]
+    assert len([line for line, _ in lines if line.startswith("tierstore-")]) > 60
+    assert {line: why for line, whole in lines if (why := wrong(line, whole))} == {}
 
 
 @pytest.mark.parametrize(
