@@ -36,7 +36,6 @@ from tierstore.model.tiers import Access, Tier
 if TYPE_CHECKING:
     from tierstore.adapters.activations import ActivationOffload, offload_activations
     from tierstore.adapters.checkpointing import checkpoint
-    from tierstore.adapters.diffusers import OffloadHandle, enable_group_offload
     from tierstore.adapters.dispatch import (
         cpu_offload,
         disk_offload,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
         load_checkpoint_and_dispatch,
         undispatch,
     )
+    from tierstore.adapters.group_offload import OffloadHandle, enable_group_offload
     from tierstore.adapters.onloading import onloaded
     from tierstore.adapters.pretrained import from_pretrained, from_single_file
     from tierstore.adapters.training import OffloadModel, OffloadOptimizer
@@ -67,8 +67,8 @@ _LAZY = {
     "ActivationOffload": "tierstore.adapters.activations",
     "offload_activations": "tierstore.adapters.activations",
     "checkpoint": "tierstore.adapters.checkpointing",
-    "enable_group_offload": "tierstore.adapters.diffusers",
-    "OffloadHandle": "tierstore.adapters.diffusers",
+    "enable_group_offload": "tierstore.adapters.group_offload",
+    "OffloadHandle": "tierstore.adapters.group_offload",
     "cpu_offload": "tierstore.adapters.dispatch",
     "disk_offload": "tierstore.adapters.dispatch",
     "dispatch_model": "tierstore.adapters.dispatch",

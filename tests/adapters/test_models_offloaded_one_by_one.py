@@ -15,7 +15,8 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from tests.accelerator import DEVICES, same
 from tests.store.helpers import open_store
 from tierstore import dispatch_model, enable_group_offload
-from tierstore.adapters import components
+from tierstore.adapters import pipelines
+from tierstore.adapters.compat import methods_that_change_weights
 from tierstore.adapters.owners import owner_of
 
 
@@ -39,7 +40,7 @@ def small_vae() -> AutoencoderKL:
 def untouched_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which no pipeline was ever given to tierstore."""
     monkeypatch.setattr(DiffusionPipeline, "to", inspect.unwrap(DiffusionPipeline.to))
-    monkeypatch.setitem(components.REPLACED_METHODS, DiffusionPipeline, set())
+    monkeypatch.setitem(pipelines.REPLACED_METHODS, DiffusionPipeline, set())
 
 
 @pytest.mark.usefixtures("untouched_class")
@@ -90,7 +91,7 @@ def computed(vae: AutoencoderKL) -> torch.Tensor:
 @pytest.mark.usefixtures("untouched_class")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["own", "inherited", "of a later class", "given as a whole"])
-@pytest.mark.parametrize("name", [*components.CHANGES_WEIGHTS, "describe"])
+@pytest.mark.parametrize("name", [*methods_that_change_weights(), "describe"])
 @torch.no_grad()
 def test_method_of_pipeline_runs_suspended(
     name: str, way: str, device: str, tmp_path: Path

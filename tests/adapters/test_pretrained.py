@@ -25,7 +25,7 @@ from tierstore import (
     from_pretrained,
     from_single_file,
 )
-from tierstore.adapters.pretrained import LARGE, loading
+from tierstore.adapters.pretrained import LARGE, intercepted
 from tierstore.system.maps import nameless_file_memory
 
 TINY_KINDS = pytest.mark.parametrize("kind", pipelines.KINDS)
@@ -133,7 +133,7 @@ def test_while_it_is_loaded_nothing_is_in_memory_but_files(
     cast = pipelines.not_file_backed(plain)
     assert sum(cast.values()) > 0.9 * pipelines.weight_bytes(plain), "the control"
     del plain
-    with loading(lambda nbytes: nameless_file_memory(str(tmp_path), nbytes)) as mode:
+    with intercepted(lambda nbytes: nameless_file_memory(str(tmp_path), nbytes)) as mode:
         pipe = class_of(kind).from_pretrained(checkpoint, dtype=pipelines.DTYPE)
     assert sum(pipelines.not_file_backed(pipe).values()) < 0.05 * pipelines.weight_bytes(pipe)
     waiting = [dtypes for m in pipelines.components(pipe).values() if (dtypes := mode.pending(m))]
@@ -196,7 +196,7 @@ def test_what_a_library_makes_of_weights_is_cast_first_and_lies_in_files(
         sizes.append(nbytes)
         return nameless_file_memory(str(tmp_path), nbytes)
 
-    with loading(make) as mode:
+    with intercepted(make) as mode:
         loaded = Fused.from_pretrained(to_be_fused, dtype=torch.float64)
     made = [loaded.query, loaded.key, loaded.value, loaded.experts]
     assert all(tensor.nbytes >= LARGE for tensor in made)

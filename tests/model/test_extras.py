@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fresh import run_fresh
-from tierstore.model.extras import EXTRAS, extra_for
+from tierstore.model.extras import extra_for, requirements
 
 WITHOUT = """
 import sys
@@ -65,7 +65,7 @@ INSPECT = "import sys\nfrom tierstore.cli import main\nsys.argv = ['x', {words}]
         ),
         pytest.param(
             "gguf",
-            "from tierstore.adapters.gguf import mapped_gguf\nmapped_gguf('m.gguf')\n",
+            "from tierstore.adapters.compat.diffusers import mapped_gguf\nmapped_gguf('m.gguf')\n",
             "quantised",
             id="gguf",
         ),
@@ -116,10 +116,10 @@ def test_a_package_of_no_extra_is_told_as_it_is() -> None:
         import nothing_of_that_name  # type: ignore[import-not-found]  # noqa: F401
 
 
-def test_each_extra_is_there() -> None:
-    pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    for package, extra in EXTRAS.items():
-        wanted = [
-            line for line in pyproject.read_text().splitlines() if line.startswith(f"{extra} = ")
-        ]
-        assert package.replace("_", "-") in wanted[0], package
+def test_requirements_name_the_extra_of_each_package() -> None:
+    found = requirements()
+    assert found["torch"] == ""
+    assert found["prometheus-client"] == "metrics"
+    assert found["gguf"] == "quantised"
+    assert found["diffusers"] == found["huggingface-hub"] == "diffusers"
+    assert "pytest-xdist" not in found  # only developers need it

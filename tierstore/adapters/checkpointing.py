@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from tierstore.adapters.compat import any_answer
 from tierstore.adapters.unit_use import Arguments
 from tierstore.torch_private import tree_flatten, tree_unflatten
 
@@ -107,11 +108,6 @@ class _Filled:
         return tree_unflatten(leaves, self.structure)
 
 
-def _is_cache(value: Any) -> bool:
-    """Whether it is a cache as transformers has them, or one layer of it."""
-    return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")
-
-
 def _cache_copied(value: Any) -> Any:
     """A cache with layers, lists and dicts of its own, and the same tensors: new keys and values
     are joined to the old ones in new memory. Anything else itself.
@@ -119,7 +115,7 @@ def _cache_copied(value: Any) -> Any:
     Arguments are held as long as the graph. A cache must not be: it gets tensors from the first
     run, which hold the graph, and neither would ever go.
     """
-    if not _is_cache(value):
+    if not any_answer("is_cache", value):
         return value
     made = copy.copy(value)
     made.__dict__.update(_cached_copied(vars(value)))

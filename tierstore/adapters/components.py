@@ -8,51 +8,46 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from tierstore.adapters.codecs import weight_bytes
+from tierstore.adapters.compat import (
+    hints_of,
+    methods_that_change_weights,
+    notify_all,
+    tell_of_offloading,
+)
 from tierstore.adapters.contents import parameters_of
-from tierstore.adapters.grouping import Cutting, sizes_for
+from tierstore.adapters.grouping import Cutting, cutting_for
 from tierstore.adapters.modules import OffloadedModule
-from tierstore.adapters.other_offloading import mark, refuse_other_offloading, unmark
-from tierstore.adapters.owners import owner_of
+from tierstore.adapters.other_offloading import check_not_offloaded
 from tierstore.adapters.suspended import SuspendedModel
 from tierstore.adapters.unit_use import method_of_class
 from tierstore.store import TierStore, engine_of
 
 logger = logging.getLogger("tierstore.adapters")
 
-CHANGES_WEIGHTS = (
-    "load_lora_weights",
-    "unload_lora_weights",
-    "delete_adapters",
-    "load_lora_adapter",
-    "unload_lora",
-    "load_ip_adapter",
-    "unload_ip_adapter",
-    "load_textual_inversion",
-    "unload_textual_inversion",
-    "load_attn_procs",
-    "fuse_qkv_projections",
-    "unfuse_qkv_projections",
-    "enable_layerwise_casting",
-    "add_adapter",
-    "enable_cache",
-    "disable_cache",
-)
-"""Methods of pipelines and models that change weights or modules, or the hooks of diffusers (which
-restores older `forward`s when it removes one): they run suspended."""
-
 # A component does not hold its model, so that an entry goes with it.
 _components: weakref.WeakKeyDictionary[nn.Module, Component] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """How the models of a pipeline are offloaded: the arguments of `enable_group_offload`."""
+
+    offload_type: str = "block_level"
+    num_blocks_per_group: int | None = None
+    group_size: int | None = None
+    exclude_modules: tuple[str, ...] = ()
+    exclude_kwargs: frozenset[str] | None = None
+    block_modules: tuple[str, ...] | None = None
 
 
 class Component:
@@ -63,7 +58,7 @@ class Component:
     """
 
     def __init__(
-        self, module: nn.Module, store: TierStore, prefix: str, settings: dict[str, Any]
+        self, module: nn.Module, store: TierStore, prefix: str, settings: OffloadSettings
     ) -> None:
         self.store = store
         self._prefix = prefix
@@ -152,19 +147,18 @@ class Component:
     def _offload(self, module: nn.Module) -> None:
         if self._suspensions or self._now() is not None:
             return
-        refuse_other_offloading(self._prefix.partition("/")[2] or type(module).__name__, module)
-        settings = self._settings
+        check_not_offloaded(self._prefix.partition("/")[2] or type(module).__name__, module)
         before = self.store.stats().bytes_written
-        skip = settings["exclude_kwargs"]
-        if skip is None:
-            skip = getattr(module, "_skip_keys", None) or []
-        cutting = self._cutting(module)
-        offloaded = OffloadedModule(module, self.store, self._prefix, cutting, skip=frozenset(skip))
+        skip = self._settings.exclude_kwargs
+        offloaded = OffloadedModule(
+            module,
+            self.store,
+            self._prefix,
+            self._cutting(module),
+            skip=hints_of(module).skip if skip is None else skip,
+        )
         self._offloaded = weakref.ref(offloaded)
-        mark(module, self.store.device)
-        if (diffusers := sys.modules.get("diffusers")) is not None:
-            # A pipeline that has this model need not be offloaded itself.
-            follow_pipelines(diffusers.DiffusionPipeline)
+        tell_of_offloading(module, self.store.device)
         logger.info(
             "%s: %d groups, %d bytes of weights; %d bytes written",
             self._prefix,
@@ -175,23 +169,19 @@ class Component:
 
     def _cutting(self, module: nn.Module) -> Cutting:
         settings = self._settings
-        blocks = settings["block_modules"]
-        if blocks is None:
-            blocks = getattr(module, "_group_offload_block_modules", None) or []
-        sizes = sizes_for(settings["offload_type"], self.store, module)
-        return Cutting(
-            settings["offload_type"],
-            settings["group_size"] or sizes.group,
-            tuple(blocks),
-            settings["num_blocks_per_group"],
-            largest_block=0 if settings["group_size"] else sizes.block,
-            largest_compiled=sizes.compiled,
+        return cutting_for(
+            module,
+            self.store,
+            offload_type=settings.offload_type,
+            group_size=settings.group_size,
+            blocks_per_group=settings.num_blocks_per_group,
+            blocks=settings.block_modules,
         )
 
     def _make_ordinary(self, module: nn.Module) -> None:
         offloaded = self._now()
         if offloaded is not None:
-            unmark(module)
+            notify_all("unmark", module)
             offloaded.disable()
             self._offloaded = None
 
@@ -210,9 +200,6 @@ def component_of(module: nn.Module, store: TierStore) -> Component | None:
         return None
     return None if elsewhere else component
 
-
-REPLACED_METHODS: weakref.WeakKeyDictionary[type[Any], set[str]] = weakref.WeakKeyDictionary()
-"""The methods of classes that are replaced."""
 
 # A handle does not hold its target, so that an entry goes with it.
 handles: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -277,7 +264,7 @@ def models_in(target: Any) -> dict[str, nn.Module]:
 def suspend_methods(module: nn.Module, by: Component) -> None:
     """Have the methods of a model that change weights run suspended, those for which this is not
     done yet."""
-    for name in CHANGES_WEIGHTS:
+    for name in methods_that_change_weights():
         method = getattr(module, name, None)
         if inspect.ismethod(method):
             object.__setattr__(module, name, SuspendingMethod(by, name, method))
@@ -285,91 +272,17 @@ def suspend_methods(module: nn.Module, by: Component) -> None:
 
 def unwrap(module: nn.Module, by: Component) -> None:
     """Give the model its own methods back."""
-    for name in CHANGES_WEIGHTS:
+    for name in methods_that_change_weights():
         method = module.__dict__.get(name)
         if isinstance(method, SuspendingMethod) and method.by is by:
             method.remove()
 
 
-# Methods of pipelines -------------------------------------------------------------------------
-
-
-def follow_pipelines(base: type[Any]) -> None:
-    """Have methods of all pipelines of a kind, and of kinds derived from it, also later, see to
-    what is offloaded of their models, whoever offloads that.
-
-    They are replaced on their classes: when a model is offloaded, nobody knows which pipelines have
-    it, or will. For a pipeline with no offloaded model they do what they did.
-    """
-    replaced = REPLACED_METHODS.setdefault(base, set())
-    if "__init_subclass__" in replaced:
-        return
-    replaced.add("__init_subclass__")
-    _follow_later_ones(base)
-    pending = [base]
-    while pending:
-        kind = pending.pop()
-        follow_methods(kind)
-        pending += kind.__subclasses__()
-
-
-def _follow_later_ones(base: type[Any]) -> None:
-    """Have kinds followed that are derived from one, when they are made."""
-    own = vars(base).get("__init_subclass__")
-
-    def followed(kind: type[Any], /, **kwargs: Any) -> None:
-        if own is None:
-            super(base, kind).__init_subclass__(**kwargs)
-        else:
-            own.__func__(kind, **kwargs)
-        follow_methods(kind)
-
-    base.__init_subclass__ = classmethod(followed)  # type: ignore[assignment]
-
-
-def follow_methods(kind: type[Any]) -> None:
-    """Have the methods of pipelines of one kind run while what is offloaded of them is suspended:
-    those that change weights or models. `to` gives offloaded models its dtype."""
-    for name in ("to", *CHANGES_WEIGHTS):
-        defining = next((each for each in kind.__mro__ if name in vars(each)), None)
-        if defining is None or not inspect.isfunction(vars(defining)[name]):
-            continue
-        replaced = REPLACED_METHODS.setdefault(defining, set())
-        if name not in replaced:
-            replaced.add(name)
-            setattr(defining, name, _around(vars(defining)[name], name))
-
-
-def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the replacement of a method of pipelines."""
-    run = _converted if name == "to" else _suspended
-
-    @functools.wraps(original)
-    def method(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(functools.partial(original, pipe), pipe, *args, **kwargs)
-
-    return method
-
-
-def _suspended(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method while all that is offloaded of a pipeline is suspended."""
-    with ExitStack() as stack:
-        by: Suspending | None = handles.get(pipe)
-        if by is not None:
-            stack.enter_context(by.suspended())
-        for model in models_in(pipe).values():
-            if (component := _components.get(model)) is not None:
-                stack.enter_context(component.suspended())
-        return method(*args, **kwargs)
-
-
-def _converted(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `to`, which passes over models that are offloaded, and give them its dtype, too.
-    `from_pipe` makes other pipelines, and casts those."""
-    result = method(*args, **kwargs)
-    models = models_in(pipe).values()
-    for given in (*args, *kwargs.values()):
-        for model in models if isinstance(given, torch.dtype) else ():
-            if owner_of(model) is not None:
-                model.to(given)
-    return result
+def suspended_in(pipe: Any) -> Iterator[AbstractContextManager[None]]:
+    """Yield what suspends the offloading of a pipeline and of each of its models."""
+    by: Suspending | None = handles.get(pipe)
+    if by is not None:
+        yield by.suspended()
+    for model in models_in(pipe).values():
+        if (component := _components.get(model)) is not None:
+            yield component.suspended()

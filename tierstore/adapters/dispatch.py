@@ -29,11 +29,11 @@ from tierstore.adapters.contents import (
     named_weights_of,
     parameters_of,
 )
-from tierstore.adapters.grouping import Cutting, sizes_for
+from tierstore.adapters.grouping import cutting_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
-from tierstore.adapters.other_offloading import refuse_other_offloading
+from tierstore.adapters.other_offloading import check_not_offloaded
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
 from tierstore.model.errors import DeviceError
@@ -152,21 +152,12 @@ def dispatch_model(
 
 
 def _dispatched(model: nn.Module, store: TierStore, settings: DispatchSettings) -> Owner:
-    refuse_other_offloading(type(model).__name__, model)
-    sizes = sizes_for("block_level", store, model)
-    cutting = Cutting(
-        "block_level",
-        sizes.group,
-        tuple(getattr(model, "_group_offload_block_modules", None) or ()),
-        whole=settings.whole,
-        largest_block=sizes.block,
-        largest_compiled=sizes.compiled,
-    )
+    check_not_offloaded(type(model).__name__, model)
     return OffloadedModule(
         model,
         store,
         f"{type(model).__name__}-dispatched-{next(_numbers)}",
-        cutting,
+        cutting_for(model, store, whole=settings.whole),
         skip=settings.skip,
         places=functools.partial(place_of, dict(settings.places)),
         aligned=True,

@@ -6,17 +6,15 @@ applied to. A weight tied to two modules is in one group, and both modules use t
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from tierstore.adapters.codecs import leaves_of, movable_leaves, weight_bytes, with_names
-from tierstore.adapters.codecs.bitsandbytes import hidden_tensors
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes, unique_bytes
+from tierstore.adapters.compat import any_answer, first_answer, hints_of, joined_answers
 from tierstore.adapters.contents import (
     modules_of,
     named_buffers_of,
@@ -42,11 +40,6 @@ from tierstore.torch_private import COMPILED_CALL
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
 """Modules that give one operation all their weights, and those of their children."""
-
-
-ROUTED_BY = frozenset({"top_k_index", "router_indices"})
-"""How transformers' experts call the argument that says which of them are used."""
-_STACKED = 3
 
 
 def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
@@ -99,6 +92,30 @@ class Cutting:
             members = [m for piece in portion.memory for m in shown.members[piece].items()]
             groups.append(GroupPlan(portion.name, _without_repeats(members), portion.routed))
         return groups
+
+
+def cutting_for(  # noqa: PLR0913 - most are optional, and all by name
+    module: nn.Module,
+    store: TierStore,
+    *,
+    offload_type: str = "block_level",
+    group_size: int | None = None,
+    blocks_per_group: int | None = None,
+    blocks: tuple[str, ...] | None = None,
+    whole: frozenset[str] = frozenset(),
+) -> Cutting:
+    """How a model is cut for a store. What is None follows from the budgets, or from what the
+    model's class says."""
+    sizes = sizes_for(offload_type, store, module)
+    return Cutting(
+        offload_type,
+        group_size or sizes.group,
+        hints_of(module).blocks if blocks is None else blocks,
+        blocks_per_group,
+        whole,
+        largest_block=0 if group_size else sizes.block,
+        largest_compiled=sizes.compiled,
+    )
 
 
 @dataclass(eq=False)
@@ -183,8 +200,7 @@ class ModuleBranch:
             isinstance(module, ATOMIC)
             or type(module).__name__ in self._cutting.whole
             or hasattr(module, "parametrizations")
-            or _is_adapter(module)
-            or _enters_children(module)
+            or any_answer("uses_weights_of_parts", module)
         )
 
     @property
@@ -200,7 +216,7 @@ class ModuleBranch:
     @property
     def stacks(self) -> dict[str, nn.Parameter]:
         """Its stacks of weights of experts, by attribute; none if it has no such."""
-        return stacks_of(self.module)
+        return first_answer("expert_stacks", self.module) or {}
 
     @property
     def recomputed_in_parts(self) -> bool:
@@ -251,7 +267,7 @@ class ModuleBranch:
             if large and not self._is_scripted(key):
                 found |= with_names(prefix + key, movable_leaves(buffer))
         for name, part in named_modules_of(module) if whole else [("", module)]:
-            for attribute, tensor in hidden_tensors(part).items():
+            for attribute, tensor in joined_answers("hidden_tensors", part).items():
                 full_name = prefix + f"{name}.{attribute}".lstrip(".")
                 found |= with_names(full_name, movable_leaves(tensor))
         return found
@@ -266,54 +282,15 @@ class ModuleBranch:
         return False
 
 
-def _is_adapter(module: nn.Module) -> bool:
-    """A layer of PEFT may use its base layer's weight without calling it (DoRA does)."""
-    return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward was compiled by itself: `module.compile()`, or
     `torch.compile(module)`."""
     return getattr(module, COMPILED_CALL, None) is not None or "_orig_mod" in module._modules
 
 
-def _enters_children(module: nn.Module) -> bool:
-    """Transformers marks, for accelerate, each forward that uses weights of children that it does
-    not call (Mamba and its relatives do)."""
-    forward: Any = getattr(type(module), "forward", None)  # TorchScript says that it has none
-    while forward is not None:
-        code = getattr(forward, "__code__", None)
-        if code is not None and code.co_qualname.startswith("force_accelerate_hooks."):
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
-
-
 def recomputes(module: nn.Module) -> bool:
-    """Whether a backward pass runs modules of this one again without calling it: diffusers and
-    transformers (whose layers wrap what is in their own `forward`) say so of a module."""
-    return bool(getattr(module, "gradient_checkpointing", False))
-
-
-def stacks_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of experts that a module has as stacks, of which each call uses a few slices.
-
-    That is so for `Experts` of transformers: `forward(hidden_states, top_k_index, top_k_weights)`
-    looks them up by the first dimension.
-    """
-    experts = getattr(module, "num_experts", None)
-    if not isinstance(experts, int) or experts < 2 or is_compiled(module):
-        return {}
-    given = list(inspect.signature(type(module).forward).parameters)
-    if ROUTED_BY.isdisjoint(given):
-        return {}
-    return {
-        name: parameter
-        for name, parameter in named_parameters_of(module, recurse=False)
-        if parameter.dim() >= _STACKED
-        and parameter.shape[0] == experts
-        and movable_leaves(parameter).keys() == {""}
-    }
+    """Whether a backward pass runs modules of this one again without calling it."""
+    return any_answer("recomputes_parts", module)
 
 
 def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from torch import nn
 from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.compat import first_answer, joined_answers
 from tierstore.adapters.contents import named_modules_of, named_weights_of
 from tierstore.adapters.recomputing import Value, recomputed, some
 from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
@@ -142,8 +143,8 @@ def _best_match(model: nn.Module, wanted: list[_Wanted], files: list[CheckpointF
 def _namings(model: nn.Module) -> list[Callable[[str], str]]:
     """How names in the checkpoint may turn into names of the model, the likeliest first."""
     namings: list[Callable[[str], str]] = [lambda name: name]
-    base = getattr(model, "base_model_prefix", None)
-    if isinstance(base, str) and base:
+    base = first_answer("base_prefix", model)
+    if base:
         prefix = f"{base}."
         if isinstance(getattr(model, base, None), nn.Module):
             namings.append(lambda name: prefix + name)
@@ -167,16 +168,12 @@ def _written_ties(files: list[CheckpointFile], rename: Callable[[str], str]) -> 
 
 
 def _ties_of(model: nn.Module) -> dict[str, str]:
-    """Names of transformers' models that always show the same tensor as others.
-
-    They need not be one Parameter object: `accelerate.init_empty_weights()` makes them several.
-    """
+    """Names in a model that always show the same tensor as others, whichever objects there are."""
     ties = {}
     for prefix, module in named_modules_of(model):
-        known = getattr(module, "all_tied_weights_keys", None)
-        if isinstance(known, Mapping):
-            lead = f"{prefix}." if prefix else ""
-            ties.update({lead + name: lead + other for name, other in known.items()})
+        lead = f"{prefix}." if prefix else ""
+        known = joined_answers("tied_names", module)
+        ties.update({lead + name: lead + other for name, other in known.items()})
     return ties
 
 

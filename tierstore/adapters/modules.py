@@ -30,6 +30,7 @@ from tierstore.adapters.changing import (
 from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.plain import make_inference, make_ordinary
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.compat import first_answer
 from tierstore.adapters.contents import (
     modules_of,
     named_buffers_of,
@@ -175,8 +176,9 @@ class OffloadedModule:
     def _follow_what_is_trained(self) -> None:
         self._attachment.add(FollowingStates(self._trained))
         for module in modules_of(self.root):
-            if owner_of(module) is self and has_method(module, "merge"):  # peft's adapters
-                self._attachment.stand_in(module, "merge", Merging(self._trained, self))
+            if owner_of(module) is self:
+                for name in first_answer("merges", module) or ():
+                    self._attachment.stand_in(module, name, Merging(self._trained, self))
 
     def _watch_changes(self) -> None:
         self._attachment.stand_in(self.root, "_apply", Conversion(self))

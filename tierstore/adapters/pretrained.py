@@ -8,7 +8,7 @@ chooses dtypes. Only where the bytes are is different, so that a model of any si
 - What the library joins of weights (stacks of experts) is joined once, and found again.
 - What else it makes of them (a single file's queries, keys and values) lies in files without names
   in the store's directory until it is in the store.
-- What torchao would quantise of a layer is put off, and done for a few layers at a time.
+- What a library quantises layer by layer is put off, and done for a few layers at a time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from torch import nn
 from tierstore.adapters.changing import cast_weights
 from tierstore.adapters.codecs.memory import address_of, has_address, span, tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.compat import Deferred, first_answer, loading
 from tierstore.adapters.components import models_in
 from tierstore.adapters.contents import tensors_of
-from tierstore.adapters.diffusers import enable_group_offload
-from tierstore.adapters.gguf import mapped_gguf
+from tierstore.adapters.group_offload import enable_group_offload
 from tierstore.adapters.grouping import sizes_for
 from tierstore.adapters.joined import JoinedWeights
-from tierstore.adapters.quantising import quantising
 from tierstore.engine.checkpoints import is_url
 from tierstore.store import TierStore, check_store, engine_of
 from tierstore.system.maps import AddressSpace
@@ -46,8 +45,6 @@ from tierstore.torch_private import (
 
 LARGE = 1 << 20
 """Bytes: smaller tensors that a library makes stay in ordinary memory."""
-_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Tells transformers to convert weights on the thread that loads, one after the other."""
 
 
 def from_pretrained(
@@ -123,9 +120,8 @@ def from_single_file(
         Exception: what `cls.from_single_file` raises.
     """
     source: Any = pretrained_model_link_or_path
-    if str(source).endswith(".gguf") and os.path.isfile(source):
-        source = mapped_gguf(source)
-    return _load(cls.from_single_file, source, store, kwargs)
+    mapped = first_answer("read_single_file", os.fspath(source))
+    return _load(cls.from_single_file, source if mapped is None else mapped, store, kwargs)
 
 
 def _load(
@@ -144,16 +140,15 @@ def _load(
     named = {each.name for each in known if each.kind is each.KEYWORD_ONLY}
     options = {name: kwargs.pop(name) for name in named & kwargs.keys()}
     groups = engine_of(store).groups
-    with loading(groups.file_memory) as mode, quantising() as put_off:
+    with intercepted(groups.file_memory) as mode:
         result = load(source, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result  # with output_loading_info=True
     mode.joined.finish(groups, list(models_in(loaded).values()))
     pending = {name: mode.pending(model) for name, model in models_in(loaded).items()}
-    if put_off is not None:
-        dtypes = {number: dtype for each in pending.values() for number, dtype in each.items()}
-        models = models_in(loaded).values()
-        sizes = [sizes_for("block_level", store, model).group for model in models]
-        put_off.finish(groups, dtypes, min(sizes, default=1))
+    dtypes = {number: dtype for each in pending.values() for number, dtype in each.items()}
+    sizes = [sizes_for("block_level", store, model).group for model in models_in(loaded).values()]
+    for each in mode.deferred:
+        each.finish(groups, dtypes, min(sizes, default=1))
     enable_group_offload(loaded, store, **options)
     for name, model in models_in(loaded).items():
         cast_weights(model, pending[name])
@@ -161,29 +156,23 @@ def _load(
 
 
 @contextmanager
-def loading(file_memory: Callable[[int], memoryview]) -> Iterator[LoadingMode]:
-    """Inside, libraries load as `LoadingMode` says, on the calling thread alone."""
-    before = os.environ.get(_ONE_BY_ONE)
-    os.environ[_ONE_BY_ONE] = "1"
-    try:
-        with LoadingMode(file_memory) as mode:
-            yield mode
-    finally:
-        if before is None:
-            del os.environ[_ONE_BY_ONE]
-        else:
-            os.environ[_ONE_BY_ONE] = before
+def intercepted(file_memory: Callable[[int], memoryview]) -> Iterator[LoadingMode]:
+    """A context in which libraries load as `LoadingMode` says, on the calling thread alone."""
+    with loading() as deferred, LoadingMode(file_memory) as mode:
+        mode.deferred = deferred
+        yield mode
 
 
 class LoadingMode(TorchDispatchMode):
     """Inside, on this thread, casts of a file's bytes are put off, and large results go to files.
 
     Whatever is computed from a tensor whose cast was put off is computed from what it was cast to.
-    `file_memory` makes memory of so many bytes in a file.
+    `file_memory` makes memory of so many bytes in a file. `deferred` is what libraries put off.
     """
 
     def __init__(self, file_memory: Callable[[int], memoryview]) -> None:
         super().__init__()
+        self.deferred: list[Deferred] = []
         self._file_memory = file_memory
         self._space: AddressSpace | None = None
         self.joined = JoinedWeights(file_memory, self._dtype_of)

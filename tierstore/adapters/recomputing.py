@@ -6,15 +6,17 @@ Such as the tables of rotary embeddings: a model computes them when it is built,
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from tierstore.adapters.compat import first_answer
 from tierstore.adapters.contents import named_children_of
+
+Initializer = Callable[[nn.Module], object]
 
 _LISTED = 5
 
@@ -38,12 +40,13 @@ def some(items: Iterable[str]) -> str:
 def recomputed(model: nn.Module) -> list[Value]:
     """Non-persistent buffers on meta, such as the tables of rotary embeddings, with their values.
 
-    Only transformers' models can compute them again. Nothing of the model is changed.
+    Only a library that initializes its models (`Library.initializer`) can compute them again.
+    Nothing of the model is changed.
     """
     values: list[Value] = []
     unknown: list[str] = []
-    for prefix, module, owner in _with_owners(model, "", None):
-        for key, value in _values_of(module, owner).items():
+    for prefix, module, init in _with_initializers(model, "", None):
+        for key, value in _values_of(module, init).items():
             name = f"{prefix}.{key}" if prefix else key
             buffer = module._buffers[key]
             if value is None:
@@ -59,19 +62,17 @@ def recomputed(model: nn.Module) -> list[Value]:
     return values
 
 
-def _with_owners(
-    module: nn.Module, prefix: str, owner: nn.Module | None
-) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """All modules by name, with the innermost transformers model that each belongs to."""
-    transformers: Any = sys.modules.get("transformers.modeling_utils")
-    if transformers is not None and isinstance(module, transformers.PreTrainedModel):
-        owner = module
-    yield prefix, module, owner
+def _with_initializers(
+    module: nn.Module, prefix: str, init: Initializer | None
+) -> Iterator[tuple[str, nn.Module, Initializer | None]]:
+    """All modules by name, with the initializer of the innermost model that has one."""
+    init = first_answer("initializer", module) or init
+    yield prefix, module, init
     for name, child in named_children_of(module):
-        yield from _with_owners(child, f"{prefix}.{name}" if prefix else name, owner)
+        yield from _with_initializers(child, f"{prefix}.{name}" if prefix else name, init)
 
 
-def _values_of(module: nn.Module, owner: nn.Module | None) -> dict[str, torch.Tensor | None]:
+def _values_of(module: nn.Module, init: Initializer | None) -> dict[str, torch.Tensor | None]:
     """The module's own non-persistent buffers on meta: their values, or None where unknown.
 
     A buffer counts as computed if what it held before makes no difference.
@@ -81,18 +82,18 @@ def _values_of(module: nn.Module, owner: nn.Module | None) -> dict[str, torch.Te
         for name, buffer in module._buffers.items()
         if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_meta
     ]
-    if not names or owner is None:
+    if not names or init is None:
         return dict.fromkeys(names)
     try:
         with torch.no_grad(), torch.device("cpu"):
-            zero, one = (_initialized(module, owner, names, fill) for fill in (0, 1))
+            zero, one = (_initialized(module, init, names, fill) for fill in (0, 1))
     except Exception:  # whatever that code stumbled over, the advice is the same
         return dict.fromkeys(names)
     return {name: zero[name] if torch.equal(zero[name], one[name]) else None for name in names}
 
 
 def _initialized(
-    module: nn.Module, owner: nn.Module, names: list[str], fill: int
+    module: nn.Module, init: Initializer, names: list[str], fill: int
 ) -> dict[str, torch.Tensor]:
     """The named buffers as the model's own code leaves them, if they held `fill` before."""
     twin = _twin(module)
@@ -101,7 +102,6 @@ def _initialized(
             twin._buffers[name] = torch.full_like(buffer, fill, device="cpu")
         elif buffer is not None:
             twin._buffers[name] = buffer.clone()
-    init: Any = owner._init_weights
     init(twin)
     return {name: twin._buffers[name] for name in names}
 

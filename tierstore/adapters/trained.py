@@ -68,10 +68,11 @@ class Merging:
         self._offloaded = offloaded
 
     def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
-        self._trained.forget()
-        self._offloaded.changed = True
-        with torch.no_grad():
-            self._offloaded.look()
+        if self._trained.parameters:  # else an earlier layer has had them put away
+            self._trained.forget()
+            self._offloaded.changed = True
+            with torch.no_grad():
+                self._offloaded.look()
         return method.original(*args, **kwargs)
 
 

@@ -20,14 +20,13 @@ from tierstore.adapters.activations import Unpack
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.autocast_cache import CastCache
 from tierstore.adapters.bindings import Binding, edited_among, put_back_all, show_all
-from tierstore.adapters.codecs.bitsandbytes import is_of_bitsandbytes
 from tierstore.adapters.codecs.memory import (
     Geometry,
     address_of,
     geometry_of,
     span,
 )
-from tierstore.adapters.function_contexts import take_out_weights
+from tierstore.adapters.compat import any_answer, notify_all
 from tierstore.adapters.nested import tensors_in
 from tierstore.adapters.operations import OperationMode
 from tierstore.adapters.saved_weights import LastLease, WeightHooks
@@ -134,9 +133,9 @@ class UnitWeights:
         return [b.tensor for b in self.bindings] + [w.tensor for w in self.wrappers]
 
     @functools.cached_property
-    def of_bitsandbytes(self) -> bool:
-        """Whether some are quantised by bitsandbytes."""
-        return any(map(is_of_bitsandbytes, self.parameters))
+    def saved_unseen(self) -> bool:
+        """Whether functions of a library keep some of them past saved-tensor hooks."""
+        return any(any_answer("saves_weights", each) for each in self.parameters)
 
     @property
     def frozen(self) -> bool:
@@ -277,8 +276,8 @@ class WeightUse:
                 self._with_grad = True  # it may have turned gradients on by itself
                 if self._hooks is None or not self._weights.frozen:
                     refuse_to_go_back(tensors, given)
-                elif self._weights.of_bitsandbytes:
-                    take_out_weights(tensors, given, self._saved.pack)
+                elif self._weights.saved_unseen:
+                    notify_all("release_saved", tensors, given, self._saved.pack)
                 break
         self._end()
         return result

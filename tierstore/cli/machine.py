@@ -5,27 +5,24 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import pkgutil
 import platform
 import re
 from pathlib import Path
 from typing import Any
 
+from tierstore.model.extras import requirements
 from tierstore.model.sizes import PAGE, usable_memory
 from tierstore.system.file_systems import file_system_of as file_system_of
 
-PACKAGES = (
-    "torch",
-    "safetensors",
-    "numpy",
-    "xxhash",
-    "psutil",
-    "diffusers",
-    "accelerate",
-    "transformers",
-    "peft",
-    "obstore",
-    "msgspec",
-)
+LIBRARIES = Path(__file__).parents[1] / "adapters" / "compat"
+"""Each file there supports a library."""
+
+
+def packages() -> list[str]:
+    """Return the packages whose versions matter: what this one needs, and what it supports."""
+    supported = [info.name for info in pkgutil.iter_modules([str(LIBRARIES)])]
+    return sorted({*requirements(), "safetensors", *supported} - {"patches"})
 
 
 def version_of(package: str) -> str | None:
@@ -94,7 +91,7 @@ def environment(directory: str) -> dict[str, Any]:
         "tierstore": version_of("tierstore"),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": {package: version_of(package) for package in PACKAGES},
+        "packages": {package: version_of(package) for package in packages()},
         "cores": len(os.sched_getaffinity(0)),
         "usable_memory": usable_memory(),
         "huge_pages": huge_pages(),

@@ -1,8 +1,8 @@
 """How a model's tensors are taken apart into plain tensors, and shown again: one codec per kind.
 
 A store holds plain tensors only: bytes with a dtype, a shape and strides. A codec says of which
-plain tensors one of its kind consists, and makes it of others. To add a kind, write a file with a
-`TensorCodec`, name it in `CODECS`, and subclass `tests.conformance.codecs.CodecConformance`.
+plain tensors one of its kind consists, and makes it of others (`TensorCodec`). Kinds of other
+libraries are in `tierstore.adapters.compat`. `tests.conformance.codecs` says what a codec promises.
 
 What has no codec stays in memory: on the store's device for as long as its model is offloaded, and
 counted in the budget. (See `tierstore.adapters.device_resident`.)
@@ -10,40 +10,30 @@ counted in the budget. (See `tierstore.adapters.device_resident`.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 
-from tierstore.adapters.codecs.bitsandbytes import BitsandbytesCodec
 from tierstore.adapters.codecs.memory import tensor_bytes, unique_bytes
 from tierstore.adapters.codecs.plain import PlainCodec
 from tierstore.adapters.codecs.wrapper import WrapperCodec
+from tierstore.adapters.compat import TensorCodec, libraries
 
 
-class TensorCodec(Protocol):
-    """One kind of tensors. A store holds them by their parts, which are plain in the end."""
-
-    def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of this kind."""
-
-    def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that it consists of, by name: aliases, no copies. They are plain, or have a
-        codec of their own."""
-
-    def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A tensor like `tensor` (of its class, with its attributes) that consists of `parts`."""
-
-    def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Let `tensor` show the memory of `value`, on whatever device. It stays the same object."""
-
-
-CODECS: tuple[TensorCodec, ...] = (WrapperCodec(), BitsandbytesCodec(), PlainCodec())
+@functools.cache
+def all_codecs() -> tuple[TensorCodec, ...]:
+    """Return the codecs, in the order in which they are asked."""
+    return (
+        WrapperCodec(),
+        *(codec for library in libraries() for codec in library.codecs),
+        PlainCodec(),
+    )
 
 
 def codec_of(tensor: torch.Tensor) -> TensorCodec | None:
     """The codec of a tensor's kind; None if nobody knows how to take it apart."""
-    return next((codec for codec in CODECS if codec.accepts(tensor)), None)
+    return next((codec for codec in all_codecs() if codec.accepts(tensor)), None)
 
 
 def leaves_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

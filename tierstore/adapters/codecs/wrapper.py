@@ -1,6 +1,6 @@
 """Tensors that wrap others, and say how: `__tensor_flatten__` and `__tensor_unflatten__`.
 
-torchao's and quanto's quantised weights and DTensor do so. Groups hold the tensors inside.
+Quantised weights of several libraries do so, and DTensor. Groups hold the tensors inside.
 """
 
 from __future__ import annotations

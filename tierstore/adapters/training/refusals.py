@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.contents import modules_of, named_parameters_of
-from tierstore.adapters.other_offloading import refuse_other_offloading
+from tierstore.adapters.other_offloading import check_not_offloaded
 from tierstore.adapters.training.sharded import sharded_modules
 from tierstore.store import TierStore
 
@@ -39,7 +39,7 @@ def refuse_arguments(
     for name, value in (("num_slices", num_slices), ("num_microbatches", num_microbatches)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} is no positive whole number")
-    refuse_other_offloading(type(module).__name__, module)
+    check_not_offloaded(type(module).__name__, module)
     if (library := _spread_by(module)) is not None:
         raise ValueError(f"{type(module).__name__} is in {library}, {ADVICE}")
     for name, parameter in named_parameters_of(module):

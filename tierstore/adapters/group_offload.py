@@ -9,21 +9,23 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from tierstore.adapters.compat import hints_of
 from tierstore.adapters.components import (
     Component,
+    OffloadSettings,
     component_of,
-    follow_methods,
     handles,
     models_in,
 )
 from tierstore.adapters.memory_warning import warn_of_little_memory
+from tierstore.adapters.pipelines import follow_methods
 from tierstore.engine.settings import resolve_device
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
@@ -65,7 +67,7 @@ class OffloadHandle:
         store: where the weights are.
     """
 
-    def __init__(self, target: Any, store: TierStore, settings: dict[str, Any]) -> None:
+    def __init__(self, target: Any, store: TierStore, settings: OffloadSettings) -> None:
         self.store = store
         self._target = weakref.ref(target)
         self._settings = settings
@@ -164,7 +166,7 @@ class OffloadHandle:
                 part.join(target)
                 self._parts[name] = part
             for name, module in staying.items():
-                if name not in (self._settings["exclude_modules"] or []):
+                if name not in self._settings.exclude_modules:
                     logger.warning("%s cannot be offloaded in groups: it stays on the device", name)
                 module.to(self.store.device)
         except BaseException:
@@ -234,16 +236,14 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         TransferError: a file cannot be read or written. Whatever is raised, the model is as it was.
     """
     _refuse_replaced(replaced)
-    settings: dict[str, Any] = {
-        "offload_type": offload_type,
-        "num_blocks_per_group": num_blocks_per_group,
-        "group_size": None if group_size is None else parse_size(group_size),
-        "exclude_modules": [exclude_modules]
-        if isinstance(exclude_modules, str)
-        else exclude_modules,
-        "exclude_kwargs": exclude_kwargs,
-        "block_modules": block_modules,
-    }
+    settings = OffloadSettings(
+        offload_type=offload_type,
+        num_blocks_per_group=num_blocks_per_group,
+        group_size=None if group_size is None else parse_size(group_size),
+        exclude_modules=_names(exclude_modules) or (),
+        exclude_kwargs=None if exclude_kwargs is None else frozenset(exclude_kwargs),
+        block_modules=_names(block_modules),
+    )
     _check_settings(settings, store, onload_device)
     if not isinstance(target, nn.Module) and not hasattr(target, "components"):
         raise TypeError(
@@ -265,6 +265,10 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         raise
 
 
+def _names(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    return (given,) if isinstance(given, str) else None if given is None else tuple(given)
+
+
 def _refuse_replaced(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name in _REPLACED:
@@ -276,17 +280,17 @@ def _refuse_replaced(arguments: dict[str, Any]) -> None:
 
 
 def _check_settings(
-    settings: dict[str, Any], store: TierStore, onload_device: str | torch.device | None
+    settings: OffloadSettings, store: TierStore, onload_device: str | torch.device | None
 ) -> None:
     check_store(store)
-    if settings["offload_type"] not in OFFLOAD_TYPES:
+    if settings.offload_type not in OFFLOAD_TYPES:
         raise ValueError(
-            f"offload_type={settings['offload_type']!r} is not one of {', '.join(OFFLOAD_TYPES)}"
+            f"offload_type={settings.offload_type!r} is not one of {', '.join(OFFLOAD_TYPES)}"
         )
-    count = settings["num_blocks_per_group"]
+    count: Any = settings.num_blocks_per_group
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ValueError(f"num_blocks_per_group={count!r}: pass a positive int, or None")
-    if count is not None and settings["group_size"] is not None:
+    if count is not None and settings.group_size is not None:
         raise ValueError("num_blocks_per_group and group_size exclude each other: pass one")
     if onload_device is not None and resolve_device(onload_device) != store.device:
         raise ValueError(
@@ -296,22 +300,22 @@ def _check_settings(
 
 
 def _models(
-    target: Any, settings: dict[str, Any]
+    target: Any, settings: OffloadSettings
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The models in a target that are to be offloaded, and those that stay on the device."""
-    if isinstance(target, nn.Module) and not getattr(target, "_supports_group_offloading", True):
+    if isinstance(target, nn.Module) and not hints_of(target).supported:
         raise ValueError(
             f"{type(target).__name__} does not support group offloading: it says so with "
             "_supports_group_offloading=False. Run it on the device as it is"
         )
     found = models_in(target)
-    excluded = settings["exclude_modules"] or []
+    excluded = settings.exclude_modules
     unknown = [name for name in excluded if name not in found]
     if unknown:
         raise ValueError(f"exclude_modules names {unknown}, but there are only {sorted(found)}")
     chosen, staying = {}, {}
     for name, module in found.items():
-        if name not in excluded and getattr(module, "_supports_group_offloading", True):
+        if name not in excluded and hints_of(module).supported:
             chosen[name] = module
         else:
             staying[name] = module

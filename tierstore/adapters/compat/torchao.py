@@ -1,4 +1,4 @@
-"""Quantising weights while a model is loaded: a few at a time, once.
+"""torchao: quantising weights while a model is loaded, a few at a time, once.
 
 diffusers and transformers have torchao's `quantize_` quantise each layer when they have loaded it,
 in memory. Here that is put off until all layers are loaded, as maps of their files. Then it is done
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -23,6 +23,7 @@ from torch import nn
 from tierstore.adapters.codecs import leaves_of, rebuilt
 from tierstore.adapters.codecs.memory import tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
+from tierstore.adapters.compat import Library
 from tierstore.adapters.contents import named_parameters_of
 from tierstore.engine.adoption import derivation_of
 from tierstore.engine.groups import Groups
@@ -79,8 +80,8 @@ class _Layer:
         self.module.register_parameter(name, weight)
 
 
-class Quantising:
-    """What was put off inside of `quantising`."""
+class DeferredQuantize:
+    """The calls of `quantize_` that were deferred while a model was loaded: a `Deferred`."""
 
     def __init__(self, quantize: Callable[..., None]) -> None:
         self._quantize = quantize
@@ -137,27 +138,31 @@ def _finish(groups: Groups, part: Mapping[int, _Layer], dtypes: Mapping[int, tor
             part[i].take(name, rebuilt(weight, homes))
 
 
-@contextmanager
-def quantising() -> Iterator[Quantising | None]:
-    """Inside, layers are left as they are by torchao's `quantize_`: `finish` is for later.
+class Torchao(Library):
+    """Defers its `quantize_`."""
 
-    None without torchao.
-    """
-    try:
-        holders: list[Any] = [import_module("torchao.quantization")]
-    except ImportError:
-        holders = []
-    if not holders:  # what is raised inside should not tell of the missing module
-        yield None
-        return
-    if _HOLDER in sys.modules:
-        holders.append(sys.modules[_HOLDER])
+    name = "torchao"
+
+    def loading(self) -> AbstractContextManager[DeferredQuantize] | None:
+        """Return a context in which `quantize_` leaves layers as they are; None without torchao."""
+        try:
+            quantization = import_module("torchao.quantization")
+        except ImportError:
+            return None
+        holders = [quantization]
+        if _HOLDER in sys.modules:
+            holders.append(sys.modules[_HOLDER])
+        return _deferred(holders)
+
+
+@contextmanager
+def _deferred(holders: list[Any]) -> Iterator[DeferredQuantize]:
     original = holders[0].quantize_
-    put_off = Quantising(original)
+    deferred = DeferredQuantize(original)
     for holder in holders:
-        holder.quantize_ = put_off.quantize
+        holder.quantize_ = deferred.quantize
     try:
-        yield put_off
+        yield deferred
     finally:
         for holder in holders:
             holder.quantize_ = original

@@ -1,0 +1,23 @@
+"""peft: adapters that train beside frozen weights."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tierstore.adapters.compat import Library
+
+
+class Peft(Library):
+    """Knows an adapter layer by its `base_layer`."""
+
+    name = "peft"
+
+    def uses_weights_of_parts(self, module: nn.Module) -> bool:
+        """Whether it is an adapter layer, which may use its base layer's weight without calling it
+        (DoRA does)."""
+        return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
+
+    def merges(self, module: nn.Module) -> tuple[str, ...]:
+        """Return `merge`, which adds an adapter to its base layer's weight."""
+        has_merge = "merge" not in module._modules and callable(getattr(module, "merge", None))
+        return ("merge",) if has_merge else ()
